@@ -146,6 +146,11 @@ def summary_lines(result: Evaluation) -> Iterator[str]:
                 f" ({kl.flips_predicted:.0f} predicted from margins); perplexity {kl.perplexity:.3f} (reference"
                 f" {kl.perplexity_reference:.3f}); {side.verbosity_ratio or 0:.2f} of the reference's length"
             )
+        if kl and (decides := kl.decisions):
+            yield (
+                f"{name}, decisions (call, function, arguments, end): KL mean {decides.mean:.4g}, p99 {decides.p99:.3g} over"
+                f" {decides.n_tokens} tokens; {decides.flips} flips"
+            )
         if figures := result.ensemble.get(name):
             yield ensemble_line(result, name, figures)
         if side.drafts:

@@ -54,25 +54,31 @@ class Tally:
         self.rows: list[np.ndarray] = []
         self.categories: list[str] = []
         self.classes: list[np.ndarray] = []
+        self.decisions: list[np.ndarray] = []
 
-    def add(self, category: str, classes: Sequence[int], fields: np.ndarray) -> None:
-        """Add one answer. classes: class index of each token. fields: from compare_logits."""
+    def add(
+        self, category: str, classes: Sequence[int], fields: np.ndarray, decisions: Sequence[bool] | None = None
+    ) -> None:
+        """Add one answer. classes: class index of each token. fields: from compare_logits. decisions: whether a token decides."""
         self.rows.append(fields)
+        self.decisions.append(np.asarray(decisions or [False] * len(fields), dtype=bool))
         self.categories += [category] * len(fields)
         self.classes.append(np.asarray(classes, dtype=np.int64))
 
     def summary(self) -> KLSummary | None:
-        """Return the figures of all tokens, per category and per class; None without tokens."""
+        """Return the figures of all tokens, per category, per class and of decisions; None without tokens."""
         if not self.rows:
             return None
         rows = np.concatenate(self.rows)
         kinds = np.concatenate(self.classes)
+        decisions = np.concatenate(self.decisions)
         groups = np.asarray(self.categories)
         return KLSummary(
             **msgspec.structs.asdict(figures(rows)),
             by_category={str(c): figures(rows[groups == c]) for c in dict.fromkeys(self.categories)},
             by_class={n: figures(rows[kinds == i]) for i, n in enumerate(self.names) if (kinds == i).any()},
             margins=margin_bins(rows),
+            decisions=figures(rows[decisions]) if decisions.any() else None,
         )
 
 

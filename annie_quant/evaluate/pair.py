@@ -112,7 +112,8 @@ class ModelPair:
         tally = Tally(CLASSES)
         for i, answer in enumerate(scored, offset):
             classes = self.template.classes(answer.target, answer.thinking)
-            tally.add(answer.category, classes, comparisons[i].fields)
+            decides = None if answer.plain else self.template.decisions(answer.target, answer.thinking)
+            tally.add(answer.category, classes, comparisons[i].fields, decides)
         return tally.summary()
 
 

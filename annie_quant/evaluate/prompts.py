@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from annie_quant.checkpoint.chat_template import ChatTemplate
 from annie_quant.checkpoint.remote_code import loading_tokenizer
 from annie_quant.errors import UsageError
+from annie_quant.evaluate import decision_tokens
 from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.engine import common_prefix
 from annie_quant.files import read_whole_json
@@ -64,12 +65,16 @@ class Answered(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """An answer whose tokens (target) are scored after a prompt. category: workload, conversation category or file name."""
+    """An answer whose tokens (target) are scored after a prompt.
+
+    category: workload, conversation category or file name. plain: text that answers nothing.
+    """
 
     category: str
     prompt: tuple[int, ...]
     target: tuple[int, ...]
     thinking: bool = False
+    plain: bool = False
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> list[int]:
@@ -137,11 +142,20 @@ class Template:
         kinds = [0] * len(text)
         for match in _SPANS.finditer(text):
             kinds[match.start() : match.end()] = [CLASSES.index(str(match.lastgroup))] * (match.end() - match.start())
-        classes, at = [], len(opened)
+        classes: list[int] = []
+        at = len(opened)
         for token, piece in zip(target, pieces, strict=True):
             classes.append(3 if token in self.end_tokens else kinds[min(at, len(kinds) - 1)] if kinds else 0)
             at += len(piece)
         return classes
+
+    def decisions(self, target: Sequence[int], thinking: bool) -> list[bool]:
+        """Return for each target token whether it decides (decision_tokens.py); the first and those that end a turn do."""
+        pieces = self.tokenizer.batch_decode([[t] for t in target], skip_special_tokens=False)
+        opened = "<think>" if thinking else ""
+        points = decision_tokens.deciding(opened + "".join(pieces), self.tool_form) | {len(opened)}
+        covered = decision_tokens.covers(points, pieces, len(opened))
+        return [c or t in self.end_tokens for c, t in zip(covered, target, strict=True)]
 
 
 def with_decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +205,7 @@ def text_pieces(template: Template, path: str | os.PathLike, length: int = 512) 
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", TEXT_HINT) from None
     pieces = [ids[at : at + length] for at in range(0, len(ids), length)]
-    answers = [ScoredAnswer(path.name, tuple(p[:1]), tuple(p[1:])) for p in pieces if len(p) > 1]
+    answers = [ScoredAnswer(path.name, tuple(p[:1]), tuple(p[1:]), plain=True) for p in pieces if len(p) > 1]
     if not answers:
         raise UsageError(f"{path} has {len(ids)} tokens; perplexity needs at least two")
     return answers

@@ -21,7 +21,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 _XML = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 _HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_PYTHON_TAG = "<|python_tag|>"
+PYTHON_TAG = "<|python_tag|>"
 
 
 def form_of(template: str) -> Form:
@@ -30,7 +30,7 @@ def form_of(template: str) -> Form:
         return "qwen_xml"
     if "<tool_call>" in template:
         return "hermes"
-    return "llama_json" if _PYTHON_TAG in template or "<|start_header_id|>" in template else "qwen_xml"
+    return "llama_json" if PYTHON_TAG in template or "<|start_header_id|>" in template else "qwen_xml"
 
 
 def split_calls(text: str, form: Form, tools: Tools = None) -> tuple[list[ToolCall], str]:
@@ -77,7 +77,7 @@ def _call_of(value: Any, *keys: str) -> tuple[str, Any] | None:
 
 def _llama_calls(text: str) -> list[ToolCall]:
     """Return the calls that an answer consists of; none where anything else is in it."""
-    rest = text.strip().removeprefix(_PYTHON_TAG).strip()
+    rest = text.strip().removeprefix(PYTHON_TAG).strip()
     calls: list[ToolCall] = []
     while rest.startswith("{"):
         try:

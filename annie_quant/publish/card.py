@@ -28,7 +28,17 @@ from annie_quant.report.pages.comparison import gpu_names
 from annie_quant.report.pages.html import caveats
 from annie_quant.report.pages.markdown import LEGEND, bullets, grid
 from annie_quant.report.run import REFERENCE, Backend, LoadedRun
-from annie_quant.schema import RECIPE_FILE, Audit, Environment, GateResult, SpeedGate, salvage_line, salvage_or_default
+from annie_quant.schema import (
+    RECIPE_FILE,
+    Audit,
+    Environment,
+    GateResult,
+    HeldOut,
+    Ingredient,
+    SpeedGate,
+    salvage_line,
+    salvage_or_default,
+)
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
 RUNTIMES = ("vllm", "sglang")
@@ -42,6 +52,19 @@ class RecordedRecipe(msgspec.Struct):
     scale: str | None = None
     calib_data_sha256: str | UnsetType | None = UNSET
     calib_samples: int | None = None
+    held_out: HeldOut | None = None
+    ingredients: list[Ingredient] = []
+
+    def comparison(self) -> str:
+        """Return what was used and refused on held-out conversations, or ""."""
+        if self.held_out is None or not self.ingredients:
+            return ""
+        used, refused = ([i.name for i in self.ingredients if i.used is used] for used in (True, False))
+        return (
+            f"recipe {' + '.join(used)}, compared on {count(self.held_out.conversations)} held-out conversations"
+            f" ({count(self.held_out.decisions)} tokens that decide)"
+            + (f"; refused: {', '.join(refused)}" if refused else "")
+        )
 
 
 class _Producer(msgspec.Struct):
@@ -185,6 +208,7 @@ def _origin(subject: Subject) -> list[str]:
     algorithm = [
         f"strategy {recipe.strategy}" if recipe.strategy else "",
         f"scale {recipe.scale}" if recipe.scale else "",
+        recipe.comparison(),
     ]
     algorithm += [
         f"algorithm {summary.algorithm}",

@@ -38,13 +38,16 @@ class Sample:
     """One answer after its prompt.
 
     ids: the tokens that are fed (the answer's last token is only predicted).  kinds: of each position.
-    answer: the answer's tokens.
+    answer: the answer's tokens.  decides: of each, whether it decides (evaluate/decision_tokens.py).
+    row: index of its conversation.
     """
 
     category: str
     ids: tuple[int, ...]
     kinds: tuple[int, ...]
     answer: tuple[int, ...]
+    decides: tuple[bool, ...] = ()
+    row: int = 0
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -82,13 +85,15 @@ def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[Sample]
 
     template = Template(model)
     samples = []
-    for scored in conversation_answers(template, rows):
+    scored_rows = ((i, scored) for i, row in enumerate(rows) for scored in conversation_answers(template, [row]))
+    for row, scored in scored_rows:
         ids = (*scored.prompt, *scored.target[:-1])
         if len(ids) > MAX_TOKENS:
             continue  # the answer is at the end, so cutting would remove it
         answer_kinds = [k + 1 for k in template.classes(scored.target, scored.thinking)]
         kinds = (PROMPT,) * (len(scored.prompt) - 1) + tuple(answer_kinds)
-        samples.append(Sample(scored.category, ids, kinds, scored.target))
+        decides = tuple(template.decisions(scored.target, scored.thinking))
+        samples.append(Sample(scored.category, ids, kinds, scored.target, decides, row))
     if not samples:
         raise UsageError(
             f"no assistant's answer in the calibration data has at most {MAX_TOKENS:,} tokens", "annie-quant data"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
-from annie_quant.models import Family
+from annie_quant.models import Family, in_layer
 from annie_quant.progress import Progress
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job
@@ -23,12 +23,28 @@ if TYPE_CHECKING:
 
 TIE = 1e-9  # sums of sizes that differ by less of the limit are equal
 TOKENS = 1024  # of answers, scored in each trial
+POSITIONS = 4096  # of these answers with their prompts on a CPU, where trials take much of the time
+BANDS = 32  # units that are measured there at most: of neighbouring layers together
 
 
 def units_of(family: Family, chosen: Sequence[str]) -> dict[str, list[str]]:
     """Return the linears that are decided together, by the name of the first: a fused group, or a layer's experts."""
     fused = {m: group for group in family.served_groups(chosen) for m in group}
     return {members[0]: members for members in (fused.get(n, [n]) for n in chosen)}
+
+
+def bands_of(units: Mapping[str, list[str]], count: int) -> dict[str, list[str]]:
+    """Return at most about `count` units, each with the same linears of neighbouring layers."""
+    kinds: dict[str, list[str]] = {}
+    for unit in units:
+        kinds.setdefault(in_layer(unit), []).append(unit)
+    bands = max(1, count // max(1, len(kinds)))
+    result = {}
+    for same in kinds.values():
+        size = math.ceil(len(same) / bands)
+        for start in range(0, len(same), size):
+            result[same[start]] = [n for u in same[start : start + size] for n in units[u]]
+    return result
 
 
 def least_cost(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], limit: float) -> list[int]:
@@ -70,7 +86,11 @@ def formats_of_inputs(
     Harm is the divergence of the source's answers when only the inputs of one unit are rounded, summed over the units. What an
     interrupted run measured is not measured again.
     """
+    from annie_quant.quantize.layerwise import device_and_dtype
+
     units = units_of(folder.family, chosen)
+    if device_and_dtype(folder)[0] == "cpu":
+        units = bands_of(units, BANDS)
     harm = measure_inputs(folder, units, samples, job, progress)
     active = active_weights(folder, chosen)
     weights = {u: sum(active[n] for n in members) for u, members in units.items()}
@@ -92,13 +112,15 @@ def measure_inputs(
     """Return unit → divergence with its inputs rounded, in nats per response token; weights are the source's."""
     from annie_quant.quantize.calibration_samples import RESPONSE
     from annie_quant.quantize.kl_trial import Trial
+    from annie_quant.quantize.layerwise import device_and_dtype
 
     job.work_folder()  # the layers' rounding would empty a folder that this file alone had made
     file = job.measurements("input_divergence.json")
     harm: dict[str, float] = file.load({})
     waiting = [u for u in units if u not in harm]
     if waiting:
-        trial = Trial(folder, samples, RESPONSE, TOKENS)
+        on_cpu = device_and_dtype(folder)[0] == "cpu"
+        trial = Trial(folder, samples, RESPONSE, TOKENS, POSITIONS if on_cpu else math.inf)
         amax = trial.largest_inputs([n for members in units.values() for n in members])
         noise = trial.divergence()  # of the stored reference, which is float16
         if not math.isfinite(noise):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import source_key
 from annie_quant.errors import UsageError
 from annie_quant.resume import KeyedJson, keyed_folder
+from annie_quant.schema import HeldOut, Ingredient
 
 WAIT_FOR_FIRST_S = 60.0  # how long further processes wait for the first one's work folder
 
@@ -27,6 +29,7 @@ class Job:
     options: every option of the strategy, with its value or default.  seed: for random choices.
     expected_bytes: set by the strategy, once it knows the size of the output's tensors.
     work: folder for what a killed run should not have to repeat; it is removed after success.
+    held_out, ingredients: set by a strategy that compares recipes, for the checkpoint's annie_quant.json.
     """
 
     model: Path
@@ -39,6 +42,8 @@ class Job:
     seed: int = 0
     expected_bytes: int | None = None
     work: Path = Path(".work")
+    held_out: HeldOut | None = None
+    ingredients: list[Ingredient] = field(default_factory=list)
 
     @property
     def conversations(self) -> Path:
@@ -65,6 +70,10 @@ class Job:
     def work_folder(self) -> Path:
         """Return the work folder, emptied unless it was made with the same key. The first process makes it."""
         return keyed_folder(self.work, self.key(), wait_s=WAIT_FOR_FIRST_S if rank() else 0.0)
+
+    def remove(self, name: str) -> None:
+        """Remove a folder inside the work folder."""
+        shutil.rmtree(self.work / name, ignore_errors=True)
 
 
 def rank() -> int:

@@ -7,6 +7,7 @@ inputs as a server would, runs the same answers, and restores the model.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,12 +19,14 @@ from annie_quant import nvfp4
 from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.evaluate.engine import Engine, Row
+from annie_quant.hf import codec
 from annie_quant.hf.loading import load as load_model
 from annie_quant.models import Family
 from annie_quant.quantize import fake_quant
 from annie_quant.quantize.calibration_samples import Sample, TokenWeights
 from annie_quant.quantize.formats import FP8, QUANTIZED_INPUTS
 from annie_quant.quantize.layerwise import device_and_dtype
+from annie_quant.quantize.plan import Plan
 
 LEAST_ANSWERS = 8  # that share a trial's tokens
 
@@ -32,37 +35,69 @@ class Trial:
     """One model, and its own logits as the reference.
 
     token_weights: how much a token counts, by its kind.
-    tokens: of answers, scored at most; every trial is a pass over them, and their logits stay in memory. Longer answers than a
-        LEAST_ANSWERS-th of them are cut.
+    tokens: of answers, scored at most; every trial is a pass over them, and their logits stay in memory.
+    positions: of these answers with their prompts at most.  cut: cut answers that are longer than a LEAST_ANSWERS-th of `tokens`.
     """
 
     def __init__(
-        self, folder: ModelFolder, samples: Sequence[Sample], token_weights: TokenWeights, tokens: int
+        self,
+        folder: ModelFolder,
+        samples: Sequence[Sample],
+        token_weights: TokenWeights,
+        tokens: int,
+        positions: float = math.inf,
+        cut: bool = True,
     ) -> None:
         self.family, self.model = folder.family, load(folder)
         self.engine = Engine(self.model)
         self.rows: list[Row] = []
         self.weights: list[torch.Tensor] = []
-        device, total = next(self.model.parameters()).device, 0
+        self.decides: list[torch.Tensor] = []
+        self.sources: list[int] = []  # the conversation of each row
+        device, total, length = next(self.model.parameters()).device, 0, 0
         for sample in spread(samples):
-            answer = sample.answer[: max(1, tokens // LEAST_ANSWERS)]
-            if total + len(answer) <= tokens:
+            answer = sample.answer[: max(1, tokens // LEAST_ANSWERS)] if cut else sample.answer
+            size = len(sample.prompt) + len(answer)
+            if total + len(answer) <= tokens and (length + size <= positions or not self.rows):
                 total += len(answer)
+                length += size
                 kinds = sample.kinds[len(sample.prompt) - 1 :][: len(answer)]
                 self.rows.append(Row(sample.prompt, answer))
                 self.weights.append(torch.tensor([token_weights.get(k, 0.0) for k in kinds], device=device))
+                decides = (sample.decides or (False,) * len(answer))[: len(answer)]
+                self.decides.append(torch.tensor(decides, device=device))
+                self.sources.append(sample.row)
         # float16 halves the memory for large vocabularies; the reference is compared with its own rounded self, too.
         self.reference = {i: torch.log_softmax(logits, -1).half() for i, logits in self.engine.scores(self.rows)}
 
-    def divergence(self) -> float:
-        """Return the weighted mean KL(reference || model as it is now), in nats."""
-        total = weight = 0.0
+    def divergences(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield index and KL(reference || model as it is now) of every row, in nats per token."""
         for i, logits in self.engine.scores(self.rows):
             p, q = self.reference[i].float(), torch.log_softmax(logits, -1)
-            kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)
-            total += float((kl * self.weights[i]).sum())
-            weight += float(self.weights[i].sum())
-        return total / max(weight, 1e-30)
+            yield i, (p.exp() * (p - q)).sum(-1).clamp_min(0)
+
+    def divergence(self) -> float:
+        """Return the weighted mean of all tokens plus that of the tokens that decide, if there are any."""
+        rows = list(self.divergences())
+        total = sum(float((kl * self.weights[i]).sum()) for i, kl in rows)
+        weight = sum(float(w.sum()) for w in self.weights)
+        decisions = sum(float(kl[self.decides[i]].sum()) for i, kl in rows)
+        count = sum(int(d.sum()) for d in self.decides)
+        return total / max(weight, 1e-30) + decisions / max(count, 1)
+
+    def divergence_of(self, plan: Plan, inputs: bool) -> list[list[float]]:
+        """Return per conversation its part of the mean KL with a plan's weights, and of that of tokens that decide.
+
+        inputs: round them where the plan's formats do.
+        """
+        tokens, count = sum(len(w) for w in self.weights), max(1, sum(int(d.sum()) for d in self.decides))
+        parts = {row: [0.0, 0.0] for row in sorted(set(self.sources))}
+        with planned(self.model, self.family, plan, inputs):
+            for i, kl in self.divergences():
+                part = parts[self.sources[i]]
+                part[0] += float(kl.double().sum()) / tokens
+                part[1] += float(kl[self.decides[i]].double().sum()) / count
+        return list(parts.values())
 
     def cost(
         self,
@@ -134,6 +169,28 @@ def rounded(
             if name in inputs:
                 rounder = fake_quant.fp8 if kind == FP8 else fake_quant.nvfp4_input
                 undo.append(linear.register_forward_pre_hook(input_hook(rounder, inputs[name])).remove)
+        with torch.inference_mode():
+            yield
+    finally:
+        for restore in undo:
+            restore()
+
+
+@contextlib.contextmanager
+def planned(model: Any, family: Family, plan: Plan, inputs: bool) -> Iterator[None]:
+    """Give the model a plan's weights, and where `inputs` rounded inputs by its formats; restore the model at the end."""
+    undo: list[Callable[[], object]] = []
+    changed = {f"{n}.weight": nvfp4.unpack(t, "float32") for n, t in plan.packed.items()}
+    changed |= {n: np.asarray(a) for n, a in plan.weights.items() if n.removesuffix(".weight") not in plan.packed}
+    narrow = {n: plan.amax[n] for n, f in plan.formats.items() if f in QUANTIZED_INPUTS and n in plan.amax}
+    try:
+        for name, array in changed.items():
+            parameter = model.get_parameter(family.in_form(name, multimodal=False))
+            undo.append(partial(setattr, parameter, "data", parameter.data))
+            parameter.data = codec.to_torch(array).to(parameter)
+        for name, top in family.largest_of_input(narrow).items() if inputs else ():
+            linear = model.get_submodule(family.in_form(name, multimodal=False))
+            undo.append(linear.register_forward_pre_hook(input_hook(fake_quant.nvfp4_input, top)).remove)
         with torch.inference_mode():
             yield
     finally:

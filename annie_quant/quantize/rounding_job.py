@@ -85,8 +85,11 @@ def round_model(
     method: Method,
     token_weights: TokenWeights,
     fold: bool = False,
+    name: str = "layers",
 ) -> Plan:
     """Return the plan with every linear of `formats` rounded. fold: fold activation-aware scales into each layer first.
+
+    name: of the folder inside the job's, where finished layers are stored.
 
     Raises CheckpointError where one of them is in no decoder layer.
     """
@@ -98,7 +101,8 @@ def round_model(
     batches = calibration_samples.make_batches(samples, tokens)
     model = DecoderLayers(folder, batches)
     progress.message(memory_needed(folder, model, method))
-    streams, table, store = Streams(model), weight_table(token_weights, model.device), job.work_folder()
+    streams, table, store = Streams(model), weight_table(token_weights, model.device), job.work_folder() / name
+    store.mkdir(exist_ok=True)
     coverage = Coverage()
     begun, fresh = time.monotonic(), 0
     count = len(model.model.layers)

@@ -164,6 +164,8 @@ def recipe_of(job: Job, strategy: str, prompts: prompt_provenance.Prompts, kv_ca
         prompt_sha256=prompts.sha256,
         prompt_mismatch=prompts.mismatch,
         kv_cache=kv_cache,
+        held_out=job.held_out,
+        ingredients=job.ingredients,
     )
 
 

@@ -52,7 +52,7 @@ from annie_quant.schema.machine import (
 )
 from annie_quant.schema.messages import CalledFunction, ChatCall, ChatMessage, ChatRow, LoggedChat, RowProvenance
 from annie_quant.schema.reading import SCHEMA_VERSION, check_version, convert, decode, encode, write
-from annie_quant.schema.recipe import RECIPE_FILE, Recipe
+from annie_quant.schema.recipe import RECIPE_FILE, HeldOut, Ingredient, Recipe
 from annie_quant.schema.records import Load, RequestRecord, ToolCall
 from annie_quant.schema.results import (
     Aggregates,

@@ -56,12 +56,17 @@ class LayerKL(msgspec.Struct):
 
 
 class KLSummary(KLFigures, kw_only=True, omit_defaults=True):
-    """KLFigures of all tokens, per category and per token class. by_layer: present after a sensitivity measurement."""
+    """KLFigures of all tokens, per category and per token class.
+
+    by_layer: present after a sensitivity measurement. decisions: of the tokens that decide about a call, its function, its
+    arguments or the end (evaluate/decision_tokens.py); None for plain text and in evaluations before 0.3.
+    """
 
     by_category: dict[str, KLFigures] = {}
     by_class: dict[str, KLFigures] = {}
     margins: list[MarginBin] = []
     by_layer: list[LayerKL] = []
+    decisions: KLFigures | None = None
 
 
 class LayerDivergence(msgspec.Struct):

@@ -71,6 +71,8 @@ def test_the_result_has_all_parts(result: dict) -> None:
         assert sum(c["n_tokens"] for c in side["kl"]["by_category"].values()) == side["kl"]["n_tokens"]
         assert sum(c["n_tokens"] for c in side["kl"]["by_class"].values()) == side["kl"]["n_tokens"]
         assert set(side["kl"]["by_class"]) <= set(CLASSES)
+        # Of each answer its first token.
+        assert side["same_answers"]["n"] <= side["kl"]["decisions"]["n_tokens"] < side["kl"]["n_tokens"]
         assert side["same_answers"]["n"] == 6
         assert len(side["cases"]) == 6 - side["same_answers"]["same"]
         for gate, row in side["paired"].items():

@@ -172,7 +172,10 @@ def test_fragile_keeps_in_one_arithmetic_and_loses_in_another():
     )
     assert verdict.verdict == "fragile"
     assert verdict.profiles == {"vllm-cutlass": "loses", "float32": "keeps"}
-    assert verdict.sentence == "Fragile: loses tool calls under vllm-cutlass, keeps under float32, float32+perm1; not tested: decline, right arguments, several calls, use a result, right answer, form, stop, thinking (0 answers)."
+    assert verdict.sentence == (
+        "Fragile: loses tool calls under vllm-cutlass, keeps under float32, float32+perm1; not tested: decline, right arguments, "
+        "several calls, use a result, right answer, form, stop, thinking (0 answers)."
+    )
     one = judge.judge_members(
         {"float32": member(tool_call=(240, 0, 0)), "float32+perm1": member(tool_call=(240, 58, 0))}
     )

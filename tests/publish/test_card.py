@@ -161,6 +161,17 @@ def test_the_strategy_is_that_of_the_checkpoint_s_own_record(run, checkpoint, tm
     assert "strategy" not in other.split("## Calibration")[0]
 
 
+def test_the_recipe_that_held_out_conversations_chose_is_named(run, checkpoint, tmp_path):
+    figures = {"kl": 0.01, "decisions": 0.02, "kl_w4a16": 0.01, "decisions_w4a16": 0.02, "change": -0.1, "noise": 0.01}
+    tried = [
+        {"name": n, "used": u, **figures} for n, u in (("gptq", True), ("AWQ folds", False), ("prompt tokens", True))
+    ]
+    held_out = {"conversations": 51, "tokens": 2000, "decisions": 612}
+    card = prepared(run, checkpoint, tmp_path / "best", strategy="best", held_out=held_out, ingredients=tried)
+    line = "recipe gptq + prompt tokens, compared on 51 held-out conversations (612 tokens that decide); refused: AWQ folds"
+    assert line in card
+
+
 def test_a_runtime_that_cannot_load_it_gets_no_command(run, tmp_path):
     card = upload.prepare(run, "owner/x", model="mlp_only", checkpoint=TINY, base_model=BASE).card
     audit = aq.checkpoint.audit(TINY)

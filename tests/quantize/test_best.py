@@ -31,7 +31,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(home: Path, name: str, model: str = "model", **options) -> Path:
-    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "steps": 2, "activations": 4, **options}
+    settings = {
+        "calib_data": home / "calib.jsonl",
+        "calib_samples": 4,
+        "steps": 2,
+        "activations": 4,
+        "recipe": "fixed",
+        **options,
+    }
     quantize.run("best", home / model, home / name, **settings)
     return home / name
 
@@ -230,7 +237,7 @@ def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(
     weights["model.layers.1.mlp.up_proj.weight"][5] = 0
     weights["model.layers.2.post_attention_layernorm.weight"][3] = torch.inf
     save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
-    options = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "steps": 0}
+    options = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "steps": 0, "recipe": "fixed"}
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError):
         # Nothing after an infinite norm can be calibrated; the export refuses to guess an input scale.
         quantize.run("best", tmp_path / "model", tmp_path / "out", activations=4, **options)

@@ -38,7 +38,7 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(home: Path, name: str, **options) -> Path:
-    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "effort": "fast", **options}
+    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "effort": "fast", "recipe": "fixed", **options}
     quantize.run("best", home / "model", home / name, **settings)
     return home / name
 
@@ -86,7 +86,7 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(hom
 
         return hook
 
-    total = count = 0.0
+    total = count = decisions = deciding = 0.0
     with torch.inference_mode():
         before = [torch.log_softmax(model(torch.tensor([s.ids])).logits[0], -1) for s in samples]
         for name in names:
@@ -95,7 +95,10 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(hom
             q = torch.log_softmax(model(torch.tensor([sample.ids])).logits[0], -1)
             kl = (p.exp() * (p - q)).sum(-1)[-len(sample.answer) :]
             total, count = total + float(kl.sum()), count + len(kl)
-    assert measured == pytest.approx(total / count, rel=0.02)  # the trial's reference is float16
+            decides = torch.tensor(sample.decides)
+            decisions, deciding = decisions + float(kl[decides].sum()), deciding + int(decides.sum())
+    assert 0 < deciding < count
+    assert measured == pytest.approx(total / count + decisions / deciding, rel=0.02)  # the trial's reference is float16
 
 
 def test_long_answers_share_the_tokens_of_a_trial(home: Path, samples: list[Sample]) -> None:
@@ -133,6 +136,19 @@ def test_all_or_none_of_the_harm_are_the_two_plain_formats(home: Path) -> None:
         for end in (".weight", "_scale", "_scale_2"):
             assert tensors(mixed, end) == tensors(plain, end)
     assert tensors(home / "share0", ".weight") != tensors(home / "share1", ".weight"), "GPTQ sees what servers compute"
+
+
+def test_many_layers_are_measured_in_bands_of_neighbours_with_the_same_linears() -> None:
+    kinds = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+    units = {f"model.layers.{i}.{k}": [f"model.layers.{i}.{k}", f"{i}.{k}.fused"] for i in range(30) for k in kinds}
+    bands = format_choice.bands_of(units, 32)
+    assert len(bands) == 32
+    assert sorted(n for members in bands.values() for n in members) == sorted(n for m in units.values() for n in m)
+    for members in bands.values():
+        layers = sorted({int(n.split(".")[2]) for n in members if n.startswith("model.")})
+        assert layers == list(range(layers[0], layers[-1] + 1)) and len(layers) <= 4
+        assert len({n.split(".", 3)[3] for n in members if n.startswith("model.")}) == 1
+    assert format_choice.bands_of(units, 1000) == units
 
 
 def test_a_share_is_from_0_to_1(home: Path) -> None:

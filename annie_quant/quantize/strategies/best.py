@@ -1,9 +1,8 @@
-"""best: every linear in NVFP4, as small as naive, by GPTQ on the inputs as served; W4A4 where 4-bit inputs do little harm.
+"""best: every linear in NVFP4, as small as naive, by the recipe that keeps held-out conversations closest to the source.
 
-First the source answers with the inputs of one group of linears rounded at a time: those that carry most of the harm, about half of
-the weights or less, stay W4A16 (format_choice.py). Then the layers are rounded one at a time, on the GPU where there is one.
---effort fast is GPTQ alone, normal and max learn the rounding of each layer for more and more steps. A killed run continues after
-its last trial or finished layer.
+First the source answers with the inputs of one group of linears rounded at a time: those that carry most of the harm stay W4A16
+(format_choice.py). Then recipes are compared on conversations that none of them rounds with (recipe_choice.py), and the best one
+rounds with all conversations. --effort is how many are tried. A killed run continues after its last trial, recipe or layer.
 """
 
 from __future__ import annotations
@@ -20,31 +19,32 @@ from annie_quant.quantize.plan import announce_size
 from annie_quant.quantize.select import choose
 from annie_quant.quantize.strategy import ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
 
-STEPS = {"fast": 0, "normal": 100, "max": 1000}  # of learned rounding per layer
+STEPS = {"fast": 0, "normal": 100, "max": 1000}  # of learned rounding per layer, of a fixed recipe
+ROUNDING = (
+    "prompt",
+    "markup",
+    "fold",
+    "damping",
+    "order",
+    "codes",
+    "cross",
+)  # options that a recipe has under the same name
 
 
 def quantize(job: Job, progress: Progress) -> None:
     from annie_quant.quantize import calibration_samples as text
-    from annie_quant.quantize import column_sweep, format_choice, rounding_job
+    from annie_quant.quantize import format_choice, recipe_choice
     from annie_quant.quantize.export import export
-    from annie_quant.quantize.layer_rounding import Method
 
     options = job.options
     rounding = options["distilled"] == "rounding"
-    if options["distil"] and rounding and options["fold"] != "none":
+    if options["distil"] and rounding and (options["fold"] != "none" or options["recipe"] == "measured"):
         raise UsageError(
-            "distilled=rounding starts from the source's weights, which fold changes", "--set distilled=scales"
+            "distilled=rounding starts from the source's weights, which fold changes",
+            "--set distilled=scales, or --set recipe=fixed with fold=none",
         )
     if not 0 <= options["share"] <= 1:
         raise UsageError(f"share={options['share']}: expected a share of 0 to 1", "--set share=0.05")
-    steps = options["steps"] if options["steps"] >= 0 else STEPS[options["effort"]]
-    method = Method(
-        damping=options["damping"],
-        order=options["order"],
-        candidates=column_sweep.ALL_CODES if options["codes"] == "all" else column_sweep.NEAR_CODES,
-        cross=options["cross"] or None,
-        steps=steps,
-    )
     folder = ModelFolder(job.model)
     chosen = choose(folder, job.exclude)
     formats = dict.fromkeys(chosen, W4A16 if options["activations"] == "16" else NVFP4)
@@ -52,14 +52,21 @@ def quantize(job: Job, progress: Progress) -> None:
     if options["activations"] == "mixed":
         formats = format_choice.formats_of_inputs(folder, chosen, samples, options["share"], job, progress)
     announce_size(folder, formats, job, progress)
-    marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), options["markup"])
-    weights = {**text.RESPONSE, **marks, text.PROMPT: options["prompt"]}
-    fold = options["fold"] == "awq"
-    plan = rounding_job.round_model(folder, formats, samples, job, progress, method, weights, fold)
+    if options["recipe"] == "fixed":
+        steps = options["steps"] if options["steps"] >= 0 else STEPS[options["effort"]]
+        recipe = recipe_choice.Rounding(served=True, steps=steps, **{n: options[n] for n in ROUNDING})
+    else:
+        own = {n: options[n] for n in ROUNDING if options[n] != STRATEGY.options[n].default}
+        if options["steps"] >= 0:
+            own |= {"steps": options["steps"], "served": bool(options["steps"])}
+        start = recipe_choice.Rounding(**own)
+        tried = recipe_choice.ingredients(options["effort"], own)
+        recipe = recipe_choice.choose(folder, formats, samples, job, progress, start, tried)
+    plan = recipe.round(folder, formats, samples, job, progress)
     if options["distil"]:
         from annie_quant.quantize import distillation
 
-        responses = {**weights, text.PROMPT: 0.0}
+        responses = {**recipe.token_weights(), text.PROMPT: 0.0}
         learned = distillation.distil(
             folder,
             plan,
@@ -78,7 +85,7 @@ def quantize(job: Job, progress: Progress) -> None:
 
 def whole_model_bytes(options: Mapping[str, Any]) -> float:
     """Return the bytes per weight of the steps with the whole model: trials in bf16, and a distillation with what it learns."""
-    trials = 2.0 if options["activations"] == "mixed" else 0.0
+    trials = 2.0 if options["activations"] == "mixed" or options["recipe"] == "measured" else 0.0
     if not options["distil"]:
         return trials
     return 20.0 if options["distilled"] == "rounding" else 3.0
@@ -86,7 +93,7 @@ def whole_model_bytes(options: Mapping[str, Any]) -> float:
 
 STRATEGY = Strategy(
     name="best",
-    summary="ours: all linears NVFP4 by GPTQ on the inputs as served, W4A4 where that does little harm; --effort learns",
+    summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
     formats=ALL_NVFP4,
     # Memory as rounding_job.memory_needed counts it, with learned rounding. Half of the passes are trials: of some 60 prompts, for
     # four groups of linears per layer.
@@ -94,7 +101,9 @@ STRATEGY = Strategy(
               hidden_copies=4, hessians=5, keeps_results=True, whole_model=whole_model_bytes),
     quantize=quantize,
     options={
-        "effort": Option("normal", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",
+        "recipe": Option("measured", "measured: what held-out conversations choose; fixed: that of the options below",
+                         ("measured", "fixed")),
+        "effort": Option("normal", "how many recipes are compared; of a fixed one: 0, 100 or 1,000 steps of learned rounding",
                          ("fast", "normal", "max")),
         "steps": Option(-1, "steps of learned rounding per layer, instead of those of the effort"),
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
@@ -102,7 +111,7 @@ STRATEGY = Strategy(
         "order": Option("blocks", "columns in natural order, by falling Hessian in blocks of 16, or one by one",
                         ("natural", "blocks", "columns")),
         "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),
-        "prompt": Option(0.0, "weight of a prompt's token relative to a response's"),
+        "prompt": Option(0.1, "weight of a prompt's token relative to a response's"),
         "markup": Option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens"),
         "distil": Option(0, "steps learned by KL through the whole model, which is in memory then"),
         "distilled": Option("scales", "what these steps learn: block scales, or codes near a border", ("scales", "rounding")),

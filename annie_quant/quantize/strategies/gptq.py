@@ -1,4 +1,4 @@
-"""gptq: the weights' rounding errors are corrected column by column, by the Hessian over the response tokens; W4A4.
+"""gptq: the weights' rounding errors are corrected column by column, by the Hessian over responses and, with less weight, prompts.
 
 One layer at a time: one layer's weights and Hessians are in memory, besides the hidden states. A linear is calibrated on
 what the rounded linears before it put out, so later ones correct earlier ones. A linear whose inputs cannot be used is
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from annie_quant.quantize.calibration_samples import Sample, TokenWeights
     from annie_quant.quantize.gptq_solver import Factor, Hessian
     from annie_quant.quantize.layer_stages import Stage
     from annie_quant.quantize.layerwise import DecoderLayer
@@ -37,25 +38,50 @@ HESSIAN_BYTES = 6 << 30  # of one layer at a time; 256 experts of 2048 x 512 hav
 
 
 def quantize(job: Job, progress: Progress) -> None:
-    from annie_quant.quantize import calibration_samples, layerwise, shared_text
+    from annie_quant.quantize import calibration_samples
     from annie_quant.quantize.export import export
 
     folder = ModelFolder(job.model)
     chosen = choose(folder, job.exclude)
     plan = Plan(dict.fromkeys(chosen, W4A16 if job.options["activations"] == 16 else NVFP4), scale=job.scale)
     announce_size(folder, plan.formats, job, progress)
-    text = shared_text.arrange(calibration_samples.read_samples(job), share=shared_text.can_share(folder))
     token_weights = {**calibration_samples.RESPONSE, calibration_samples.PROMPT: job.options["prompt"]}
+    samples = calibration_samples.read_samples(job)
+    round_model(folder, plan, samples, token_weights, job.options["damping"], job, progress)
+    export(folder, job, plan)
+
+
+def round_model(
+    folder: ModelFolder,
+    plan: Plan,
+    samples: Sequence[Sample],
+    token_weights: TokenWeights,
+    damping: float | None,
+    job: Job,
+    progress: Progress,
+    fold: bool = False,
+) -> None:
+    """Round all linears of the plan's formats. damping: None rounds to nearest, without error correction.
+
+    fold: fold activation-aware scales into each layer first. Raises CheckpointError for a linear in no decoder layer.
+    """
+    from annie_quant.quantize import layerwise, shared_text
+    from annie_quant.quantize.strategies import awq_lite
+
+    text = shared_text.arrange(samples, share=not fold and shared_text.can_share(folder))
     model = layerwise.DecoderLayers(folder, text.batches, progress, "correcting errors")
     table = text.weight_table(token_weights, model.device)
-    coverage = Coverage()
+    coverage, chosen = Coverage(), set(plan.formats)
+    folded: dict[str, np.ndarray] = {}
     for layer in model:
-        round_layer(layer, set(chosen), table, plan, job.options["damping"], coverage, advance=not layer.last)
+        if fold:
+            folded |= awq_lite.fold_layer(layer, chosen, plan.amax, advance=False)
+        round_layer(layer, chosen, table, plan, damping, coverage, advance=not layer.last)
     coverage.report(job.output, progress)
     outside = [n for n in chosen if n not in plan.packed]
     if outside:
-        raise CheckpointError(f"{outside[0]} is in no decoder layer", f"--exclude-layers {outside[0]}")
-    export(folder, job, plan)
+        raise CheckpointError(f"{min(outside)} is in no decoder layer", f"--exclude-layers {min(outside)}")
+    plan.weights = {n: w for n, w in folded.items() if n.removesuffix(".weight") not in plan.packed}
 
 
 def round_layer(
@@ -63,7 +89,7 @@ def round_layer(
     chosen: set[str],
     table: torch.Tensor,
     plan: Plan,
-    damping: float,
+    damping: float | None,
     coverage: Coverage,
     advance: bool = True,
 ) -> None:
@@ -92,7 +118,7 @@ def round_stage(
     tops: Mapping[str, float],
     table: torch.Tensor,
     plan: Plan,
-    damping: float,
+    damping: float | None,
     coverage: Coverage,
     warnings: list[str],
 ) -> None:
@@ -115,7 +141,7 @@ def round_stage(
             if layer.experts_of(group[0]):
                 coverage.add(layer.name, [group], {group[0]: hessian.tokens})
             unseen = layer.experts_of(group[0]) is not None and not hessian.tokens  # reported by its coverage
-            solution = None if unseen else solve(hessian, damping, names, warnings)
+            solution = None if unseen or damping is None else solve(hessian, damping, names, warnings)
             for short, name in zip(group, names, strict=True):
                 tensor_scale = float(nvfp4.tensor_scale(tops[name], scale=plan.scale))
                 weight = to_numpy(layer.linears[short].weight.float().cpu())
@@ -169,7 +195,7 @@ def round_weight(
 
 STRATEGY = Strategy(
     name="gptq",
-    summary="error feedback column by column under the codec's block scales, Hessian over response tokens; W4A4",
+    summary="error feedback column by column under the codec's block scales, Hessian over responses and prompts; W4A4",
     formats=ALL_NVFP4,
     cost=Cost(
         rank=50, layerwise=True, passes=2, encode=SWEEP_TIME, column_feedback=True, hessians=2, kept_inputs=KEPT_INPUTS
@@ -177,7 +203,7 @@ STRATEGY = Strategy(
     quantize=quantize,
     options={
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
-        "prompt": Option(0.0, "weight of a prompt's token relative to a response's, such as 0.01"),
+        "prompt": Option(0.1, "weight of a prompt's token relative to a response's"),
         "activations": ACTIVATIONS,
     },
     scale="sweep",

@@ -38,7 +38,10 @@ def draw(run: LoadedRun) -> Figure:
 def _means(kl: KLSummary, part: str) -> dict[str, float]:
     if part == "by_layer":
         return {row.layer: row.kl for row in kl.by_layer}
-    return {key: figures.mean for key, figures in getattr(kl, part).items()}
+    means = {key: figures.mean for key, figures in getattr(kl, part).items()}
+    if part == "by_class" and kl.decisions:
+        means["decisions"] = kl.decisions.mean
+    return means
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:

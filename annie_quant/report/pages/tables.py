@@ -326,6 +326,14 @@ def csv_rows(run: LoadedRun) -> list[dict[str, Any]]:
                 divergence = {"n": kl.n_tokens, "p50": kl.median, "p99": kl.p99, "mean": kl.mean}
                 rows.append(own | {"metric": "kl_nats"} | divergence)
                 rows.append(own | {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top})
+                if decides := kl.decisions:
+                    divergence = {
+                        "n": decides.n_tokens,
+                        "p50": decides.median,
+                        "p99": decides.p99,
+                        "mean": decides.mean,
+                    }
+                    rows.append(own | {"metric": "kl_nats:decisions"} | divergence)
             continue
         for workload in side.data.workloads:
             for metric in COMPARED:

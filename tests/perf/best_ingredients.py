@@ -1,0 +1,211 @@
+"""What each ingredient of `best` does: model x draw x recipe, KL (mean and at decisions) under W4A4 and W4A16, flips, seconds.
+
+    python tests/perf/best_ingredients.py DIR --calibration rows.jsonl --output results.jsonl               # all rows, draw 0
+    python tests/perf/best_ingredients.py DIR --calibration rows.jsonl --output results.jsonl --draws 0,1,2 --rows gptq,gptq+p.1
+    python tests/perf/best_ingredients.py --table results.jsonl
+
+A row is a strategy with settings (RECIPES). Draw d takes --samples of the calibration rows in random order with seed d. KL is over
+the bf16 model's own greedy answers to --cases prompts of the workloads (default: bfcl, whose prompts are others than those of
+bfcl_rows.py). Each result is appended to the output at once and is not computed again, so a killed run continues. --share 1/3 takes
+every third row from the second on, for several processes with one output. --limit: start no row after so many seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from annie_quant import quantize
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data.rows import read_conversations
+from annie_quant.evaluate.evaluation import choose_workloads
+from annie_quant.evaluate.pair import ModelPair
+from annie_quant.hf.emulation import emulate
+from annie_quant.hf.profiles import find_profile
+from annie_quant.judge import Workload
+
+GPTQ, FAST, MIXED = "gptq", "best recipe=fixed effort=fast activations=4", "best recipe=fixed effort=fast"
+MEASURED = "best activations=4"
+RECIPES = {
+    "gptq": f"{GPTQ} prompt=0",
+    **{f"gptq+p{p}": f"{GPTQ} prompt={p}" for p in (".01", ".03", ".1", ".3", "1")},
+    "gptq+p.1+d.01": f"{GPTQ} prompt=.1 damping=.01",
+    "gptq+p.1+d.1": f"{GPTQ} prompt=.1 damping=.1",
+    "gptq16+p.1": f"{GPTQ} prompt=.1 activations=16",
+    "fast": f"{FAST} prompt=0",
+    "fast+p.1": f"{FAST} prompt=.1",
+    "fast+p1": f"{FAST} prompt=1",
+    "fast+p.1+awq": f"{FAST} prompt=.1 fold=awq",
+    "fast+p.1+markup4": f"{FAST} prompt=.1 markup=4",
+    "fast+p.1+natural": f"{FAST} prompt=.1 order=natural",
+    "fast+p.1+columns": f"{FAST} prompt=.1 order=columns",
+    "fast+p.1+all": f"{FAST} prompt=.1 codes=all",
+    "fast+p.1+cross": f"{FAST} prompt=.1 cross=1",
+    "fast+p.1+d.01": f"{FAST} prompt=.1 damping=.01",
+    "fast+p.1+d.1": f"{FAST} prompt=.1 damping=.1",
+    "learned+p.1": f"{FAST} prompt=.1 steps=100",
+    "learned+p.1+awq": f"{FAST} prompt=.1 steps=100 fold=awq",
+    "learned": f"{FAST} prompt=0 steps=100",
+    "fast16+p.1": "best recipe=fixed effort=fast activations=16 prompt=.1",
+    "fast16+p.1+awq": "best recipe=fixed effort=fast activations=16 prompt=.1 fold=awq",
+    "mixed+p.1": f"{MIXED} prompt=.1",
+    "mixed+p.1+awq": f"{MIXED} prompt=.1 fold=awq",
+    "mixed.2+p.1+awq": f"{MIXED} prompt=.1 fold=awq share=.2",
+    "mixed+learned+p.1": f"{MIXED} prompt=.1 steps=100",
+    "best": "best",
+    "best fast": "best effort=fast",
+    "best all": MEASURED,
+    "best all fast": f"{MEASURED} effort=fast",
+    "awq_lite": "awq_lite",
+    "naive": "naive",
+}
+NUMERICS = ("w4a4", "w4a16")
+
+
+def chosen_workloads(names: str, cases: int) -> list[Workload]:
+    """Return the workloads with at most `cases` cases each, evenly spread over their order."""
+    result = []
+    for workload in choose_workloads(names, None):
+        count = min(cases, len(workload.cases))
+        some = tuple(workload.cases[i * len(workload.cases) // count] for i in range(count))
+        result.append(replace(workload, cases=some, sha256=f"{workload.sha256}-{count}"))
+    return result
+
+
+def measure(
+    checkpoint: Path, source: Path, workloads: list[Workload], cache: Path, dtype: str | None
+) -> dict[str, Any]:
+    """Return the KL figures of a checkpoint by numerics."""
+    figures: dict[str, Any] = {}
+    with ModelPair(checkpoint, source, cache=cache, dtype=dtype) as pair:
+        own = pair.scored(pair.reference.answer(workloads, pair.progress))
+        for name in NUMERICS:
+            with emulate(pair.model, find_profile(name)):
+                kl = pair.summarize(own, pair.compare(own))
+            assert kl is not None
+            assert kl.decisions is not None
+            figures[name] = {
+                "kl": kl.mean, "median": kl.median, "flips": kl.flips, "tokens": kl.n_tokens, "decisions": kl.decisions.mean,
+                "decision_flips": kl.decisions.flips, "decision_tokens": kl.decisions.n_tokens,
+                "tool_markup": kl.by_class["tool_markup"].mean if "tool_markup" in kl.by_class else None,
+            }  # fmt: skip
+    return figures
+
+
+def run(row: str, draw: int, arguments: argparse.Namespace, workloads: list[Workload]) -> dict[str, Any]:
+    strategy, *settings = RECIPES[row].split()
+    options: dict[str, Any] = dict(item.split("=", 1) for item in settings)
+    rows = read_conversations(arguments.calibration)
+    random.Random(draw).shuffle(rows)
+    with tempfile.TemporaryDirectory(prefix="ingredients-", dir=arguments.work) as folder:
+        calibration, output = Path(folder) / "rows.jsonl", Path(folder) / "out"
+        calibration.write_text("".join(json.dumps(r) + "\n" for r in rows[: arguments.samples]))
+        start = time.monotonic()
+        quantize.run(
+            strategy,
+            arguments.model,
+            output,
+            calib_data=calibration,
+            calib_samples=arguments.samples,
+            seed=draw,
+            **options,
+        )
+        seconds = time.monotonic() - start
+        figures = measure(output, arguments.model, workloads, arguments.cache, arguments.dtype)
+        size = sum(f.stat().st_size for f in output.glob("*.safetensors"))
+        four_bits = sum(n.endswith(".input_scale") for n in ModelFolder(output))
+        recipe = json.loads((output / "annie_quant.json").read_text())
+        shutil.rmtree(output)
+    return {
+        "model": arguments.model.name, "draw": draw, "row": row, "samples": arguments.samples, "settings": RECIPES[row], **figures,
+        "seconds": round(seconds, 1), "eval_seconds": round(time.monotonic() - start - seconds, 1), "bytes": size,
+        "w4a4_linears": four_bits, "held_out": recipe.get("held_out"), "ingredients": recipe.get("ingredients"),
+    }  # fmt: skip
+
+
+def finished(output: Path) -> list[dict[str, Any]]:
+    lines = output.read_text().splitlines() if output.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def key(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["model"], line["draw"], line["row"], line["samples"]
+
+
+def table(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield one row per model, sample count and recipe: means over the draws, 1e-3 nats."""
+    yield "| model | rows | recipe | draws | W4A4 KL, decisions | flips, at them | W4A16 KL, decisions | flips, at them | s |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        if "error" not in line:
+            groups.setdefault((line["model"], line["samples"], line["row"]), []).append(line)
+    for (model, samples, row), own in groups.items():
+        cells = [model, str(samples), row, ",".join(str(x["draw"]) for x in own)]
+        for name in NUMERICS:
+            kl, decisions, flips, decision_flips = (
+                sum(x[name][k] for x in own) / len(own) for k in ("kl", "decisions", "flips", "decision_flips")
+            )
+            cells += [f"{1e3 * kl:.2f}, {1e3 * decisions:.2f}", f"{flips:.0f}, {decision_flips:.0f}"]
+        cells.append(f"{sum(x['seconds'] for x in own) / len(own):.0f}")
+        yield "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?", metavar="DIR")
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--rows", default=",".join(RECIPES))
+    parser.add_argument("--draws", default="0")
+    parser.add_argument("--samples", type=int, default=256, help="calibration conversations")
+    parser.add_argument("--workloads", default="bfcl")
+    parser.add_argument("--cases", type=int, default=400, help="prompts of each workload")
+    parser.add_argument("--cache", type=Path, default=Path("runs/ingredients-cache"))
+    parser.add_argument("--work", type=Path, help="folder for checkpoints; default: the system's")
+    parser.add_argument("--dtype", help="of the evaluation: float32 or bfloat16")
+    parser.add_argument("--share", default="0/1")
+    parser.add_argument("--limit", type=float, default=float("inf"))
+    arguments = parser.parse_args()
+    if arguments.table:
+        print("\n".join(table(finished(arguments.table))))
+        return
+    start = time.monotonic()
+    workloads = chosen_workloads(arguments.workloads, arguments.cases)
+    done = {key(line) for line in finished(arguments.output) if "error" not in line}
+    if unknown := set(arguments.rows.split(",")) - RECIPES.keys():
+        parser.error(f"no row {unknown.pop()!r}; choose from: {' '.join(RECIPES)}")
+    every = [(d, r) for d in map(int, arguments.draws.split(",")) for r in arguments.rows.split(",")]
+    index, count = map(int, arguments.share.split("/"))
+    for draw, row in every[index::count]:
+        if (arguments.model.name, draw, row, arguments.samples) in done:
+            continue
+        if time.monotonic() - start > arguments.limit:
+            sys.exit("time is over; the same command continues")
+        try:
+            line = run(row, draw, arguments, workloads)
+        except Exception as error:  # one failed row must not end the others
+            line = {
+                "model": arguments.model.name,
+                "draw": draw,
+                "row": row,
+                "samples": arguments.samples,
+                "error": repr(error),
+            }
+        with arguments.output.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

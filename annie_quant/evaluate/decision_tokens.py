@@ -75,7 +75,11 @@ def _json_call(text: str, start: int) -> Iterator[int]:
     """Yield the points of {"name": NAME, "arguments": {...}}, whose brace follows at `start` or after white space."""
     for key, _, value in _members(text, _space(text, start)):
         if key == "name":
-            yield from range(value + 1, _end(text, value) - 1)
+            try:
+                end = _end(text, value)
+            except (ValueError, RecursionError):  # an answer that was cut inside its function's name
+                end = len(text) + 1
+            yield from range(value + 1, end - 1)
         elif key in ARGUMENTS:
             for name, at, argument in _members(text, value):
                 if name is None:

@@ -162,8 +162,10 @@ static long http_version(int http)
 static CURLcode set_connection(struct transfer *t)
 {
     const struct plan *p = t->client->plan;
-    CURLcode code = handle_set(t, CURLOPT_HTTP_VERSION, http_version(p->http));
-    code = code ? code : handle_set(t, CURLOPT_PIPEWAIT, p->http != PLAN_HTTP_1_1 ? 1L : 0L);
+    bool tls = text_begins((struct text){t->request->url, strlen(t->request->url)}, "https://");
+    int http = p->http == PLAN_HTTP_2 && !tls ? PLAN_HTTP_1_1 : p->http; /* libcurl would wait for the first answer */
+    CURLcode code = handle_set(t, CURLOPT_HTTP_VERSION, http_version(http));
+    code = code ? code : handle_set(t, CURLOPT_PIPEWAIT, http != PLAN_HTTP_1_1 ? 1L : 0L);
     code = code ? code : handle_set(t, CURLOPT_FRESH_CONNECT, p->fresh_connections ? 1L : 0L);
     code = code ? code : handle_set(t, CURLOPT_FORBID_REUSE, p->fresh_connections ? 1L : 0L);
     code = code ? code : handle_set(t, CURLOPT_SSL_VERIFYPEER, p->verify_tls ? 1L : 0L);

@@ -88,7 +88,7 @@ def opened(path: Path) -> GGUFReader:
     gguf = need("gguf", "serve")
     limits.check(path)
     try:
-        return gguf.GGUFReader(path)  # type: ignore[no-any-return]
+        return gguf.GGUFReader(path)
     except Exception as error:  # it raises whatever its parsing runs into
         reason = printable(str(error), 80)
         raise CheckpointError(f"{path}: cut, or of types that are not known ({reason})", "download it again") from None

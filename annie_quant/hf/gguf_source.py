@@ -167,7 +167,7 @@ def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
 
 def generation(config: Any, tokenizer: Any) -> GenerationConfig:
     """Return greedy decoding that ends at each token that ends an answer in llama.cpp."""
-    ids = tokenizer.get_vocab()
+    ids = tokenizer.get_added_vocab()  # "</s>" may also be plain text of a vocabulary
     ends = [tokenizer.eos_token_id, *(ids[t] for t in ENDS if t in ids)]
     ends = list(dict.fromkeys(i for i in ends if i is not None))
     return GenerationConfig(

@@ -69,8 +69,10 @@ def compute(engine: Engine, running: RunningBatch, column: torch.Tensor) -> None
     """Compute one step, and write its results into the batch's own tensors."""
     running.real.index_fill_(1, column, True)
     visible: Any = running.real[:, None, None, :]
-    if "linear_attention" in engine.layer_types:  # as transformers' masks by layer type, which it does not check again
-        visible = {"full_attention": visible, "linear_attention": None}
+    if set(engine.layer_types) != {
+        "full_attention"
+    }:  # as transformers' masks by layer type, which it does not check again
+        visible = engine.decode_masks(running.real, running.lengths)
     hidden = engine.step(
         running.tokens[:, None], running.cache, 0, attention_mask=visible, position_ids=running.lengths[:, None]
     )

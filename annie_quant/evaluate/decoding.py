@@ -170,11 +170,12 @@ def advance(engine: Engine, running: RunningBatch) -> None:
     if len(running.active) < SHRINK * len(running.rows):
         running.compact()
     running.real = torch.nn.functional.pad(running.real, (0, 1), value=True)
+    windows = "sliding_attention" in engine.layer_types
     hidden = engine.step(
         running.tokens[:, None],
         running.cache,
         running.real.shape[1],
-        attention_mask=running.real,
+        attention_mask=engine.decode_masks(running.real, running.lengths) if windows else running.real,
         position_ids=running.lengths[:, None],
     )
     running.lengths = running.lengths + 1

@@ -66,7 +66,7 @@ class Engine:
         self.layer_types = getattr(self.config, "layer_types", None) or (
             ["full_attention"] * self.config.num_hidden_layers
         )
-        unsupported = set(self.layer_types) - {"full_attention", "linear_attention"}
+        unsupported = set(self.layer_types) - {"full_attention", "linear_attention", "sliding_attention"}
         if unsupported:
             raise UsageError(f"layers of type {sorted(unsupported)[0]} are not supported by the offline evaluation")
         self.batch = RaggedBatch()
@@ -141,6 +141,19 @@ class Engine:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)
+
+    def decode_masks(self, real: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """Return the visible columns of a decode step by type of layer, bool [B, 1, 1, L].
+
+        real: bool [B, L], the columns with tokens.  lengths: positions [B] of the tokens that are computed. Padding lies between
+        a row's prompt and its answer, so a window counts tokens and not columns.
+        """
+        visible = real[:, None, None, :]
+        masks: dict[str, torch.Tensor | None] = {"full_attention": visible, "linear_attention": None}
+        if "sliding_attention" in self.layer_types:
+            inside = real.cumsum(1) - 1 > (lengths - self.config.sliding_window)[:, None]
+            masks["sliding_attention"] = visible & inside[:, None, None, :]
+        return masks
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor, cache: DynamicCache, total: int, **options: Any) -> torch.Tensor:

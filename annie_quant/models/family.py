@@ -140,6 +140,8 @@ class GGUFNames:
 
     interleaved: linear → the field of config.json with its number of heads, where the rotary embedding turns neighbouring
         elements of a head, and not one of each half as in transformers: the rows of a head are stored in that order.
+    window_pattern, window_rope_theta: constants of llama.cpp for a family with sliding windows: every layer of this number
+        has full attention, and the others this rotary base.
     """
 
     architecture: str
@@ -147,6 +149,8 @@ class GGUFNames:
     layer: Mapping[str, str]
     mtp: Mapping[str, str]
     interleaved: Mapping[str, str] = field(default_factory=dict)
+    window_pattern: int = 0
+    window_rope_theta: float = 0.0
 
     def with_experts(self, architecture: str, experts: Experts) -> GGUFNames:
         """Return the names of a mixture of the same layers, with experts instead of the dense MLP."""

@@ -197,7 +197,7 @@ class Prefixes:
     def __init__(self, model: DecoderLayers, index: int) -> None:
         config = model.model.config
         self.batches, self.config, self.device, self.dtype = model.batches, config, model.device, model.dtype
-        self.types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.types = model.types
         self.index, self.attends, self.ragged = index, self.types[index] == "full_attention", model.ragged
         self.continued = {b.start for b in self.batches}
         # Batch → what it keeps, and which of its columns are no padding, bool [B, columns].
@@ -268,6 +268,10 @@ class DecoderLayers:
         ids = [b.ids for b in batches]
         used = np.unique(np.concatenate([i.reshape(-1) for i in ids]))
         table = self.to_device(np.ascontiguousarray(folder.tensor(embedding)[used]))
+        # Gemma's embeddings are scaled where they are read.
+        table = table * torch.tensor(getattr(self.model.embed_tokens, "scalar_embed_scale", 1.0)).to(table)
+        self.types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.layer_type = self.types[0]  # of the layer that is computed
         self.states = [table[torch.from_numpy(np.searchsorted(used, i)).to(self.device)] for i in ids]
         folder.release(embedding)
 
@@ -310,11 +314,24 @@ class DecoderLayers:
         positions = torch.arange(state.shape[1], device=self.device).expand(state.shape[0], -1)
         positions = positions if offsets is None else positions + offsets[:, None]
         axes = self.folder.family.position_axes
-        angles = self.rotary(state, positions if axes == 1 else positions.expand(axes, -1, -1))
+        by_type = (self.layer_type,) if hasattr(self.rotary, "layer_types") else ()  # a rotary base per type of layer
+        angles = self.rotary(state, positions if axes == 1 else positions.expand(axes, -1, -1), *by_type)
+        if self.layer_type == "sliding_attention" and mask is None:
+            mask = self.window_mask(state.shape[1])
         options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
         out = module(state, position_embeddings=angles, attention_mask=mask, position_ids=positions,
                      use_cache=cache is not None, **options)  # fmt: skip
         return out[0] if isinstance(out, tuple) else out
+
+    def window_mask(self, steps: int) -> torch.Tensor | None:
+        """Return what a sliding layer's attention adds, [1, 1, T, T]; None where its window holds all tokens."""
+        window = self.model.config.sliding_window
+        if window is None or steps <= window:
+            return None
+        ones = torch.ones(steps, steps, dtype=torch.bool, device=self.device)
+        visible = ones.tril() & ones.triu(1 - window)
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[None, None]
 
     def largest_output(self) -> float:
         """Return the largest magnitude that the head reads: after the last layer, the outputs of the final norm."""
@@ -328,7 +345,7 @@ class DecoderLayers:
         count = len(self.model.layers)
         for index in range(count):
             self.progress.update(index, count, f"{self.title}: layer {index + 1} of {count}")
-            module = self.model.layers[index]
+            module, self.layer_type = self.model.layers[index], self.types[index]
             stored = {n: f"{self.prefix}layers.{index}.{n}" for n in module.state_dict()}
             weights = {n: self.to_device(self.folder.tensor(t)) for n, t in stored.items()}
             module.load_state_dict(weights, assign=True)

@@ -212,8 +212,8 @@ def test_other_attention_is_refused(model) -> None:
     config = model.config
     kinds = config.layer_types
     try:
-        config.layer_types = ["sliding_attention", *kinds[1:]]
-        with pytest.raises(UsageError, match="sliding_attention"):
+        config.layer_types = ["chunked_attention", *kinds[1:]]
+        with pytest.raises(UsageError, match="chunked_attention"):
             Engine(model)
     finally:
         config.layer_types = kinds

@@ -22,6 +22,8 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+# Five layers with a window that the texts exceed, then one with full attention, as in llama.cpp.
+GEMMA3 = {"num_hidden_layers": 6, "sliding_window": 16, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
 # Name of the model here → class and settings. Qwen2's attention always has biases on q, k and v; Llama's has four if asked.
 CLASSES = {
     "llama": ("LlamaConfig", {}),
@@ -30,6 +32,7 @@ CLASSES = {
     "qwen2": ("Qwen2Config", {}),
     "qwen2-tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {}),
+    "gemma3": ("Gemma3TextConfig", GEMMA3),
     "mistral": ("MistralConfig", {}),
 }
 KNOWN = [kind for kind in CLASSES if kind != "mistral"]

@@ -52,6 +52,7 @@ def test_the_folder_is_the_model_in_the_file(files: dict[str, tuple[Path, Path]]
     assert ours.apply_chat_template(messages, **options) == tokenizer.apply_chat_template(messages, **options)
     ends = transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
     assert tokenizer.eos_token_id in ends and ours.eos_token == tokenizer.eos_token
+    assert set(ends) <= set(tokenizer.get_added_vocab().values()), "plain text ends no answer"
 
 
 def test_rounded_tensors_are_stated_and_compare_shows_only_the_last_rounding(

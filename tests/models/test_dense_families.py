@@ -37,7 +37,7 @@ def test_direct_quantizes_and_the_audit_is_clean(sources: dict[str, Path], tmp_p
     quantize.run("direct", sources[kind], tmp_path / "out")
     audit = checkpoint.audit(tmp_path / "out", source=sources[kind])
     assert audit.ok, audit.findings
-    assert len(dequantized(tmp_path / "out")) == 2 * 7
+    assert len(dequantized(tmp_path / "out")) == 7 * ModelFolder(sources[kind]).config["num_hidden_layers"]
     written = any(line.startswith("llama.cpp: after `annie-quant convert --to gguf`") for line in audit.summary.loads)
     assert written == (kind in KNOWN)
 
@@ -80,32 +80,37 @@ def test_a_plain_norm_is_folded_as_w_over_s(sources: dict[str, Path], tmp_path: 
         assert findings == ([] if right else [("fold_mismatch", norm)])
 
 
+@pytest.mark.parametrize("kind", ["qwen2-tied", "gemma3"])
 @pytest.mark.parametrize("strategy", ["naive", "mlp_only", "best"])
 def test_the_other_strategies_know_biases_and_tied_heads(
-    sources: dict[str, Path], tmp_path: Path, strategy: str
+    sources: dict[str, Path], tmp_path: Path, kind: str, strategy: str
 ) -> None:
     if strategy != "best":
         pytest.importorskip("modelopt", reason="naive and mlp_only run on ModelOpt: pip install annie-quant[quantize]")
     options = {"steps": 2} if strategy == "best" else {}
-    source = sources["qwen2-tied"]
+    source = sources[kind]
     quantize.run(strategy, source, tmp_path / "out", calib_data=CALIBRATION, calib_samples=4, **options)
     audit = checkpoint.audit(tmp_path / "out", source=source)
     assert audit.ok, audit.findings
-    assert len(dequantized(tmp_path / "out")) == 2 * (3 if strategy == "mlp_only" else 7)
+    layers = ModelFolder(source).config["num_hidden_layers"]
+    assert len(dequantized(tmp_path / "out")) == layers * (3 if strategy == "mlp_only" else 7)
     plain, result = ModelFolder(source), ModelFolder(tmp_path / "out")
     biases = [name for name in plain if name.endswith(".bias")]
-    assert len(biases) == 2 * 3
+    assert len(biases) == (2 * 3 if kind == "qwen2-tied" else 0)
     assert all(plain.tensor(n).tobytes() == result.tensor(n).tobytes() for n in biases)
 
 
-def test_direct_writes_the_bytes_of_modelopt_s_own_export(sources: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "tensors"), [("qwen2", 2 * (7 * 3 + 3 + 2) + 3), ("gemma3", 6 * (7 * 3 + 6) + 2)])
+def test_direct_writes_the_bytes_of_modelopt_s_own_export(
+    sources: dict[str, Path], tmp_path: Path, kind: str, tensors: int
+) -> None:
     """Same rule, same scales that q, k and v share: `naive` is written by ModelOpt's exporter, `direct` by ours."""
     pytest.importorskip("modelopt", reason="naive runs on ModelOpt: pip install annie-quant[quantize]")
     for strategy in ("naive", "direct"):
-        quantize.run(strategy, sources["qwen2"], tmp_path / strategy, calib_data=CALIBRATION, calib_samples=2)
+        quantize.run(strategy, sources[kind], tmp_path / strategy, calib_data=CALIBRATION, calib_samples=2)
     naive, direct = ModelFolder(tmp_path / "naive"), ModelFolder(tmp_path / "direct")
     names = [name for name in naive if not name.endswith("input_scale")]
-    assert len(names) == 2 * (7 * 3 + 3 + 2) + 3
+    assert len(names) == tensors
     assert all(naive.tensor(n).tobytes() == direct.tensor(n).tobytes() for n in names)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,63 @@ def test_a_gguf_file_is_compared_and_read_back_exactly(tmp_path: Path, kind: str
         assert {n: one.tensor(n).tobytes() for n in one} == {n: other.tensor(n).tobytes() for n in other}
     compared = aq.checkpoint.compare(folder, {"file": tmp_path / "plain.gguf"})
     assert len(compared.rows) >= 2 * 7 + 1 and all(row.rel_l2 == 0 for row in compared.rows)
+
+
+def sentencepiece_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of the form of Gemma's: SentencePiece's tokens and bytes, in tokenizer.json as merges."""
+    from tokenizers import Tokenizer, models, normalizers, trainers
+
+    plain = Tokenizer(models.BPE())
+    plain.normalizer = normalizers.Replace(" ", "\u2581")
+    plain.train_from_iterator(
+        [Path(__file__).read_text()] * 2, trainers.BpeTrainer(vocab_size=600, show_progress=False)
+    )
+    learned = json.loads(plain.to_str())["model"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *sorted(learned["vocab"], key=learned["vocab"].get)]
+    content = json.loads(plain.to_str()) | {
+        "added_tokens": [
+            {
+                "id": i,
+                "content": t,
+                "special": True,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+            }
+            for i, t in enumerate(special)
+        ],
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
+            "invert": False,
+        },
+        "model": learned | {"vocab": {t: i for i, t in enumerate(tokens)}, "byte_fallback": True, "unk_token": "<unk>"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    names = {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "add_bos_token": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
+
+
+def test_a_sentencepiece_tokenizer_splits_text_as_in_transformers(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model", "gemma3")
+    sentencepiece_tokenizer(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    file = aq.checkpoint.convert(folder, "gguf", tmp_path / "model.gguf", type="F16").path
+    texts = [*TEXTS, "import json\n\n\tdef test(x): return  x", "straße 東京 ½ \U0001f600", " leading and trailing "]
+    texts.append("<start_of_turn>user\nHi<end_of_turn>\n")
+    with aq.serve.start(file) as server:
+        for text in texts:
+            body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
+            request = urllib.request.Request(server.url + "/tokenize", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                served = json.loads(reply.read())["tokens"]
+            assert served == tokenizer(text, add_special_tokens=False)["input_ids"], text

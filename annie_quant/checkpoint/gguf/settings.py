@@ -40,6 +40,8 @@ class Rope(msgspec.Struct):
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_max_position_embeddings: Count = 8192
+    full_attention: Rope | None = None
+    sliding_attention: Rope | None = None
 
     @property
     def kind(self) -> str:
@@ -77,6 +79,11 @@ class Settings(msgspec.Struct):
     rope_scaling: Rope | None = None
     rope_theta: Positive | None = None
     partial_rotary_factor: Fraction | None = None
+    sliding_window: Count | None = None
+    rope_local_base_freq: Positive | None = None
+    query_pre_attn_scalar: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
 
     @property
     def attention_head_dim(self) -> int:
@@ -84,7 +91,8 @@ class Settings(msgspec.Struct):
 
     @property
     def rope(self) -> Rope:
-        return self.rope_parameters or self.rope_scaling or Rope()
+        rope = self.rope_parameters or self.rope_scaling or Rope()
+        return rope.full_attention or rope
 
     def frequency_factors(self) -> np.ndarray | None:
         """Return what the rotary frequencies are divided by with Llama 3's scaling, float32 [head_dim / 2]; None without it.
@@ -124,6 +132,7 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
             f"linear_num_key_heads {settings.linear_num_key_heads}",
             HINT,
         )
+    check_windows(folder, settings, where)
     required = REQUIRED_MIXTURE if folder.family.experts else ("intermediate_size",)
     missing = next((field for field in required if getattr(settings, field) is None), None)
     if missing:
@@ -153,6 +162,30 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
     if len(numbers) != layers:
         raise CheckpointError(f"{where}: num_hidden_layers {layers}, and {len(numbers)} layers have tensors", HINT)
     return settings
+
+
+def check_windows(folder: ModelFolder, settings: Settings, where: str) -> None:
+    """Raise CheckpointError where a model with sliding windows differs from what llama.cpp has as constants."""
+    names, kinds = folder.family.gguf, settings.layer_types or []
+    if names is None or not names.window_pattern:
+        if "sliding_attention" in kinds:
+            raise CheckpointError(
+                f"{where}: layers with a sliding window are not written for {folder.family.name}", "serve it with vLLM"
+            )
+        return
+    pattern = [bool((i + 1) % names.window_pattern) for i in range(settings.num_hidden_layers)]
+    local = settings.rope_parameters and settings.rope_parameters.sliding_attention
+    theta = (local.rope_theta if local else None) or settings.rope_local_base_freq or names.window_rope_theta
+    scale = settings.query_pre_attn_scalar or settings.attention_head_dim
+    for differs, field in (
+        (settings.sliding_window is None, "sliding_window (missing)"),
+        (bool(kinds) and [k == "sliding_attention" for k in kinds] != pattern, "layer_types"),
+        (theta != names.window_rope_theta, "the rotary base of sliding layers"),
+        (scale != settings.attention_head_dim, "query_pre_attn_scalar"),
+        (settings.attn_logit_softcapping is not None, "attn_logit_softcapping"),
+    ):
+        if differs:
+            raise CheckpointError(f"{where}: {field} is not what llama.cpp computes {folder.family.name} with", HINT)
 
 
 def _shapes(folder: ModelFolder, linears: Mapping[str, Linear]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,9 +25,10 @@ PRE_TOKENIZERS = {
 }
 # Tokenizers that name no expression: the types of their steps → llama.cpp's name. GPT-2's expression is part of ByteLevel.
 STEPS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 HINT = "copy the tokenizer's files from the source checkpoint"
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
 
 
 class AddedToken(msgspec.Struct):
@@ -48,9 +50,11 @@ class PreTokenizer(msgspec.Struct):
 
 
 class Bpe(msgspec.Struct):
-    """The model of tokenizer.json."""
+    """The model of tokenizer.json. byte_fallback: it was a SentencePiece model, which has a token for each single byte."""
 
     vocab: dict[str, TokenId]
+    byte_fallback: bool = False
+    merges: list[str | list[str]] = []
 
 
 class Tokenizer(msgspec.Struct):
@@ -67,13 +71,23 @@ def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
     if tokenizer is None:
         raise ShardError("tokenizer_missing", f"{folder.path}: no tokenizer.json", "copy it from the source checkpoint")
     tokens, types = vocabulary(tokenizer, vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer(tokenizer))
+    scores = sentencepiece_scores(tokenizer, tokens)
+    if scores is None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre_tokenizer(tokenizer))
+    else:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores(scores)
+        writer.add_add_space_prefix("Prepend" in str(tokenizer.get("normalizer")))
+        types = [
+            BYTE if kind == NORMAL and BYTE_TOKEN.fullmatch(t) else kind for t, kind in zip(tokens, types, strict=True)
+        ]
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     special_vocab = need("gguf", "serve").SpecialVocab
     try:  # it reads the tokenizer's files again, and trusts their types
-        special_vocab(Path(folder.path), load_merges=True, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
+        special_vocab(Path(folder.path), load_merges=scores is None, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 200)
         raise ShardError(
@@ -99,6 +113,20 @@ def vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], l
         )
     rows = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(vocab_size)]
     return [t for t, _ in rows], [k for _, k in rows]
+
+
+def sentencepiece_scores(tokenizer: dict[str, Any], tokens: list[str]) -> list[float] | None:
+    """Return a SentencePiece model's score of every token; None for a byte-level tokenizer.
+
+    Merges are in the order of the scores, and llama.cpp joins the pair with the highest score first.
+    """
+    model = schema.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT).model
+    if model is None or not model.byte_fallback:
+        return None
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(model.merges):
+        ranks.setdefault(merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge), rank)
+    return [float(-ranks.get(token, len(model.merges) + i)) for i, token in enumerate(tokens)]
 
 
 def pre_tokenizer(tokenizer: dict[str, Any]) -> str:

@@ -342,13 +342,18 @@ def add_metadata(writer: Any, plan: Plan) -> None:
         writer.add_feed_forward_length(settings.intermediate_size)
     writer.add_head_count(settings.num_attention_heads)
     writer.add_head_count_kv(settings.num_key_value_heads)
-    writer.add_rope_freq_base(rope.rope_theta or settings.rope_theta or 10_000.0)
+    default_theta = 1_000_000.0 if plan.layout.names.window_pattern else 10_000.0  # transformers' defaults
+    writer.add_rope_freq_base(rope.rope_theta or settings.rope_theta or default_theta)
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     if rope.kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope.factor)
+    if plan.layout.names.window_pattern and settings.sliding_window:
+        writer.add_sliding_window(settings.sliding_window)
+        if settings.final_logit_softcapping:
+            writer.add_final_logit_softcapping(settings.final_logit_softcapping)
     if plan.layout.interleaved:
         writer.add_rope_dimension_count(head_dim)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{plan.kind}"])

@@ -1,0 +1,47 @@
+"""Gemma 3, text: norms that compute (1 + w), four per layer; sliding-window layers with a rotary base of their own; tied head.
+
+The embeddings are scaled by sqrt(hidden_size) when they are read (transformers' modeling_gemma3.py; DecoderLayers does it, too).
+The norms after attention and MLP scale an output and not a linear's input, so no fold concerns them.
+Sources: transformers' modeling_gemma3.py; llama.cpp's names from gguf's tensor_mapping, its constants from src/models/gemma3.cpp.
+"""
+
+from __future__ import annotations
+
+from annie_quant.models.family import (
+    ATTENTION_INPUT,
+    ATTENTION_OUTPUT,
+    COMMON_UNQUANTIZED,
+    DENSE_FUSED,
+    DENSE_KINDS,
+    GGUF_LAYER,
+    GGUF_TOP,
+    MLP,
+    MLP_OUTPUT,
+    Family,
+    Form,
+    GGUFNames,
+    LinearInput,
+)
+
+FAMILY = Family(
+    name="Gemma 3",
+    text=Form("Gemma3ForCausalLM", "gemma3_text"),
+    inputs=(ATTENTION_INPUT, LinearInput(MLP, "pre_feedforward_layernorm", "norm"), MLP_OUTPUT, ATTENTION_OUTPUT),
+    fused=DENSE_FUSED,
+    kinds=DENSE_KINDS,
+    unquantized=COMMON_UNQUANTIZED,
+    norms_add_one=True,
+    gguf=GGUFNames(
+        architecture="gemma3",
+        top=GGUF_TOP,
+        layer={
+            **GGUF_LAYER,
+            "post_attention_layernorm.weight": "post_attention_norm.weight",
+            "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+            "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+        },
+        mtp={},
+        window_pattern=6,
+        window_rope_theta=10_000.0,
+    ),
+)

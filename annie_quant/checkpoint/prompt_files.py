@@ -263,8 +263,8 @@ def _template(folder: Path, source: Path) -> Iterator[Difference]:
         if texts[0] != texts[1]:
             other.append(name)
     if other:
-        ignores = _rendered(pair[0], [USER], [TOOL], {}) == _rendered(pair[0], [USER], None, {})
-        lost = "it leaves out the tools; " if ignores and "tools" in other else ""
+        ignores = [_rendered(t, [USER], [TOOL], {}) == _rendered(t, [USER], None, {}) for t in pair]
+        lost = "it leaves out the tools; " if ignores == [True, False] else ""
         problem = f"{lost}not rendered as by the source's template: {', '.join(other)}"
         yield Difference("template_differs", TEMPLATE, problem)
 

@@ -199,7 +199,7 @@ def evaluate_pair(
         + repeated_notes(n_repeated)
         + template_notes(pair.template, workloads)
         + [
-            f"{w.name}: {', '.join(w.informative)} for information only, as the workload says"
+            f"{w.name}: {', '.join(w.informative)} for information only, as the workload states"
             for w in workloads
             if w.informative
         ]

@@ -193,21 +193,40 @@ def prompts_sha256(workload: Workload) -> str:
 
 
 def distinct_prompts(workloads: Sequence[Workload]) -> tuple[list[Workload], int]:
-    """Return the workloads in which each gate has each prompt once, and how many cases were repeats of earlier ones.
+    """Return the workloads with each prompt once, and how many cases were repeats of earlier ones, here or in earlier calls.
 
-    A case is a repeat if every gate of its workload has its prompt already, in this or in an earlier workload.
+    A repeat adds its gates, and what it expects, to the first case with its prompt, which is then in a workload NAME+2 next to its
+    own; one that expects something else in the same field is left out.
     """
-    counted: set[tuple[str, str]] = set()  # gate, prompt
-    result = []
-    for workload in workloads:
-        cases = []
+    first: dict[str, tuple[int, Case]] = {}  # prompt → index of the workload, case
+    gates: dict[str, tuple[str, ...]] = {}
+    informative: dict[str, tuple[str, ...]] = {}
+    for index, workload in enumerate(workloads):
         for case in workload.cases:
-            units = {(gate, prompt_sha256(case, workload)) for gate in workload.gates}
-            if not units <= counted:
-                cases.append(case)
-            counted |= units
-        n_repeated = workload.n_repeated + len(workload.cases) - len(cases)
-        result.append(replace(workload, cases=tuple(cases), n_repeated=n_repeated))
+            prompt = prompt_sha256(case, workload)
+            if prompt not in first:
+                first[prompt], gates[prompt], informative[prompt] = (index, case), workload.gates, workload.informative
+                continue
+            at, original = first[prompt]
+            if any(original.expect.get(key, value) != value for key, value in case.expect.items()):
+                continue
+            most = max(workloads[at].max_tokens_for(original), workload.max_tokens_for(case))
+            first[prompt] = at, replace(original, expect={**original.expect, **case.expect}, max_tokens=most)
+            deciding = {*gates[prompt]} - {*informative[prompt]} | {*workload.gates} - {*workload.informative}
+            gates[prompt] = tuple(dict.fromkeys((*gates[prompt], *workload.gates)))
+            informative[prompt] = tuple(gate for gate in gates[prompt] if gate not in deciding)
+    result = []
+    for index, workload in enumerate(workloads):
+        parts: dict[tuple[tuple[str, ...], ...], list[Case]] = {(workload.gates, workload.informative): []}
+        for prompt, (at, case) in first.items():
+            if at == index:
+                parts.setdefault((gates[prompt], informative[prompt]), []).append(case)
+        n_left = len(workload.cases) - sum(map(len, parts.values()))
+        n_repeated = workload.n_repeated + n_left
+        for number, ((names, info), cases) in enumerate(parts.items(), 1):
+            name = workload.name if number == 1 else f"{workload.name}+{number}"
+            part = replace(workload, name=name, gates=names, informative=info, cases=tuple(cases))
+            result.append(replace(part, n_repeated=n_repeated if number == 1 else 0))
     return result, sum(w.n_repeated for w in result)
 
 

@@ -28,6 +28,7 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
             models=aggregates.models,
             offline=aggregates.offline,
             members=aggregates.members,
+            blocking=aggregates.blocking,
         )
     elif stated is not None and stated.names:
         names = list(aggregates.served or aggregates.offline)

@@ -343,7 +343,7 @@ def _show_verdict(
         if model is not None and (own := stored.get(model)) is not None:
             run.document.verdict = schema.Verdict(
                 sentence=f"{model}: {own.sentence}",
-                passed=own.verdict not in decision.FAILING,
+                passed=own.verdict not in decision.FAILING and model not in run.aggregates.blocking,
                 outcome=own.verdict,
                 badge=own.verdict + (f"; not tested: {', '.join(own.not_tested)}" if own.not_tested else ""),
                 candidate=model,

@@ -24,7 +24,7 @@ from annie_quant.cli import cli  # noqa: E402
 from annie_quant.evaluate.evaluation import choose_workloads, evaluate_pair  # noqa: E402
 from annie_quant.evaluate.pair import ModelPair  # noqa: E402
 from annie_quant.evaluate.reference import model_sha256  # noqa: E402
-from annie_quant.judge import Case, Workload, evidence, judge_evaluation, prompt_sha256  # noqa: E402
+from annie_quant.judge import Case, Workload, distinct_prompts, evidence, judge_evaluation, prompt_sha256  # noqa: E402
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 ORIGINAL = (TINY_ANNIE / "chat_template.jinja").read_text()
@@ -37,11 +37,12 @@ def case(index: int, text: str = "") -> Case:
     return Case(f"c{index}", ({"role": "user", "content": text or f"What is {index} and {index + 3}?"},))
 
 
-def workloads(cases: int = 3) -> list[Workload]:
+def workloads(cases: int = 3, limit: int = 60) -> list[Workload]:
+    """The answers end before the limit: one that is cut does not count."""
     talk = (Case("t", (), ("Hello there!", "What did I say?")),)
     return [
-        Workload("plain", "", None, "Be brief.", None, False, 8, 0, GATES, tuple(case(i) for i in range(cases))),
-        Workload("talk", "", None, None, (TOOL,), False, 8, 0, GATES, talk),
+        Workload("plain", "", None, "Be brief.", None, False, limit, 0, GATES, tuple(case(i) for i in range(cases))),
+        Workload("talk", "", None, None, (TOOL,), False, limit, 0, GATES, talk),
     ]
 
 
@@ -185,7 +186,28 @@ def test_a_prompt_counts_once_per_gate(checkpoint, cache):
     """Another workload may judge another gate of the same prompt."""
     [plain, _] = workloads(2)
     result = evaluated(checkpoint, cache, [plain, replace(plain, name="other", gates=("stop",))])
-    assert {g: row.n for g, row in result.reference_gates.items()} == {"no_markdown": 2, "non_empty": 2, "stop": 2}
+    rows = result.numerics["w4a16"].paired
+    assert {g: rows[g].n for g in (*GATES, "stop")} == {"no_markdown": 2, "non_empty": 2, "stop": 2}
+    assert max(row.n for row in rows.values()) == 2 == result.n_answers, "nor in the gates that every workload has"
+    assert {name: w.n_cases for name, w in result.workloads.items()} == {"plain": 0, "plain+2": 2, "other": 0}
+
+
+def test_what_two_workloads_expect_of_one_prompt_is_expected_of_its_one_case():
+    [plain, _] = workloads(2)
+    cases = tuple(replace(c, expect={"contains": ["3"]}) for c in plain.cases)
+    factual = replace(
+        plain, name="f", gates=("factual",), cases=(*cases, case(9)), max_tokens=90, informative=("factual",)
+    )
+    others = replace(
+        factual, name="o", gates=("factual", "stop"), cases=(replace(cases[0], expect={"contains": ["7"]}),)
+    )
+    [base, merged, rest, empty], n_repeated = distinct_prompts([plain, factual, others])
+    assert (n_repeated, base.cases, empty.cases, rest.cases) == (3, (), (), (case(9),))
+    assert merged.name == "plain+2" and merged.gates == (*GATES, "factual") and merged.informative == ("factual",)
+    assert [c.expect for c in merged.cases] == [{"contains": ["3"]}] * 2, "one that expects something else is left out"
+    assert {merged.max_tokens_for(c) for c in merged.cases} == {90}
+    again, still = distinct_prompts([base, merged, rest, empty])
+    assert (again, still) == ([base, merged, rest, empty], 3)
 
 
 def test_repeats_are_removed_before_prompts_are_chosen():
@@ -250,9 +272,9 @@ def test_a_broken_export_exits_with_1_and_its_evaluation_carries_it(
 
 def test_a_verdict_that_keeps_becomes_undecided(sound):
     """The same evaluation with and without a fault: the reason comes first."""
-    row = schema.PairedGate(240, 0, 0)
-    side = msgspec.structs.replace(sound.numerics["w4a16"], paired={"non_empty": row}, pooled=None)
+    row = schema.PairedGate(240, 0, 0, passed=240)
+    side = msgspec.structs.replace(sound.numerics["w4a16"], paired={"tool_call": row}, pooled=None)
     for blocking, verdict in (([], "keeps"), (["BROKEN EXPORT: codes"], "undecided")):
-        document = msgspec.structs.replace(sound, numerics={"w4a16": side}, blocking=blocking)
-        assert judge_evaluation(document).verdict.verdict == verdict
-    assert document.verdict.sentence.startswith("BROKEN EXPORT: codes")
+        result = judge_evaluation(msgspec.structs.replace(sound, numerics={"w4a16": side}, blocking=blocking))
+        assert result.verdict.verdict == verdict
+    assert result.verdict.sentence.startswith("BROKEN EXPORT: codes")

@@ -167,7 +167,7 @@ def test_a_blocked_model_does_not_keep_in_a_run(tmp_path):
     add_evaluation(aggregates, "nv", path)
     for verdict in (alone, judge.verdict(aggregates)):
         assert (verdict.outcome, verdict.passed) == ("undecided", False)
-        assert verdict.sentence.startswith("BROKEN EXPORT: x") and verdict.reasons[0] == "BROKEN EXPORT: x"
+        assert "BROKEN EXPORT: x. Undecided" in verdict.sentence and verdict.reasons[0] == "BROKEN EXPORT: x"
     assert judge.decision.standing_of(aggregates, "nv") == "undecided"
 
 

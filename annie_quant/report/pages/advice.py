@@ -108,9 +108,10 @@ def _model(run: LoadedRun, model: str, chosen: bool) -> Step:
     if not any(s.kind == "served" for s in sides):
         steps.append(Step("serving: not tried"))
     verdict = decision.combined([s.verdict for s in steps if s.verdict] or ["undecided"])
+    compared = any(gate.compared for gate in decision.deciding_gates(run.aggregates, model))
     end = {
-        "pass": "keeps every gate",
-        "fail": "loses: try the next strategy",
+        "pass": f"{'keeps' if compared else 'passes'} every gate",
+        "fail": f"{'loses' if compared else 'fails'}: try the next strategy",
         "undecided": "open: more answers needed",
     }
     text = end[verdict]

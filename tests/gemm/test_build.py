@@ -41,8 +41,8 @@ def test_a_check_that_was_not_made_is_not_passed(monkeypatch):
     """Where the C codec was not built, its comparison counted as passed."""
     from annie_quant.cli import validate_gpu
     validate = importlib.import_module("annie_quant.gemm.validate")
-    monkeypatch.setitem(sys.modules, "annie_quant.nvfp4", None)  # its import fails
     monkeypatch.delattr(aq, "nvfp4", raising=False)
+    monkeypatch.setitem(sys.modules, "annie_quant.nvfp4", None)  # its import fails
     (check,) = validate._codec()
     assert check.ok is None and check.detail.startswith("not compared")
     passed = validate.Check("another", True, "")

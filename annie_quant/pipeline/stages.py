@@ -97,7 +97,8 @@ class Stages:
             if not before and stamp.seconds >= NOTED_S:
                 self.console.note(f"  {self.plan.text()}")
         result = msgspec.convert(stamp.result, kind)
-        self.rows.append(schema.Stage(name=name, seconds=stamp.seconds, summary=result.summary))
+        ok = result.ok if isinstance(result, AuditResult) else None
+        self.rows.append(schema.Stage(name=name, seconds=stamp.seconds, summary=result.summary, ok=ok))
         return result
 
     def is_finished(self, name: str, inputs: Mapping[str, Any]) -> bool:

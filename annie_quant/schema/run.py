@@ -51,11 +51,12 @@ class Bench(msgspec.Struct, kw_only=True):
 
 
 class Stage(msgspec.Struct, kw_only=True):
-    """A finished stage of a run."""
+    """A finished stage of a run. ok: of an audit, whether the checkpoint is sound; None of other stages, and in older runs."""
 
     name: str
     seconds: float | None = None
     summary: str = ""
+    ok: bool | None = None
 
 
 class Run(msgspec.Struct, kw_only=True):

@@ -77,9 +77,9 @@ class CalibrationDraw(msgspec.Struct):
 class StrategyRow(msgspec.Struct, omit_defaults=True):
     """A tried strategy.
 
-    path: its steps in order. why: reasons for not passing. explained: further findings. read_bytes: per decoded token;
-    ceiling_tok_s: on a GB10. draws: further calibration draws. model_sha256: of the checkpoint (ModelFiles.sha256).
-    loads: which servers load the checkpoint. error: why it could not be quantized.
+    incoherent: it failed the smoke question, which bf16 answers. path: its steps in order. why: reasons for not passing. explained:
+    further findings. read_bytes: per decoded token; ceiling_tok_s: on a GB10. draws: further calibration draws. model_sha256: of
+    the checkpoint (ModelFiles.sha256). loads: which servers load the checkpoint. error: why it could not be quantized.
     """
 
     strategy: str
@@ -89,6 +89,7 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     path: list[str]
     numerics: dict[str, SearchNumerics]
     error: str | None = None
+    incoherent: bool = False
     size_bytes: int | None = None
     bits_per_weight: float | None = None
     read_bytes: int | None = None

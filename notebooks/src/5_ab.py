@@ -29,7 +29,7 @@ backends = [
     for name, s in servers.items()
 ]
 try:
-    done = aq.bench.run(backends, workloads, folder / "run", warmup=1, runs=1, with_memory=False)
+    done = aq.bench.run(backends, workloads, folder / "run", warmup=1, runs=1, with_memory=False, reference="bf16")
 finally:
     for s in servers.values():
         s.stop()

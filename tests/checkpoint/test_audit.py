@@ -87,7 +87,9 @@ CONSEQUENCES = {
 
 def test_a_deadly_fault_appears_in_what_loads(sound, tmp_path):
     folder = zoo.spoil(sound["nvfp4"], tmp_path / "bad", FAULTS["NaN block scale"][0])
-    assert all(": no, block_scale_nan" in line for line in aq.checkpoint.audit(folder).summary.loads)
+    summary = aq.checkpoint.audit(folder).summary
+    assert all(": no, block_scale_nan" in line for line in summary.loads)
+    assert {(s.loads, s.note) for s in summary.servers} == {("no", "block_scale_nan")}
 
 
 def test_a_bfloat16_state_of_deltanet_appears_in_what_loads(sound, tmp_path):
@@ -95,7 +97,9 @@ def test_a_bfloat16_state_of_deltanet_appears_in_what_loads(sound, tmp_path):
     folder = zoo.spoil(sound["nvfp4"], tmp_path / "lost", lambda t, c: c.pop("mamba_ssm_dtype"))
     audit = aq.checkpoint.audit(folder)
     assert audit.ok and "--mamba-ssm-cache-dtype float32" in audit.summary.loads[0]
-    assert aq.checkpoint.audit(sound["nvfp4"]).summary.loads[0] == "vLLM: yes"
+    summary = aq.checkpoint.audit(sound["nvfp4"]).summary
+    assert summary.loads[0] == "vLLM: yes" and summary.loads == [str(s) for s in summary.servers]
+    assert {s.server: s.loads for s in summary.servers}["transformers"] == "after"
 
 
 def test_faults_of_the_files_are_findings(sound, tmp_path):

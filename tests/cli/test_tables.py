@@ -34,7 +34,7 @@ def columns(members=MEMBERS, n=240, lost=58):
         gone = lost if i == 0 else 0
         pairs = {gate: PairedGate(n, gone if gate in ("tool_call", "tool_call_raw") else 0, 0) for gate in GATES}
         sides[name] = OfflineSide(gates=table(n, tool_call=n - gone, tool_call_raw=n - gone), paired=pairs)
-    verdict = decision.judge_sides(sides)
+    sides, verdict = decision.judge_sides(sides)
     return verdict, [tables.Column(name, side.gates, side.paired) for name, side in sides.items()]
 
 
@@ -59,7 +59,7 @@ def test_each_gate_names_what_it_is_compared_with_or_a_footnote_does():
     rows = [{"same_tool": True, "abstention": True, "stop": True}] * 60
     pairs = {gate: PairedGate(60, 0, 0) for gate in rows[0]}
     side = OfflineSide(gates=tabulate(rows), paired=pairs)
-    decision.judge_sides({"w4a4": side})
+    side = decision.judge_sides({"w4a4": side})[0]["w4a4"]
     lines = tables.gate_lines(tabulate(rows), [tables.Column("w4a4", side.gates, side.paired)])
     against = {line.split("  ")[0]: line.split() for line in lines}
     assert "against" in lines[0] and "bf16" in next(
@@ -80,7 +80,7 @@ def test_what_bf16_itself_misses_is_shown_next_to_the_checkpoint():
     """eval listed "factual 0/5 fail" without bf16's 1/5."""
     pairs = {"factual": PairedGate(5, 1, 0)}
     side = OfflineSide(gates=tabulate([{"factual": False}] * 5), paired=pairs)
-    decision.judge_sides({"w4a4": side})
+    side = decision.judge_sides({"w4a4": side})[0]["w4a4"]
     reference = tabulate([{"factual": i == 0} for i in range(5)])
     lines = tables.gate_lines(reference, [tables.Column("w4a4", side.gates, side.paired)])
     row = next(line.split() for line in lines if line.startswith("factual"))

@@ -37,6 +37,23 @@ def test_importing_needs_no_torch_and_no_module():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_a_check_that_was_not_made_is_not_passed(monkeypatch):
+    """Where the C codec was not built, its comparison counted as passed."""
+    from annie_quant.cli import validate_gpu
+    validate = importlib.import_module("annie_quant.gemm.validate")
+    monkeypatch.delattr(aq, "nvfp4", raising=False)
+    monkeypatch.setitem(sys.modules, "annie_quant.nvfp4", None)  # its import fails
+    (check,) = validate._codec()
+    assert check.ok is None and check.detail.startswith("not compared")
+    passed = validate.Check("another", True, "")
+    assert validate.Validation({}, {}, [passed]).ok and not validate.Validation({}, {}, [passed, check]).ok
+    lines = []
+    monkeypatch.setattr(validate_gpu.console, "line", lambda text, mark="": lines.append((text, mark)))
+    monkeypatch.setattr(validate_gpu.console, "print_mapping", lambda *arguments: None)
+    validate_gpu.print_validation(validate.Validation({}, {}, [check]))
+    assert lines[0][1] == validate_gpu.MARKS["missing"]
+
+
 @pytest.mark.skipif(not without_gpu(), reason="this machine has a CUDA GPU")
 def test_without_a_gpu_every_function_raises_with_exit_code_3():
     calls = [

@@ -101,6 +101,7 @@ def test_overlapping_intervals_are_no_change(tmp_path):
 
 def test_a_figure_that_only_some_runs_have_keeps_its_place(runs):
     change(runs[1], lambda d: d["aggregates"]["offline"].pop("naive"))
+    (runs[1] / "eval/naive.json").unlink()
     files = trends.compose(runs)
     row = next(
         x

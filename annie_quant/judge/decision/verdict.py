@@ -306,9 +306,9 @@ def _judged(
                 )
         return
     rows = {gate: result for gate, result in gates.items() if gate in decide}
-    answers = coverage([decide])
+    answers, keeps = coverage([decide]), any(result.verdict == "pass" for result in rows.values())
     for gate, result in rows.items():
-        if result.verdict != "undecided" or paired.stands_in_the_way(gate, decide[gate], answers):
+        if result.verdict != "undecided" or not keeps or paired.stands_in_the_way(gate, decide[gate], answers):
             yield JudgedGate(where, result.title or gate, result, decide[gate])
     lost = any(result.verdict == "fail" for result in rows.values())
     if side.pooled is not None and side.pooled.verdict == "loses" and not lost:

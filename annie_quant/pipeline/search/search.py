@@ -168,7 +168,7 @@ class Search:
             self.save()
             if row.passed and not self.every:
                 return
-            if row.outcome == "gibberish":  # R46: the quantization is too aggressive
+            if row.incoherent:  # R46: the quantization is too aggressive
                 waiting.sort(key=lambda name: not find(name).conservative)
         if self.result.chosen is None:
             self.result.seconds = self.spent_s()
@@ -227,7 +227,7 @@ class Search:
         lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)
         failed_smoke = [f"the smoke question fails: {lost}"] if lost else []
         if failed_smoke:
-            row.outcome, row.why = "gibberish", failed_smoke
+            row.outcome, row.why, row.incoherent = "gibberish", failed_smoke, True
             row.path.append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
             if not self.every:
                 return

@@ -98,18 +98,20 @@ def _four_bits(run: LoadedRun, model: str) -> bool:
 
 def _model(run: LoadedRun, model: str, chosen: bool) -> Step:
     sides = run.sides_of(model)
-    audit = next((s.summary for s in run.document.stages if s.name == f"audit-{model}"), None)
-    steps = (
-        [Step(f"every tensor audited: {audit}", "pass" if audit == "sound" else "fail")] if audit is not None else []
-    )
+    audit = next((s for s in run.document.stages if s.name == f"audit-{model}"), None)
+    steps = []
+    if audit is not None:
+        sound: Outcome | Literal[""] = "" if audit.ok is None else "pass" if audit.ok else "fail"
+        steps.append(Step(f"every tensor audited: {audit.summary}", sound))
     steps += [_gates(run, side) for side in sides]
     steps += _members(run, model)
     if not any(s.kind == "served" for s in sides):
         steps.append(Step("serving: not tried"))
     verdict = decision.combined([s.verdict for s in steps if s.verdict] or ["undecided"])
+    compared = any(gate.compared for gate in decision.deciding_gates(run.aggregates, model))
     end = {
-        "pass": "keeps every gate",
-        "fail": "loses: try the next strategy",
+        "pass": f"{'keeps' if compared else 'passes'} every gate",
+        "fail": f"{'loses' if compared else 'fails'}: try the next strategy",
         "undecided": "open: more answers needed",
     }
     text = end[verdict]

@@ -11,7 +11,7 @@ Environment variables:
     ANNIE_QUANT_ONLY=_nvfp4,_stream       build these modules only
     ANNIE_QUANT_WERROR=1                  treat warnings as errors
     ANNIE_QUANT_SANITIZE=address,undefined    build with sanitizers
-    ANNIE_QUANT_ARCHS=90,121a             CUDA targets
+    ANNIE_QUANT_ARCHS=90a,90-virtual      CUDA targets: machine code, and with -virtual PTX
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -39,7 +40,10 @@ VARIANT_FLAGS = {
     "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mbmi2", "-mfma"],
     "_neon.c": [],
 }
-DEFAULT_ARCHS = "80,89,90a,120a,121a"
+# PTX of compute_90 is for GPUs without machine code here, such as sm_100 and sm_110. Older PTX would have no clusters, which their
+# plans use.
+DEFAULT_ARCHS = "80,89,90a,120a,121a,90-virtual"
+NVCC_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "2", "-Icsrc"]
 
 
 def note(line: str) -> None:
@@ -128,6 +132,12 @@ def cuda_archs() -> list[str]:
     return [a for a in os.environ.get("ANNIE_QUANT_ARCHS", DEFAULT_ARCHS).split(",") if a]
 
 
+def code_of(arch: str) -> str:
+    """Return nvcc's -gencode of one target: machine code, or for "N-virtual" PTX, which later GPUs compile when they load it."""
+    name = arch.removesuffix("-virtual")
+    return f"arch=compute_{name},code={'sm' if name == arch else 'compute'}_{name}"
+
+
 def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
     return shutil.which("nvcc", path=f"{home}/bin" if home else None)
@@ -152,48 +162,48 @@ def missing_prerequisite() -> str | None:
 
 
 class Build(build_ext):
-    """build_ext with compiler flags per SIMD variant, and nvcc for .cu files."""
+    """build_ext with compiler flags per SIMD variant, and nvcc for .cu files: `--parallel N` runs N at a time."""
 
     def build_extension(self, ext: Extension) -> None:
-        original = self.compiler._compile
+        ext.depends = [*ext.depends, *ext.sources, self.settings(ext)]
+        special = {s: f for s in ext.sources for tail, f in VARIANT_FLAGS.items() if s.endswith(tail)}
+        ext.sources = [s for s in ext.sources if s not in special]
+        for source, flags in special.items():
+            ext.extra_objects += self.compiler.compile(
+                [source],
+                output_dir=self.build_temp,
+                macros=ext.define_macros,
+                include_dirs=ext.include_dirs,
+                extra_postargs=[*ext.extra_compile_args, *flags],
+            )
+        ext.extra_objects += self.cuda_objects(ext)
+        ext.depends += ext.extra_objects
+        super().build_extension(ext)
 
-        def compile_one(obj, source, ending, cc_args, postargs, pp_opts):
-            extra = next((f for tail, f in VARIANT_FLAGS.items() if source.endswith(tail)), [])
-            original(obj, source, ending, cc_args, [*postargs, *extra], pp_opts)
-
-        self.compiler._compile = compile_one
-        try:
-            ext.extra_objects = [*ext.extra_objects, *self.cuda_objects(ext)]
-            super().build_extension(ext)
-        finally:
-            self.compiler._compile = original
+    def settings(self, ext: Extension) -> str:
+        """Return a file that is as old as the settings of this build folder, so that other settings build a module again."""
+        path = Path(self.build_temp) / f"{ext.name}.settings"
+        chosen = repr((sysconfig.get_platform(), ext.define_macros, ext.extra_compile_args, ext.extra_link_args))
+        if not path.exists() or path.read_text() != chosen:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(chosen)
+        return str(path)
 
     def cuda_objects(self, ext: Extension) -> list[str]:
-        objects = []
+        folder = Path(self.build_temp) / "-".join(["cuda", *cuda_archs()])
+        codes = [flag for arch in cuda_archs() for flag in ("-gencode", code_of(arch))]
+        newest_header = max(Path(f).stat().st_mtime for f in ext.depends if f.endswith((".h", ".cuh")))
+        objects, commands = [], []
         for source in getattr(ext, "cuda_sources", []):
-            obj = Path(self.build_temp) / (source + ".o")
-            obj.parent.mkdir(parents=True, exist_ok=True)
-            newest = max(Path(f).stat().st_mtime for f in [source, *ext.depends])
-            if self.force or not obj.exists() or obj.stat().st_mtime < newest:
-                codes = [f for a in cuda_archs() for f in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
-                self.spawn(
-                    [
-                        ext.nvcc,
-                        "-O3",
-                        "-std=c++17",
-                        "-Xcompiler",
-                        "-fPIC,-fvisibility=hidden",
-                        "--threads",
-                        "2",
-                        "-Icsrc",
-                        *codes,
-                        "-c",
-                        source,
-                        "-o",
-                        str(obj),
-                    ]
-                )
+            obj = folder / (source + ".o")
             objects.append(str(obj))
+            newest = max(newest_header, Path(source).stat().st_mtime)
+            if self.force or not obj.exists() or obj.stat().st_mtime < newest:
+                obj.parent.mkdir(parents=True, exist_ok=True)
+                commands.append([ext.nvcc, *NVCC_FLAGS, *codes, "-c", source, "-o", str(obj)])
+        workers = 1 if self.parallel is None else os.cpu_count() if self.parallel is True else int(self.parallel)
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(self.spawn, commands))
         return objects
 
 

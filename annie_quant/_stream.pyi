@@ -31,6 +31,8 @@ def run(
     max_answer_bytes: int,
     max_answer_events: int,
     cancel_fd: int,
+    signal_fd: int,
+    forward_fd: int,
     http: int,
     fresh_connections: bool,
     kernel_stamps: bool,

@@ -46,9 +46,6 @@ class DiskFull(EnvironmentFault):
     """The disk has too little space for an output. No strategy can avoid this, so a search stops at it."""
 
 
-NoRoom = DiskFull
-
-
 class CheckpointError(EnvironmentFault):
     """A model folder cannot be used. The message names the file, the tensor, what was expected and what was got."""
 

@@ -1,8 +1,8 @@
-"""Displays for notebooks: tensors, audits, timings and gates as small HTML, with every text escaped.
+"""Displays for notebooks: tensors, audits, timings and gates as small HTML tables, with every text escaped.
 
 from annie_quant import notebook
 notebook.register()                      # in IPython: nvfp4.Tensor, Audit and Timings show themselves as HTML
-notebook.Gates({"naive W4A4": gates})    # tables of gates side by side, with their intervals drawn
+notebook.Gates({"naive W4A4": gates})    # tables of gates side by side
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.report.charts import svg
-from annie_quant.report.charts.svg import Canvas, esc
+from annie_quant.report.charts.svg import esc
 from annie_quant.report.format import DASH, SIGNS, count, interval, name, share, significant, size
 from annie_quant.schema import Audit, GateResult
 
@@ -22,8 +21,6 @@ _COLOURS = {"pass": "#1d7a46", "fail": "#c0392b", "undecided": "#8a6100"}
 SHOWN_ROWS, SHOWN_BLOCKS = 6, 2
 SHOWN_REQUESTS = 8
 SHOWN_FINDINGS = 20
-# The report's drawing style, restricted to the drawing: a notebook's own text has its own colours.
-_STYLE = (svg.STYLE + svg.MARKS).replace("text{", ".aq text{").replace("svg{", "svg.aq{")
 
 
 def register(shell: Any = None) -> None:
@@ -60,14 +57,8 @@ class Markup(str):
     """HTML, which is not escaped again."""
 
 
-def drawing(canvas: Canvas) -> str:
-    return canvas.inline().replace("<svg", '<svg class="aq" style="max-width:100%"', 1).replace(
-        "</title>", f"</title><style>{_STYLE}</style>", 1
-    )  # fmt: skip
-
-
 def tensor(t: Any) -> str:
-    """nvfp4.Tensor: its size, its first blocks (scale and values) and how often each value is used."""
+    """nvfp4.Tensor: its size and its first blocks (scale and values)."""
     import numpy as np
 
     from annie_quant import nvfp4
@@ -88,24 +79,7 @@ def tensor(t: Any) -> str:
             row += [f"{scales[index, block]:g}", Markup("".join(map(_square, values)))]
         rows.append(row)
     header = ["", *(w for _ in range(min(SHOWN_BLOCKS, scales.shape[1])) for w in ("scale", "E2M1 values"))]
-    used = np.bincount(codes.reshape(-1) & 15, minlength=16) + np.bincount(codes.reshape(-1) >> 4, minlength=16)
-    c = Canvas(340, 96, "How often each value is used", ", ".join(f"{v:g}: {n}" for v, n in _by_value(used)))
-    highest = max(1, int(used.max()))
-    for column, (value, n) in enumerate(_by_value(used)):
-        height = 64 * n / highest
-        c.bar(6 + 22 * column, 70 - height, 16, height, "f s2", f"{value:g}: {n}")
-        c.text(14 + 22 * column, 86, f"{value:g}", "m")
-    return f"<div><p>{esc(facts)}</p>{table(header, rows)}{drawing(c)}</div>"
-
-
-def _by_value(used: Any) -> list[tuple[float, int]]:
-    """(value, count) in ascending order; both zeros count as one."""
-    from annie_quant import nvfp4
-
-    counts: dict[float, int] = {}
-    for value, n in zip(nvfp4.E2M1_VALUES.tolist(), used.tolist(), strict=True):
-        counts[value + 0.0] = counts.get(value + 0.0, 0) + n
-    return sorted(counts.items())
+    return f"<div><p>{esc(facts)}</p>{table(header, rows)}</div>"
 
 
 def _square(value: float) -> str:
@@ -130,7 +104,7 @@ def audit(result: Audit) -> str:
 
 
 def timings(result: Any) -> str:
-    """stream.Timings: one row per request, and when the pieces of each answer arrived."""
+    """stream.Timings: one row per request."""
     records = result.records()[:SHOWN_REQUESTS]
     columns = {"first_content_ms": "TTFT content, ms", "tpot_ms": "TPOT, ms", "e2e_ms": "E2E, ms"}
     rows = [
@@ -144,29 +118,7 @@ def timings(result: Any) -> str:
     ]
     caption = f"{len(result)} requests" + (f", the first {len(records)} shown" if len(result) > len(records) else "")
     header = ["request", *columns.values(), "tokens", "ended"]
-    return f"<div>{table(header, rows, caption)}{drawing(_ticks(records))}</div>"
-
-
-def _ticks(records: Sequence[Mapping[str, Any]]) -> Canvas:
-    streams = []
-    for record in records:
-        firsts = [record.get(f"first_{kind}_ms") for kind in ("reasoning", "content", "tool")]
-        times = [min(t for t in firsts if t is not None)] if any(t is not None for t in firsts) else []
-        for gap in record.get("itl_ms") or ():
-            times.append(times[-1] + gap)
-        streams.append(times)
-    end = max((t[-1] for t in streams if t), default=1.0) or 1.0
-    bottom = 24 * len(streams)
-    c = Canvas(680, bottom + 36, "Pieces of each answer as they arrived", f"{len(streams)} streams")
-    x = svg.scale(0, end, 60, 670)
-    svg.x_axis(c, x, svg.ticks(0, end, 6), 0, bottom, title="milliseconds since the request")
-    for index, (record, times) in enumerate(zip(records, streams, strict=True)):
-        y = 24 * index + 12
-        c.text(52, y + 4, str(record.get("tag") or index)[:8], "e")
-        if times:
-            c.line(x(0), y, x(times[0]), y, "l s2", f"first after {significant(times[0])} ms")
-            c.ticks([x(t) for t in times], y, 7, "l s2")
-    return c
+    return table(header, rows, caption)
 
 
 class Gates:
@@ -187,7 +139,7 @@ class Gates:
         }
         gates = dict.fromkeys(gate for results in self.sides.values() for gate in results)
         rows = [[titles[gate], *(Markup(_gate(r.get(gate))) for r in self.sides.values())] for gate in gates]
-        return table(["gate", *self.sides], rows, "passes of n with their 95 % Wilson interval; | the threshold")
+        return table(["gate", *self.sides], rows, "passes of n with their 95 % Wilson interval")
 
     def __repr__(self) -> str:
         return "\n".join(
@@ -199,11 +151,6 @@ class Gates:
 def _gate(result: GateResult | None) -> str:
     if result is None:
         return DASH
-    x = svg.scale(0, 1, 2, 94)
-    c = Canvas(96, 14, share(result.rate), interval(result.low, result.high, share))
-    c.line(2, 7, 94, 7, "g")
-    c.line(x(result.low), 7, x(result.high), 7, "w s2")
-    c.line(x(result.threshold), 1, x(result.threshold), 13, "h")
-    c.dot(x(result.rate), 7, "f s2", 3)
     text = f"{count(result.passes)}/{count(result.n)} {SIGNS[result.verdict]}"
-    return f'<span style="color:{_COLOURS[result.verdict]}">{esc(text)}</span> {drawing(c)}'
+    between = interval(result.low, result.high, share)
+    return f'<span style="color:{_COLOURS[result.verdict]}">{esc(text)}</span> {esc(between)}'

@@ -8,6 +8,7 @@
     def test_gates(annie_run): annie_run.assert_gates("nvfp4")
     def test_speed(annie_run, annie_baseline): annie_run.assert_no_loss(annie_baseline, least_loss=0.05)
 
+--annie-candidate, --annie-reference and --annie-incumbent NAME judge the run with these roles, as `annie-quant report` does.
 Without --annie-run such tests are skipped. Importing this module is cheap: the package is loaded when a run is read.
 """
 
@@ -23,15 +24,23 @@ import pytest
 if TYPE_CHECKING:
     from annie_quant.schema import ServedSide
 
+ROLES = ("candidate", "reference", "incumbent")
+
 
 class Run:
-    """A finished run directory of `annie-quant bench`."""
+    """A finished run directory of `annie-quant bench`. roles: candidate, reference, incumbent, instead of the run's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **roles: str | None) -> None:
         from annie_quant import schema
 
         self.folder = Path(folder)
-        self.aggregates = schema.read_bench(self.folder).aggregates
+        said = schema.Roles(**roles)
+        if said.names:
+            from annie_quant.report.judging import judge_again
+
+            self.aggregates = judge_again(self.folder, said).aggregates
+        else:
+            self.aggregates = schema.read_bench(self.folder).aggregates
         self.served = self.aggregates.served
 
     def gate(self, name: str, backend: str | None = None) -> Mapping[str, Any]:
@@ -49,12 +58,15 @@ class Run:
         """
         from annie_quant.judge import decision
 
+        if backend is None and not names:
+            backend = decision.roles_of(self.aggregates).candidate
         self._side(backend)
         if not names:
-            backend = backend or next(iter(self.served))
-            gates = list(decision.deciding_gates(self.aggregates, backend))
-            assert gates, f"{self.folder}: no gate was judged"
-            open_or_lost = [f"{g.title}: {g.verdict}, {g} ({g.evidence})" for g in gates if g.verdict != "pass"]
+            chosen = decision.decision(self.aggregates, backend)
+            gates = [] if chosen is None else [gate for gates in chosen.gates.values() for gate in gates]
+            assert chosen is not None and gates, f"{self.folder}: no gate was judged"
+            open_or_lost = [f"{g.title}: {g.verdict}, {g} ({g.evidence})" for g in gates if g.outcome != "pass"]
+            open_or_lost += [f.message for f in chosen.confounds if f.severity == "confound"]
             assert not open_or_lost, "; ".join(open_or_lost)
             return
         failed = [
@@ -91,6 +103,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("annie_quant")
     group.addoption("--annie-run", metavar="DIR", help="run directory of annie-quant bench whose gates are asserted")
     group.addoption("--annie-baseline", metavar="DIR", help="stored run directory that the run is compared with")
+    for role in ROLES:
+        group.addoption(f"--annie-{role}", metavar="NAME", help=f"the run's {role}, instead of the stored one")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -111,7 +125,8 @@ def _read(config: pytest.Config, option: str) -> Run:
     folder = config.getoption(option)
     if folder is None:
         pytest.skip(f"no run directory was given ({option} DIR)")
-    return Run(Path(folder))
+    roles = {role: config.getoption(f"--annie-{role}") for role in ROLES}
+    return Run(Path(folder), **(roles if option == "--annie-run" else {}))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,12 +17,13 @@ import msgspec
 from annie_quant.bench import confounds, depth, drift, memory_growth, noise
 from annie_quant.bench.confounds import impossible, stalls
 from annie_quant.bench.records import read_records
-from annie_quant.bench.reference_answers import RECORDED, bf16_side, stored_reference
+from annie_quant.bench.reference_answers import RECORDED, stored_reference
+from annie_quant.bench.unanswered import read_unanswered
 from annie_quant.errors import UsageError
-from annie_quant.judge import decision, judge_members
+from annie_quant.judge import decision
 from annie_quant.judge.gates import count, tabulate
 from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
-from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.pairing import checks_by_prompt, deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, wilson
 from annie_quant.schema import (
     AdjustedResult,
@@ -39,6 +40,7 @@ from annie_quant.schema import (
     NoiseFloor,
     Outcome,
     RequestRecord,
+    Roles,
     ServedSide,
     SpeedGate,
     ToolSurfacePoint,
@@ -55,8 +57,8 @@ TTFT_LIMIT_MS, DECODE_LEAST_TOK_S = 120.0, 25.0
 MEMORY_SOURCES = ("gpu_process_bytes", "process_rss_bytes", "system_used_bytes")  # the first that a server has
 
 
-def aggregate(folder: str | os.PathLike[str]) -> Aggregates:
-    """Compute the aggregates of a run directory again, from its records.jsonl and bench.json."""
+def aggregate(folder: str | os.PathLike[str], said: Roles | None = None) -> Aggregates:
+    """Compute the aggregates of a run directory again, from its records.jsonl and bench.json. said: roles instead of the run's."""
     root = Path(folder)
     bench = read_bench(root)
     try:
@@ -65,8 +67,10 @@ def aggregate(folder: str | os.PathLike[str]) -> Aggregates:
         raise UsageError(
             f"{root} holds no finished benchmark (records.jsonl is missing)", f"annie-quant bench ... --output {root}"
         ) from error
+    if said is not None and said.names:
+        bench.config.roles = said
     return aggregate_records(
-        records,
+        [*records, *read_unanswered(root)],
         bench.config,
         bench.backends,
         bench.memory,
@@ -91,6 +95,8 @@ def aggregate_records(
     records of an earlier run, with which all sides are compared where none of them is bf16. traces: memory over the run.
     """
     memory = memory or {}
+    formats = {name: identity.format for name, identity in identities.items() if identity.format}
+    roles = decision.assign(list(identities), formats, config.roles)
     growths = memory_growth.check(traces or {}, config.seed)
     measured = [r for r in records if not r.warmup]
     fit = timed(measured)
@@ -101,19 +107,20 @@ def aggregate_records(
         served[name] = ServedSide(
             model=_text_or_none(identity.meta.get("model")) or identity.model,
             runtime=identity.runtime,
+            format=identity.format or "",
             requests=len(own),
             errors=sum(bool(r.error) for r in own),
             left_out_of_timings=len(own) - len(own_fit),
             gates=tabulate(checks_by_prompt(own, config.greedy).values()),
             speed_gates=_speed_gates(own_fit, config.with_thinking, config.seed),
             workloads={label: _summaries(rows, config.seed) for label, rows in labelled(own_fit).items()},
-            verbosity=_verbosity(fit, config.reference, name),
+            verbosity=_verbosity(fit, roles.reference or config.reference, name),
             memory_bytes=_memory_bytes(memory.get(name)),
             memory=memory.get(name),
             memory_growth=growths.get(name),
             energy=_energy(own),
         )
-    pair_sides(served, measured, config.greedy, reference)
+    pair_sides(served, roles, measured, config.greedy, reference)
     turns = {name: _turns([r for r in fit if r.backend == name], config.seed) for name in served}
     surfaces = {name: tool_surface(measured, name) for name in served}
     pairs = list(itertools.combinations(served, 2))
@@ -125,6 +132,7 @@ def aggregate_records(
     findings += memory_growth.findings(growths)
     findings += [*drift.findings(drifts), *depth.findings(depth.check(fit, list(served), config.seed))]
     return Aggregates(
+        roles=roles,
         served=served,
         comparisons=comparisons,
         noise={name: rows for name, rows in floors.items() if rows},
@@ -153,26 +161,28 @@ def timed(measured: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 def pair_sides(
     served: Mapping[str, ServedSide],
+    roles: Roles,
     measured: Sequence[RequestRecord],
     greedy: Collection[str],
     recorded: Sequence[RequestRecord] = (),
 ) -> None:
     """Judge each backend's gates against its reference's answers to the same prompts: bf16's (of this run, else those that an
     earlier one recorded), else those of the side to replace."""
-    references = {name: decision.reference_side(Aggregates(served=dict(served)), name) for name in served}
-    if recorded and bf16_side(served) is None:
+    references = {name: decision.other_side(roles, name) for name in served}
+    if recorded and roles.reference is None:
         references = dict.fromkeys(served, RECORDED)
     needed = {*references, *references.values()} if any(references.values()) else set()
-    rows = {name: checks_by_prompt([r for r in measured if r.backend == name], greedy) for name in needed if name}
-    rows[RECORDED] = checks_by_prompt(recorded, greedy)
+    rows = {name: deciding_by_prompt([r for r in measured if r.backend == name], greedy) for name in needed if name}
+    rows[RECORDED] = deciding_by_prompt(recorded, greedy)
     for name, reference in references.items():
         if reference is None:
             continue
         side = served[name]
         side.judged_by = reference
-        side.paired, side.pooled = pair_by_prompt(rows[reference], rows[name])
-        judge_members({"served": side.paired}, {"served": side.pooled})
-        decision.apply(side.gates, side.paired)
+        paired, pooled = pair_by_prompt(rows[reference], rows[name])
+        gates, together = decision.judge_gates({"served": paired}, {"served": pooled})
+        side.paired, side.pooled = gates["served"], together["served"]
+        side.gates = decision.apply(side.gates, side.paired)
 
 
 def gate_counts(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[str, tuple[int, int]]:

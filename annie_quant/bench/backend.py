@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from annie_quant.bench import endpoints
+from annie_quant.bench import endpoints, weights
 from annie_quant.errors import UsageError
 from annie_quant.schema import Identity, limited_identity
 from annie_quant.stream.fetch import fetch
@@ -30,8 +30,8 @@ class Backend:
 
     url: the server's root, with or without /v1. model: the name sent in requests (None: the first of /v1/models).
     meta: what is known beforehand; it is stored with the results: "pid" (of the server, for memory), "source" (a hash of
-    the fine-tuned weights that both sides should share), "format", "runtime". headers: sent, never stored. endpoint: the API
-    that requests use (bench/endpoints.py).
+    the fine-tuned weights that both sides should share), "format" (of its weights: "BF16"), "runtime". headers: sent, never
+    stored. endpoint: the API that requests use (bench/endpoints.py).
     """
 
     name: str
@@ -138,6 +138,7 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
             "model_meta": limited(_field(first, "meta", dict, "/v1/models", caveats)),
             "chat_template_sha256": _sha256(template) if template else None,
             "sampling_defaults": {k: limited(v) for k, v in sampling.items() if k in _SAMPLING},
+            "format": backend.meta.get("format") or weights.served_format(backend.url, props, first),
             "max_model_len": first.get("max_model_len") or settings.get("n_ctx"),
             "meta": {k: v for k, v in backend.meta.items() if "key" not in k.lower() and "token" not in k.lower()},
             "caveats": caveats,

@@ -25,6 +25,7 @@ BUSY_LOAD = 2.0  # per core; two servers and a client alone make about one
 CLOCK_FACTOR, CLOCK_MS = 1.1, 0.2
 OPENING_WORDS, LEAST_ANSWERS, LEAST_EQUAL_SHARE = 3, 10, 0.2
 RARE = 0.05  # share of answers
+LEAST_CUT_SHARE = 0.5  # of a side's answers, before its gates say nothing
 SAME_SIZE = 0.01  # quantized files may count a tied head or scales
 PARSER_OPTIONS = (
     "--enable-auto-tool-choice --tool-call-parser qwen3_coder (vLLM), --tool-call-parser qwen3_coder (SGLang)"
@@ -49,7 +50,7 @@ def check(identities: Identities, records: Records, config: BenchConfig, ended: 
             message = f"{name} reports itself in a way that cannot be read: {caveat}"
             findings.append(_finding("identity", "fault", message, name))
         findings += [*_thinking(name, own, config), *_tool_parser(name, own), *_slow_starts(name, own)]
-        findings += [*_errors(name, own), *_clock(name, own), *_stamps(name, own)]
+        findings += [*_errors(name, own), *_cut(name, own), *_clock(name, own), *_stamps(name, own)]
     return findings
 
 
@@ -316,7 +317,33 @@ def _errors(name: str, records: Records) -> list[Confound]:
     kinds = sorted(set(errors))
     more = f", and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
     message = f"{name}: {len(errors)} of {len(records)} requests failed ({kinds[0]}{more})"
-    return [_finding("errors", "fault", message, name)]
+    if len(errors) == len(records):
+        return [_finding("no_answers", "confound", message, name)]
+    return [_finding("errors", "fault", message, name), *_hung(name, records)]
+
+
+def _hung(name: str, records: Records) -> list[Confound]:
+    """A side that stopped to answer: the time budget ended while one request took far longer than its others."""
+    unanswered = [r for r in records if r.cause in ("hung", "not_sent")]
+    if not unanswered:
+        return []
+    message = (
+        f"{name} hung: {unanswered[0].workload}/{unanswered[0].case} had no answer when the time budget ended; it and "
+        f"{len(unanswered) - 1} requests after it count as failed"
+    )
+    return [_finding("hung", "confound", message, name)]
+
+
+def _cut(name: str, records: Records) -> list[Confound]:
+    """Answers that max_tokens ended fail their gates: where they are many, the gates say nothing about the model."""
+    judged = [r for r in records if r.checks and not r.error]
+    cut = sum(r.finish_reason == "length" for r in judged)
+    if not cut:
+        return []
+    often = cut >= LEAST_CUT_SHARE * len(judged)
+    effect = "raise max_tokens of the workload" if often else "they count as failed"
+    message = f"{name}: {cut} of {len(judged)} answers were cut at max_tokens: {effect}"
+    return [_finding("cut_answers", "confound" if often else "note", message, name)]
 
 
 def _clock(name: str, records: Records) -> list[Confound]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +21,19 @@ from annie_quant.bench.context_size import sized
 from annie_quant.bench.load_profile import arrival_times
 from annie_quant.bench.plan import Visit, choose, plan, warmups
 from annie_quant.bench.records import Records
-from annie_quant.bench.reference_answers import bf16_side, mark
+from annie_quant.bench.reference_answers import mark
+from annie_quant.bench.unanswered import HUNG, NOT_SENT, hangs, write_unanswered
 from annie_quant.errors import ServerError
 from annie_quant.files import sha256_text
 from annie_quant.host import gpu_energy_joules, load_per_core, machine_state
-from annie_quant.judge.answers import assistant_message
+from annie_quant.judge import decision
+from annie_quant.judge.answers import Answer, assistant_message
+from annie_quant.judge.gates import GATES
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.progress import Progress
-from annie_quant.schema import BenchConfig, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord
+from annie_quant.schema import BenchConfig, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord, Roles
+from annie_quant.schema.records import incomplete
 from annie_quant.untrusted import integer
 
 OnRecord = Callable[[RequestRecord], None]
@@ -55,7 +60,7 @@ SMOKE = {
 
 
 class BudgetEnded(Exception):
-    """The time budget ended before a request was complete. It is not recorded, so a resumed run sends it again."""
+    """The time budget ended before a request was complete. It is not in records.jsonl, so a resumed run sends it again."""
 
 
 @dataclass
@@ -66,6 +71,16 @@ class Turn:
     body: dict[str, Any]
     case: Case
     history: list[ChatMessage]
+
+
+def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload) -> None:
+    """Set the checks and faults of a record. An answer that is not complete fails each gate that applies to the case."""
+    faults = judge.faults(answer, case.at_turn(record.turn), workload)
+    if reason := incomplete(answer.error, answer.finish_reason):
+        applying = [gate for gate, fault in faults.items() if fault is not None or GATES[gate].basis == "rule"]
+        faults = {gate: faults[gate] or reason for gate in applying}
+    record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
+    record.faults = {gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided}
 
 
 class Measurement:
@@ -90,6 +105,10 @@ class Measurement:
         self.identities: dict[str, Identity] = {}
         self.acceptance = Acceptance()
         self.sized: dict[str, Workload] = {}  # those with a context, fitted to the models' tokenizer
+        self.hung = (
+            ""  # the backend whose request in flight at the end of the budget had taken far longer than its others
+        )
+        self.digests: dict[tuple[str, str], str] = {}  # judge.prompt_sha256 by workload and case
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
         self.done = {r.id: r for r in records.rows if not r.warmup}
         self.session = 1 + max((r.session for r in records.rows), default=0)
@@ -113,6 +132,7 @@ class Measurement:
 
         The budget is a deadline of every request and probe, the smoke question and warm-ups included.
         """
+        write_unanswered(self.folder, ())
         names = list(self.backends)
         visits = plan(names, self.workloads, self.config)
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
@@ -125,7 +145,7 @@ class Measurement:
         try:
             self._identify(smoke=bool(left))
         except BudgetEnded:
-            return Ended(unasked=len(left), prefix_cache=self.config.prefix_cache)
+            return self._budget_ended(left)
         names_left = {v.workload.name for v in left}
         warm = warmups(names, [w for w in self.workloads if w.name in names_left], self.config)
         total = len(warm) + len(visits)
@@ -138,19 +158,47 @@ class Measurement:
             try:
                 self._visit(visit)
             except BudgetEnded:
-                return Ended(unasked=len(visits) - done, prefix_cache=self.config.prefix_cache)
+                return self._budget_ended(left[done - done_before :])
         self.progress.update(total, total)
         return Ended(prefix_cache=self.config.prefix_cache)
 
+    def _budget_ended(self, unasked: Sequence[Visit]) -> Ended:
+        """Return how the run ended. What a backend that hung was still to answer counts as failed answers of this backend."""
+        rows: list[RequestRecord] = []
+        for visit in (v for v in unasked if v.backend == self.hung):
+            for case, repeat in visit.cases:
+                for turn in range(case.n_turns):
+                    record = self._new_record(visit, case, repeat, turn, cold=False)
+                    if record.id in self.done or (rows and self.config.sustained):
+                        continue
+                    record.cause = NOT_SENT if rows else HUNG
+                    record.error = (
+                        "it was not sent: an earlier request had no answer when the time budget ended"
+                        if rows
+                        else "it had no answer when the time budget ended"
+                    )
+                    _judge(record, Answer(error=record.error), case, visit.workload)
+                    rows.append(record)
+        write_unanswered(self.folder, rows)
+        return Ended(unasked=len(unasked), prefix_cache=self.config.prefix_cache)
+
+    @property
+    def roles(self) -> Roles:
+        """The roles, from what the user named and from the formats of the weights as far as they are known now."""
+        formats = {name: identity.format for name, identity in self.identities.items() if identity.format}
+        return decision.assign(list(self.backends), formats, self.config.roles)
+
     def compare_with_reference(self) -> bool:
         """Check all answers so far against bf16's, where there are any. Return whether a record has changed."""
-        name = bf16_side(self.backends)
+        name = self.roles.reference
         reference = [r for r in self.records.rows if r.backend == name] if name else self.recorded
         return mark(self.records.rows, self.workloads, reference) if reference else False
 
     def _decided(self) -> bool:
         self.compare_with_reference()
-        return not sequential.open_questions(list(self.done.values()), list(self.backends), self.config.greedy)
+        return not sequential.open_questions(
+            list(self.done.values()), list(self.backends), self.config.greedy, self.roles
+        )
 
     def _stopped(self, unasked: int, done: int, looks: Sequence[int]) -> Ended:
         stopped = EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=sequential.LEVEL)
@@ -204,6 +252,9 @@ class Measurement:
 
     def _new_record(self, visit: Visit, case: Case, repeat: int, turn: int, cold: bool) -> RequestRecord:
         name, context = visit.ids(case, repeat)[turn], visit.workload.context
+        prompt = visit.workload.name, case.id
+        if prompt not in self.digests:
+            self.digests[prompt] = judge.prompt_sha256(case, visit.workload)
         return RequestRecord(
             id=f"{name}#warm{self.session}" if visit.warmup else name,
             backend=visit.backend,
@@ -223,6 +274,7 @@ class Measurement:
             depth=context.tokens if context else None,
             prefix=context.prefix if context else None,
             n_tools=len(visit.workload.tools_for(case) or ()),
+            prompt_sha256=self.digests[prompt],
         )
 
     def _model(self, name: str) -> str | None:
@@ -254,7 +306,6 @@ class Measurement:
         for index, turn in enumerate(turns):
             answer = judge.from_record(answers[turn.record.id])
             turn.history.append(assistant_message(answer.text, answer.tool_calls))
-            faults = judge.faults(answer, turn.case.at_turn(turn.record.turn), visit.workload)
             record = turn.record
             for name in RequestRecord.__struct_fields__:
                 if name in answers[record.id] and name != "model":
@@ -267,8 +318,7 @@ class Measurement:
             record.arrival_s = starts[index] if starts else None
             record.stream = stream
             record.request_sha256 = sha256_text(json.dumps(turn.body, sort_keys=True))
-            record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
-            record.faults = {gate: fault for gate, fault in faults.items() if fault}
+            _judge(record, answer, turn.case, visit.workload)
         self.acceptance.after(backend, counters, [t.record for t in turns])
         for record in (t.record for t in turns):
             self.records.append(record)
@@ -305,6 +355,7 @@ class Measurement:
             for index, (tag, body) in enumerate(requests)
         ]
         concurrency = None if starts is not None else len(measured)
+        sent_s = time.monotonic()
         timings = stream.run(
             [*opening, *measured],
             concurrency=concurrency,
@@ -312,10 +363,15 @@ class Measurement:
             max_answer_bytes=MAX_ANSWER_BYTES,
             max_answer_events=MAX_ANSWER_EVENTS,
         )
-        if left_s is not None and any(
-            answer["tag"] is not None and answer["cause"] in ("deadline", "not_started") for answer in timings.records()
-        ):
-            raise BudgetEnded
+        if left_s is not None:
+            cut = {a["tag"]: a["cause"] for a in timings.records() if a["cause"] in ("deadline", "not_started")}
+            cut.pop(None, None)  # the openings of connections
+            if cut:
+                begins = {tag: 0.0 if starts is None else CONNECT_S + starts[i] for i, (tag, _) in enumerate(requests)}
+                first_s = min((begins[tag] for tag, cause in cut.items() if cause == "deadline"), default=math.inf)
+                answered = [r for r in self.done.values() if r.backend == backend.name]
+                self.hung = backend.name if hangs(time.monotonic() - sent_s - first_s, answered) else ""
+                raise BudgetEnded
         return timings
 
     def _cache_fields(self, name: str, tag: str) -> dict[str, bool | str]:

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from annie_quant.bench.sequential import EQUIVALENT, compared_times, paired_gates
+from annie_quant.judge import decision
 from annie_quant.judge.statistics import LEVEL
-from annie_quant.schema import PairedGate, PairedResult, RequestRecord
+from annie_quant.schema import PairedGate, PairedResult, RequestRecord, Roles
 
 LEAST_PROMPTS = 8  # of both sides, before anything is predicted
 PAUSE_S = 15.0  # between two predictions
@@ -21,7 +22,7 @@ COST_SHARE = 0.01  # of the time that predicting may take
 
 
 def growth_to_decide(
-    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None = None
 ) -> float | None:
     """Return by which factor the measured prompts must grow until all is decided: 1 when it is, inf when none would do.
 
@@ -32,7 +33,7 @@ def growth_to_decide(
         if result.n_prompts < LEAST_PROMPTS:
             return None
         factors.append(_comparison(result))
-    factors += [_gate(pair) for _, gates in paired_gates(records, backends, greedy) for pair in gates.values()]
+    factors += [_gate(pair) for _, gates in paired_gates(records, backends, greedy, roles) for pair in gates.values()]
     return max(factors) if factors else None
 
 
@@ -75,7 +76,7 @@ def _rounded(seconds: float) -> tuple[str, str]:
 class Outlook:
     """The expected end of a run, as text for its progress.
 
-    stop_early: the run stops when everything is decided. clock: seconds, for tests.
+    stop_early: the run stops when everything is decided. clock: seconds, for tests. roles: those that the user named.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class Outlook:
         greedy: Collection[str] = (),
         stop_early: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        roles: Roles | None = None,
     ) -> None:
+        self.roles = decision.assign(list(backends), {}, roles)
         self.backends, self.greedy, self.stop_early, self._clock = list(backends), greedy, stop_early, clock
         self._records: list[RequestRecord] = []
         self._began: tuple[float, float] | None = None  # (time, visits done) of the first update
@@ -107,7 +110,7 @@ class Outlook:
         if left_s <= 0:
             return ""
         if len(self.backends) > 1 and now >= self._next:
-            self._growth = growth_to_decide(self._records, self.backends, self.greedy)
+            self._growth = growth_to_decide(self._records, self.backends, self.greedy, self.roles)
             cost = self._clock() - now
             self._next = now + max(PAUSE_S, cost / COST_SHARE)
         if self._growth is None:

@@ -1,6 +1,6 @@
 """Gates that compare a server's answers with bf16's own answers to the same prompts (`same_tool`, ...), in a benchmark.
 
-The bf16 answers are those of the side with "bf16" in its name, or of an earlier run that had one (`bench --reference-run`). The
+The bf16 answers are those of the run's reference, or of an earlier run that had one (`bench --reference-run`). The
 order of requests is random, so bf16 may answer a prompt after the side that is compared with it: the checks are made when the
 answers are there, and stored in records.jsonl with the others.
 
@@ -19,20 +19,16 @@ from annie_quant import schema
 from annie_quant.bench.records import read_records, write_records
 from annie_quant.bench.run_config import complete_workload
 from annie_quant.errors import UsageError
+from annie_quant.judge import decision
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.reference import normalized_call
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.workloads import Case, Workload
-from annie_quant.schema import Inputs, RequestRecord, SentCase, SentWorkload
+from annie_quant.schema import Inputs, RequestRecord, SentCase, SentWorkload, read_bench
 
 STORED = "reference.jsonl"  # bf16's records of an earlier run, in the run directory
 RECORDED = "bf16 (recorded)"  # how results name these answers
 Key = tuple[str, str, int, str]  # workload, case, turn, earlier answers
-
-
-def bf16_side(names: Iterable[str]) -> str | None:
-    """Return the side whose name states that it is bf16."""
-    return next((name for name in names if "BF16" in name.upper()), None)
 
 
 def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], reference: Sequence[RequestRecord]) -> bool:
@@ -50,7 +46,7 @@ def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], refere
     own = keyed([r for r in reference if (r.workload, r.case) in cases])
     answers: dict[Key, Answer] = {}
     for record, key in own:
-        if not record.error:
+        if not record.fault:
             answers.setdefault(key, answer_of(record))
     unstable: set[tuple[Key, str]] = set()
     for record, key in own:
@@ -78,6 +74,8 @@ def _check(
     for gate in workload.gates:
         if gate in REFERENCE_GATES and (key, gate) not in unstable:
             fault = GATES[gate].check(answer_of(record), at_turn, workload)
+            if record.fault and GATES[gate].check(reference, at_turn, workload) is not None:
+                fault = record.fault
             if fault is not None:
                 record.checks[gate] = not fault
                 record.faults |= {gate: fault} if fault else {}
@@ -117,17 +115,21 @@ def _conversation(record: RequestRecord) -> str:
 # ---- an earlier run
 
 
-def store_reference(run: Path, folder: Path, workloads: Sequence[Workload]) -> int:
+def store_reference(run: Path, folder: Path, workloads: Sequence[Workload], said: str | None = None) -> int:
     """Copy bf16's records of an earlier run into `folder`, those of prompts that are in `workloads` unchanged. Return how many.
 
-    Raises UsageError where the run has no bf16 side or none of these prompts.
+    said: the bf16 side of that run; default: its reference. Raises UsageError where the run has none, or none of these prompts.
     """
     inputs = schema.decode(Inputs, run / "inputs.json", error=UsageError)
-    name = bf16_side(b.name for b in inputs.config.backends)
-    if name is None:
-        raise UsageError(f"--reference-run {run}: none of its sides has bf16 in its name", "measure one as bf16 first")
-    now = dict(_contents(complete_workload(w) for w in workloads))
-    same = {key for key, content in _contents(inputs.workloads) if now.get(key) == content}
+    names = [b.name for b in inputs.config.backends]
+    name = said or decision.roles_of(read_bench(run).aggregates).reference
+    if name not in names:
+        problem = f"no side {name!r}" if name else "no side that is known to be bf16"
+        raise UsageError(
+            f"--reference-run {run}: it has {problem}", f"add --reference NAME, one of: {', '.join(names)}"
+        )
+    now = dict(contents(complete_workload(w) for w in workloads))
+    same = {key for key, content in contents(inputs.workloads) if now.get(key) == content}
     try:
         records = [r for r in read_records(run / "records.jsonl") if r.backend == name and (r.workload, r.case) in same]
     except FileNotFoundError:
@@ -142,7 +144,7 @@ def store_reference(run: Path, folder: Path, workloads: Sequence[Workload]) -> i
     return len(records)
 
 
-def _contents(workloads: Iterable[SentWorkload]) -> Iterator[tuple[tuple[str, str], bytes]]:
+def contents(workloads: Iterable[SentWorkload]) -> Iterator[tuple[tuple[str, str], bytes]]:
     """Yield (workload, case) and all that is sent for it."""
     for workload in workloads:
         settings = [workload.system, workload.thinking, workload.max_tokens, workload.temperature]

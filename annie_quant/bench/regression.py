@@ -1,21 +1,28 @@
-"""A run against a stored one: what got significantly worse, by backend, workload and metric."""
+"""A run against a stored one: what got significantly worse, by backend, workload and metric, over the same prompts.
+
+Prompts are the same where their content is: an id that has another content in the stored run is left out.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from annie_quant import schema
 from annie_quant.bench.aggregate import adjust, labelled, timed, values_by_prompt
 from annie_quant.bench.records import read_records
+from annie_quant.bench.reference_answers import contents
+from annie_quant.bench.unanswered import read_unanswered
 from annie_quant.errors import UsageError
-from annie_quant.judge import decision, judge_members
+from annie_quant.judge import decision
 from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare
-from annie_quant.schema import AdjustedResult, PairedGate, PooledGates, RequestRecord, read_bench
+from annie_quant.schema import AdjustedResult, Inputs, PairedGate, PooledGates, RequestRecord, Standing, read_bench
 
 Checked = Mapping[Hashable, Mapping[str, bool]]  # prompt → gate → passed
 LEAST_LOSS = 0.02  # of the stored median: smaller losses do not matter, however significant
@@ -37,16 +44,23 @@ class LostGate(msgspec.Struct, kw_only=True):
 
 
 class Regression(msgspec.Struct, kw_only=True):
-    """worse and better: the significant changes that are larger than the limit. rows: all that was compared."""
+    """worse and better: the significant changes that are larger than the limit. rows: all that was compared.
+
+    outcome: of the gates and the times together. silent: backends that answered in the stored run and not once in the new one.
+    left_out: prompts ("workload/case") whose content is another one than in the stored run.
+    """
 
     worse: list[Change]
     better: list[Change]
     gates_lost: list[LostGate]
     rows: list[Change]
+    outcome: Standing = "undecided"
+    silent: list[str] = []
+    left_out: list[str] = []
 
     @property
     def lost(self) -> bool:
-        return bool(self.worse or self.gates_lost)
+        return bool(self.worse or self.gates_lost or self.silent)
 
 
 def regression(
@@ -56,26 +70,72 @@ def regression(
 
     least_loss: changes up to this share of the stored median are ignored. Raises UsageError when nothing is shared.
     """
-    runs = [read_bench(folder).aggregates.served for folder in (before, after)]
-    records = [
-        timed([r for r in read_records(Path(folder) / "records.jsonl") if not r.warmup]) for folder in (before, after)
-    ]
-    rows = [row for backend in runs[0] if backend in runs[1] for row in _changes(records, backend)]
-    if not rows:
+    folders = [Path(before), Path(after)]
+    greedy = [read_bench(folder).config.greedy for folder in folders]
+    measured = [[r for r in _records(folder) if not r.warmup] for folder in folders]
+    measured, left_out = _same_prompts(folders, measured)
+    by_side = [{n: [r for r in side if r.backend == n] for n in {r.backend: 0 for r in side}} for side in measured]
+    shared = [name for name in by_side[0] if name in by_side[1]]
+    if not {(r.backend, r.prompt) for r in measured[0]} & {(r.backend, r.prompt) for r in measured[1]}:
+        problem = f"; {len(left_out)} ids have another content" if left_out else ""
         raise UsageError(
-            f"{before} and {after} share no backend, workload and prompt", "run with the same backends and workloads"
+            f"{before} and {after} share no backend, workload and prompt{problem}",
+            "run with the same backends and workloads",
         )
+    records = [timed(side) for side in measured]
+    rows = [row for backend in shared for row in _changes(records, backend)]
     adjust(rows)
     significant = [row for row in rows if row.significant and abs(row.change) > least_loss]
     up = {"lower": "worse", "higher": "better", "neither": ""}
     down = {"lower": "better", "higher": "worse", "neither": ""}
     kinds = [(up if row.change > 0 else down)[METRICS[row.metric].better] for row in significant]
-    return Regression(
+    checks = [
+        {name: deciding_by_prompt(side[name], names) for name in shared}
+        for side, names in zip(by_side, greedy, strict=True)
+    ]
+    gates_lost, standing = _gates_lost(*checks)
+    result = Regression(
         worse=[row for row, kind in zip(significant, kinds, strict=True) if kind == "worse"],
         better=[row for row, kind in zip(significant, kinds, strict=True) if kind == "better"],
-        gates_lost=_gates_lost(*(served_checks(folder) for folder in (before, after))),
+        gates_lost=gates_lost,
         rows=rows,
+        outcome=standing,
+        silent=[n for n in shared if all(r.error for r in by_side[1][n]) and not all(r.error for r in by_side[0][n])],
+        left_out=left_out,
     )
+    if result.lost:
+        result.outcome = "loses"
+    return result
+
+
+def _records(folder: Path) -> list[RequestRecord]:
+    return [*read_records(folder / "records.jsonl"), *read_unanswered(folder)]
+
+
+def _same_prompts(
+    folders: Sequence[Path], measured: Sequence[list[RequestRecord]]
+) -> tuple[list[list[RequestRecord]], list[str]]:
+    """Return (each run's records of prompts with the same content in both, the prompts that are left out)."""
+    before, after = _contents(folders, measured)
+    changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
+    kept = [[r for r in side if (r.workload, r.case) not in changed] for side in measured]
+    if not all(r.prompt_sha256 for side in kept for r in side):  # a run of version 0.2.0 or older: its ids are compared
+        for record in itertools.chain(*kept):
+            record.prompt_sha256 = ""
+    return kept, sorted(f"{workload}/{case}" for workload, case in changed)
+
+
+def _contents(
+    folders: Sequence[Path], measured: Sequence[Sequence[RequestRecord]]
+) -> tuple[dict[tuple[str, str], str | bytes], ...]:
+    """Return what each run asked by (workload, case): its digests where both runs have them, else the prompts of inputs.json."""
+    if all(r.prompt_sha256 for side in measured for r in side):
+        return tuple({(r.workload, r.case): r.prompt_sha256 for r in side} for side in measured)
+    for folder in folders:
+        if not (folder / "inputs.json").is_file():
+            raise UsageError(f"{folder} has no inputs.json, so its prompts cannot be compared", "measure it again")
+    inputs = [schema.decode(Inputs, folder / "inputs.json", error=UsageError) for folder in folders]
+    return tuple(dict(contents(file.workloads)) for file in inputs)
 
 
 def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[Change]:
@@ -97,26 +157,19 @@ def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[C
     return changes
 
 
-def served_checks(folder: str | os.PathLike[str]) -> dict[str, Checked]:
-    """Return per backend the checks of its answers, by prompt."""
-    records = [r for r in read_records(Path(folder) / "records.jsonl") if not r.warmup]
-    greedy = read_bench(folder).config.greedy
-    names = dict.fromkeys(r.backend for r in records)
-    return {name: checks_by_prompt([r for r in records if r.backend == name], greedy) for name in names}
-
-
-def _gates_lost(before: Mapping[str, Checked], after: Mapping[str, Checked]) -> list[LostGate]:
+def _gates_lost(before: Mapping[str, Checked], after: Mapping[str, Checked]) -> tuple[list[LostGate], Standing]:
     """Judge the new answers of all backends together, with the stored ones as their reference (judge/decision/paired.py)."""
     pairs = {name: pair_by_prompt(rows, after[name]) for name, rows in before.items() if name in after}
-    gates = {name: own for name, (own, _) in pairs.items()}
-    verdict = judge_members(gates, {name: pooled for name, (_, pooled) in pairs.items()})
+    gates, pooled = decision.judge_gates(
+        {name: own for name, (own, _) in pairs.items()}, {name: together for name, (_, together) in pairs.items()}
+    )
     lost = []
-    for name, member in verdict.members.items():
-        for gate in member.loses:
-            pair = pairs[name][1] if gate == decision.POOLED else gates[name][gate]
+    for name, own in gates.items():
+        for gate in decision.member_verdict(own, pooled[name]).loses:
+            pair = pooled[name] if gate == decision.POOLED else own[gate]
             if pair is not None:
                 lost.append(LostGate(backend=name, gate=gate, pair=pair))
-    return lost
+    return lost, decision.verdict_of(gates, pooled).verdict
 
 
 def losses(result: Regression) -> list[str]:
@@ -126,6 +179,7 @@ def losses(result: Regression) -> list[str]:
         f"({row.change:+.1%}, p {row.p_holm:.2g} after Holm, {row.n_prompts} prompts)"
         for row in result.worse
     ]
+    lines += [f"no answer: {backend} failed every request, and answered in the stored run" for backend in result.silent]
     return lines + [
         f"gate lost: {lost.backend} {lost.gate}, {lost.pair.lost} lost and {lost.pair.won} won of {lost.pair.n} answers "
         f"(p {lost.pair.p_holm or lost.pair.p:.2g})"

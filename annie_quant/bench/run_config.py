@@ -59,6 +59,7 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
         shutil.rmtree(folder / "streams", ignore_errors=True)
         for name in (
             "records.jsonl",
+            "unanswered.jsonl",
             "inputs.json",
             "bench.json",
             "memory.json",

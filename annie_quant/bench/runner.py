@@ -21,11 +21,13 @@ from annie_quant.bench.measure import Measurement, OnRecord
 from annie_quant.bench.records import Records, write_records
 from annie_quant.bench.reference_answers import STORED, store_reference, stored_reference
 from annie_quant.bench.run_config import backend_settings, prepare_folder, workload_settings
+from annie_quant.bench.unanswered import read_unanswered
 from annie_quant.errors import UsageError
 from annie_quant.host import environment
+from annie_quant.judge import decision
 from annie_quant.judge.workloads import Workload
 from annie_quant.progress import SILENT, Progress
-from annie_quant.schema import Bench, BenchConfig, Load
+from annie_quant.schema import Bench, BenchConfig, Load, Roles
 
 
 def run(
@@ -40,6 +42,9 @@ def run(
     progress: Progress = SILENT,
     watch: OnRecord | None = None,
     reference_run: str | os.PathLike[str] | None = None,
+    candidate: str | None = None,
+    reference: str | None = None,
+    incumbent: str | None = None,
     **settings: Any,
 ) -> Bench:
     """Measure `backends` over `workloads` into the folder `output`, and return what bench.json holds.
@@ -47,8 +52,9 @@ def run(
     workloads: objects or names. concurrency: requests in flight at one backend, or several levels. rates: further levels,
     in arrivals per second (Poisson, open loop). trace_speeds: how many times as fast a trace's requests arrive. resume:
     continue the run in the folder; False starts again. watch: called with each measured record. reference_run: the folder of
-    an earlier run with a bf16 side, whose answers all sides are compared with. settings: fields of schema.BenchConfig, which
-    has their defaults: warmup, runs, n, seed, prefix_cache, reference (default: the first backend), timeout_s, with_memory,
+    an earlier run with a bf16 side, whose answers all sides are compared with. candidate, reference, incumbent: names of backends
+    (reference: also of the side of reference_run); what is not said follows from their order and formats (judge/decision/roles.py).
+    settings: fields of schema.BenchConfig, which has their defaults: warmup, runs, n, seed, prefix_cache, timeout_s, with_memory,
     budget_s, stop_early.
 
     Raises UsageError (bad arguments, a folder with another benchmark), ServerError (a server does not answer).
@@ -58,16 +64,21 @@ def run(
     loads = [*(Load(level) for level in levels), *(Load(0, rate) for rate in rates)]
     used = [load for load in loads if any(applies(load, w) for w in loaded)]
     used += [Load(0, None, speed) for speed in trace_speeds if any(w.has_arrivals for w in loaded)]
+    run_dir = None if reference_run is None else Path(reference_run)
+    names = [b.name for b in backends]
+    elsewhere = reference if run_dir is not None and reference not in names else None
     config = BenchConfig(
+        roles=Roles(candidate=candidate, reference=None if elsewhere else reference, incumbent=incumbent),
         backends=[backend_settings(b) for b in backends],
         loads=used,
         workloads={w.name: workload_settings(w) for w in loaded},
         **settings,
     )
     _check(config, loaded)
-    config.reference = config.reference or backends[0].name
-    run_dir = None if reference_run is None else Path(reference_run)
-    return execute(config, backends, loaded, Path(output), resume, progress, watch or (lambda record: None), run_dir)
+    config.reference = config.roles.incumbent or backends[0].name
+    return execute(
+        config, backends, loaded, Path(output), resume, progress, watch or (lambda record: None), run_dir, elsewhere
+    )
 
 
 def execute(
@@ -79,11 +90,12 @@ def execute(
     progress: Progress,
     on_record: OnRecord,
     reference_run: Path | None = None,
+    reference_name: str | None = None,
 ) -> Bench:
-    """Measure with checked settings, aggregate, and write bench.json and the exports."""
+    """Measure with checked settings, aggregate, and write bench.json and the exports. reference_name: a side of reference_run."""
     prepare_folder(folder, config, workloads, resume)
     if reference_run is not None:
-        store_reference(reference_run, folder, workloads)
+        store_reference(reference_run, folder, workloads, reference_name)
     recorded = stored_reference(folder)
     records = Records(folder / "records.jsonl")
     try:
@@ -105,7 +117,8 @@ def execute(
     if recorded:
         write_records(folder / STORED, recorded)  # with their checks
     identities = measurement.identities
-    aggregates = aggregate_records(records.rows, config, identities, memory, ended, recorded, traces)
+    rows = [*records.rows, *read_unanswered(folder)]
+    aggregates = aggregate_records(rows, config, identities, memory, ended, recorded, traces)
     bench = Bench(
         ended=ended,
         requests=sum(not r.warmup for r in records.rows),
@@ -127,6 +140,7 @@ def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:
         raise UsageError("no backend to measure", "give at least one: --backend-a NAME URL")
     if len(set(names)) < len(names):
         raise UsageError(f"two backends have the same name: {', '.join(names)}", "give each its own")
+    decision.assign(names, {}, config.roles)  # raises for a role that names no side
     if not config.workloads:
         raise UsageError("no workload to measure", "name one: --workloads greeting")
     if config.runs < 1 or config.warmup < 0 or (config.n is not None and config.n < 1):

@@ -13,12 +13,12 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
-from annie_quant.judge import decision, judge_members
+from annie_quant.judge import decision
 from annie_quant.judge.gate_rule import LARGE_N, Threshold
 from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare, holm, wilson
-from annie_quant.schema import Aggregates, PairedGate, PairedResult, RequestRecord, ServedSide
+from annie_quant.schema import PairedGate, PairedResult, RequestRecord, Roles
 
 LOOKS = 5
 LEVEL = 0.0025  # of each early look; 1 % for all of them
@@ -32,9 +32,11 @@ def looks(visits: int, block: int) -> list[int]:
     return sorted(mark for mark in marks if 0 < mark < visits)
 
 
-def open_questions(records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]) -> list[str]:
-    """Return what the records cannot decide yet; empty when everything is decided."""
-    undecided = [*_open_gates(records, backends, greedy)]
+def open_questions(
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None = None
+) -> list[str]:
+    """Return what the records cannot decide yet; empty when everything is decided. roles: default: by the order."""
+    undecided = [*_open_gates(records, backends, greedy, roles)]
     pairs = [
         (f"{a} against {b}: {metric}", result)
         for a, b, metric, result in compared_times(records, backends, confidence=1 - LEVEL)
@@ -58,21 +60,23 @@ def compared_times(
 
 
 def paired_gates(
-    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None
 ) -> Iterator[tuple[str, Mapping[str, PairedGate]]]:
     """Yield each backend that has a reference, with its judged gates that decide."""
-    sides = Aggregates(served={name: ServedSide() for name in backends})
+    roles = roles or decision.assign(backends, {})
     own = {name: [r for r in records if r.backend == name] for name in backends}
     for name in backends:
-        reference = decision.reference_side(sides, name)
+        reference = decision.other_side(roles, name)
         if reference is not None:
-            pairs, pooled = pair_by_prompt(*(checks_by_prompt(own[side], greedy) for side in (reference, name)))
-            judge_members({"served": pairs}, {"served": pooled})
-            yield name, decision.deciding(pairs)
+            pairs, pooled = pair_by_prompt(*(deciding_by_prompt(own[side], greedy) for side in (reference, name)))
+            gates, _ = decision.judge_gates({"served": pairs}, {"served": pooled})
+            yield name, decision.deciding(gates["served"])
 
 
-def _open_gates(records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]) -> Iterator[str]:
-    for name, gates in paired_gates(records, backends, greedy):
+def _open_gates(
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None
+) -> Iterator[str]:
+    for name, gates in paired_gates(records, backends, greedy, roles):
         for gate, pair in gates.items():
             if not decision.decided_at(gate, pair, LEVEL):
                 yield f"{name}: {gate} (lost {pair.lost} and won {pair.won} of {pair.n})"

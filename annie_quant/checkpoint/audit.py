@@ -17,6 +17,7 @@ from annie_quant.checkpoint import (
     expert_checks,
     kv_checks,
     loader_support,
+    prompt_files,
     runtime_names,
     settings_checks,
     source_diff,
@@ -63,6 +64,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
     completeness.check(folder, original, linears, result)
     if original is not None:
         source_diff.compare_to_source(folder, original, linears, result)
+        prompt_files.check(folder.path, original.path, result)
     result.summary = summarize(folder, dialect.NAME if dialect else "plain", linears, config, result)
     return result
 

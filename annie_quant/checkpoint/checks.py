@@ -13,7 +13,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.schema import Audit, TensorRow
 
 MAGNITUDE = 0x7F  # of an E4M3 byte
-NAN = 0x7F
+NAN = 0x7F  # an E4M3 byte; larger bytes are negative
 CHUNK_BYTES = 1 << 24
 # Bytes below are subnormal (under 2^-6): fewer bits, and vLLM's Marlin kernels clear them (#34577, #37502).
 SMALLEST_NORMAL = 0x08

@@ -203,6 +203,24 @@ CODES = {
         "A folded norm was divided as w/s, and this model's norm computes (1 + w): (1 + w)/s - 1 is right.", FROM_SOURCE
     ),
     "fold_mismatch": Explanation("Scales that were folded into a norm or a linear do not cancel.", FROM_SOURCE),
+    "tokenizer_differs": Explanation(
+        "tokenizer.json is not the source's: other ids of tokens, merges, added tokens, or another way to split text; the model "
+        "reads other tokens than it was trained on.",
+        "Copy tokenizer.json and tokenizer_config.json from the source.",
+    ),
+    "template_differs": Explanation(
+        "The chat template renders system prompts, tools, calls or answers differently from the source's, or is missing.",
+        "Copy chat_template.jinja (or chat_template of tokenizer_config.json) from the source.",
+    ),
+    "end_tokens_differ": Explanation(
+        "Answers begin or end with other tokens than the source's: they never end, or end at once.",
+        "Copy generation_config.json and tokenizer_config.json from the source.",
+    ),
+    "sampling_differs": Explanation(
+        "generation_config.json has other sampling settings (temperature, top_p, ...) than the source's; servers use them as "
+        "default.",
+        "Copy generation_config.json from the source.",
+    ),
     # writing a GGUF file
     "tokenizer_missing": Explanation(
         "tokenizer.json, which a GGUF file needs, is missing.", "Copy it from the source."

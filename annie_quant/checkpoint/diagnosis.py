@@ -28,7 +28,7 @@ class Diagnosis:
 
     modules: all that the repaired copy quantizes.
     faulty: packed again from the source.  patched: only their bad blocks are.
-    folded: layers whose norms are not the source's.
+    folded: layers with moved scales that do not cancel, or with a linear that is packed again: they get the source's norms.
     group: columns per block scale of the repaired copy.
     """
 
@@ -51,8 +51,14 @@ def diagnose(folder: ModelFolder, source: ModelFolder | None, audit: Audit, line
         return Diagnosis(modules, faulty, set(), set(), group)
     patched = {n for n in faulty if n in linears and codes_of(audit, n) <= BLOCK_FAULTS}
     faulty -= patched
-    # A folded layer is packed again as a whole, with the source's norms.
+    # Such a layer is packed again as a whole: nothing is known of a fold's scales but what its tensors show.
     folded = {models.layer_of(n) for n in source_diff.changed_norms(folder, source)}
+    folded |= {models.layer_of(r.name) for r in audit.tensors if r.rel_l2 is not None and r.name not in faulty
+               and not r.rel_l2 < source_diff.SUSPICIOUS_ERROR}  # fmt: skip
+    folded &= {models.layer_of(m) for m in faulty | patched}
+    # A linear that is faulty itself explains that its scales do not cancel.
+    explained = {models.layer_of(m) for m in faulty if not all(c.startswith("fold_") for c in codes_of(audit, m))}
+    folded |= {models.layer_of(f.tensor) for f in audit.findings if f.code.startswith("fold_")} - explained
     folded |= {models.layer_of(x.name) for x in linears.values() if x.pre_quant}
     faulty |= {m for m in modules if models.layer_of(m) in folded}
     patched -= faulty

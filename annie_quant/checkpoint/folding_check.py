@@ -1,23 +1,77 @@
 """Check that scales which were moved between tensors (AWQ, SmoothQuant) cancel, so that the model computes the same.
 
-A fold divides what produces a linear's input by s and multiplies the linear's columns by s. Fitting
-w' ~ diag(r) w diag(c) to each linear recovers both; a uniform factor may be part of r or of c, so the norm before the
-linear decides which. Where a norm computes (1 + w) the right fold is (1 + w) / s - 1; ModelOpt 0.47's AWQ export writes
-w / s for Qwen3.5 (modelopt/torch/export/quant_utils.py lists other models' norms only).
+A fold divides what produces a linear's input by s and multiplies the linear's columns by s. The outputs of a linear for an
+input in one channel alone are that channel's gain times the linear's column, so both products are compared, column by column:
+ours ~ diag(r) theirs diag(s) with s from the norm's own weights, or from the rows of the linear before it. A column may differ
+by what rounding can do to it: half a step of the format in each of its elements. Rows may have factors of their own where
+the next linear cancels them.
+Where a norm computes (1 + w) the right fold is (1 + w) / s - 1; ModelOpt 0.47's AWQ export writes w / s for Qwen3.5
+(modelopt/torch/export/quant_utils.py lists other models' norms only).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 
+from annie_quant.checkpoint.header import ShardError
+from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.models import LinearInput
 from annie_quant.schema import Audit
 
-Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # linear → row factors r, column factors c
+ROW_TOLERANCE = 0.025  # of rows that nothing cancels: root mean square; rounding leaves a percent where rows are short
+COLUMN_TOLERANCE = 0.02  # of a column, in addition to its rounding: for the fitted rows
+PLAIN_STEP = 2.0**-8  # relative rounding of a weight in 16 bits that was multiplied by a scale
+FP8_STEP = 2.0**-4  # half a step of E4M3, relative
+SUBNORMAL_SCALE = 2.0**-6  # of an NVFP4 block, relative to the tensor scale: E4M3 has steps of 2^-9 below it
+CERTAIN = 0.4  # columns whose rounding explains less than this show how factors depend on scales
+LEAST_SPREAD = 0.05  # standard deviation of log(scale) from which that dependence can be measured
+MAX_DEPENDENCE = 0.25  # slope of log(factor) over log(scale): 0 where a fold is right, -1 where one linear was left out
 
-MIN_COSINE = 0.9  # between a fitted column and the source's; 4-bit rounding alone leaves about .995
-TOLERANCE = 0.025  # relative distance of gains; those fitted to rows of 4-bit weights are exact to about one percent
+
+@dataclass(frozen=True)
+class Fit:
+    """One linear compared with the source's under declared input scales.
+
+    rows: r.  noise: root mean square of what rounding does to r.
+    columns: what is left of every column, 1 where the scale cancels.  allowed: how far rounding can take it from 1.
+    scales: the declared ones.
+    """
+
+    rows: np.ndarray
+    noise: float
+    columns: np.ndarray
+    allowed: np.ndarray
+    scales: np.ndarray
+
+    @property
+    def worst(self) -> int:
+        """Return the column that is farthest outside of what is allowed."""
+        return int(np.argmax(np.abs(self.columns - 1) - self.allowed))
+
+    @property
+    def dependence(self) -> float:
+        """Return the slope of log(column) over log(scale); 0 where scales or rounding do not allow to measure it."""
+        certain = (self.allowed < CERTAIN) & (self.columns > 0) & (self.scales > 0)
+        x, y = np.log(self.scales[certain]), np.log(self.columns[certain])
+        if len(x) < 8 or x.std() < LEAST_SPREAD:
+            return 0.0
+        x = x - x.mean()
+        return float(x @ (y - y.mean()) / (x @ x))
+
+    @property
+    def scales_rows(self) -> bool:
+        """Return whether the rows have factors of their own."""
+        return float(np.sqrt(np.mean(np.square(self.rows - 1)))) > ROW_TOLERANCE + self.noise
+
+    @property
+    def sound(self) -> bool:
+        """Return whether the scales cancel."""
+        within = bool((np.abs(self.columns - 1) <= self.allowed).all())
+        return within and abs(self.dependence) <= MAX_DEPENDENCE
 
 
 def fit(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -35,121 +89,202 @@ def fit(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return r / median, c * median
 
 
-def certain(ours: np.ndarray, theirs: np.ndarray, r: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return fitted factors, NaN for rows and columns that 4-bit rounding left too little of to fit a factor.
-
-    AWQ makes the columns of weak inputs so small that their blocks round them to zero.
-    """
-    scaled = r[:, None] * theirs * c
-    out = []
-    for axis, factors in ((1, r), (0, c)):
-        product, norms = (ours * scaled).sum(axis), np.sqrt((ours**2).sum(axis) * (scaled**2).sum(axis))
-        out.append(np.where((norms > 0) & (product >= MIN_COSINE * norms), factors, np.nan))
-    return out[0], out[1]
-
-
 def ratio(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
     """Return top / bottom, and 1 where bottom is 0."""
     return np.divide(top, bottom, out=np.ones(len(top)), where=bottom > 0)
 
 
-def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the distance of two arrays of gains, relative to the second; NaN stands for an unknown gain."""
-    known = ~np.isnan(a)
-    return float(np.linalg.norm((a - b)[known]) / max(float(np.linalg.norm(b[known])), 1e-30))
+def half_steps(folder: ModelFolder, linear: Linear | None, ours: np.ndarray) -> np.ndarray:
+    """Return how far rounding to nearest can take every element of a linear from its value before: float32 [N, K].
+
+    linear: None for one that is not quantized.  ours: its dequantized weight.
+    """
+    if linear is None or linear.format == "fp8":
+        return np.abs(ours) * np.float32(PLAIN_STEP if linear is None else FP8_STEP)
+    tensor = linear.load(folder)
+    scale = np.repeat(tensor.block_scale.astype(np.float32), tensor.group, axis=1)
+    pre_quant = folder.tensor(linear.pre_quant).astype(np.float32).reshape(1, -1) if linear.pre_quant else np.float32(1)
+    unit = np.float32(tensor.tensor_scale) * np.abs(pre_quant)
+    codes = np.abs(ours) / np.maximum(scale * unit, np.float32(1e-30))
+    # E2M1 has steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6; a largest value above 6 is cut.
+    steps = np.where(codes < 1.75, np.float32(0.25), np.where(codes < 3.5, np.float32(0.5), np.float32(1)))
+    coarse = np.where(scale < SUBNORMAL_SCALE, np.float32(6 * 2.0**-10), np.float32(0))
+    return (steps * scale + coarse) * unit
 
 
-def uniform_factor(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the median factor between two vectors of gains."""
-    known = ~np.isnan(a)
-    return float(np.median(ratio((a * b)[known], (b * b)[known]))) if known.any() else 1.0
+def compare(ours: np.ndarray, theirs: np.ndarray, steps: np.ndarray, scales: np.ndarray, slack: np.ndarray) -> Fit:
+    """Compare a linear with the source's under the scales [K] that its input was divided by.
+
+    steps: half_steps.  slack: relative error [K] of the scales themselves.
+    """
+    expected = theirs * scales.astype(np.float32)
+    r, c = fit(ours, expected)
+    expected *= r.astype(np.float32)[:, None]
+    energy = np.einsum("ij,ij->j", expected, expected)
+    reach = np.einsum("ij,ij->j", steps, np.abs(expected))
+    allowed = np.divide(reach, energy, out=np.full(len(energy), np.inf), where=energy > 0)
+    # Rows and columns share one uniform factor: it is that of the columns that rounding changed least.
+    uniform = abs(float(np.median(c[allowed <= np.median(allowed)]))) or 1.0
+    variance = ratio(
+        np.einsum("ij,ij->i", np.square(steps) / 3, np.square(expected)), np.square(np.square(expected).sum(1))
+    )
+    noise = float(np.sqrt(np.mean(variance)))
+    return Fit(r * uniform, noise, c / uniform, allowed / uniform + slack + COLUMN_TOLERANCE, scales)
 
 
-def check(folder: ModelFolder, source: ModelFolder, factors: Factors, layers: set[str], audit: Audit) -> None:
+def check(
+    folder: ModelFolder, source: ModelFolder, linears: Mapping[str, Linear], layers: set[str], audit: Audit
+) -> None:
     """Add a finding for every moved scale that its neighbour does not cancel.
 
-    factors: of the linears that are not the source's.  layers: names of the layers to check.
+    linears: the quantized ones by name.  layers: names of the layers to check.
     """
-    inputs = folder.family.inputs
     for layer in sorted(layers - {""}):
-        rows: dict[str, np.ndarray] = {}
+        LayerCheck(folder, source, linears, layer, audit).run()
+
+
+class LayerCheck:
+    """The check of one layer. fits: of the linears whose input scale cancels, by name."""
+
+    def __init__(
+        self, folder: ModelFolder, source: ModelFolder, linears: Mapping[str, Linear], layer: str, audit: Audit
+    ) -> None:
+        self.folder, self.source, self.linears, self.layer, self.audit = folder, source, linears, layer, audit
+        self.fits: dict[str, Fit] = {}
+
+    def run(self) -> None:
+        """Check the norms, then the producers whose rows the next linear cancels, then the rows that nothing cancels."""
+        inputs = self.folder.family.inputs
         for site in inputs:
             if site.fold == "norm":
-                rows |= check_norm(folder, source, layer, site, factors, audit)
+                self.check_norm(site)
+        cancelled = set()
         for site in inputs:
             if site.fold == "rows":
-                check_rows(source, layer, site, rows, factors, audit)
-        for name, r in rows.items():
-            if distance(r, np.ones_like(r)) > TOLERANCE:
-                audit.fault(
-                    "large_error",
-                    name,
-                    f"its rows are {np.nanmedian(r):.3g} times the source's, and nothing cancels that",
-                )
+                cancelled.add(f"{self.layer}.{site.producer}")
+                self.check_rows(site)
+        for name, result in self.fits.items():
+            if name not in cancelled and result.scales_rows:
+                problem = f"its rows are {np.median(result.rows):.3g} times the source's, and nothing cancels that"
+                self.audit.fault("large_error", name, problem)
 
+    def compared(self, name: str, scales: np.ndarray, slack: np.ndarray | float = 0.0) -> Fit | None:
+        """Return a linear compared with the source's; None where either lacks it, or it cannot be read, which is a finding."""
+        original, linear = self.source.find(f"{name}.weight"), self.linears.get(name)
+        stored = linear.weight if linear else f"{name}.weight"
+        if original is None or stored not in self.folder:
+            return None
+        theirs = self.source.tensor(original).astype(np.float32)
+        try:
+            ours = linear.dequantize(self.folder) if linear else self.folder.tensor(stored).astype(np.float32)
+            steps = half_steps(self.folder, linear, ours)
+        except ShardError:
+            return None
+        if ours.shape != theirs.shape or not np.isfinite(ours).all():
+            return None
+        result = compare(ours, theirs, steps, scales, np.zeros(len(scales)) + slack)
+        for model, tensor in ((self.folder, stored), (self.source, original)):
+            model.release(tensor)
+        return result
 
-def check_norm(
-    folder: ModelFolder, source: ModelFolder, layer: str, site: LinearInput, factors: Factors, audit: Audit
-) -> dict[str, np.ndarray]:
-    """Check that norm gain times column factor equals the source's gain for every linear that reads the norm.
-
-    Returns the row factors of the linears that do.
-    """
-    norm = f"{layer}.{site.producer}.weight"
-    original = source.find(norm)
-    if norm not in folder or original is None or folder.info(norm).shape != source.info(original).shape:
-        return {}
-    ours, theirs = folder.tensor(norm).astype(np.float64), source.tensor(original).astype(np.float64)
-    one = 1.0 if folder.family.adds_one(norm) else 0.0
-    rows = {}
-    for reader in (f"{layer}.{name}" for name in site.linears):
-        if site.per_head:
-            columns = factors[reader][1] if reader in factors else np.ones_like(theirs)
-            gain = (one + ours) * columns.reshape(-1, len(theirs))
-            if distance(gain, np.broadcast_to(one + theirs, gain.shape)) <= TOLERANCE:
+    def check_norm(self, site: LinearInput) -> None:
+        """Check that the norm's gain times the columns is the source's, for every linear that reads the norm."""
+        norm = f"{self.layer}.{site.producer}.weight"
+        original = self.source.find(norm)
+        if norm not in self.folder or original is None:
+            return
+        ours, theirs = (f.tensor(n).astype(np.float64) for f, n in ((self.folder, norm), (self.source, original)))
+        if ours.shape != theirs.shape:
+            return
+        one = 1.0 if self.folder.family.adds_one(norm) else 0.0
+        for reader in (f"{self.layer}.{name}" for name in site.linears):
+            result = self.behind(reader, theirs + one, ours + one, np.abs(ours))
+            if result is None:
                 continue
-        elif reader in factors:
-            r, c = factors[reader]
-            uniform = uniform_factor((one + ours) * c, one + theirs)
-            if distance((one + ours) * c / uniform, one + theirs) <= TOLERANCE:
-                rows[reader] = r * uniform
+            if result.sound:
+                self.fits[reader] = result
                 continue
-            if one and distance(ours * c / uniform_factor(ours * c, theirs), theirs) <= TOLERANCE:
-                audit.fault(
-                    "fold_plus_one", norm, "folded as w/s, and this norm computes (1 + w), so (1 + w)/s - 1 is right"
+            plain = self.behind(reader, theirs, ours, np.abs(ours)) if one else None
+            if plain is not None and plain.sound:
+                problem = "folded as w/s, and this norm computes (1 + w), so (1 + w)/s - 1 is right"
+                self.audit.fault("fold_plus_one", norm, problem)
+            else:
+                self.audit.fault(
+                    "fold_mismatch", norm, f"does not cancel the input scale of {reader}: {described(result)}"
                 )
-                return {}
-        elif f"{reader}.weight" not in folder or distance(one + ours, one + theirs) <= TOLERANCE:
-            continue
-        audit.fault("fold_mismatch", norm, f"does not cancel the input scale of {reader}")
-        return {}
-    return rows
+            return
+
+    def behind(self, reader: str, theirs: np.ndarray, ours: np.ndarray, stored: np.ndarray) -> Fit | None:
+        """Return a linear compared under the scale of the norm's gains: theirs / ours, both [K] or of one head.
+
+        stored: magnitudes of the norm's own weights, whose 16 bits limit the gain's precision.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scales, slack = np.where(ours == theirs, 1.0, theirs / ours), PLAIN_STEP * stored / np.abs(ours)
+        scales, slack = np.nan_to_num(scales, posinf=1e30, neginf=-1e30), np.nan_to_num(slack, posinf=1e30)
+        width = self.source.info(self.source.find(f"{reader}.weight") or "").shape[1] if self.has(reader) else 0
+        if not width or width % len(scales):
+            return None
+        return self.compared(reader, np.tile(scales, width // len(scales)), np.tile(slack, width // len(scales)))
+
+    def has(self, name: str) -> bool:
+        return self.source.find(f"{name}.weight") is not None
+
+    def check_rows(self, site: LinearInput) -> None:
+        """Check that a producer's rows, and their biases, cancel the columns of the linear that reads them."""
+        producer = f"{self.layer}.{site.producer}"
+        if not self.has(producer):
+            return
+        fitted = self.fits.get(producer)
+        rows = np.ones(self.source.info(self.source.find(f"{producer}.weight") or "").shape[0])
+        noise = ROW_TOLERANCE
+        if fitted is not None and fitted.scales_rows:
+            rows, noise = fitted.rows, ROW_TOLERANCE + fitted.noise
+        self.check_bias(producer, rows, noise)
+        for consumer in (f"{self.layer}.{name}" for name in site.linears):
+            if not self.has(consumer):
+                continue
+            produced = rows_as_columns(rows, consumer, self.source)
+            result = self.compared(consumer, ratio(np.ones(len(produced)), produced), noise)
+            if result is None:
+                continue
+            uniform = float(np.median(result.rows))
+            if result.sound and abs(uniform - 1) <= ROW_TOLERANCE:
+                self.fits[consumer] = result
+                continue
+            how = f"all of it is {uniform:.3g} times the source's" if result.sound else described(result)
+            problem = f"its input scale is not cancelled by the rows of {producer}: {how}"
+            self.audit.fault("fold_mismatch", consumer, problem)
+
+    def check_bias(self, producer: str, rows: np.ndarray, noise: float) -> None:
+        """Check that a bias was scaled as its rows were, up to a relative error of `noise`."""
+        name = f"{producer}.bias"
+        original = self.source.find(name)
+        if name not in self.folder or original is None or self.folder.info(name).shape != rows.shape:
+            return
+        expected = self.source.tensor(original).astype(np.float32) * rows
+        ours = self.folder.tensor(name).astype(np.float32)
+        error = float(np.linalg.norm(ours - expected) / max(float(np.linalg.norm(expected)), 1e-30))
+        if not error <= noise:
+            self.audit.fault("fold_mismatch", name, f"differs by {error:.3g} from what the rows of {producer} need")
 
 
-def check_rows(
-    source: ModelFolder, layer: str, site: LinearInput, rows: dict[str, np.ndarray], factors: Factors, audit: Audit
-) -> None:
-    """Check that a producer's row factors cancel the column factors of the linear that reads them.
-
-    Takes the producer out of `rows`.
-    """
-    producer = f"{layer}.{site.producer}"
-    produced = rows.pop(producer, None)
-    for consumer in (f"{layer}.{name}" for name in site.linears):
-        columns = factors[consumer][1] if consumer in factors else None
-        if produced is None and columns is None:
-            continue
-        gain = rows_as_columns(produced, consumer, source) * (1 if columns is None else columns)
-        if distance(gain, np.ones_like(gain)) > TOLERANCE:
-            audit.fault("fold_mismatch", consumer, f"its input scale is not cancelled by the rows of {producer}")
+def described(result: Fit) -> str:
+    """Return how the farthest column differs, or that the factors follow the scales."""
+    j = result.worst
+    if abs(result.columns[j] - 1) > result.allowed[j]:
+        return (
+            f"channel {j} is {result.columns[j]:.3g} times the source's, and rounding explains {result.allowed[j]:.2g}"
+        )
+    return f"its columns follow the norm's scales with the power {result.dependence:.2f}, expected 0"
 
 
-def rows_as_columns(rows: np.ndarray | None, consumer: str, source: ModelFolder) -> np.ndarray:
+def rows_as_columns(rows: np.ndarray, consumer: str, source: ModelFolder) -> np.ndarray:
     """Return a producer's row factors as its consumer's columns: value heads are repeated for grouped queries."""
-    width = source.info(source.find(f"{consumer}.weight") or "").shape[1]
-    if rows is None:
-        return np.ones(width)
-    head = int(source.text_config.get("head_dim") or len(rows))
-    if len(rows) == width or len(rows) % head:
-        return rows
-    return np.repeat(rows.reshape(-1, head), width // len(rows), axis=0).reshape(-1)
+    width, heads = (
+        source.info(source.find(f"{consumer}.weight") or "").shape[1],
+        source.text_config.get("num_attention_heads"),
+    )
+    if len(rows) == width or not isinstance(heads, int) or heads < 1 or width % heads or len(rows) % (width // heads):
+        return rows if len(rows) == width else np.ones(width)
+    return np.repeat(rows.reshape(-1, width // heads), width // len(rows), axis=0).reshape(-1)

@@ -1,8 +1,9 @@
 """Repair a ModelOpt checkpoint: exactly where that is possible, else by quantizing again from the bf16 source.
 
-Sound tensors keep their bytes. A linear is packed again from the source when its own tensors are faulty, when its error
-shows that they are not the source's, or when its layer was folded (AWQ), right or wrong: the norms then become the
-source's, too, so that the model computes what the source does. Settings are always written from what is on disk.
+Sound tensors keep their bytes, those of a sound fold (AWQ) too. A linear is packed again from the source when its own tensors
+are faulty, when its error shows that they are not the source's, or when its layer was folded and the fold or a linear of it is
+faulty: the norms then become the source's, too, so that the model computes what the source does. Settings are always written
+from what is on disk.
 The checkpoint itself is not changed.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint import (
     auxiliary_checks,
+    checks,
     diagnosis,
     dialects,
     folding_check,
@@ -47,8 +49,6 @@ WITHOUT_SOURCE = (
 )  # fmt: skip
 LOST = ("mtp_missing", "vision_missing")  # findings that restore.py fixes in every layout
 UNREPAIRED = ("decoder_incomplete", "duplicate_tensor", "index_mismatch")
-NAN = 0x7F  # an E4M3 byte; larger bytes are negative
-LARGEST_INPUT_SCALE = 100.0
 
 
 class RepairResult(msgspec.Struct):
@@ -137,6 +137,7 @@ class Repair:
         self.actions: list[str] = []
         self.linears = modelopt.linears(folder)
         findings = audit(folder.path, source=source.path if source else None)
+        self.faults = {f.tensor for f in findings.findings}
         self.diagnosis = diagnosis.diagnose(folder, source, findings, self.linears)
         self.restored = self.restored_modules()
         for modules in (self.diagnosis.modules, self.diagnosis.faulty, self.diagnosis.patched):
@@ -214,7 +215,7 @@ class Repair:
         if name not in self.folder or self.folder.info(name).elements != 1:
             return None
         scale = self.folder.scalar(name)
-        if not np.isfinite(scale) or scale <= 0 or scale > LARGEST_INPUT_SCALE:
+        if not np.isfinite(scale) or scale <= 0 or scale > checks.LARGEST_INPUT_SCALE:
             return None
         linear = self.linears.get(module)
         if linear is None or models.layer_of(module) not in self.diagnosis.folded:
@@ -328,10 +329,10 @@ class Repair:
         codes = self.folder.tensor(linear.weight)
         scale = self.folder.tensor(linear.block_scale or "").view(np.uint8)
         filled = (codes & 0x77).reshape(len(codes), -1, self.group // 2).any(axis=2)
-        return (scale >= NAN) | ((scale == 0) & filled)
+        return (scale >= checks.NAN) | ((scale == 0) & filled)
 
     def plain_tensor(self, name: str) -> writer.Planned:
-        """Plan a tensor that is not quantized: the source's where the values differ."""
+        """Plan a tensor that is not quantized: the source's where it differs and is at fault."""
         info = self.folder.info(name)
         source = self._source
         original = source.find(name) if source else None
@@ -347,7 +348,8 @@ class Repair:
             theirs = source.info(original)
             self.actions.append(f"{name}: taken from the source")
             return writer.Planned(name, theirs.dtype, theirs.shape, partial(source.tensor, original))
-        if source and original and source.info(original).shape == info.shape:
+        changed = name in self.faults or models.layer_of(name) in self.diagnosis.folded
+        if changed and source and original and source.info(original).shape == info.shape:
             theirs = source.info(original)
             ours = self.folder.tensor(name).astype(np.float32)
             if not source_diff.rel_l2(ours, source.tensor(original).astype(np.float32)) < source_diff.SAME_VALUES:

@@ -20,8 +20,7 @@ PIECE = 1 << 20  # elements
 def compare_to_source(folder: ModelFolder, source: ModelFolder, linears: dict[str, Linear], audit: Audit) -> None:
     """Set `rel_l2` in the audit's rows, and add findings where a tensor is not what the source makes of it."""
     rows = {row.name: row for row in audit.tensors}
-    factors: folding_check.Factors = {}
-    folded = {models.layer_of(n) for n in changed_norms(folder, source)}
+    changed = {models.layer_of(n) for n in changed_norms(folder, source)}
     for name, linear in linears.items():
         original = source.find(f"{name}.weight")
         if original is None:
@@ -42,25 +41,34 @@ def compare_to_source(folder: ModelFolder, source: ModelFolder, linears: dict[st
         if audit.has("block_scale_nan", linear.block_scale or ""):
             ours = np.where(np.isnan(ours), theirs.astype(np.float32), ours)  # a finding already: check the rest
         distance = rows[name].rel_l2 = rel_l2(ours, theirs)
-        if not distance < SUSPICIOUS_ERROR or models.layer_of(name) in folded:
-            theirs = theirs.astype(np.float32)
-            r, c = folding_check.fit(ours, theirs)
-            if np.isfinite(distance) and rel_l2(ours, r[:, None] * theirs * c) < SUSPICIOUS_ERROR:
-                factors[name] = folding_check.certain(ours, theirs, r, c)
+        if not distance < SUSPICIOUS_ERROR:
+            if is_scaled(ours, theirs, SUSPICIOUS_ERROR):
+                changed.add(models.layer_of(name))
             else:
                 audit.fault("large_error", name, f"relative error {distance:.3g} against the source")
         folder.release(linear.weight)
         source.release(original)
-    compare_plain(folder, source, linears, factors, audit)
-    folded |= {models.layer_of(n) for n in factors}
-    folding_check.check(folder, source, factors, folded, audit)
+    changed |= compare_plain(folder, source, linears, audit)
+    folding_check.check(folder, source, linears, changed, audit)
 
 
-def compare_plain(
-    folder: ModelFolder, source: ModelFolder, linears: dict[str, Linear], factors: folding_check.Factors, audit: Audit
-) -> None:
-    """Compare the tensors that are not quantized: they equal the source's, or a fold scaled them (into `factors`)."""
-    owned = owned_tensors(linears.values())
+def is_scaled(ours: np.ndarray, theirs: np.ndarray, error: float) -> bool:
+    """Return whether a matrix is the source's with scaled rows and columns, up to a relative error."""
+    theirs = theirs.astype(np.float32)
+    if not np.isfinite(ours).all():
+        return False
+    r, c = folding_check.fit(ours, theirs)
+    return rel_l2(ours, r[:, None] * theirs * c) < error
+
+
+def compare_plain(folder: ModelFolder, source: ModelFolder, linears: dict[str, Linear], audit: Audit) -> set[str]:
+    """Compare the tensors that are not quantized: they equal the source's, or a fold scaled them.
+
+    Returns the layers in which a fold may have scaled them.
+    """
+    owned, scaled = owned_tensors(linears.values()), set()
+    biases = {f"{site.producer}.bias" for site in folder.family.inputs if site.fold == "rows"}
+    norms = {f"{norm}.weight" for norm in folder.family.norms}
     for name in folder:
         original = source.find(name)
         if name in owned or original is None:
@@ -74,13 +82,15 @@ def compare_plain(
         error = rel_l2(ours, theirs)
         if error < SAME_VALUES:
             continue
-        if is_linear(name, ours.shape):
-            r, c = folding_check.fit(ours, theirs)
-            if rel_l2(ours, r[:, None] * theirs * c) < PLAIN_FOLD_ERROR:
-                factors[name.removesuffix(".weight")] = (r, c)
-                continue
-        if not name.endswith("norm.weight"):  # norms are checked together with the linears that read them
+        inside = models.in_layer(name)
+        # Norms and biases are checked together with the linears that read them.
+        if inside in norms | biases or (
+            inside and is_linear(name, ours.shape) and is_scaled(ours, theirs, PLAIN_FOLD_ERROR)
+        ):
+            scaled.add(models.layer_of(name))
+        else:
             audit.fault("differs_from_source", name, f"not quantized, and differs from the source by {error:.3g}")
+    return scaled
 
 
 def check_shape(folder: ModelFolder, name: str, source: ModelFolder, original: str, audit: Audit) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from annie_quant.checkpoint import header
 from annie_quant.checkpoint.shards import INDEX, SINGLE, ModelFolder
-from annie_quant.errors import NoRoom
+from annie_quant.errors import DiskFull
 from annie_quant.files import replacing, write_json
 from annie_quant.progress import SILENT, ByteProgress, Progress
 
@@ -103,7 +103,7 @@ def write(
 
     resume: keep shards that an earlier run completed (same header). They must be of the same source: see staging.py.
     write_shards: writes the missing shards; None writes them here, one after the other.
-    The index is written last. Raises NoRoom where the disk has not enough space.
+    The index is written last. Raises DiskFull where the disk has not enough space.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,10 +167,10 @@ def is_complete(folder: Path, shard: ShardPlan) -> bool:
 
 
 def need_room(folder: Path, size_bytes: int) -> None:
-    """Raise NoRoom where the disk of `folder` has less than `size_bytes` free."""
+    """Raise DiskFull where the disk of `folder` has less than `size_bytes` free."""
     free = shutil.disk_usage(folder).free
     if size_bytes > free:
-        raise NoRoom(
+        raise DiskFull(
             f"{folder}: {size_bytes / 1e9:.2f} GB to write and {free / 1e9:.2f} GB free",
             "free some disk, or choose --output",
         )

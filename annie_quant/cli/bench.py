@@ -13,8 +13,9 @@ import msgspec
 
 import annie_quant
 from annie_quant.cli import tables
-from annie_quant.cli.common import console, emit, json_option, persona_option, workloads_option
+from annie_quant.cli.common import console, emit, json_option, persona_option, role_options, workloads_option
 from annie_quant.errors import UsageError
+from annie_quant.schema import Roles
 
 SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 
@@ -25,6 +26,7 @@ MOST_CONVERSATIONS = 10_000
 @click.command()
 @click.option("--backend-a", nargs=2, required=True, metavar="NAME URL", help="A name for the figures, and the server.")
 @click.option("--backend-b", nargs=2, metavar="NAME URL", help="A second server.")
+@role_options
 @click.option("--aa", is_flag=True, help="Measure backend A against itself: the noise floor.")
 @click.option("--warmup", default=2, show_default=True, help="Requests per workload that are not counted.")
 @click.option("--runs", default=5, show_default=True, help="Measurements per prompt.")
@@ -66,7 +68,7 @@ MOST_CONVERSATIONS = 10_000
 @click.option(
     "--reference-run",
     type=click.Path(path_type=Path),
-    help="An earlier run with a side named bf16: all sides are compared with its answers.",
+    help="An earlier run with a bf16 side: all sides are compared with its answers (--reference: its name there).",
 )
 @click.option(
     "--replay",
@@ -117,8 +119,9 @@ def bench(
 ) -> None:
     """Time one or two OpenAI-compatible servers with the same prompts, interleaved.
 
-    The gates of one side are compared with the other's answers; a side named bf16 is the reference, also of the gates that
-    need no labels (same_tool ...). Exit code 1 if the candidate loses a gate or is fragile.
+    The candidate's gates are compared with the reference's answers, also those that need no labels (same_tool ...); without
+    a bf16 side, with the incumbent's. Exit code 1 if the candidate loses a gate or is fragile, and where a confound leaves
+    open what was compared.
     """
     from annie_quant import bench as timing
     from annie_quant.bench import traces
@@ -132,6 +135,8 @@ def bench(
     sides = [backend_a, (f"{backend_a[0]}-again", backend_a[1])] if aa else [backend_a, backend_b]
     if stored and not (stored / "bench.json").is_file():
         raise UsageError(f"--watch {stored}: it has no bench.json", "pass the folder of a finished annie-quant bench")
+    if aa:
+        settings |= {"candidate": sides[1][0], "incumbent": sides[0][0]}
     headers = timing.key_headers(key_env)
     endpoints = (endpoint_a, endpoint_a if aa else endpoint_b)
     backends = [
@@ -159,7 +164,8 @@ def bench(
     names = [b.name for b in backends]
     greedy = {w.name for w in chosen if not w.temperature}
     directory = RunDirectory(output)
-    table = ProgressTable(names, Outlook(names, greedy, settings["stop_early"]))
+    said = {role: name for role in ("candidate", "reference", "incumbent") if (name := settings[role]) in names}
+    table = ProgressTable(names, Outlook(names, greedy, settings["stop_early"], roles=Roles(**said)))
     with directory.locked():
         with table.shown(console):
             done = timing.run(backends, chosen, output, progress=table, watch=table.add, **settings)
@@ -167,21 +173,30 @@ def bench(
         paths = annie_quant.report.build(output)
     served = done.aggregates.served
     result = msgspec.structs.asdict(done.verdict) | {
+        "roles": done.aggregates.roles,
         "gates": {name: side.gates for name, side in served.items()},
         "paired": {name: side.paired for name, side in served.items() if side.judged_by},
         "report": str(paths[0]),
     }
     compared = timing.regression(stored, output) if stored else None
     if compared:
-        result["regression"] = {k: getattr(compared, k) for k in ("worse", "better", "gates_lost")}
+        fields = ("outcome", "worse", "better", "gates_lost", "silent", "left_out")
+        result["regression"] = {k: getattr(compared, k) for k in fields}
     result = msgspec.to_builtins(result)
     if as_json:
         emit(result)
     else:
         console.print_lines(tables.served_lines(served, console.width))
         console.print_verdict(result)
+    if compared and compared.left_out:
+        console.note(
+            f"{len(compared.left_out)} prompts have another content than in {stored} and are left out: "
+            + ", ".join(compared.left_out[:3])
+        )
     for line in timing.losses(compared) if compared else ():
         console.note(line)
+    if compared:
+        console.note(f"against {stored}: {compared.outcome}")
     sys.exit(0 if done.verdict.passed and not (compared and compared.lost) else 1)
 
 

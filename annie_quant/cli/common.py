@@ -36,6 +36,17 @@ def workloads_option(function: Any) -> Any:
     )(function)
 
 
+def role_options(function: Any) -> Any:
+    """Add --candidate, --reference and --incumbent (judge/decision/roles.py)."""
+    for name, text in (
+        ("incumbent", "The side that the candidate would replace. Default: the other one."),
+        ("reference", "The bf16 side that all are compared with. Default: the one whose weights are known to be bf16."),
+        ("candidate", "The side that is judged. Default: backend A; of two sides of one format, the second."),
+    ):
+        function = click.option(f"--{name}", metavar="NAME", help=text)(function)
+    return function
+
+
 def emit(value: object) -> None:
     """Print a typed result, or a mapping with such values, as one JSON object on stdout."""
     if not is_secondary_process():

@@ -75,13 +75,14 @@ def evaluate(
 ) -> None:
     """Compare a checkpoint with its bf16 reference without a server: gates, KL divergence.
 
-    Exit code 1 if the checkpoint loses what the reference does, or is fragile; 0 if it keeps it, or n cannot decide.
+    Exit code 1 if the checkpoint loses what the reference does, is fragile, or its export is broken; 0 if it keeps it, or n
+    cannot decide.
 
     Under torchrun or accelerate launch the processes share the work, and the first one prints and writes. torchrun needs
     `--` before the command, else it reads --n itself: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
-    from annie_quant.checkpoint.export_check import export_notes
+    from annie_quant.checkpoint.export_check import BROKEN, export_notes
     from annie_quant.data.resolve import personas_of, resolve
     from annie_quant.evaluate import job
     from annie_quant.evaluate.process_group import join_group, leave_group
@@ -107,6 +108,7 @@ def evaluate(
         rows=rows,
         persona=persona,
         workloads=workloads,
+        faults=[fault for fault in faults if fault.startswith(BROKEN)],
     )
     with console.task("evaluate") as step:
         result = job.run(settings, step, processes)
@@ -120,4 +122,4 @@ def evaluate(
                 console.note(line)
     leave_group()
     assert result.verdict is not None  # evaluate_pair sets it
-    sys.exit(1 if result.verdict.verdict in FAILING else 0)
+    sys.exit(1 if result.blocking or result.verdict.verdict in FAILING else 0)

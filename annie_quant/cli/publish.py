@@ -9,7 +9,8 @@ from typing import Any
 import click
 from msgspec.structs import asdict
 
-from annie_quant.cli.common import PATH, console, echo, emit, json_option
+from annie_quant.cli.common import PATH, console, echo, emit, json_option, role_options
+from annie_quant.schema import Roles
 
 
 @click.command()
@@ -29,12 +30,31 @@ from annie_quant.cli.common import PATH, console, echo, emit, json_option
     "--force", default="", metavar="REASON", help="Publish in spite of failures; the reason is written to the card."
 )
 @click.option("--dry-run", is_flag=True, help="List files and sizes, write the card, upload nothing.")
+@role_options
 @json_option
-def publish(run_dir: Path, repo: str, public: bool, force: str, dry_run: bool, as_json: bool, **options: Any) -> None:
-    """Upload a run's checkpoint to the Hugging Face Hub with its model card. Exit code 1 if a gate or audit fails."""
+def publish(
+    run_dir: Path,
+    repo: str,
+    public: bool,
+    force: str,
+    dry_run: bool,
+    as_json: bool,
+    candidate: str | None,
+    reference: str | None,
+    incumbent: str | None,
+    **options: Any,
+) -> None:
+    """Upload a run's checkpoint to the Hugging Face Hub with its model card. Exit code 1 if a gate or audit fails.
+
+    Each role that is named judges the run again first, as `annie-quant report` does.
+    """
     from annie_quant.publish import upload
     from annie_quant.report.format import size
+    from annie_quant.report.judging import write_judgement
 
+    said = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+    if said.names:
+        write_judgement(run_dir, said)
     with console.task("audit and card"):
         plan = upload.prepare(run_dir, repo, private=not public, forced=force, **options)
     if not as_json:

@@ -1,9 +1,7 @@
-"""`annie-quant quantize`: one strategy, here or in NVIDIA's container."""
+"""`annie-quant quantize`: one strategy."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 
 import click
@@ -48,9 +46,9 @@ from annie_quant.errors import CheckpointError
 @click.option("--output", required=True, type=PATH, help="Folder of the new checkpoint.")
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Continue with data made for another system prompt.")
-@click.option("--container", is_flag=True, help="Do it in NVIDIA's container, as the calling user.")
-@click.option("--dry-run", is_flag=True, help="Print size, memory and time to expect (--model 9b and 27b work too), or "
-              "with --container the one command, and stop.")  # fmt: skip
+@click.option(
+    "--dry-run", is_flag=True, help="Print size, memory and time to expect (--model 9b and 27b work too), and stop."
+)
 @json_option
 def quantize(
     strategy: str,
@@ -68,28 +66,15 @@ def quantize(
     output: Path,
     force: bool,
     allow_prompt_mismatch: bool,
-    container: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
-    from annie_quant.quantize import container_job, estimate
+    from annie_quant.quantize import estimate
 
     if invalid := [item for item in settings if "=" not in item]:
         raise click.UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
     settings += (f"effort={effort}",) if effort else ()
-    if container:
-        more = ["--calib-samples", str(calib_samples), "--seed", str(seed)]
-        more += ["--exclude-layers", exclude_layers] if exclude_layers else []
-        more += ["--scale", scale] if scale else []
-        more += ["--kv-cache", kv_cache] if kv_cache else []
-        more += [word for item in settings for word in ("--set", item)]
-        more += [flag for flag, on in (("--force", force), ("--allow-prompt-mismatch", allow_prompt_mismatch)) if on]
-        argv = container_job.arguments(strategy, model, output, calib_data, more)
-        if dry_run:
-            echo(shlex.join(argv))
-            return
-        sys.exit(container_job.run(argv, output))
     options = dict(item.split("=", 1) for item in settings)
     if dry_run or estimate.is_large(model):
         try:

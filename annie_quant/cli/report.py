@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 import annie_quant
-from annie_quant.cli.common import PATH, echo
+from annie_quant.cli.common import PATH, console, echo, role_options
+from annie_quant.schema import Roles
 
 
 @click.command()
@@ -19,13 +20,32 @@ from annie_quant.cli.common import PATH, echo
     is_flag=True,
     help="Count the served figures again from records.jsonl; print what differs, write nothing.",
 )
-def report(run_dirs: tuple[Path, ...], output: Path | None, verify: bool) -> None:
+@click.option(
+    "--judge", is_flag=True, help="First judge the stored answers again, with today's rule; run.json is changed."
+)
+@role_options
+def report(
+    run_dirs: tuple[Path, ...],
+    output: Path | None,
+    verify: bool,
+    judge: bool,
+    candidate: str | None,
+    reference: str | None,
+    incumbent: str | None,
+) -> None:
     """Write report.html, report.md and comparison.md into a run directory; for several runs, trends.html and trends.md.
 
-    With --verify the exit code is 1 if a figure of run.json differs from the records.
+    The stored verdict is shown. --judge, and each role that is named, judges the run again. With --verify the exit code is 1 if
+    a figure of run.json differs from the records.
     """
+    from annie_quant.report.judging import write_judgement
     from annie_quant.report.pages import trends
 
+    said = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+    if judge or said.names:
+        if len(run_dirs) > 1 or verify:
+            raise click.UsageError("--judge and roles are for the report of one run, without --verify")
+        console.note(write_judgement(run_dirs[0], said).verdict.sentence)
     if len(run_dirs) == 1 and output is not None:
         raise click.UsageError(
             "--output is for the trends of several runs; the report of one run is written into its folder"

@@ -34,7 +34,7 @@ from annie_quant.cli.common import console, emit, json_option, persona_option, w
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Calibration draws in which a strategy must keep; 3 or more also give the spread and a ranking.",
+    help="Calibration draws in which a strategy must keep.",
 )
 @click.option("--calib-samples", default=128, show_default=True, help="Conversations to calibrate with.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")

@@ -23,7 +23,6 @@ import msgspec
 
 from annie_quant import __version__, registry
 from annie_quant.data import teachers
-from annie_quant.data.card import write_card
 from annie_quant.data.duplicates import DuplicateFinder, user_text
 from annie_quant.data.journal import Journal, journal_path
 from annie_quant.data.rows import gate_texts, read_rows
@@ -62,7 +61,6 @@ class Generation(Validation, kw_only=True, omit_defaults=True):
     cost_usd: float
     tokens: int
     output: str | None
-    card: str | None = None
     done_before: bool = False
 
 
@@ -282,7 +280,6 @@ class _Run:
             raise self.stopped(f"too few valid conversations, expected four in five{failure}")
         if self.output is not None:
             write_text(self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            result.card = str(write_card(self.output, self.persona, rows, result))
         return result
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from annie_quant.data import exchanges
 from annie_quant.data.tool_exchanges import ToolExchange, abstention, draw_exchange
-from annie_quant.judge.gates import REFERENCE_GATES
+from annie_quant.judge.gates import NAMED_REFERENCE_GATES
 from annie_quant.persona import Persona
 from annie_quant.schema import CaseFile, WorkloadFile
 
@@ -25,6 +25,7 @@ SPLIT = "gate"
 MAX_TOKENS = 160
 MAX_DRAWS = 50  # attempts per case to draw a prompt that does not exist yet
 TALK_SHARE = 3  # conversations of several turns: n / TALK_SHARE of them
+LEAST = 60  # cases with several calls, or with results: a verdict about them needs 52 that bf16 gets right
 
 
 def documents(persona: Persona, n: int, seed: int = 0) -> Iterator[WorkloadFile]:
@@ -32,10 +33,10 @@ def documents(persona: Persona, n: int, seed: int = 0) -> Iterator[WorkloadFile]
     tools = [t["function"]["name"] for t in persona.tools]
     if tools:
         yield _document(persona, "tool_calls", ("tool_call", "tool_arguments"), _cases(n, seed, _call_case, persona))
-        parallel = _cases(n // TALK_SHARE, seed, _parallel_case, persona)
+        parallel = _cases(max(LEAST, n // TALK_SHARE), seed, _parallel_case, persona)
         if parallel:
             yield _document(persona, "parallel_calls", ("tool_selection", "tool_values"), parallel)
-        results = _cases(n // TALK_SHARE, seed, _result_case, persona)
+        results = _cases(max(LEAST, n // TALK_SHARE), seed, _result_case, persona)
         yield _document(persona, "tool_results", ("recall",), results)
     yield _document(persona, "no_tool", ("abstention",), _cases(n, seed, _no_tool_case, persona))
     yield _document(persona, "talk", (), _cases(n // TALK_SHARE, seed, _talk_case, persona))
@@ -48,7 +49,7 @@ def _document(persona: Persona, name: str, gates: tuple[str, ...], cases: list[C
         tools="persona" if persona.tools else None,
         persona=persona.source or None,
         max_tokens=MAX_TOKENS,
-        gates=[*gates, *REFERENCE_GATES],
+        gates=[*gates, *NAMED_REFERENCE_GATES],
         cases=[msgspec.structs.replace(case, id=f"{name}-{i:03d}") for i, case in enumerate(cases)],
     )
 

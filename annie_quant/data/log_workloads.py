@@ -14,7 +14,7 @@ from annie_quant.data.duplicates import DuplicateFinder
 from annie_quant.data.logs import Conversation
 from annie_quant.data.logs.rows import row_of, with_text_arguments
 from annie_quant.data.validate import form_faults
-from annie_quant.judge.gates import REFERENCE_GATES
+from annie_quant.judge.gates import NAMED_REFERENCE_GATES
 from annie_quant.persona import Persona
 from annie_quant.schema import CaseFile, ChatMessage, ChatRow, WorkloadFile
 
@@ -105,7 +105,7 @@ class GateCases:
                 tools="persona" if persona.tools else None,
                 thinking=thinking,
                 max_tokens=max_tokens(self._lengths.get((kind, thinking), ())),
-                gates=[*REFERENCE_GATES, *(["logged_tool"] if persona.tools else [])],
+                gates=[*NAMED_REFERENCE_GATES, *(["logged_tool"] if persona.tools else [])],
                 cases=cases,
             )
 

@@ -1,17 +1,12 @@
-"""Checks of Docker for the serving recipes: the group, the NVIDIA runtime, images, and running servers."""
+"""Checks of Docker for the serving recipes: the group, the NVIDIA runtime, and running servers."""
 
 from __future__ import annotations
-
-from typing import TypeVar
 
 import msgspec
 
 from annie_quant.doctor.probe import Finding, Probe, fault, note, ok
 from annie_quant.schema import salvage_line
 from annie_quant.serve.known_errors import PARSER_FLAGS
-from annie_quant.serve.recipes import load_recipes
-
-ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 class DockerInfo(msgspec.Struct, rename="pascal"):
@@ -19,16 +14,6 @@ class DockerInfo(msgspec.Struct, rename="pascal"):
 
     server_version: str | None = None
     runtimes: dict[str, object] | None = None
-
-
-class Image(msgspec.Struct, rename="pascal"):
-    """`docker image inspect`."""
-
-    repo_digests: list[str] | None = None
-    architecture: str | None = None
-
-
-T = TypeVar("T")
 
 
 def check_docker(probe: Probe) -> list[Finding]:
@@ -42,7 +27,10 @@ def check_docker(probe: Probe) -> list[Finding]:
             return [fault("docker", "this user may not use docker", "recipes would need sudo", fix)]
         message = (answer.first_line or "no answer")[:160]
         return [note("docker", message, "no container can be started", "sudo systemctl start docker")]
-    info = _decode(DockerInfo, answer.text)
+    try:
+        info = salvage_line(DockerInfo, answer.text.encode())
+    except (ValueError, msgspec.MsgspecError):
+        info = DockerInfo()
     findings = [ok("docker", info.server_version or "responds")]
     if probe.which("nvidia-smi") and "nvidia" not in (info.runtimes or ()):
         findings.append(
@@ -53,28 +41,7 @@ def check_docker(probe: Probe) -> list[Finding]:
                 "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker",
             )
         )
-    return [*findings, *_check_images(probe), *_check_servers(probe)]
-
-
-def _check_images(probe: Probe) -> list[Finding]:
-    """Local copies of the recipes' images: their processor and digest."""
-    findings = []
-    recipes = [recipe for runtime in ("vllm", "sglang") for recipe in load_recipes(runtime).values()]
-    for image in sorted({recipe.image for recipe in recipes if recipe.image}):
-        answer = probe.run("docker", "image", "inspect", image, "--format", "{{json .}}")
-        if answer.code != 0:
-            continue
-        inspected = _decode(Image, answer.text)
-        digest = ((inspected.repo_digests or [""])[0].partition("@")[2] or "no digest")[:19]
-        expected = ARCHITECTURES.get(probe.machine(), probe.machine())
-        actual = inspected.architecture or expected
-        if actual != expected:
-            message = f"{image} is for {actual}, this machine is {expected}"
-            fix = f"docker pull --platform linux/{expected} {image}"
-            findings.append(fault("image", message, "it would not start", fix))
-        else:
-            findings.append(ok("image", f"{image} {digest}"))
-    return findings
+    return [*findings, *_check_servers(probe)]
 
 
 def _check_servers(probe: Probe) -> list[Finding]:
@@ -95,14 +62,6 @@ def _check_servers(probe: Probe) -> list[Finding]:
         else:
             findings.append(ok("parsers", f"the server {name} has them"))
     return findings
-
-
-def _decode(kind: type[T], text: str) -> T:
-    """Return the program's JSON output, or kind() for any other output."""
-    try:
-        return salvage_line(kind, text.encode())
-    except (ValueError, msgspec.MsgspecError):
-        return kind()
 
 
 CHECKS = (check_docker,)

@@ -10,12 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, UnsetType, field
 
-from annie_quant.checkpoint import ModelFolder, ShardError, dialects
-from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.dialects.compressed_tensors import group_algo
-from annie_quant.checkpoint.loader_support import fits_modelopt_option, has_uneven_columns, tensor_parallel_ranks
 from annie_quant.doctor.probe import Finding, fault, note, ok
-from annie_quant.doctor.serving_table import Traits, lines_for
 from annie_quant.schema import salvage, salvage_or_default
 from annie_quant.serve.parsers import TokenizerConfig
 
@@ -31,7 +26,6 @@ class Quantization(msgspec.Struct):
     quant_method: str | None = None
     kv_cache_scheme: object = None
     kv_cache_quant_algo: str | None = None
-    config_groups: dict | None = None
 
 
 class Config(msgspec.Struct):
@@ -40,10 +34,6 @@ class Config(msgspec.Struct):
     model_type: str | None = None
     architectures: list[str] | None = None
     text_config: dict | UnsetType | None = UNSET
-    num_experts: int | None = None
-    num_local_experts: int | None = None  # the same, as transformers from 5 saves Qwen3 MoE
-    mtp_num_hidden_layers: int | None = None
-    layer_types: list[str] | None = None
     quantization_config: Quantization | None = None
 
 
@@ -70,60 +60,19 @@ def check_model(folder: Path) -> list[Finding]:
         _check_shards(folder),
         _check_format(folder, config),
         *_check_names(folder, config),
-        *_serving_lines(traits_of(folder, config)),
+        *_check_kv_cache(folder, config),
     ]
 
 
-def traits_of(folder: Path, config: Config) -> Traits:
-    """Return what the dated table of serving lines needs to know."""
-    inner = config.text_config if isinstance(config.text_config, dict) else {}
+def _check_kv_cache(folder: Path, config: Config) -> list[Finding]:
+    """A KV cache in NVFP4, which servers accept."""
+    scheme = config.quantization_config.kv_cache_scheme if config.quantization_config else None
     exported = salvage_or_default(Exported, folder / "hf_quant_config.json").quantization
-    quantized = config.quantization_config or Quantization()
-    scheme, kv_cache = quantized.kv_cache_scheme, exported.kv_cache_quant_algo or ""
-    if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
-        kv_cache = "FP8"
-    elif isinstance(scheme, str):
-        kv_cache = scheme
-    algorithm = quantized.quant_algo or exported.quant_algo
-    method = quantized.quant_method or (modelopt.NAME if exported != Quantization() else "")
-    kinds = inner.get("layer_types", config.layer_types)
-    mtp = inner.get("mtp_num_hidden_layers", config.mtp_num_hidden_layers)
-    return Traits(
-        quantized=quantized != Quantization() or exported != Quantization(),
-        experts=isinstance(inner.get("num_experts", config.num_experts or config.num_local_experts), int),
-        hybrid=isinstance(kinds, list) and "linear_attention" in kinds,
-        mtp=isinstance(mtp, int) and mtp > 0,
-        kv_cache=kv_cache.upper(),
-        activations=_rounds_activations(quantized, exported),
-        uneven_columns=_has_uneven_columns(folder),
-        detected=bool(method) and not fits_modelopt_option(method, algorithm or ""),
-    )
-
-
-def _rounds_activations(quantized: Quantization, exported: Quantization) -> bool:
-    """Return whether NVFP4 linears round their activations: by ModelOpt's name, or by compressed-tensors' groups."""
-    if algorithm := quantized.quant_algo or exported.quant_algo:
-        return algorithm == "NVFP4"
-    groups = (quantized.config_groups or {}).values()
-    return any(isinstance(g, dict) and group_algo(g) == "NVFP4" for g in groups)
-
-
-def _has_uneven_columns(folder: Path) -> bool:
-    """Return whether an NVFP4 linear's columns are not a multiple of 32, on one rank or on two (headers only)."""
-    try:
-        shards = ModelFolder(folder)
-        linears = dialects.linears(shards)
-        return has_uneven_columns(shards, linears) or tensor_parallel_ranks(shards, linears) < 2
-    except ShardError:
-        return False  # check_model names what is missing
-
-
-def _serving_lines(traits: Traits) -> list[Finding]:
-    findings = [note(line.name, line.advice, f"{line.why} ({line.source})") for line in lines_for(traits)]
-    if "NVFP4" in traits.kv_cache:
-        why = "it loops at token 0 with thinking and tools (Qwen3.8-Flash-Next #19, 2026)"
-        findings.append(fault("KV cache", f"the checkpoint asks for {traits.kv_cache}", why, "--kv-cache-dtype fp8"))
-    return findings
+    kv_cache = (scheme if isinstance(scheme, str) else exported.kv_cache_quant_algo or "").upper()
+    if "NVFP4" not in kv_cache:
+        return []
+    why = "it loops at token 0 with thinking and tools (Qwen3.8-Flash-Next #19, 2026)"
+    return [fault("KV cache", f"the checkpoint asks for {kv_cache}", why, "--kv-cache-dtype fp8")]
 
 
 def _check_shards(folder: Path) -> Finding:

@@ -16,23 +16,27 @@ from typing import Any
 from torch import nn
 
 from annie_quant import __version__, judge
-from annie_quant.checkpoint import ModelFolder
+from annie_quant.checkpoint import ModelFolder, prompt_files
 from annie_quant.data.resolve import resolve
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.evaluate import draft_head, ensemble
+from annie_quant.evaluate import draft_head, ensemble, noise_floor, prompt_check
 from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.engine import Engine
 from annie_quant.evaluate.ensemble import Ensemble, MemberOutcomes
 from annie_quant.evaluate.pair import ModelPair, StrPath
 from annie_quant.evaluate.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
+from annie_quant.evaluate.reference import model_sha256
 from annie_quant.evaluate.verification import Outcome
+from annie_quant.files import sha256_text
 from annie_quant.hf.emulation import emulate
 from annie_quant.hf.loading import profiles_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
 from annie_quant.hf.profiles import find_profile, is_supported
-from annie_quant.judge import Answer, Case, Workload
+from annie_quant.judge import Answer, Case, Workload, evidence
+from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
 from annie_quant.judge.not_lost import compares_with_reference, reference_notes
+from annie_quant.judge.pairing import deciding_checks
 from annie_quant.persona import Persona
 from annie_quant.progress import Progress
 from annie_quant.schema import (
@@ -110,7 +114,7 @@ def choose_workloads(
 
     Raises UsageError for a temperature > 0.
     """
-    chosen = resolve(persona, workloads)
+    chosen, _ = judge.distinct_prompts(resolve(persona, workloads))
     if n_per_gate is not None:
         chosen = judge.sample(chosen, n_per_gate)
     for workload in chosen:
@@ -131,11 +135,13 @@ def evaluate_pair(
     text: StrPath | None = None,
     with_ensemble: bool = True,
     on_outcomes: Callable[[str, list[Completion]], None] = lambda member, completions: None,
+    faults: Sequence[str] = (),
 ) -> Evaluation:
     """evaluate for models that are loaded already; the same parameters.
 
-    on_outcomes: called with each member's name and its answers to all prompts.
+    on_outcomes: called with each member's name and its answers to all prompts. faults: of the export, which forbid "keeps".
     """
+    workloads, n_repeated = judge.distinct_prompts(workloads)
     for name in numerics:
         find_profile(name)  # a misspelled one is an error, one that the checkpoint lacks is a note
     supported = profiles_of(pair.model)
@@ -148,23 +154,29 @@ def evaluate_pair(
     if conversations is not None:
         conversation_part = conversation_answers(pair.template, read_rows_of(conversations, n_conversations))
     text_part = [] if text is None else text_pieces(pair.template, text)
+    own_gates = compares_with_reference(workloads)
+    workloads = [replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads]
     answered = pair.reference.answer(workloads, pair.progress)
+    own_files = prompt_check.check(pair.model_dir, pair.reference_dir, pair.template, answered)
+    blocking = [*faults, *(line for line in own_files.blocking if not any(line in fault for fault in faults))]
     before = with_references(judged(pair.template, answered))
     reference_gates = judge.gate_table(before)
+    second = noise_floor.second_answers(pair, answered)
+    floor = with_references(judged(pair.template, second), before)
     results: dict[str, NumericsResult] = {}
     members: dict[str, Member] = {}
     figures: dict[str, EnsembleFigures] = {}
     for name in chosen:
         results[name], outcomes, further = evaluate_numerics(
-            pair, name, answered, before, conversation_part, text_part, with_ensemble
+            pair, name, answered, before, floor, conversation_part, text_part, with_ensemble
         )
         on_outcomes(name, [o.completion for o in outcomes])
         if further is not None:
             for m in further.members:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])
             figures[name] = further.figures
-            members |= {m.name: member_of(pair, m, answered, before) for m in further.members}
-    prompts, reference_outcomes = gate_outcomes(before, before, answered)
+            members |= {m.name: member_of(pair, m, answered, before, floor) for m in further.members}
+    prompts, reference_outcomes = gate_outcomes(before, answered)
     evaluation = Evaluation(
         schema_version=EVALUATION_VERSION,
         version=__version__,
@@ -173,23 +185,46 @@ def evaluate_pair(
         reference_sha256=pair.reference.sha256,
         dtype=pair.dtype,
         device=pair.engine.device.type,
-        workloads={w.name: EvaluatedWorkload(w.sha256, len(w.cases)) for w in workloads},
+        workloads={w.name: evaluated_workload(w) for w in workloads},
         n_answers=len(answered),
         n_conversation_answers=len(conversation_part),
         n_text_tokens=sum(len(p.target) for p in text_part),
-        notes=notes(pair.model_dir, pair.reference_dir, numerics, supported, pair.model)
+        notes=own_files.blocking
+        + own_files.notes
+        + notes(numerics, supported, pair.model)
+        + repeated_notes(n_repeated)
         + template_notes(pair.template, workloads)
-        + (reference_notes(before, reference_gates) if compares_with_reference(workloads) else []),
+        + [
+            f"{w.name}: {', '.join(w.informative)} for information only, as the workload says"
+            for w in workloads
+            if w.informative
+        ]
+        + (reference_notes(before, reference_gates) if own_gates else []),
         reference_gates=reference_gates,
         numerics=results,
         seconds=time.monotonic() - pair.start,
         prompts=prompts,
         reference_outcomes=reference_outcomes,
+        floor_outcomes={k: v for k, v in gate_outcomes(floor, answered)[1].items() if k in REFERENCE_GATES},
+        floor={k: v for k, v in judge.pair_answers(before, floor)[0].items() if k in REFERENCE_GATES},
         members=members,
         ensemble=figures,
         reference_drafts=reference_drafts(pair, answered),
+        checkpoint_files=prompt_files.model_files(pair.model_dir, model_sha256(pair.model_dir)),
+        reference_files=prompt_files.model_files(pair.reference_dir, pair.reference.sha256),
+        blocking=blocking,
     )
+    evaluation.evidence_sha256 = evidence.evidence_sha256(evaluation)
     return judge.judge_evaluation(evaluation)
+
+
+def evaluated_workload(workload: Workload) -> EvaluatedWorkload:
+    digests = [judge.prompt_sha256(case, workload) for case in workload.cases]
+    return EvaluatedWorkload(workload.sha256, len(digests), sha256_text("\n".join(digests)))
+
+
+def repeated_notes(n_repeated: int) -> list[str]:
+    return [f"{n_repeated} prompts are repeated under other ids and count once"] if n_repeated else []
 
 
 def evaluate_numerics(
@@ -197,13 +232,14 @@ def evaluate_numerics(
     name: str,
     answered: Sequence[Answered],
     before: Sequence[Judged],
+    floor: Sequence[Judged],
     conversations: Sequence[ScoredAnswer],
     text: Sequence[ScoredAnswer],
     with_ensemble: bool = True,
 ) -> tuple[NumericsResult, list[Outcome], Ensemble | None]:
     """Score all tokens in one pass, then decode the answers that differ from the reference's; then the ensemble, if any.
 
-    before: the reference's answers, as with_references returns them.
+    before, floor: the reference's answers in its usual arithmetic and in a second one, as with_references returns them.
     """
     start = time.monotonic()
     profile = find_profile(name)
@@ -221,7 +257,7 @@ def evaluate_numerics(
     if with_ensemble:
         further = ensemble.run(pair, name, profile, answered, base, outcomes)
     after = judged_outcomes(pair.template, outcomes, answered, before)
-    paired, pooled = judge.pair_answers(before, after)
+    paired, pooled = judge.pair_answers(before, after, floor)
     n_tokens = sum(len(o.completion.tokens) for o in outcomes)
     n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
     result = NumericsResult(
@@ -238,7 +274,7 @@ def evaluate_numerics(
         cases=differing_answers(outcomes, after, before),
         seconds=time.monotonic() - start,
         arithmetic=profile.describe(),
-        outcomes=gate_outcomes(before, after, answered)[1],
+        outcomes=gate_outcomes(after, answered)[1],
         drafts=drafts,
     )
     return result, outcomes, further
@@ -267,17 +303,21 @@ def drafts_of(
 
 
 def member_of(
-    pair: ModelPair, member: MemberOutcomes, answered: Sequence[Answered], before: Sequence[Judged]
+    pair: ModelPair,
+    member: MemberOutcomes,
+    answered: Sequence[Answered],
+    before: Sequence[Judged],
+    floor: Sequence[Judged],
 ) -> Member:
     """Return the document of a further member."""
     after = judged_outcomes(pair.template, member.outcomes, answered, before)
-    paired, pooled = judge.pair_answers(before, after)
+    paired, pooled = judge.pair_answers(before, after, floor)
     return Member(
         arithmetic=member.arithmetic,
         gates=judge.gate_table(after),
         paired=paired,
         pooled=pooled,
-        outcomes=gate_outcomes(before, after, answered)[1],
+        outcomes=gate_outcomes(after, answered)[1],
         n_computed=member.n_computed,
         n_changed=member.n_changed,
     )
@@ -288,9 +328,14 @@ def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> GateTable
     return judge.gate_table(with_references(judged(pair.template, pair.reference.answer(workloads, pair.progress))))
 
 
-def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
-    """Return the bf16 model's answers with each as its own reference: it passes every gate that compares with it."""
-    return [(workload, replace(case, reference=answer), answer) for workload, case, answer in judged_answers]
+def with_references(judged_answers: Sequence[Judged], references: Sequence[Judged] | None = None) -> list[Judged]:
+    """Return the bf16 model's answers, each with its reference; default: itself, so that it passes every gate that compares."""
+    return [
+        (workload, replace(case, reference=reference), answer)
+        for (workload, case, answer), (_, _, reference) in zip(
+            judged_answers, references or judged_answers, strict=True
+        )
+    ]
 
 
 def judged_outcomes(
@@ -311,22 +356,22 @@ def judged_outcomes(
 
 
 def gate_outcomes(
-    before: Sequence[Judged], after: Sequence[Judged], answered: Sequence[Answered]
+    judged_answers: Sequence[Judged], answered: Sequence[Answered]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the names of the prompts that count for each gate, and per gate "1" for each of them that `after` passes, else "0".
+    """Return by gate the names of its workloads' prompts, and one character for each: "1" where the answer passes, else "0".
 
-    A gate counts for the prompts whose answers it applies to in both models, so a checkpoint may have fewer than the reference:
-    then "-" is in the prompt's place.
+    "-": the gate does not apply to the answer. "p", "f": it passes or fails, and does not count for the verdict, because the
+    answer is not complete or by the workload's choice. All counts and the verdict can be made from them (judge/evidence.py).
     """
     prompts: dict[str, list[str]] = {}
-    outcomes: dict[str, str] = {}
-    for (workload, case, old), (_, new_case, new), (request, _) in zip(before, after, answered, strict=True):
-        old_checks, new_checks = judge.checks(old, case, workload), judge.checks(new, new_case, workload)
-        for gate in old_checks:
+    outcomes: dict[str, list[str]] = {}
+    for (workload, case, answer), (request, _) in zip(judged_answers, answered, strict=True):
+        checks, deciding = judge.checks(answer, case, workload), deciding_checks(answer, case, workload)
+        for gate in dict.fromkeys((*workload.gates, *IMPLIED)):
             prompts.setdefault(gate, []).append(request.name)
-            passed = new_checks.get(gate)
-            outcomes[gate] = outcomes.get(gate, "") + ("-" if passed is None else str(int(passed)))
-    return prompts, outcomes
+            counts = str(int(checks[gate])) if gate in deciding else "fp"[checks[gate]] if gate in checks else "-"
+            outcomes.setdefault(gate, []).append(counts)
+    return prompts, {gate: "".join(characters) for gate, characters in outcomes.items()}
 
 
 def judged(template: Template, answered: Sequence[Answered]) -> list[Judged]:
@@ -344,7 +389,11 @@ def differing_answers(
                 DifferingAnswer(
                     case=outcome.request.name,
                     agreed_tokens=outcome.agreed,
-                    failed=[g for g, passed in judge.checks(answer, case, workload).items() if not passed],
+                    failed=[
+                        gate
+                        for gate, passed in judge.checks(answer, case, workload).items()
+                        if not passed and not GATES[gate].two_sided
+                    ],
                     text=answer.text,
                     tool_calls=calls_as_text(answer),
                     reference_text=old.text,
@@ -358,15 +407,9 @@ def calls_as_text(answer: Answer) -> list[str]:
     return [f"{c['name']}({c['arguments']})" for c in answer.tool_calls]
 
 
-def notes(
-    model_dir: Path, reference_dir: Path, requested: Sequence[str], supported: Sequence[str], model: nn.Module
-) -> list[str]:
+def notes(requested: Sequence[str], supported: Sequence[str], model: nn.Module) -> list[str]:
     """Return what a reader of the result must know about how it was computed."""
     lines = []
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        own, expected = model_dir / name, reference_dir / name
-        if own.is_file() and expected.is_file() and own.read_bytes() != expected.read_bytes():
-            lines.append(f"{name} differs from the reference's; both models were evaluated with the reference's")
     if isinstance(model.get_output_embeddings(), NVFP4Linear):  # type: ignore[operator]
         lines.append("lm_head is quantized; the usual recipes do not quantize it")
     skipped = [n for n in requested if not is_supported(n, supported)]

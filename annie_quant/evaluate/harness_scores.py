@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer
 
+from annie_quant.checkpoint.chat_template import ChatTemplate
 from annie_quant.checkpoint.remote_code import loading_tokenizer
 from annie_quant.errors import UsageError
-from annie_quant.evaluate.chat_template import ChatTemplate
 from annie_quant.evaluate.decoding import generate
 from annie_quant.evaluate.engine import Engine, Row
 from annie_quant.evaluate.pair import working_dtype

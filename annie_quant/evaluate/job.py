@@ -42,6 +42,7 @@ class Settings:
     rows: int = 128
     persona: Path | str | None = None
     workloads: str | None = None
+    faults: Sequence[str] = ()
 
     def prompts(self, n: int) -> list[Workload]:
         """Return the workloads with n prompts per gate."""
@@ -81,7 +82,9 @@ def compute(
         if compares_with_reference(chosen):
             per_gate = prompts_per_gate(n, reference_gates(pair, chosen))
             chosen = chosen if per_gate == n else settings.prompts(per_gate)
-        result = evaluate_pair(pair, chosen, settings.numerics, settings.conversations, text=settings.text)
+        result = evaluate_pair(
+            pair, chosen, settings.numerics, settings.conversations, text=settings.text, faults=settings.faults
+        )
         if settings.layers_n is not None and list(result.numerics) != ["bf16"]:
             first = next(iter(result.numerics))
             layers_output = None if output is None else output.with_suffix(".layers.json")

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
+from annie_quant.checkpoint.chat_template import ChatTemplate
 from annie_quant.checkpoint.remote_code import loading_tokenizer
 from annie_quant.errors import UsageError
 from annie_quant.evaluate import decision_tokens
-from annie_quant.evaluate.chat_template import ChatTemplate
 from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.prefix import common_prefix
 from annie_quant.files import read_whole_json

@@ -124,10 +124,16 @@ class Reference:
         self.folder, self.template, self.dtype, self.device, self.rows = folder, template, dtype, device, rows
         self.group = group
         self.sha256 = model_sha256(folder)
-        self.cache = AnswerCache((cache or default_cache()) / f"answers-{self.sha256[:16]}-{dtype}.jsonl", group)
+        self.cache_folder = cache or default_cache()
+        self.cache = AnswerCache(self.cache_path(), group)
         self._engine: Engine | None = None
         self._logits: dict[int, torch.Tensor] | None = None  # of self._rows, while all of them fit into memory
         self._rows: Sequence[Row] | None = None
+
+    def cache_path(self, arithmetic: str = "") -> Path:
+        """Return the file of the answers in an arithmetic; "": the usual one."""
+        suffix = f"-{arithmetic}" if arithmetic else ""
+        return self.cache_folder / f"answers-{self.sha256[:16]}-{self.dtype}{suffix}.jsonl"
 
     def engine(self) -> Engine:
         if self._engine is None:

@@ -4,7 +4,7 @@
     out = aq.gemm.w4a16(x, weight)                                # bf16 / fp16 activations, any M
     out = aq.gemm.w4a4(a_codes, a_scale, a_ts, codes, block_scale, tensor_scale)
     aq.gemm.pack / unpack / fake_quant                            # the C codec's bytes, on the GPU
-    aq.gemm.validate(bench=True)                                  # annie-quant validate-gpu
+    aq.gemm.validate()                                            # annie-quant validate-gpu
 
 Arrays are CUDA arrays of any library. Importing this package needs neither a GPU nor a driver.
 """

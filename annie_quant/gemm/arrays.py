@@ -77,6 +77,14 @@ class View:
     stream: int | None = None
 
     @property
+    def span(self) -> tuple[int, int]:
+        """The addresses of the first byte and after the last one."""
+        steps = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
+        count = 0 if 0 in self.shape else 1 + sum(s for s in steps if s > 0)
+        first = self.ptr + SIZES[self.dtype] * sum(s for s in steps if s < 0)
+        return first, self.ptr + SIZES[self.dtype] * count
+
+    @property
     def contiguous(self) -> bool:
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):

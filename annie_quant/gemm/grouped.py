@@ -141,20 +141,15 @@ def write(
     """Write the products of pairs that a tile has into their rows of `out`, contiguous [rows of x * top_k, n] in x's dtype."""
     import torch
 
-    device, kind = packed.device.index, {torch.bfloat16: BF16, torch.float16: F16}.get(x.dtype)
-    if kind is None or x.dim() != 2 or x.device.index != device:
+    device, kind = x.device.index, {torch.bfloat16: BF16, torch.float16: F16}.get(x.dtype)
+    if kind is None or x.dim() != 2 or not x.is_cuda:
         raise UsageError(
-            f"x is {x.dtype} {list(x.shape)} on {x.device}; expected float16 or bfloat16 [tokens, K] on {packed.device}"
+            f"x is {x.dtype} {list(x.shape)} on {x.device}; expected float16 or bfloat16 [tokens, K] on a GPU"
         )
     pairs, k, experts, n = x.shape[0] * top_k, x.shape[1], packed.shape[0], out.shape[-1]
     tiles = tile_experts.numel()
-    check_alignment(sorted_pairs, tile_experts, padded, tile_tokens, packed.device)
-    if packed.dtype is not torch.uint8 or not packed.is_contiguous() or scales.numel() != experts:
-        raise UsageError("packed and scales are not of prepare_experts")
-    if out.dtype is not x.dtype or out.shape != (pairs, n) or not out.is_contiguous() or out.device != x.device:
-        raise UsageError(
-            f"out is {out.dtype} {list(out.shape)} on {out.device}; expected contiguous {x.dtype} [{pairs}, N]"
-        )
+    check_operands(out, x, packed, scales, top_k)
+    check_alignment(sorted_pairs, tile_experts, padded, tile_tokens, x.device)
     if pairs == 0:
         return
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
@@ -168,14 +163,31 @@ def write(
         )  # fmt: skip
 
 
+def check_operands(out: Any, x: Any, packed: Any, scales: Any, top_k: int) -> None:
+    """Raise UsageError for tensors that the kernel would read or write beyond their ends, or take for others."""
+    import torch
+
+    if top_k < 1 or out.dim() != 2 or packed.dim() != 2:
+        raise UsageError(
+            f"top_k is {top_k}, out {list(out.shape)}, packed {list(packed.shape)}; expected a positive number, [pairs, N] and "
+            "[experts, bytes]"
+        )
+    torch_op.check_operand("packed", packed, torch.uint8, x.device)
+    torch_op.check_operand("scales", scales, torch.float32, x.device, packed.shape[0], align=4)
+    torch_op.check_operand("out", out, x.dtype, x.device, x.shape[0] * top_k * out.shape[1], align=4)
+    start, last = x.data_ptr(), sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    if start < out.data_ptr() + out.nbytes and out.data_ptr() < start + (last + 1) * x.element_size() and x.numel():
+        raise UsageError("out and x overlap in memory", "torch.empty_like(out)")
+
+
 def check_alignment(sorted_pairs: Any, tile_experts: Any, padded: Any, tile_tokens: int, device: Any) -> None:
     """Raise UsageError for arrays that the kernel would read beyond their ends or take for others."""
     import torch
 
-    for name, array in (("sorted_pairs", sorted_pairs), ("tile_experts", tile_experts), ("padded", padded)):
-        if array.dtype is not torch.int32 or not array.is_contiguous() or array.device != device:
-            raise UsageError(f"{name} is {array.dtype} on {array.device}; expected contiguous int32 on {device}")
-    if padded.numel() != 1 or sorted_pairs.numel() < tile_experts.numel() * tile_tokens:
+    for name, array in (("sorted_pairs", sorted_pairs), ("tile_experts", tile_experts)):
+        torch_op.check_operand(name, array, torch.int32, device, align=4)
+    torch_op.check_operand("padded", padded, torch.int32, device, 1, align=4)
+    if sorted_pairs.numel() < tile_experts.numel() * tile_tokens:
         raise UsageError(
             f"{tile_experts.numel()} tiles of {tile_tokens} need as many entries, and sorted_pairs has {sorted_pairs.numel()}",
             "align(top_k_index, experts, tile_tokens)",

@@ -37,6 +37,14 @@ def _same_device(views: dict[str, View]) -> int:
     return next(iter(devices.values()))
 
 
+def _disjoint(written: dict[str, View], read: dict[str, View]) -> None:
+    """Raise UsageError if an array that a kernel writes shares a byte with another operand."""
+    for name, v in written.items():
+        for other, w in {**written, **read}.items():
+            if other != name and v.span[0] < w.span[1] and w.span[0] < v.span[1]:
+                raise UsageError(f"{name} and {other} overlap in memory", "use separate arrays")
+
+
 def _matrix(
     array: Any,
     name: str,
@@ -106,6 +114,7 @@ class Weight:
         to = view(self.packed, "memory", stream)
         if (to.dtype, to.shape, to.device, to.ptr % 16) != ("uint8", (size,), self.device, 0):
             raise UsageError(f"memory is {to.dtype} {list(to.shape)} on {to.device}; expected {size} aligned bytes")
+        _disjoint({"memory": to}, {"codes": c, "block_scale": s})
         with CurrentDevice(self.device):
             bad = module.repack(c.ptr, s.ptr, to.ptr, self.n, self.k, FAULTS[fault], on)
         if bad is not None:
@@ -185,11 +194,13 @@ def w4a16(
     if m == 0:
         return out
     plan = plan or weight.plan(m, path)
-    views, memory, size = [xv, ov], 0, 0
+    views, written, memory, size = [xv, ov], {"out": ov}, 0, 0
     if workspace is not None:
         ws = _workspace(workspace, stream)
         views.append(ws)
+        written["workspace"] = ws
         memory, size = ws.ptr, math.prod(ws.shape)
+    _disjoint(written, {"x": xv, "weight": packed})
     on = launch_stream(views, stream)
     module = native()
     try:
@@ -265,6 +276,7 @@ def w4a4(
     if not ov.contiguous:
         raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
     device = _same_device({"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw, "out": ov})
+    _disjoint({"out": ov}, {"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw})
     on = launch_stream((a, sa, w, sw, ov), stream)
     module, out_type = native(), CODES[ov.dtype]
     try:
@@ -360,6 +372,8 @@ def fake_quant(x: Any, tensor_scale: float, out: Any = None, *, stream: int | No
     if (o.shape, o.dtype) != (v.shape, v.dtype):
         raise UsageError(f"out is {o.dtype} {list(o.shape)}; expected {v.dtype} {list(v.shape)}")
     device = _same_device({"x": v, "out": o})
+    if o.ptr != v.ptr:  # in place, each thread reads its block before it writes it
+        _disjoint({"out": o}, {"x": v})
     if blocks:
         on = launch_stream((v, o), stream)
         with CurrentDevice(device):

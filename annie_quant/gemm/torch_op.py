@@ -8,6 +8,9 @@ The repacked weight is an ordinary uint8 tensor, so it is moved, saved and freed
 a tensor on the CPU: it is read without waiting for the GPU, and compiled graphs do not hold its value, so that layers of one shape
 share their compiled code and a graph from a cache serves another checkpoint.
 
+On a GPU with programmatic dependent launch (from sm_90), a product reads the packed weight before the previous kernel of the
+stream has ended. That kernel must not write the weight; one more kernel, or torch.cuda.synchronize(), between the two is enough.
+
 A call launches on torch's current stream, finds its plan in C, and takes output and workspace from torch's allocator, so it
 can be captured in a CUDA graph. Rows of x that a kernel cannot read (strides, alignment) are copied first.
 """
@@ -48,14 +51,28 @@ def prepare(codes: Any, block_scale: Any, tensor_scale: float, *, fault: str | N
     return Prepared(memory, torch.tensor(weight.tensor_scale, dtype=torch.float32, device="cpu"), weight.n)
 
 
+def check_operand(name: str, tensor: Any, dtype: Any, device: Any, size: int | None = None, align: int = 16) -> None:
+    """Raise UsageError unless a kernel can read a tensor: its dtype, device and number of elements, contiguous and aligned."""
+    well_formed = tensor.dtype is dtype and tensor.device == device and tensor.is_contiguous()
+    if not well_formed or tensor.data_ptr() % align or (size is not None and tensor.numel() != size):
+        many = "" if size is None else f"{size} elements of "
+        raise UsageError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}; expected "
+            f"{many}contiguous {dtype} at a multiple of {align} bytes on {device}"
+        )
+
+
 def product(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
     """Return x [..., K] times the transpose of the packed weight [n, K], [..., n] in x's dtype (bfloat16 or float16)."""
     import torch
 
     module, device, k = native(), packed.device.index, x.shape[-1]
     kind = BF16 if x.dtype is torch.bfloat16 else F16 if x.dtype is torch.float16 else None
-    if kind is None or x.device.index != device:
-        raise UsageError(f"x is {x.dtype} on {x.device}; expected float16 or bfloat16 on {packed.device}")
+    if kind is None or x.device != packed.device or not x.is_cuda:
+        raise UsageError(
+            f"x is {x.dtype} on {x.device}, packed on {packed.device}; expected float16 or bfloat16 on one GPU"
+        )
+    check_operand("packed", packed, torch.uint8, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, k)
     m, ldx = rows.shape[0], rows.stride(0)
     if m == 1:

@@ -1,4 +1,4 @@
-"""Validation of NVFP4 arithmetic on this machine, driver and build, and measurement of its speed limits.
+"""Validation of NVFP4 arithmetic on this machine, driver and build.
 
 Every check compares with the float64 oracle or with the C codec. Every negative control plants a fault that the
 comparison must find. Without a GPU, EnvironmentFault (exit code 3).
@@ -7,10 +7,8 @@ comparison must find. Without a GPU, EnvironmentFault (exit code 3).
 from __future__ import annotations
 
 import platform
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,21 +17,8 @@ from annie_quant.gemm import oracle
 from annie_quant.gemm.arrays import DeviceArray, native, need_device, to_device
 from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, pack, unpack, w4a4, w4a16
 from annie_quant.gemm.stack_check import StackResult
-from annie_quant.gemm.stack_times import StackTimes
 
-SHAPES = {  # Qwen3.5-9B and 27B linears, [N, K]
-    "9B gate_up": (24576, 4096),
-    "9B down": (4096, 12288),
-    "9B in_proj_qkv": (8192, 4096),
-    "9B o_proj": (4096, 4096),
-    "9B lm_head": (248320, 4096),
-    "27B gate": (17408, 5120),
-    "27B down": (5120, 17408),
-}
-TOKENS = (1, 4, 8, 16, 64, 256)
 PLANTED_FAULTS = ("nibbles", "scales", "fragment", "lane")
-# Bytes that one token reads, Qwen3.5-9B, without the KV cache.
-DECODE_BYTES = {"all linears NVFP4, head too": 4.46e9, "linears NVFP4, head bf16": 5.93e9, "MLP only": 8.93e9}
 
 
 @dataclass(frozen=True)
@@ -45,28 +30,6 @@ class Check:
     detail: str
 
 
-@dataclass(frozen=True)
-class KernelTime:
-    """W4A16 of m tokens with a weight [n, k]. roofline_share: of the read bandwidth measured in the same run."""
-
-    name: str
-    n: int
-    k: int
-    m: int
-    us: float
-    roofline_share: float
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Measured bandwidths, kernel times, and the decode ceiling in tokens per second by what is quantized."""
-
-    copy_bytes_per_s: float
-    read_bytes_per_s: float
-    times: list[KernelTime]
-    decode_tok_s_ceiling: dict[str, float]
-
-
 @dataclass
 class Validation:
     """Result of `validate`. ok: every check passed and no backend of the serving stack was wrong."""
@@ -74,26 +37,19 @@ class Validation:
     device: dict[str, Any]
     paths: dict[str, str]
     checks: list[Check] = field(default_factory=list)
-    bench: Speeds | None = None
     stack: StackResult | None = None
-    times: StackTimes | None = None
 
     @property
     def ok(self) -> bool:
         return all(c.ok for c in self.checks) and not (self.stack is not None and self.stack.wrong)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON document; `bench` and `stack` only if they were run."""
+        """Return the JSON document; `stack` only if it was checked."""
         return {k: v for k, v in asdict(self).items() if v is not None} | {"ok": self.ok}
 
 
-def validate(bench: bool = False, stack: str | None = None, shapes: list[tuple[int, int]] | None = None) -> Validation:
-    """Check all kernels on GPU 0.
-
-    bench  also measure bandwidths and kernel times
-    stack  also check the kernels of an installed serving stack: torch, vllm, flashinfer or all
-    shapes  also time vLLM's weight-only kernels and ours at these shapes [N, K]
-    """
+def validate(stack: str | None = None) -> Validation:
+    """Check all kernels on GPU 0. stack: also those of an installed serving stack: torch, vllm, flashinfer or all."""
     need_device()
     info = native().device_info(0)
     has_native, hopper = fp4_native(), info["major"] == 9
@@ -112,16 +68,10 @@ def validate(bench: bool = False, stack: str | None = None, shapes: list[tuple[i
     )
     for checks in (_pairs(), _w4a16(hopper), _repeats(), _codec(), _w4a4(has_native), _controls()):
         result.checks += checks
-    if bench:
-        result.bench = measure(info)
     if stack:
         from annie_quant.gemm.stack_check import examine
 
         result.stack = examine(stack)
-    if shapes:
-        from annie_quant.gemm import stack_times
-
-        result.times = stack_times.examine(shapes)
     return result
 
 
@@ -240,50 +190,3 @@ def _controls() -> Iterator[Check]:
     for fault in PLANTED_FAULTS:
         out = w4a4(arrays[0], arrays[1], 1.0, arrays[2], arrays[3], 1.0, _poisoned(16, 64), fault=fault).host()
         yield control("W4A4", fault, oracle.worst(out, exact, limit))
-
-
-def timed_us(launches: Sequence[Callable[[int], None]], repeats: int = 20) -> float:
-    """Return microseconds per launch: the launches (functions of a stream) as one CUDA graph, median of `repeats` replays."""
-    module = native()
-    stream = module.stream_new()
-    graph = None
-    try:
-        for launch in launches:
-            launch(stream)
-        module.stream_sync(stream)
-        module.capture_begin(stream)
-        for launch in launches:
-            launch(stream)
-        graph = module.capture_end(stream)
-        module.graph_time(graph, stream)
-        return statistics.median(module.graph_time(graph, stream) for _ in range(repeats)) * 1000 / len(launches)
-    finally:
-        if graph is not None:
-            module.graph_free(graph)
-        module.stream_free(stream)
-
-
-def _launch(x: DeviceArray, weight: Weight, out: DeviceArray, stream: int) -> None:
-    w4a16(x, weight, out, stream=stream)
-
-
-def measure(info: dict[str, Any], shapes: dict[str, tuple[int, int]] | None = None) -> Speeds:
-    """Measure bandwidths and W4A16 times. Weights rotate through more memory than the L2 cache holds."""
-    module = native()
-    cold = max(4 * info["l2_bytes"], 128 << 20)
-    big, other, sink = (DeviceArray((size,), "uint8").fill(1) for size in (2 * cold, 2 * cold, 64))
-    copy = timed_us([lambda s: module.copy(other.ptr, big.ptr, big.nbytes, s)] * 4)
-    read = timed_us([lambda s: module.read(big.ptr, big.nbytes, sink.ptr, info["sms"], s)] * 4)
-    read_bytes_per_s = big.nbytes / read * 1e6
-    times = []
-    for name, (n, k) in (shapes or SHAPES).items():
-        size = n * k * 9 // 16
-        codes, scales = DeviceArray((n, k // 2), "uint8").fill(0x5A), DeviceArray((n, k // 16), "uint8").fill(0x38)
-        copies = [Weight(codes, scales, 1.0) for _ in range(max(2, -(-cold // size)))]
-        for m in TOKENS:
-            x, out = DeviceArray((m, k), "bfloat16").fill(0x3C), DeviceArray((m, n), "bfloat16")
-            launches = [partial(_launch, x, copies[i % len(copies)], out) for i in range(max(20, len(copies)))]
-            us = timed_us(launches)
-            times.append(KernelTime(name, n, k, m, us, size / us * 1e6 / read_bytes_per_s))
-    ceilings = {name: read_bytes_per_s / size for name, size in DECODE_BYTES.items()}
-    return Speeds(2 * big.nbytes / copy * 1e6, read_bytes_per_s, times, ceilings)

@@ -5,6 +5,7 @@ jsonschema and markdown-it are imported where they are used.
 
     load_workloads(names=None, folder=None)    prompts and what is expected of their answers
     Answer, parse_raw(text, thinking, tools)   an answer from a server, or from raw text
+    prompt_sha256(case, workload)              what identifies a prompt: its content, whatever its id
     sample(workloads, n)                       the same workloads with a seeded choice of their cases
     gate_table([(workload, case, answer)])     pass rates with Wilson intervals and verdicts (gates.py)
     wilson(k, n), compare(...), holm(...)      statistics
@@ -22,7 +23,7 @@ from annie_quant.judge.library import load_workloads
 from annie_quant.judge.pairing import pair_answers
 from annie_quant.judge.sample import sample
 from annie_quant.judge.statistics import compare, holm, median_interval, wilson
-from annie_quant.judge.workloads import Case, Workload
+from annie_quant.judge.workloads import Case, Workload, distinct_prompts, prompt_sha256
 
 __all__ = [
     "Answer",
@@ -30,6 +31,7 @@ __all__ = [
     "Workload",
     "checks",
     "compare",
+    "distinct_prompts",
     "faults",
     "from_record",
     "gate_names",
@@ -41,6 +43,7 @@ __all__ = [
     "median_interval",
     "pair_answers",
     "parse_raw",
+    "prompt_sha256",
     "raw_view",
     "sample",
     "verdict",

@@ -1,6 +1,6 @@
 """The Berkeley Function Calling Leaderboard's cases as a workload, from the package bfcl-eval (Apache 2.0).
 
-    load()                         400 seeded cases over the single-turn categories below
+    load()                         all cases of the single-turn categories below
     load("multiple,irrelevance")   complete categories
     load("multi_turn_base")        multi-turn: one prompt per step of the recorded solutions (bfcl_multi_turn.py)
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import random
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,6 @@ from annie_quant.judge.bfcl_multi_turn import Start
 from annie_quant.judge.workloads import Case, Workload
 
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
-SAMPLE, SEED = 400, 0
 MAX_TOKENS = 512
 MULTI_TURN = bfcl_multi_turn.CATEGORIES
 GATES = ("tool_schema", "tool_selection", "tool_values", "abstention")
@@ -38,7 +36,7 @@ _COPIED = ("description", "enum", "default")
 def load(
     categories: str = "", folder: str | Path | None = None, start: Start = bfcl_multi_turn.PackageSystems
 ) -> Workload:
-    """Load the cases of the named categories ("": SAMPLE seeded ones over all single-turn ones).
+    """Load the cases of the named categories ("": all single-turn ones).
 
     folder: the package's data folder. start: makes the simulated systems of a multi-turn case.
 
@@ -54,8 +52,6 @@ def load(
     cases = [
         case for name in names for case in (_steps(root, name, start) if name in MULTI_TURN else _cases(root, name))
     ]
-    if not categories:
-        cases = [cases[i] for i in sorted(random.Random(SEED).sample(range(len(cases)), min(SAMPLE, len(cases))))]
     digest = hashlib.sha256(json.dumps([[c.id, c.expect, c.tools] for c in cases], sort_keys=True).encode())
     return Workload(
         name="bfcl",
@@ -92,13 +88,15 @@ def _cases(root: Path, category: str) -> Iterator[Case]:
         tools = tuple(map(_tool, row["function"]))
         calls = [{_name(name): values for name, values in call.items()} for call in answers.get(row["id"], ())]
         expect: dict[str, Any] = {"calls": calls} if category != "irrelevance" else {"no_tool": True}
-        yield Case(id=row["id"], messages=tuple(row["question"][0]), expect=expect, tools=tools)
+        yield Case(id=row["id"], messages=tuple(row["question"][0]), expect=expect, tools=tools, category=category)
 
 
 def _steps(root: Path, category: str, start: Start) -> Iterator[Case]:
     for name, messages, documents, calls in bfcl_multi_turn.prompts(root, category, _rows, start):
         expect: dict[str, Any] = {"calls": calls} if calls else {"no_tool": True}
-        yield Case(id=name, messages=tuple(messages), expect=expect, tools=tuple(map(_tool, documents)))
+        yield Case(
+            id=name, messages=tuple(messages), expect=expect, tools=tuple(map(_tool, documents)), category=category
+        )
 
 
 def _tool(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,10 @@ class Gate:
 
     threshold: the absolute requirement (judge/gate_rule.py) and its number, "" for one that the original plan does not have.
     margin: the loss against the reference that is accepted (judge/decision/paired.py), as a share of the prompts; 0 for faults
-    of which none is accepted. advisory: it informs and never decides a verdict. basis: what the answer is compared with: "label"
-    (what the workload expects), "reference" (the bf16 model's own answer to the same prompt; the gate applies only where bf16
-    has the property, so bf16 itself passes by definition) or "rule" (a property that needs neither).
+    of which none is accepted. advisory: a figure without a right and wrong for the model; it never decides. basis: what the
+    answer is compared with: "label" (what the workload expects), "reference" (the bf16 model's own answer to the same prompt;
+    the gate applies only where bf16 has the property) or "rule" (a property that needs neither). behaviours: what an answer that
+    passes shows (BEHAVIOURS). two_sided: more is as much a change as less; a gate of all prompts that it applies to.
     """
 
     name: str
@@ -39,10 +40,8 @@ class Gate:
     margin: float = 0.05
     advisory: bool = False
     basis: Basis = "label"
-
-    def is_rare(self, passes: int, n: int) -> bool:
-        """Return whether bf16 itself has the property in so few answers that more prompts of the same kind would not decide."""
-        return self.basis == "reference" and passes == n < self.threshold.least_n
+    behaviours: tuple[str, ...] = ()
+    two_sided: bool = False
 
 
 def _rate(least_n: int, rate: float) -> Threshold:
@@ -51,38 +50,112 @@ def _rate(least_n: int, rate: float) -> Threshold:
 
 _ZERO, _ALL = Threshold("zero", 25), Threshold("all", 5)
 
+CALL, DECLINE, FUNCTION, ARGUMENTS, SEVERAL, RESULT, CONTENT, FORM, STOP, THINKING = BEHAVIOURS = (
+    "call a tool",
+    "decline",
+    "right function",
+    "right arguments",
+    "several calls",
+    "use a result",
+    "right answer",
+    "form",
+    "stop",
+    "thinking",
+)
+
 # Thresholds of the original plan where one is named (docs/requirements.md).
 GATES: dict[str, Gate] = {
     gate.name: gate
     for gate in (
-        Gate("abstention", "no tool where none fits", _rate(10, 0.8), tools.abstention),
-        Gate("factual", "factual", _ALL, statements.contains, "R25"),
-        Gate("logged_tool", "tool as in the log", _rate(10, 0.6), reference.logged_tool, advisory=True),
-        Gate("no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown, "R24", basis="rule"),
+        Gate("abstention", "no tool where none fits", _rate(10, 0.8), tools.abstention, behaviours=(DECLINE,)),
+        Gate("call_rate", "call rate", _rate(10, 0.0), tools.call_rate, basis="rule", two_sided=True),
+        Gate("factual", "factual", _ALL, statements.contains, "R25", behaviours=(CONTENT,)),
+        Gate("logged_tool", "tool as in the log", _rate(10, 0.6), reference.logged_tool, behaviours=(CALL, FUNCTION)),
+        Gate(
+            "no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown, "R24", basis="rule", behaviours=(FORM,)
+        ),
         Gate("non_empty", "non-empty", _ZERO, content.non_empty, "R27", margin=0.0, basis="rule"),
-        Gate("reasoning", "reasoning", _ALL, statements.contains, "R26"),
-        Gate("recall", "right in conversation", _rate(10, 0.8), statements.contains, advisory=True),
-        Gate("repetition", "no repetition or garble", _ALL, content.repetition, basis="rule"),
-        Gate("same_arguments", "arguments as bf16", _rate(10, 0.8), reference.same_arguments, basis="reference"),
+        Gate("reasoning", "reasoning", _ALL, statements.contains, "R26", behaviours=(CONTENT,)),
+        Gate("recall", "right in conversation", _rate(10, 0.8), statements.contains, behaviours=(CONTENT,)),
+        Gate("repetition", "no repetition or garble", _ALL, content.repetition, basis="rule", behaviours=(FORM,)),
+        Gate(
+            "same_arguments",
+            "arguments as bf16",
+            _rate(10, 0.8),
+            reference.same_arguments,
+            basis="reference",
+            behaviours=(CALL, FUNCTION, ARGUMENTS),
+        ),
+        Gate(
+            "same_decline",
+            "no call as bf16",
+            _rate(10, 0.9),
+            reference.same_decline,
+            basis="reference",
+            behaviours=(DECLINE,),
+        ),
         Gate("same_language", "language as bf16", _rate(10, 0.9), reference.same_language, basis="reference"),
-        Gate("same_length", "length as bf16", _rate(10, 0.8), reference.same_length, basis="reference"),
-        Gate("same_markdown", "markdown as bf16", _rate(10, 0.9), reference.same_markdown, basis="reference"),
-        Gate("same_stop", "stops as bf16", _rate(10, 0.9), reference.same_stop, basis="reference"),
-        Gate("same_text", "words as bf16", _rate(10, 0.9), reference.same_text, basis="reference"),
-        Gate("same_thinking", "no thinking, as bf16", _rate(10, 0.9), reference.same_thinking, basis="reference"),
+        Gate(
+            "same_length",
+            "length as bf16",
+            _rate(10, 0.8),
+            reference.same_length,
+            basis="reference",
+            behaviours=(FORM,),
+        ),
+        Gate(
+            "same_markdown",
+            "markdown as bf16",
+            _rate(10, 0.9),
+            reference.same_markdown,
+            basis="reference",
+            behaviours=(FORM,),
+        ),
+        Gate(
+            "same_several",
+            "several calls as bf16",
+            _rate(10, 0.8),
+            reference.same_several,
+            basis="reference",
+            behaviours=(SEVERAL,),
+        ),
+        Gate("same_stop", "stops as bf16", _rate(10, 0.9), reference.same_stop, basis="reference", behaviours=(STOP,)),
+        Gate("same_text", "words as bf16", _rate(10, 0.9), reference.same_text, basis="reference", behaviours=(FORM,)),
+        Gate(
+            "same_thinking",
+            "no thinking, as bf16",
+            _rate(10, 0.9),
+            reference.same_thinking,
+            basis="reference",
+            behaviours=(THINKING,),
+        ),
         Gate("same_tool", "tool or none as bf16", _rate(10, 0.9), reference.same_tool, basis="reference"),
         Gate("same_validity", "valid calls as bf16", _rate(10, 0.9), reference.same_validity, basis="reference"),
-        Gate("stop", "stops by itself", _ALL, content.stop, basis="rule"),
-        Gate("thinking_leak", "no thinking leak", _ZERO, thinking.thinking_leak, "R22", margin=0.0, basis="rule"),
-        Gate("tool_arguments", "tool arguments", _rate(10, 0.6), tools.tool_arguments, advisory=True),
-        Gate("tool_call", "tool calls", _rate(10, 0.6), tools.tool_call, "R23"),
+        Gate("several_calls", "several calls", _rate(10, 0.6), calls.several_calls, behaviours=(SEVERAL,)),
+        Gate("stop", "stops by itself", _ALL, content.stop, basis="rule", behaviours=(STOP,)),
+        Gate(
+            "thinking_leak",
+            "no thinking leak",
+            _ZERO,
+            thinking.thinking_leak,
+            "R22",
+            margin=0.0,
+            basis="rule",
+            behaviours=(THINKING,),
+        ),
+        Gate("tool_arguments", "tool arguments", _rate(10, 0.6), tools.tool_arguments, behaviours=(ARGUMENTS,)),
+        Gate("tool_call", "tool calls", _rate(10, 0.6), tools.tool_call, "R23", behaviours=(CALL, FUNCTION)),
         Gate("tool_call_raw", "tool calls, raw text", _rate(10, 0.6), tools.tool_call_raw, advisory=True),
-        Gate("tool_schema", "schema validity", _rate(10, 0.6), tools.tool_schema, advisory=True),
-        Gate("tool_selection", "tool selection", _rate(10, 0.6), calls.tool_selection, advisory=True),
-        Gate("tool_values", "argument correctness", _rate(10, 0.6), calls.tool_values, advisory=True),
+        Gate("tool_schema", "schema validity", _rate(10, 0.6), tools.tool_schema, behaviours=(CALL,)),
+        Gate("tool_selection", "tool selection", _rate(10, 0.6), calls.tool_selection, behaviours=(FUNCTION,)),
+        Gate("tool_values", "argument correctness", _rate(10, 0.6), calls.tool_values, behaviours=(ARGUMENTS,)),
+        Gate("use_result", "use of a result", _rate(10, 0.6), calls.use_result, behaviours=(RESULT,)),
     )
 }
 REFERENCE_GATES = tuple(name for name, gate in GATES.items() if gate.basis == "reference")
+# Gates of every workload: each applies only where the case or the reference's answer has what it checks.
+IMPLIED = ("call_rate", "several_calls", "use_result", "same_decline", "same_several")
+NAMED_REFERENCE_GATES = tuple(name for name in REFERENCE_GATES if name not in IMPLIED)  # what a workload's file has
 
 
 def gate_names() -> list[str]:
@@ -98,7 +171,8 @@ def check_names(names: Iterable[str], where: str) -> None:
 
 def faults(answer: Answer, case: Case, workload: Workload) -> dict[str, str | None]:
     """Return for each gate of the workload why the answer fails: "" passes, None does not apply to this case."""
-    return {name: GATES[name].check(answer, case, workload) for name in workload.gates}
+    names = dict.fromkeys((*workload.gates, *IMPLIED))
+    return {name: GATES[name].check(answer, case, workload) for name in names}
 
 
 def decides(name: str) -> bool:
@@ -133,9 +207,6 @@ def tabulate(rows: Iterable[dict[str, bool]]) -> dict[str, GateResult]:
             result = table[gate.name] = decide(*counts[gate.name], gate.threshold)
             result.title, result.advisory, result.basis = gate.title, gate.advisory, gate.basis
             result.requirement, result.meets = gate.requirement, result.verdict
-            if gate.is_rare(result.passes, result.n):
-                result.advisory = True
-                result.rule = f"too few to decide: bf16 does it {result.n} times in these prompts"
     return table
 
 

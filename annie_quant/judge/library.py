@@ -64,6 +64,7 @@ def build_workload(data: Any, path: str = "") -> Workload:
 
 def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Workload:
     check_names(document.gates, where)
+    check_names(document.informative, f"{where}: informative")
     tools, extra = document.tools, document.extra or {}
     if isinstance(tools, str) and tools != "persona":
         raise UsageError(f"{where}: tools: expected a list, null or 'persona', got {tools!r}")
@@ -93,6 +94,7 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
         default=document.default,
         extra=extra,
         context=document.context,
+        informative=tuple(document.informative),
     )
 
 

@@ -63,15 +63,24 @@ def mcnemar(lost: int, won: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def excess_loss(lost: int, n: int, margin: float) -> float:
-    """Return the exact p of a loss above the margin (one-sided): P(Binomial(n, margin) >= lost).
+def two_sided(lost: int, won: int) -> float:
+    """Return the exact p of McNemar's test towards a change in either direction."""
+    return min(1.0, 2 * min(mcnemar(lost, won), mcnemar(won, lost)))
 
-    For gates that compare with the reference's own answer: the reference passes by definition, so any change is a loss, and
-    "as many lost as won" (McNemar's hypothesis) is false for two runs of one model too.
+
+@lru_cache(maxsize=4096)
+def excess_loss(lost: int, n: int, margin: float, won: int = 0) -> float:
+    """Return the p of a loss above the margin (one-sided).
+
+    For gates that compare with the reference's own answer: "as many lost as won" (McNemar's hypothesis) is false for two runs of
+    one model too. won: prompts whose answer a harmless change of the reference's arithmetic changes, and the checkpoint does not.
+    Without any it is exact, P(Binomial(n, margin) >= lost); else that of the score test of (won - lost) / n = -margin.
     """
     from scipy.stats import binom
 
-    return float(binom.sf(lost - 1, n, margin)) if n else 1.0
+    if not n:
+        return 1.0
+    return NormalDist().cdf(_score(lost, won, n, -margin)) if won else float(binom.sf(lost - 1, n, margin))
 
 
 @lru_cache(maxsize=4096)

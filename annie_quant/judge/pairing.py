@@ -1,4 +1,9 @@
-"""Pair the answers of a checkpoint with its reference's answers to the same prompts: counts per gate, and all gates together."""
+"""Pair the answers of a checkpoint with its reference's answers to the same prompts: counts per gate, and all gates together.
+
+A gate counts where it applies to the reference's answer. The checkpoint's answer fails where the gate does not apply to it, and
+fails every gate where it is not complete: an error, a time-out, a cut, or an end without a reason. A prompt that the reference did
+not answer completely tests nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.gates import REFERENCE_GATES, checks, decides
+from annie_quant.judge.gates import GATES, REFERENCE_GATES, checks, decides
 from annie_quant.judge.paired import mcnemar
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.schema import PairedGate, PooledGates, RequestRecord
@@ -16,26 +21,62 @@ Checks = Mapping[str, bool]  # gate → passed, for the gates that apply to one 
 FLIPS = 4999  # random sign flips of a permutation test
 
 
-def pair_answers(before: Sequence[Judged], after: Sequence[Judged]) -> tuple[dict[str, PairedGate], PooledGates | None]:
-    """Pair two models' answers to the same prompts, in the same order. before: the reference's. after: the checkpoint's."""
-    return pair_checks(
-        (checks(old, old_case, workload), checks(new, new_case, workload))
-        for (workload, old_case, old), (_, new_case, new) in zip(before, after, strict=True)
-    )
+def is_complete(answer: Answer | RequestRecord) -> bool:
+    """Return whether the answer arrived and ended by itself."""
+    return not answer.error and answer.finish_reason not in (None, "", "length")
+
+
+def deciding_checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:
+    """Return the checks that count for a verdict: none for an incomplete answer, none that the workload's author left out."""
+    if not is_complete(answer):
+        return {}
+    return {gate: ok for gate, ok in checks(answer, case, workload).items() if gate not in workload.informative}
+
+
+def pair_answers(
+    before: Sequence[Judged], after: Sequence[Judged], floor: Sequence[Judged] | None = None
+) -> tuple[dict[str, PairedGate], PooledGates | None]:
+    """Pair two models' answers to the same prompts, in the same order.
+
+    before: the reference's. after: the checkpoint's. floor: the reference's in another arithmetic, which the changes of the
+    checkpoint are compared with in the gates that compare with the reference's own answer.
+    """
+    rows = [deciding_checks(answer, case, workload) for workload, case, answer in before]
+    if floor is not None:
+        rows = [with_floor(row, deciding_checks(a, c, w)) for row, (w, c, a) in zip(rows, floor, strict=True)]
+    return pair_checks(zip(rows, (deciding_checks(a, c, w) for w, c, a in after), strict=True))
+
+
+def with_floor(row: Checks, noisy: Checks) -> dict[str, bool]:
+    """Return the reference's checks of an answer, those that compare with itself taken from its answer in a second arithmetic."""
+    return {gate: noisy.get(gate, False) if gate in REFERENCE_GATES else ok for gate, ok in row.items()}
 
 
 def checks_by_prompt(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[Hashable, dict[str, bool]]:
     """Return one backend's checks per answer. Greedy answers to one prompt are one answer: it passes if all its repeats do."""
-    answers: dict[Hashable, dict[str, bool]] = {}
+    return {unit: checks for unit, (checks, _) in _by_prompt(records, greedy).items()}
+
+
+def deciding_by_prompt(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[Hashable, dict[str, bool]]:
+    """Return checks_by_prompt for pairs: an answer that is not complete has none, so that it fails all of its reference's."""
+    return {unit: checks if complete else {} for unit, (checks, complete) in _by_prompt(records, greedy).items()}
+
+
+def _by_prompt(
+    records: Sequence[RequestRecord], greedy: Collection[str]
+) -> dict[Hashable, tuple[dict[str, bool], bool]]:
+    """Return per answer its checks and whether it is complete, in all repeats."""
+    answers: dict[Hashable, tuple[dict[str, bool], bool]] = {}
     repeats: Counter[Hashable] = Counter()
     for record in records:
         unit: tuple[Hashable, ...] = record.prompt
         if record.workload not in greedy:
             unit = (*record.prompt, record.load.label, repeats[record.prompt, record.load.label])
             repeats[record.prompt, record.load.label] += 1
-        merged = answers.setdefault(unit, {})
+        merged, complete = answers.get(unit, ({}, True))
         for gate, passed in record.checks.items():
             merged[gate] = merged.get(gate, True) and passed
+        answers[unit] = merged, complete and is_complete(record)
     return answers
 
 
@@ -49,29 +90,32 @@ def pair_by_prompt(
 def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, PairedGate], PooledGates | None]:
     """Return (gate → counts, all deciding gates together) of (reference's checks, checkpoint's checks) per prompt.
 
-    A gate counts where it applies to both answers. The second is None where no deciding gate applies to both answers. Gates that
-    compare with the reference's own answer are not in it: the reference passes them by definition, so a change is always a loss,
-    and the permutation test's assumption (either sign with the same probability) does not hold for them.
+    A gate that the second does not have fails there. The pooled gates are None where no deciding gate applies. Gates that
+    compare with the reference's own answer, or with a rate, are not in them: a change is always a loss in the first, and neither
+    right nor wrong in the others.
     """
     counts: dict[str, list[int]] = {}
     changes: list[dict[str, int]] = []  # per answer: +1 won, -1 lost, for the deciding gates that changed
     n_answers = lost_answers = won_answers = 0
     for old, new in pairs:
-        shared = old.keys() & new.keys()
-        for gate in shared:
-            row = counts.setdefault(gate, [0, 0, 0])
+        for gate, passed in old.items():
+            row = counts.setdefault(gate, [0, 0, 0, 0])
             row[0] += 1
-            row[1] += old[gate] and not new[gate]
-            row[2] += new[gate] and not old[gate]
-        deciding = [gate for gate in shared if decides(gate) and gate not in REFERENCE_GATES]
+            row[1] += passed and not new.get(gate, False)
+            row[2] += new.get(gate, False) and not passed
+            row[3] += passed or gate in REFERENCE_GATES
+        deciding = [g for g in old if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided]
         if deciding:
             n_answers += 1
-            right_before, right_after = all(old[g] for g in deciding), all(new[g] for g in deciding)
+            right_before, right_after = all(old[g] for g in deciding), all(new.get(g, False) for g in deciding)
             lost_answers += right_before and not right_after
             won_answers += right_after and not right_before
-            if change := {g: new[g] - old[g] for g in deciding if new[g] != old[g]}:
+            if change := {g: d for g in deciding if (d := new.get(g, False) - old[g])}:
                 changes.append(change)
-    gates = {gate: PairedGate(n, lost, won, mcnemar(lost, won)) for gate, (n, lost, won) in sorted(counts.items())}
+    gates = {
+        gate: PairedGate(n, lost, won, mcnemar(lost, won), passed=passed)
+        for gate, (n, lost, won, passed) in sorted(counts.items())
+    }
     return gates, _pooled(n_answers, lost_answers, won_answers, changes) if n_answers else None
 
 
@@ -94,6 +138,7 @@ def sign_flips(changes: Sequence[Mapping[str, int]], flips: int = FLIPS, seed: i
     gates = sorted({gate for change in changes for gate in change})
     if not gates:
         return 1.0, 1.0
+    changes = sorted(changes, key=lambda change: sorted(change.items()))  # the order of the answers does not matter
     matrix = np.array([[change.get(gate, 0) for gate in gates] for change in changes], dtype=np.int32)
     signs = np.random.default_rng(seed).integers(0, 2, (flips, len(changes)), dtype=np.int8) * 2 - 1
     sums = np.vstack([matrix.sum(0), signs.astype(np.int32) @ matrix])  # won - lost; the first row is observed

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from annie_quant.errors import UsageError
+from annie_quant.files import sha256_text
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.context_text import blocks_text, context_text
 from annie_quant.persona import Persona, load_persona
@@ -29,7 +30,8 @@ class Case:
 
     reference: the bf16 model's own answer, for the gates that compare with it; None where there is none. blocks: names of the
     parts of a prompt that a trace only describes, of BLOCK_TOKENS tokens each, the last one shorter; prompt_tokens: of them all.
-    Equal names are equal text, so requests share prefixes as in the trace.
+    Equal names are equal text, so requests share prefixes as in the trace. category: of which a sample has equal shares.
+    after_result: whether the answer follows what a tool returned.
     """
 
     id: str
@@ -43,6 +45,8 @@ class Case:
     arrival_s: float | None = None
     blocks: tuple[str, ...] = ()
     prompt_tokens: int = 0
+    category: str = ""
+    after_result: bool = False
 
     @property
     def n_turns(self) -> int:
@@ -51,9 +55,12 @@ class Case:
     def at_turn(self, turn: int) -> Case:
         """Return this case with what is expected of one turn (from 0)."""
         expected = self.expect.get("turns")
-        if not expected:
-            return self
-        return replace(self, expect=expected[turn] if turn < len(expected) else {})
+        expect = self.expect if not expected else expected[turn] if turn < len(expected) else {}
+        if self.turns:
+            after_result = turn < len(self.turns) and not isinstance(self.turns[turn], str)
+        else:
+            after_result = bool(self.messages) and self.messages[-1].get("role") == "tool"
+        return replace(self, expect=expect, after_result=after_result)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Workload:
     default: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
     context: ContextFile | None = None
+    informative: tuple[str, ...] = ()
+    n_repeated: int = 0  # cases that distinct_prompts() has removed
 
     @cached_property
     def _persona(self) -> Persona | None:
@@ -167,6 +176,34 @@ class Workload:
         """Return every request of a case that can be made with `answers`: one, or one more turn than there are answers."""
         known = min(case.n_turns, len(answers) + 1)
         return [self.request(case, turn, answers, model) for turn in range(known)]
+
+
+def prompt_sha256(case: Case, workload: Workload) -> str:
+    """Return the SHA-256 of what a case asks: messages with the system prompt, later turns, tools, thinking and `extra`.
+
+    Equal digests are one prompt, under any id. What is expected of the answer and the token limit are not part of it.
+    """
+    content = [workload.messages(case), case.turns[1:], workload.tools_for(case), workload.thinking, workload.extra]
+    return sha256_text(json.dumps(content, sort_keys=True, default=dict))
+
+
+def distinct_prompts(workloads: Sequence[Workload]) -> tuple[list[Workload], int]:
+    """Return the workloads in which each gate has each prompt once, and how many cases were repeats of earlier ones.
+
+    A case is a repeat if every gate of its workload has its prompt already, in this or in an earlier workload.
+    """
+    counted: set[tuple[str, str]] = set()  # gate, prompt
+    result = []
+    for workload in workloads:
+        cases = []
+        for case in workload.cases:
+            units = {(gate, prompt_sha256(case, workload)) for gate in workload.gates}
+            if not units <= counted:
+                cases.append(case)
+            counted |= units
+        n_repeated = workload.n_repeated + len(workload.cases) - len(cases)
+        result.append(replace(workload, cases=tuple(cases), n_repeated=n_repeated))
+    return result, sum(w.n_repeated for w in result)
 
 
 def _json_text(arguments: Any) -> str:

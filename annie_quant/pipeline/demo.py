@@ -60,6 +60,7 @@ SIDES = {
     "mlp_only": Side("NVFP4 mlp_only", "mlp_only", None),
     "q4_k_m": Side("Q4_K_M", None, "Q4_K_M"),
 }
+ROLES = {"candidate": "mlp_only", "reference": "bf16", "incumbent": "q4_k_m"}
 STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each is served, and judged without a server
 
 
@@ -226,7 +227,9 @@ class Demo:
                 for name, server in zip(SIDES, servers, strict=True)
             ]
             resume = self.same_bench_settings()
-            result = bench.run(backends, workloads, self.dir.path, warmup=2, runs=1, progress=progress, resume=resume)
+            result = bench.run(
+                backends, workloads, self.dir.path, warmup=2, runs=1, progress=progress, resume=resume, **ROLES
+            )
         finally:
             for server in servers:
                 server.stop()
@@ -267,6 +270,8 @@ class Demo:
         )
 
     def model_row(self, name: str) -> schema.ModelRow:
+        from annie_quant.evaluate.reference import model_sha256
+
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"
         folder = self.source(side)
         from_gguf = side.gguf_type == "Q4_K_M"
@@ -279,6 +284,7 @@ class Demo:
             bits_per_weight=size.bits_per_weight,
             checkpoint=str(folder),
             gguf=str(gguf),
+            model_sha256=model_sha256(folder),
         )
 
 
@@ -287,6 +293,8 @@ def add_evaluation(aggregates: schema.Aggregates, model: str, path: Path) -> Non
     document = read_json(path)
     aggregates.offline[model] = msgspec.convert(document["numerics"], dict[str, schema.OfflineSide])
     aggregates.members[model] = msgspec.convert(document.get("members", {}), dict[str, schema.OfflineSide])
+    if blocking := document.get("blocking"):
+        aggregates.blocking[model] = list(blocking)
 
 
 def tool_workloads(workloads: Sequence[judge.Workload]) -> list[judge.Workload]:

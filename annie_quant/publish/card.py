@@ -93,7 +93,10 @@ class _Conversation(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Subject:
-    """What the card describes. name: of the model in the run. objections: what `forced` (a reason) overrides."""
+    """What the card describes. name: of the model in the run. compared: whether the audit compared it with its source.
+
+    objections: what `forced` (a reason) overrides.
+    """
 
     name: str
     folder: Path
@@ -101,6 +104,7 @@ class Subject:
     repo_id: str
     base_model: str
     license: str = ""
+    compared: bool = False
     calibration: Path | None = None
     forced: str = ""
     objections: tuple[str, ...] = ()
@@ -184,15 +188,16 @@ def _body(run: LoadedRun, subject: Subject) -> str:
 
 def _opening(run: LoadedRun, subject: Subject) -> str:
     gates = [g for g in decision.deciding_gates(run.aggregates, subject.name) if not isinstance(g.result, SpeedGate)]
-    verdicts = Counter(gate.verdict for gate in gates)
+    outcomes = Counter(gate.outcome for gate in gates)
     places = dict.fromkeys(gate.where for gate in gates)
+    kept, lost = ("kept", "lost") if any(gate.compared for gate in gates) else ("passed", "failed")
     standing = decision.standing_of(run.aggregates, subject.name, with_speed=False)
     summary = subject.audit.summary
     return (
         f"[{inert(subject.base_model)}](https://huggingface.co/{subject.base_model}) in NVFP4 for NVIDIA DGX Spark (GB10) "
         f"and other Blackwell GPUs: {size(summary.size_bytes)}, {significant(summary.bits_per_weight)} bits per weight. "
-        f"Verdict: {standing}. Of {count(verdicts.total())} behavioural gates ({', '.join(map(inert, places)) or 'none'}) "
-        f"{verdicts['pass']} passed, {verdicts['fail']} failed, {verdicts['undecided']} undecided."
+        f"Verdict: {standing}. Of {count(outcomes.total())} behavioural gates ({', '.join(map(inert, places)) or 'none'}) "
+        f"{outcomes['pass']} {kept}, {outcomes['fail']} {lost}, {outcomes['undecided']} undecided."
     )
 
 
@@ -213,7 +218,8 @@ def _origin(subject: Subject) -> list[str]:
         ", ".join(filter(None, algorithm)),
         f"quantized: {', '.join(summary.quantized or ()) or 'nothing'}",
         f"kept in 16 bits: {', '.join(summary.unquantized or ()) or 'nothing'}",
-        "audit of every tensor: " + (f"{findings} findings, see below" if findings else "sound"),
+        f"audit of every tensor, {'compared with' if subject.compared else 'without'} its source: "
+        + (f"{findings} findings, see below" if findings else "sound"),
         *(f"{f.name}: SHA-256 {_digest(f)}" for f in sorted(subject.folder.glob("*.safetensors"))[:MAX_DIGESTS]),
     ]
 
@@ -328,9 +334,9 @@ def _limits(run: LoadedRun, subject: Subject) -> list[str]:
         if result.verdict != "pass"
     ]
     lines += [
-        f"{gate.title}, {gate.where}: {'fails' if gate.verdict == 'fail' else 'cannot be decided'}"
+        f"{gate.title}, {gate.where}: {'cannot be decided' if gate.outcome == 'undecided' else gate.verdict}"
         for gate in decision.deciding_gates(run.aggregates, subject.name)
-        if "+" in gate.where and gate.verdict != "pass"
+        if "+" in gate.where and gate.outcome != "pass"
     ]
     kinds = {s.kind for s in sides}
     if "offline" not in kinds:

@@ -25,6 +25,7 @@ from annie_quant.judge import decision
 from annie_quant.progress import Progress, as_progress
 from annie_quant.publish import card
 from annie_quant.publish.secrets import secret_in
+from annie_quant.report.pages.html import first
 from annie_quant.report.run import REFERENCE, LoadedRun, load
 from annie_quant.schema import SpeedGate, salvage_or_default
 
@@ -101,7 +102,8 @@ def prepare(
 
     model: its name in the run (default: the verdict's candidate). checkpoint: its folder, where the run does not know it.
     forced: the reason for publishing in spite of failed gates or audit findings; the card shows it.
-    Raises UsageError (no such model, no base model, a bad name, a secret in a file), CheckpointError.
+    Raises UsageError (no such model, another checkpoint than the evaluated one, no base model, a bad name, a secret in a file),
+    CheckpointError.
     """
     from annie_quant import checkpoint as checkpoints
 
@@ -113,14 +115,16 @@ def prepare(
         raise UsageError(
             f"{source}: config.json does not name the Hub model of this one", "add --base-model OWNER/NAME"
         )
-    audit = checkpoints.audit(source)
-    problems = [f"audit: {f.message}" for f in audit.findings] + objections(run, name)
+    unknown = check_identity(run, name, source)
+    origin = source_of(run, name)
+    audit = checkpoints.audit(source, source=origin)
+    problems = [f"audit: {f.message}" for f in audit.findings] + unknown + objections(run, name)
     calibration = Path(calib_data) if calib_data else run.folder / "calibration.jsonl"
     if calib_data and not calibration.is_file():
         raise UsageError(f"{calibration}: no such file", "give --calib-data the conversations that were used")
     subject = card.Subject(
         name=name, folder=source, audit=audit, repo_id=repo_id, base_model=base, license=license or _license(source),
-        calibration=calibration, forced=forced, objections=tuple(problems) if forced else (),
+        compared=origin is not None, calibration=calibration, forced=forced, objections=tuple(problems) if forced else (),
     )  # fmt: skip
     text = card.render(run, subject)
     names = sorted(f.name for f in source.iterdir())
@@ -149,20 +153,60 @@ def _uploadable(name: str) -> bool:
 
 
 def objections(run: LoadedRun, model: str) -> list[str]:
-    """Return why this model should not be published: gates that the decision has as lost, no gates at all, figures that differ
-    from the records. Speed limits are not among them: they are of one machine."""
+    """Return why this model should not be published: gates that the decision has as lost, no gates at all, a broken export, figures
+    that differ from the records or outcomes. Speed limits are not among them: they are of one machine."""
     sides = run.sides_of(model)
     problems = [
         f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}"
         for gate in decision.deciding_gates(run.aggregates, model)
-        if gate.verdict == "fail" and not isinstance(gate.result, SpeedGate)
+        if gate.outcome == "fail" and not isinstance(gate.result, SpeedGate)
     ]
     if not any(s.gates for s in sides):
         problems.append("no gate was measured for this model")
     check = run.check_figures(sides)
     if check and check.differences:
         problems.append(f"{len(check.differences)} of {check.compared} served figures differ from the records")
+    problems += decision.blocking_of(run.aggregates, model)
+    for name in sorted({s.model for s in sides if s.model in run.aggregates.offline}):
+        if name not in run.evaluations:
+            problems.append(f"eval/{name}.json, from which offline figures are counted again, is missing or unreadable")
+        elif name in run.evidence:
+            problems.append(f"eval/{name}.json does not hold: {first(run.evidence[name])}")
     return problems
+
+
+def check_identity(run: LoadedRun, model: str, folder: Path) -> list[str]:
+    """Return an objection where nothing in the run states which checkpoint was measured.
+
+    Raises UsageError where it was another one than `folder`.
+    """
+    from annie_quant.evaluate.reference import model_sha256
+
+    evaluation = run.evaluations.get(model)
+    files = evaluation.checkpoint_files if evaluation else None
+    recorded = {f"eval/{model}.json": files.sha256 if files else "", "run.json": run.model(model).model_sha256}
+    known = {where: sha256 for where, sha256 in recorded.items() if sha256}
+    if not known:
+        return ["the run does not record the SHA-256 of the checkpoint that was measured: evaluate it again"]
+    actual = model_sha256(folder)
+    for where, sha256 in known.items():
+        if sha256 != actual:
+            raise UsageError(
+                f"{folder} is not the checkpoint that was measured: its SHA-256 is {actual[:16]}, in {where} {sha256[:16]}",
+                f"annie-quant eval {folder} --reference BF16, or name the measured one: --checkpoint DIR",
+            )
+    return []
+
+
+def source_of(run: LoadedRun, model: str) -> Path | None:
+    """Return the bf16 checkpoint that a model was compared with, where it is still there and unchanged."""
+    from annie_quant.evaluate.reference import model_sha256
+
+    evaluation = run.evaluations.get(model)
+    folder = Path(evaluation.reference) if evaluation else None
+    if evaluation is None or folder is None or not (folder / "config.json").is_file():
+        return None
+    return folder if model_sha256(folder) == evaluation.reference_sha256 else None
 
 
 def _only_model(run: LoadedRun) -> str:

@@ -139,7 +139,7 @@ def template_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def token_ids(tokenizer: Any, rows: Sequence[Mapping[str, Any]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
     """Return one list of token ids per conversation, cut at max_tokens."""
-    from annie_quant.evaluate.chat_template import ChatTemplate
+    from annie_quant.checkpoint.chat_template import ChatTemplate
 
     template, ids = ChatTemplate(tokenizer, str(tokenizer.name_or_path)), []
     for row in rows:

@@ -125,7 +125,7 @@ def choose(
     if not held:
         progress.message(
             f"recipes are not compared: {len({s.row for s in samples})} conversations, {LEAST_CONVERSATIONS} or more are needed "
-            "(annie-quant data, or init with --logs); gptq is used"
+            "(annie-quant data, or init with --logs); plain GPTQ is used"
         )
         return start
     job.held_out = HeldOut(
@@ -135,7 +135,7 @@ def choose(
     trials = Trials(folder, formats, learned, held, job, progress)
     tried = list(tried)
     count = len(tried) + 2
-    best = Comparison("gptq", start, trials.score(start, f"1 of {count}, gptq"))
+    best = Comparison("GPTQ", start, trials.score(start, f"1 of {count}, GPTQ"))
     job.ingredients = [best.entry(None)]
     for number, (name, changes) in enumerate(tried, 2):
         if all(getattr(best.recipe, k) == v for k, v in changes.items()):

@@ -1,5 +1,6 @@
 """A run directory as the report reads it: the parts that exist, and the command that makes each missing one.
 
+Nothing is judged here: the stored verdict is shown. `annie-quant report DIR --judge` (report/judging.py) makes a new one.
 Parts that do not fit their type count as missing (schema.salvage). Each line of records.jsonl that is not a record is left out
 with a message.
 """
@@ -7,7 +8,7 @@ with a message.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import ClassVar
 import msgspec
 
 from annie_quant import schema
-from annie_quant.errors import UsageError
-from annie_quant.judge import decision
+from annie_quant.errors import AnnieError, UsageError
+from annie_quant.judge import decision, evidence
 from annie_quant.printable import visible
 from annie_quant.report import recount
 from annie_quant.report.format import name
@@ -26,6 +27,7 @@ from annie_quant.schema import (
     LayerKL,
     ModelRow,
     OfflineSide,
+    PairedVerdict,
     RequestRecord,
     SentWorkload,
     ServedSide,
@@ -45,6 +47,7 @@ BENCH = "annie-quant bench --backend-a NAME URL --backend-b NAME URL --output DI
 SERVE_BENCH = f"annie-quant serve MODEL_DIR, then {BENCH}"
 AUDIT = "annie-quant audit MODEL_DIR"
 EVAL = "annie-quant eval MODEL_DIR --reference BF16_DIR"
+JUDGE = "annie-quant report DIR --judge"
 
 
 @dataclass(frozen=True)
@@ -207,18 +210,43 @@ class LoadedRun:
         served = {s.name: s.data for s in (self.served if sides is None else sides) if isinstance(s, Backend)}
         return recount.check(served, self.measured, self.sampled) if served and self.records else None
 
+    @cached_property
+    def evaluations(self) -> dict[str, schema.Evaluation]:
+        """The evaluations in eval/ of the run's offline models, as far as they can be read."""
+        files = {m: self.folder / f"eval/{m}.json" for m in self.aggregates.offline}
+        loaded = {model: _evaluation(path) for model, path in files.items()}
+        return {model: evaluation for model, evaluation in loaded.items() if evaluation is not None}
+
+    @cached_property
+    def evidence(self) -> dict[str, list[str]]:
+        """By model, what its stored outcomes do not give of its figures (judge/evidence.py); only models with such a difference."""
+        lines = {}
+        for model, evaluation in self.evaluations.items():
+            shown = {**self.aggregates.offline[model], **self.aggregates.members.get(model, {})}
+            lines[model] = evidence.differences(evaluation, shown)
+        return {model: own for model, own in lines.items() if own}
+
     def _served_as(self, model: str | None) -> Backend | None:
         backend = decision.served_as(self.aggregates, model) if model else None
         return next((s for s in self.served if s.name == backend), None)
+
+
+def _evaluation(path: Path) -> schema.Evaluation | None:
+    try:
+        return schema.Evaluation.load(path) if path.is_file() else None
+    except AnnieError:
+        return None
 
 
 # The parts of other documents that the report shows.
 
 
 class _Evaluation(msgspec.Struct):
+    verdict: PairedVerdict | None = None
     numerics: dict[str, OfflineSide] = {}
     members: dict[str, OfflineSide] = {}
     reference_gates: dict[str, GateResult] = {}
+    blocking: list[str] = []
 
 
 class _LayerDivergence(msgspec.Struct):
@@ -236,6 +264,7 @@ class _Inputs(msgspec.Struct):
 
 class _Tried(msgspec.Struct):
     strategy: str
+    verdict: PairedVerdict | None = None
 
 
 class _Search(msgspec.Struct):
@@ -252,6 +281,7 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such run directory", "annie-quant demo makes one in runs/demo")
     records, bad_lines = _records(folder / "records.jsonl")
+    records += _records(folder / "unanswered.jsonl")[0]
     source = next((n for n in ("run.json", "bench.json") if (folder / n).is_file()), None)
     evaluations = {p.stem: salvage_or_default(_Evaluation, p) for p in sorted(folder.glob("eval/*.json"))}
     if source is None and not records and not evaluations:
@@ -275,8 +305,9 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     run.verdict.candidate = run.verdict.candidate or search.chosen
     if not run.aggregates.served and records:  # a benchmark that was cut off
         run.aggregates.served = recount.served(run.measured, run.sampled)
-    added = _add_evaluations(run, evaluations)
-    _decide(run, added, searched=bool(search.strategies))
+    stored = {name: evaluation.verdict for name, evaluation in evaluations.items()}
+    stored |= {row.strategy: row.verdict for row in search.strategies if row.verdict is not None}
+    _show_verdict(run, _add_evaluations(run, evaluations), stored, search.chosen if run.tried else None)
     _add_models(run)
     _add_sides(run)
     run.missing = _missing(run, source)
@@ -295,15 +326,38 @@ def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
     return records, bad_lines
 
 
-def _decide(run: LoadedRun, added: Collection[str | None], searched: bool) -> None:
-    """Decide where run.json has no decision (only eval/*.json, a search, a run that was cut off), or one without what was added."""
-    candidate = run.verdict.candidate
-    if not run.verdict.sentence and (added if not searched else candidate in run.aggregates.offline):
-        run.document.verdict = decision.verdict(run.aggregates, candidate if searched else None)
-    elif run.verdict.sentence and candidate is not None:
-        backend = decision.served_as(run.aggregates, candidate)
-        if {candidate, run.aggregates.served[backend].model if backend else candidate} & set(added):
-            run.document.verdict = decision.verdict(run.aggregates, candidate)
+def _show_verdict(
+    run: LoadedRun, added: Collection[str | None], stored: Mapping[str, PairedVerdict | None], chosen: str | None
+) -> None:
+    """Take the verdict of a search's choice or of the only evaluation where run.json has none; withdraw one that does not cover
+    an evaluation which was added later. stored: by model."""
+    verdict, candidate = run.verdict, run.verdict.candidate
+    if not verdict.sentence:
+        model = chosen or (next(iter(stored)) if len(stored) == 1 and not run.aggregates.served else None)
+        if model is not None and (own := stored.get(model)) is not None:
+            run.document.verdict = schema.Verdict(
+                sentence=f"{model}: {own.sentence}",
+                passed=own.verdict not in decision.FAILING,
+                outcome=own.verdict,
+                badge=own.verdict + (f"; not tested: {', '.join(own.not_tested)}" if own.not_tested else ""),
+                candidate=model,
+                reasons=own.reasons,
+            )
+        return
+    backend = decision.served_as(run.aggregates, candidate) if candidate else None
+    later = {candidate, run.aggregates.served[backend].model if backend else candidate} & set(added) - {None}
+    if later:
+        name = f"eval/{next(iter(later))}.json"
+        run.document.verdict = schema.Verdict(
+            sentence=f"{name} was added after the verdict, which does not cover it: {JUDGE}",
+            outcome="undecided",
+            badge="undecided: judge again",
+            candidate=candidate,
+            incumbent=verdict.incumbent,
+            caveats=verdict.caveats,
+        )
+    elif verdict.rule < decision.RULE:
+        verdict.caveats = [*verdict.caveats, f"the verdict was made by an older rule; today's rule: {JUDGE}"]
 
 
 def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set[str | None]:
@@ -314,7 +368,8 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set
     added: set[str | None] = set()
     offline, members = run.aggregates.offline, run.aggregates.members
     for model, evaluation in evaluations.items():
-        decision.judge_sides({**evaluation.numerics, **evaluation.members})
+        if evaluation.blocking:
+            run.aggregates.blocking[model] = evaluation.blocking
         if evaluation.numerics.keys() - offline.get(model, {}).keys():
             added.add(model)
         offline[model] = evaluation.numerics | offline.get(model, {})
@@ -365,7 +420,7 @@ def _missing(run: LoadedRun, source: str | None) -> list[Missing]:
     has_memory = not served or any(s.data.memory_bytes for s in served)
     has_pairs = not served or run.aggregates.comparisons
     parts: tuple[tuple[str, object, str, str], ...] = (
-        ("verdict", source, no_document, "annie-quant demo --output DIR"),
+        ("verdict", source, no_document, JUDGE if offline else "annie-quant demo --output DIR"),
         (
             "sizes",
             len(run.models) > len(run.unlisted),

@@ -33,6 +33,7 @@ from annie_quant.schema.evaluation import (
     LayerKL,
     MarginBin,
     Member,
+    ModelFiles,
     NumericsResult,
     SameAnswers,
     Sensitivity,
@@ -60,6 +61,7 @@ from annie_quant.schema.results import (
     Crossover,
     ModelRow,
     OfflineSide,
+    Roles,
     ServedSide,
     ToolSurfacePoint,
     TurnPoint,
@@ -74,7 +76,6 @@ from annie_quant.schema.search import (
     HardenedGate,
     Labels,
     LabelScores,
-    Ranked,
     SearchNumerics,
     SearchResult,
     Size9B,
@@ -104,9 +105,7 @@ from annie_quant.schema.statistics import (
     PairedVerdict,
     PooledGates,
     SpeedGate,
-    Spread,
     Standing,
-    VarianceComponent,
     WorkloadSummary,
 )
 from annie_quant.schema.workloads import CaseFile, ContextFile, Expect, WorkloadFile

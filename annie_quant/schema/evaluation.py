@@ -157,8 +157,9 @@ class Member(msgspec.Struct):
     """The checkpoint's answers in a further arithmetic of the ensemble of one numerics.
 
     arithmetic: a description. gates: over all prompts. paired: compared with the reference. outcomes: per gate one character
-    per prompt of Evaluation.prompts, "1" where the answer passes. n_computed: answers computed in this arithmetic; the others
-    were certain and are those of the requested numerics. n_changed: answers that differ from those of the requested numerics.
+    per prompt of Evaluation.prompts, "1" where the answer passes, "-" where the gate does not apply to it. n_computed: answers
+    computed in this arithmetic; the others were certain and are those of the requested numerics. n_changed: answers that differ
+    from those of the requested numerics.
     """
 
     arithmetic: str
@@ -182,19 +183,39 @@ class EnsembleFigures(msgspec.Struct):
     n: int
 
 
-class EvaluatedWorkload(msgspec.Struct):
+class EvaluatedWorkload(msgspec.Struct, omit_defaults=True):
+    """sha256: of its file. n_cases: prompts that were evaluated. prompts_sha256: of the list of their judge.prompt_sha256."""
+
     sha256: str
     n_cases: int
+    prompts_sha256: str = ""
+
+
+class ModelFiles(msgspec.Struct, omit_defaults=True):
+    """SHA-256 of what determines a model's answers: everything together, and single files ("" for one that is not there).
+
+    sha256: evaluate.reference.model_sha256 of the folder.
+    """
+
+    sha256: str
+    tokenizer: str = ""
+    chat_template: str = ""
+    generation_config: str = ""
 
 
 class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A checkpoint compared with its bf16 reference without a server.
 
     numerics: one entry per requested numerics. members: the further arithmetics of each ensemble, by "w4a4+bf16", "w4a4+perm1",
-    "w4a4+cut16". prompts: names of the prompts that count for a gate, in the order of the characters of `outcomes`.
-    reference_outcomes: the same characters for the bf16 reference. ensemble: by numerics. reference_drafts: acceptance of
-    the reference's MTP head by workload. verdict: judge.decision.judge_evaluation;
+    "w4a4+cut16". prompts: by gate, names of the prompts of the workloads that name it, in the order of the characters of
+    `outcomes` (in version 0.2.0 only those that the gate applies to in the reference's answer).
+    reference_outcomes: the same characters for the bf16 reference. floor_outcomes: for its answers in a second arithmetic, of the
+    gates that compare with its own answers; floor: those answers paired with the first ones. ensemble: by numerics.
+    reference_drafts: acceptance of the reference's MTP head by workload. verdict: judge.decision.judge_evaluation;
     absent in evaluations of version 0.1.0.
+    checkpoint_files, reference_files: None in evaluations of version 0.2.0.
+    blocking: reasons that forbid the verdict "keeps", such as a broken export.
+    evidence_sha256: digest of what the verdict is counted from (judge/evidence.py).
     """
 
     schema_version: int
@@ -216,9 +237,15 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     verdict: PairedVerdict | None = None
     prompts: dict[str, list[str]] = {}
     reference_outcomes: dict[str, str] = {}
+    floor_outcomes: dict[str, str] = {}
+    floor: dict[str, PairedGate] = {}
     members: dict[str, Member] = {}
     ensemble: dict[str, EnsembleFigures] = {}
     reference_drafts: dict[str, DraftAcceptance] = {}
+    checkpoint_files: ModelFiles | None = None
+    reference_files: ModelFiles | None = None
+    blocking: list[str] = []
+    evidence_sha256: str = ""
 
     def outcomes(self) -> dict[str, dict[str, str]]:
         """Return the outcomes of all members, those of `numerics` first."""

@@ -26,6 +26,7 @@ class ModelMeta(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Identity(msgspec.Struct, kw_only=True):
     """What a server reports about itself, cut to the limits of the types. meta: what the caller knows beforehand.
 
+    format: of the weights, from the caller, or from the model's file where that is on this machine (bench/weights.py).
     caveats: what of it could not be read, or was cut.
     """
 
@@ -39,6 +40,7 @@ class Identity(msgspec.Struct, kw_only=True):
     chat_template_sha256: Digest | None = None
     sampling_defaults: Annotated[dict[ShortText, JsonScalar | list[ShortText]], Meta(max_length=100)] = {}
     max_model_len: int | float | None = None
+    format: ShortText | None = None
     meta: Annotated[dict[ShortText, JsonScalar], Meta(max_length=100)] = {}
     caveats: Annotated[list[ShortText], Meta(max_length=20)] = []
 
@@ -102,6 +104,11 @@ class MemoryBytes(msgspec.Struct, kw_only=True):
     peak: int | None = None
     source: str = ""
 
+    @property
+    def highest(self) -> int | None:
+        """The highest figure that was measured, at any level; None without one."""
+        return max((level for level in (self.idle, self.one, self.five, self.peak) if level), default=None)
+
 
 class Energy(msgspec.Struct, kw_only=True):
     """GPU energy over a backend's measured requests."""
@@ -114,7 +121,7 @@ class Energy(msgspec.Struct, kw_only=True):
 def limited_identity(fields: dict[str, Any]) -> Identity:
     """Return an Identity of what a server sent: long texts are cut, values of an unexpected type are left out."""
     limits = {"url": 2000, "models_sha256": 64, "chat_template_sha256": 64}
-    names = ("name", "url", "model", "runtime", "version", "models_sha256", "chat_template_sha256")
+    names = ("name", "url", "model", "runtime", "version", "models_sha256", "chat_template_sha256", "format")
     texts = {name: fields[name][: limits.get(name, 200)] for name in names if isinstance(fields.get(name), str)}
     sizes, caveats = _entries(fields.get("model_meta")), fields.get("caveats")
     known = {name: sizes[name] for name in ModelMeta.__struct_fields__ if _is_number(sizes.get(name))}

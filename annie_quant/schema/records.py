@@ -52,6 +52,15 @@ class ToolCall(TypedDict, total=False):
     arguments: Any
 
 
+def incomplete(error: str | None, finish_reason: str | None) -> str:
+    """Return why an answer is not complete, "" for one that is."""
+    if error:
+        return f"the request failed: {error}"
+    if finish_reason is None:
+        return "it ended without a finish reason"
+    return "it was cut at max_tokens" if finish_reason == "length" else ""
+
+
 class RequestRecord(msgspec.Struct, kw_only=True):
     """One line of records.jsonl: one request, its answer, its times and what the gates found.
 
@@ -59,6 +68,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     warmup: never counted. cold: the first request to a server. repeat: from 0. block: number of the interleaved block.
     clock_mhz, temperature_c, throttle: of the GPU, else of the processor, after the request (host.machine_state).
     checks: gate → passed, for the gates that apply. faults: gate → reason, for the checks that failed.
+    prompt_sha256: of what the case asks (judge.prompt_sha256), "" in a record of version 0.2.0 or older.
     energy_j: GPU energy in joules, split evenly over requests sent together. stream: folder of the raw frames.
 
     endpoint: the API that was used (bench/endpoints.py). depth: prompt tokens that the workload aims at; `prompt_tokens` has how
@@ -97,6 +107,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     arrival_s: float | None = None
     stream: str = ""
     request_sha256: str = ""
+    prompt_sha256: str = ""
 
     status: int = 0
     error: str | None = None
@@ -167,8 +178,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def prompt(self) -> tuple[str, str, int]:
-        """(workload, case, turn): what was asked. Equal for all backends and repeats."""
-        return self.workload, self.case, self.turn
+        """(workload, digest of the case's content, turn): what was asked. Equal for all backends and repeats, whatever the ids."""
+        return self.workload, self.prompt_sha256 or self.case, self.turn
+
+    @property
+    def fault(self) -> str:
+        """Why the answer is not complete: an error, no finish reason, or a cut at max_tokens; "" for a complete answer."""
+        return incomplete(self.error, self.finish_reason)
 
     @property
     def first_token_ms(self) -> float | None:

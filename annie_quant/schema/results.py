@@ -37,6 +37,23 @@ class Confound(msgspec.Struct, kw_only=True):
     backends: list[str] = []
 
 
+class Roles(msgspec.Struct, kw_only=True, frozen=True):
+    """Who is judged against whom (judge/decision/roles.py), by name of a backend or a model.
+
+    candidate: what is judged. reference: the bf16 side that all others are compared with. incumbent: what the candidate would
+    replace. assumed: candidate and incumbent follow from the order of the sides alone, so each is compared with the other.
+    """
+
+    candidate: str | None = None
+    reference: str | None = None
+    incumbent: str | None = None
+    assumed: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.candidate, self.reference, self.incumbent) if name is not None]
+
+
 class Verbosity(msgspec.Struct, kw_only=True):
     """Answer length against the reference's answers to the same prompts: the median of the ratios."""
 
@@ -50,11 +67,13 @@ class Verbosity(msgspec.Struct, kw_only=True):
 class ServedSide(msgspec.Struct, kw_only=True):
     """One backend's results. left_out_of_timings: failed, cold and stalled requests, and impossible stamps.
 
-    judged_by: the backend that its gates are compared with (paired, pooled); None where there is none.
+    format: of its weights ("BF16", "NVFP4", "Q4_K_M"), "" where it is unknown. judged_by: the backend that its gates are compared
+    with (paired, pooled); None where there is none.
     """
 
     model: str | None = None
     runtime: str | None = None
+    format: str = ""
     requests: int = 0
     errors: int = 0
     left_out_of_timings: int = 0
@@ -105,7 +124,7 @@ class ToolSurfacePoint(msgspec.Struct, kw_only=True):
 
 
 class ModelRow(msgspec.Struct, kw_only=True):
-    """A model of the run: its format, its size on disk and where its files are."""
+    """A model of the run: its format, its size on disk, where its files are, and their hash (ModelFiles.sha256)."""
 
     name: str
     label: str = ""
@@ -114,6 +133,7 @@ class ModelRow(msgspec.Struct, kw_only=True):
     bits_per_weight: float | None = None
     checkpoint: str = ""
     gguf: str = ""
+    model_sha256: str = ""
 
 
 class OfflineSide(msgspec.Struct, kw_only=True):
@@ -135,9 +155,12 @@ class Aggregates(msgspec.Struct, kw_only=True):
     """All results of a run: behind servers (from records.jsonl), and without one (models, offline).
 
     served and turns: by backend. offline: by model, then by numerics; members: the further arithmetics of its ensemble
-    (Evaluation.members), in the same form. turn_ratio: TTFT of the last turn, relative to the first. noise: by backend.
+    (Evaluation.members), in the same form. blocking: by model, reasons that forbid "keeps" (Evaluation.blocking).
+    turn_ratio: TTFT of the last turn, relative to the first. noise: by backend.
+    roles: None in a run of version 0.2.0 or older, whose roles followed from names and formats.
     """
 
+    roles: Roles | None = None
     served: dict[str, ServedSide] = {}
     comparisons: list[Comparison] = []
     noise: dict[str, list[NoiseFloor]] = {}
@@ -150,13 +173,17 @@ class Aggregates(msgspec.Struct, kw_only=True):
     models: list[ModelRow] = []
     offline: dict[str, dict[str, OfflineSide]] = {}
     members: dict[str, dict[str, OfflineSide]] = {}
+    blocking: dict[str, list[str]] = {}
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """The outcome. passed: the candidate neither loses nor is fragile. comparable: no confound between candidate and incumbent.
+    """The outcome. passed: the candidate neither loses nor is fragile, and nothing confounds it. comparable: no confound.
 
-    outcome: None in a run of version 0.1.0. badge: the decision in a few words, with the recommendation.
+    outcome: "keeps" only where `passed`; None in a run of version 0.1.0. rule: version of the rule that decided (roles.RULE), 0 in
+    a run of version 0.2.0 or older. badge: the decision in a few words, with the recommendation.
     """
+
+    rule: int = 0
 
     sentence: str = ""
     passed: bool = False

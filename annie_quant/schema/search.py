@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from annie_quant.schema.evaluation import GateTable, KLSummary, SameAnswers
-from annie_quant.schema.statistics import PairedGate, PairedVerdict, PooledGates, Spread
+from annie_quant.schema.statistics import PairedGate, PairedVerdict, PooledGates
 
 
 class SearchNumerics(msgspec.Struct):
@@ -73,22 +73,12 @@ class CalibrationDraw(msgspec.Struct):
     gates: dict[str, dict[str, list[int]]]
 
 
-class Ranked(msgspec.Struct):
-    """Two strategies whose order is sure under one numerics. difference: of right answers, better - worse. p: after Holm."""
-
-    numerics: str
-    better: str
-    worse: str
-    difference: Spread
-    p: float
-
-
 class StrategyRow(msgspec.Struct, omit_defaults=True):
     """A tried strategy.
 
     path: its steps in order. why: reasons for not passing. explained: further findings. read_bytes: per decoded token;
-    ceiling_tok_s: on a GB10. draws: further calibration draws. spread: numerics → gate ("all": right answers) → the spread over
-    prompts, draws and arithmetics. loads: which servers load the checkpoint. error: why it could not be quantized.
+    ceiling_tok_s: on a GB10. draws: further calibration draws. loads: which servers load the
+    checkpoint. error: why it could not be quantized.
     """
 
     strategy: str
@@ -110,13 +100,12 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     of_9b: Size9B | None = None
     verdict: PairedVerdict | None = None
     draws: list[CalibrationDraw] = []
-    spread: dict[str, dict[str, Spread]] = {}
 
 
 class SearchResult(msgspec.Struct):
     """chosen: the first strategy that passes every gate. stopped: why no strategy was tried. seconds: until the choice.
 
-    seeds: calibration draws per strategy. ranking: strategies whose order is sure.
+    seeds: calibration draws per strategy.
     """
 
     chosen: str | None
@@ -131,4 +120,3 @@ class SearchResult(msgspec.Struct):
     strategies: list[StrategyRow]
     seconds: float
     seeds: int = 1
-    ranking: list[Ranked] = []

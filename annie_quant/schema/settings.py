@@ -9,6 +9,7 @@ from msgspec import field
 
 from annie_quant.schema.limits import JsonScalar
 from annie_quant.schema.records import Load
+from annie_quant.schema.results import Roles
 from annie_quant.schema.workloads import ContextFile
 
 
@@ -37,7 +38,8 @@ class BenchConfig(msgspec.Struct, kw_only=True):
 
     warmup: requests per backend and workload that are not counted. runs: measurements per case. n: cases per workload
     (None: all). prefix_cache: "warm" (servers as they come) or "off" (no reuse between requests, where the server can).
-    reference: the backend that answer length is compared with. budget_s: stop measuring after so many seconds.
+    reference: the backend that answer length is compared with. roles: those that the user named. budget_s: stop measuring after so
+    many seconds.
     noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor (bench/noise.py).
     sustained: repeat the prompts until budget_s ends, so that requests which were not sent are no caveat.
     stop_early: stop at a planned look when everything is decided (bench/sequential.py).
@@ -51,6 +53,7 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     loads: list[Load] = field(default_factory=lambda: [Load()])
     prefix_cache: Literal["warm", "off"] = "warm"
     reference: str | None = None
+    roles: Roles = field(default_factory=Roles)
     workloads: dict[str, WorkloadSettings] = {}
     timeout_s: float = 120.0
     with_memory: bool = True
@@ -60,7 +63,16 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     sustained: bool = False
 
     # These may differ between a run and its continuation.
-    NOT_COMPARED = ("timeout_s", "with_memory", "budget_s", "stop_early", "noise_share", "sustained")
+    NOT_COMPARED = (
+        "timeout_s",
+        "with_memory",
+        "budget_s",
+        "stop_early",
+        "noise_share",
+        "sustained",
+        "reference",
+        "roles",
+    )
 
     def differences(self, other: BenchConfig) -> list[str]:
         """Names of the settings that decide which requests are sent, and that differ from `other`."""

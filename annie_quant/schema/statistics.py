@@ -22,6 +22,7 @@ class PairedGate(msgspec.Struct):
     after Holm's adjustment over the gates. difference: (won - lost) / n; low, high: its 90 % score interval, so each bound has
     an error of 5 %. margin: the loss that is accepted. detectable: the smallest true loss that n prompts find in 80 % of runs.
     n_to_decide: how many prompts would decide at the observed rates; None where it is decided or no number would do.
+    passed: answers of the reference that show what the gate checks; None in files of version 0.2 and older.
     """
 
     n: int
@@ -36,6 +37,7 @@ class PairedGate(msgspec.Struct):
     verdict: GateVerdict = "undecided"
     n_to_decide: int | None = None
     detectable: float | None = None
+    passed: int | None = None
 
 
 class PooledGates(msgspec.Struct, kw_only=True):
@@ -71,7 +73,8 @@ class MemberVerdict(msgspec.Struct, kw_only=True):
 class PairedVerdict(msgspec.Struct, kw_only=True):
     """The decision about a checkpoint. members: by numerics. profiles: members without their perturbations (NAME+...).
 
-    sentence: the decision as text. reasons: one line per gate that is lost or undecided.
+    sentence: the decision as text. reasons: one line per gate that is lost or undecided. coverage: behaviour → answers of the
+    reference that show it (judge/decision/coverage.py). not_tested: those behaviours that have too few.
     """
 
     verdict: Standing = "undecided"
@@ -79,6 +82,8 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
     reasons: list[str] = []
     profiles: dict[str, Standing] = {}
     members: dict[str, MemberVerdict] = {}
+    coverage: dict[str, int] = {}
+    not_tested: list[str] = []
 
 
 class VarianceComponent(msgspec.Struct):

@@ -67,7 +67,8 @@ class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
 
     persona: a built-in persona, or a file or folder relative to this file ("..", "./mine.json"); None: no system prompt.
     tools: OpenAI function tools, or "persona" for those of the persona. default: whether it is used where no workloads are
-    named. extra: further fields of each request's body. context: text before each prompt.
+    named. informative: gates that are reported about these answers and never decide. extra: further fields of each
+    request's body. context: text before each prompt.
     """
 
     name: str
@@ -80,6 +81,7 @@ class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     max_tokens: int
     temperature: float = 0.0
     gates: list[str]
+    informative: list[str] = []
     extra: dict[str, Any] | None = None
     context: ContextFile | None = None
     cases: list[CaseFile]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import math
 import os
 import signal
@@ -71,42 +73,59 @@ def chat(url: str, model: str | None, messages: Sequence[Mapping[str, Any]], tag
 
 
 class Cancel:
-    """Stops a run from another thread: pass it as run(..., cancel=c) and call c.cancel().
+    """Stops runs from another thread: pass it as run(..., cancel=c) and call c.cancel().
 
     It stays cancelled: a run that is passed it afterwards sends nothing, and a run cancelled during its warm-up sends
-    no request after it.
+    no request after it. Several runs can have the same Cancel. `close` cancels as well.
     """
 
     def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._lock = threading.RLock()  # a signal handler may cancel
+        self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
         self.cancelled = False
 
     def cancel(self) -> None:
-        self.cancelled = True
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it wakes the loop
-            os.write(self._write_fd, b"\0")
+        with self._lock:
+            if not self.cancelled:
+                self.cancelled = True
+                os.write(self._write_fd, b"\0")  # it is never read, so that every run sees it
 
     def close(self) -> None:
-        for fd in (self._read_fd, self._write_fd):
-            os.close(fd)
-        self._read_fd = self._write_fd = -1
+        self.cancel()
+        with self._lock:
+            if self._read_fd >= 0:
+                os.close(self._read_fd)
+                os.close(self._write_fd)
+            self._read_fd = self._write_fd = -1
 
-    @contextlib.contextmanager
-    def wakeup_fd(self) -> Iterator[int]:
-        """Yield the descriptor that wakes the C loop. In the main thread, signals write to it as well."""
-        if self.cancelled:  # an earlier run may have read the byte
-            self._wake()
-        if threading.current_thread() is not threading.main_thread():
-            yield self._read_fd
-            return
-        previous = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        try:
-            yield self._read_fd
-        finally:
-            signal.set_wakeup_fd(previous)
+    def descriptor(self) -> int:
+        """Return a descriptor that is readable once this is cancelled. The caller closes it: a run may outlive `close`."""
+        with self._lock:
+            if self._read_fd < 0:
+                raise UsageError("this Cancel is closed", "use a new one")
+            return os.dup(self._read_fd)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[tuple[int, int]]:
+    """Yield a descriptor that receives the numbers of signals, in the main thread, and the one that they are passed on to.
+
+    Another event loop, such as asyncio's, may have its own descriptor: its handlers depend on these bytes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield -1, -1
+        return
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    try:
+        yield read_fd, before
+    finally:
+        signal.set_wakeup_fd(before)
+        with contextlib.suppress(OSError):  # BlockingIOError: there are no more
+            while before >= 0:
+                os.write(before, os.read(read_fd, 64))
+        os.close(read_fd)
+        os.close(write_fd)
 
 
 def run(
@@ -178,12 +197,15 @@ async def run_async(requests: Iterable[Request], concurrency: int | None = None,
     import asyncio  # 7 MB that a synchronous run does not need
 
     cancel = Cancel()
-    work = asyncio.ensure_future(asyncio.to_thread(run, requests, concurrency, cancel=cancel, **options))
+    call = functools.partial(contextvars.copy_context().run, run, requests, concurrency, cancel=cancel, **options)
+    work = asyncio.get_running_loop().run_in_executor(None, call)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
         cancel.cancel()
-        await work
+        while not work.done():  # the task may be cancelled again while the thread stops
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
         raise
     finally:
         cancel.close()
@@ -216,9 +238,18 @@ def _run(plan: _Plan, concurrency: int | None, cancel: Cancel, options: Mapping[
         concurrency = 0 if any(r.start_s is not None for r in requests) else 1
     elif concurrency < 1:
         raise UsageError(f"concurrency={concurrency} would never start a request", "use 1 or more, or None")
-    with cancel.wakeup_fd() as fd, plan.refused():
+    with contextlib.ExitStack() as stack:
+        cancel_fd = cancel.descriptor()
+        stack.callback(os.close, cancel_fd)
+        signal_fd, forward_fd = stack.enter_context(_signals())
+        stack.enter_context(plan.refused())
         rows, events, reads, frames, notes, origin_ns, origin_realtime_ns, _, realtime, raised = module.run(
-            plan.rows, concurrency=concurrency, cancel_fd=fd, **options
+            plan.rows,
+            concurrency=concurrency,
+            cancel_fd=cancel_fd,
+            signal_fd=signal_fd,
+            forward_fd=forward_fd,
+            **options,
         )
     timings = Timings(
         [PlannedRequest(r.tag, safe_url(r.url), r.timeout_s, r.idle_timeout_s) for r in requests],

@@ -72,6 +72,10 @@ def decode_record(timings: Timings, request: int, clock: str) -> Record:
     answer = decode.read_answer(frames) if row["event_stream"] else decode.Answer()
     _find_fault(timings, answer, request, b"".join(f.raw for f in frames))
     started, scheduled = int(row["started_ns"]), int(row["scheduled_ns"])
+    if "resent_us" in row.dtype.names and (resent := int(row["resent_us"])):
+        answer.warn(
+            f"the reused connection had ended: sent again after {resent / 1e3:.1f} ms, which this request's times include"
+        )
     suffix = "_kernel_ns" if clock == "kernel" else "_ns"
     first_byte = int(row[f"first_byte{suffix}"]) or int(row["first_byte_ns"])
     ended = int(row[f"ended{suffix}"]) or int(row["ended_ns"])

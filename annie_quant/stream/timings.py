@@ -30,6 +30,7 @@ _COLUMNS = {  # of the rows in csrc/stream/plan.h: those that are read here
     "events": "user_ns kernel_ns offset size data_start data_size request read data_lines kind flags",
     "reads": "user_ns request size",
 }
+_LATER_COLUMNS = {"resent_us"}  # older recordings do not have them
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,8 @@ def _check_arrays(
         missing = [c for c in _COLUMNS[name].split() if c not in (rows.dtype.names or ())]
         if missing or rows.ndim != 1:
             raise ValueError(f"{name} has no column {missing[0]}" if missing else f"{name} has {rows.ndim} dimensions")
-        if any(rows.dtype[c].kind not in "iub" for c in _COLUMNS[name].split()):
+        columns = {*_COLUMNS[name].split(), *_LATER_COLUMNS} & set(rows.dtype.names or ())
+        if any(rows.dtype[c].kind not in "iub" for c in columns):
             raise ValueError(f"{name} has columns that are not integers")
     for name, data in (("frames", frames), ("notes", notes)):
         if data.dtype != np.uint8 or data.ndim != 1:

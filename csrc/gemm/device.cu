@@ -116,17 +116,19 @@ int StreamMemory::release() {
 
 int ReportMemory::prepare() {
     if (!report_) return 0;
-    const DeviceReport none = {~0ull, 0};
-    const int status = memory_.allocate(sizeof none);
-    return status ? status : status_of(cudaMemcpyAsync(memory_.get(), &none, sizeof none, cudaMemcpyHostToDevice, stream_));
+    int status = memory_.allocate(sizeof(DeviceReport));
+    // Not a copy from this stack: a GPU that reads pageable memory itself may do so after this function has returned.
+    if (!status) status = status_of(cudaMemsetAsync(&get()->first, 0xff, sizeof get()->first, stream_));
+    if (!status) status = status_of(cudaMemsetAsync(&get()->count, 0, sizeof get()->count, stream_));
+    return status;
 }
 
 int ReportMemory::read() {
     if (!report_) return 0;
     DeviceReport result;
     int status = status_of(cudaMemcpyAsync(&result, memory_.get(), sizeof result, cudaMemcpyDeviceToHost, stream_));
-    if (!status) status = memory_.release();
-    if (!status) status = status_of(cudaStreamSynchronize(stream_));
+    const int freed = memory_.release(), synchronised = status_of(cudaStreamSynchronize(stream_));  // before `result` ends
+    if (!status) status = freed ? freed : synchronised;
     if (!status) *report_ = aq_report{(int64_t)result.count, (int64_t)result.first};
     return status;
 }

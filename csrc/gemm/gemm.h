@@ -105,7 +105,8 @@ int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_sca
              int64_t n, int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl, void *stream);
 
 /* The same for a layer, with x and out of one type: plans are kept per device and shape, and programmatic dependence on the kernel before
- * is used where the device and a stream's capture allow it. The workspace has at least the bytes of aq_linear_workspace, or is NULL. */
+ * is used where the device and a stream's capture allow it: the weight is read before the stream's previous kernel has ended, which
+ * must not write it. out must not overlap an operand. The workspace has at least the bytes of aq_linear_workspace, or is NULL. */
 int aq_linear_workspace(int64_t m, int64_t n, int64_t k, int64_t *bytes);
 int aq_linear(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, float tensor_scale, void *out, void *workspace,
               int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int type, void *stream);

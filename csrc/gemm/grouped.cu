@@ -108,11 +108,16 @@ int run_tiles(const GroupedProduct &p, const aq_grouped_plan &plan, const aq_nee
     return half ? launch<tiled_kernel<8, 1, 2, 16, true, Experts>>(how(Tokens128::kWarps), a, of) : launch<tiled_kernel<8, 1, 2, 16, false, Experts>>(how(Tokens128::kWarps), a, of);
 }
 
-// As aq_grouped_problem, for an alignment with space for `tiles` tiles of tokens.
-const char *problem_of(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs) {
+const char *shape_problem(const aq_grouped_shape &s) {
     constexpr int64_t kMost = 1ll << 30;
     if (s.pairs < 1 || s.experts < 1 || s.top_k < 1 || s.n < 1 || s.k < 16 || s.k % 16) return "the shape must be positive, K a multiple of 16";
     if (s.pairs > kMost || s.experts > kMost || s.n > kMost || s.k > kMost || s.top_k > s.pairs) return "the shape is too large, or top_k exceeds the pairs";
+    return nullptr;
+}
+
+// As aq_grouped_problem, for an alignment with space for `tiles` tiles of tokens.
+const char *problem_of(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs) {
+    if (const char *problem = shape_problem(s)) return problem;
     if (plan.tile_tokens == 8 || plan.tile_tokens == 16 || plan.tile_tokens == 32) return grouped_skinny_problem(s, limits, plan, tiles, needs);
     if (plan.tile_tokens == 64 || plan.tile_tokens == 128) return tiles_problem(s, limits, plan, tiles, needs);
     return "tile_tokens must be 8, 16, 32, 64 or 128";
@@ -123,6 +128,7 @@ const char *problem_of(const aq_grouped_shape &s, const aq_limits &limits, const
 extern "C" int aq_plan_grouped(const aq_grouped_shape *shape, int tile_tokens, const aq_limits *limits, aq_grouped_plan *plan) {
     const aq_grouped_shape &s = *shape;
     aq_needs needs;
+    if (shape_problem(s) || limits->sms < 1) return AQ_GEMM_NO_PLAN;
     if (tile_tokens <= 32)
         for (const FewTokens &few : kFewTokens) {
             if (tile_tokens ? few.plan.tile_tokens != tile_tokens : s.pairs > few.most_per_expert * s.experts) continue;

@@ -129,9 +129,18 @@ double plan_wgmma(const Shape &shape, const aq_limits &limits, aq_wgmma_plan *be
     return best_us;
 }
 
+const char *product_problem(int64_t m, int64_t n, int64_t k, const aq_limits &limits) {
+    constexpr int64_t kMost = (1ll << 31) - kBlockTiles * kRows;  // rows and columns are counted in 32 bits
+    if (m < 1 || n < 1 || k < 16 || k % 16 || m > kMost || n > kMost || k > kMost) return "the shape must be positive, K a multiple of 16, and all below 2^31";
+    const Shape shape(m, n, k);
+    if ((int64_t)shape.tiles * shape.chunks >= 1ll << 31) return "the weight has too many chunks";
+    return limits.sms < 1 ? "the device must have a multiprocessor" : nullptr;
+}
+
 }  // namespace
 
 extern "C" int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, const aq_limits *limits, aq_plan *plan) {
+    if (product_problem(m, n, k, *limits)) return AQ_GEMM_NO_PLAN;
     const Shape shape(m, n, k);
     aq_skinny_plan skinny;
     aq_wgmma_plan wgmma;
@@ -152,10 +161,8 @@ extern "C" int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, const aq
 }
 
 extern "C" const char *aq_plan_problem(int64_t m, int64_t n, int64_t k, const aq_limits *limits, const aq_plan *plan, aq_needs *needs) {
-    constexpr int64_t kMost = (1ll << 31) - kBlockTiles * kRows;  // rows and columns are counted in 32 bits
-    if (m < 1 || n < 1 || k < 16 || k % 16 || m > kMost || n > kMost || k > kMost) return "the shape must be positive, K a multiple of 16, and all below 2^31";
+    if (const char *problem = product_problem(m, n, k, *limits)) return problem;
     const Shape shape(m, n, k);
-    if ((int64_t)shape.tiles * shape.chunks >= 1ll << 31) return "the weight has too many chunks";
     switch (plan->path) {
     case AQ_PATH_SKINNY: return skinny_problem(shape, *limits, plan->of.skinny, needs);
     case AQ_PATH_TILED: return tiled_problem(shape, *limits, plan->of.tiled, needs);

@@ -32,14 +32,21 @@ static uint32_t amax_bits(const void *x, int kind, size_t count)
 }
 
 /* Codes of eight elements of a 16-bit kind, as 16-bit lanes. */
+static inline int16x8_t threshold_16(const uint32_t *above, int slot)
+{
+    int16_t half;
+    memcpy(&half, (const uint8_t *)above + (size_t)slot * sizeof half, sizeof half);
+    return vdupq_n_s16(half);
+}
+
 static inline uint16x8_t eight_codes_16(const uint16_t *x, const uint32_t *above)
 {
     uint16x8_t v = vld1q_u16(x);
     int16x8_t a = vreinterpretq_s16_u16(vandq_u16(v, vdupq_n_u16(0x7fff)));
     uint16x8_t n = vdupq_n_u16(0);
     for (int i = 0; i < 7; i++)
-        n = vsubq_u16(n, vcgtq_s16(a, vdupq_n_s16(((const int16_t *)above)[ABOVE_SLOT[i]])));
-    uint16x8_t sign = vandq_u16(vshrq_n_u16(v, 12), vcgtq_s16(a, vdupq_n_s16(((const int16_t *)above)[ABOVE_SLOT[7]])));
+        n = vsubq_u16(n, vcgtq_s16(a, threshold_16(above, ABOVE_SLOT[i])));
+    uint16x8_t sign = vandq_u16(vshrq_n_u16(v, 12), vcgtq_s16(a, threshold_16(above, ABOVE_SLOT[7])));
     return vorrq_u16(n, vandq_u16(sign, vdupq_n_u16(8)));
 }
 

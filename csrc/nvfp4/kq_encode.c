@@ -13,6 +13,12 @@ static int clip(int v, int low, int high)
     return v < low ? low : at_most(v, high);
 }
 
+/* 0 for what has no int8: NaN and infinity, which the reciprocal of a denormal step gives. A conversion of these is undefined. */
+static int8_t to_int8(float v)
+{
+    return fabsf(v) < 128.f ? (int8_t)v : 0;
+}
+
 /* The six-bit scale and minimum of sub-block j, from the 12 packed bytes. */
 static void six_bits(const uint8_t *packed, int j, int *scale, int *min)
 {
@@ -264,8 +270,7 @@ static float legacy(const float *x, int top, const float *weight, float row_squa
         }
     float d = extreme / -top, inverse = d != 0 ? 1.f / d : 0.f;
     for (int i = 0; i < 32; i++) {
-        int8_t q = (int8_t)(x[i] * inverse + (top + .5f));
-        L[i] = (uint8_t)at_most(q, 2 * top - 1);
+        L[i] = (uint8_t)at_most(to_int8(x[i] * inverse + (top + .5f)), 2 * top - 1);
     }
     return d;
 }
@@ -304,7 +309,7 @@ static void encode_q8_0(const struct kq_search *search, const float *x, size_t c
         float d = amax / 127, inverse = d != 0 ? 1.f / d : 0.f;
         y->d = float_to_f16(d);
         for (int i = 0; i < 32; i++)
-            y->qs[i] = (int8_t)roundf(x[at + i] * inverse);
+            y->qs[i] = to_int8(roundf(x[at + i] * inverse));
     }
 }
 

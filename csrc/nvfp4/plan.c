@@ -70,7 +70,8 @@ static void set_above(uint32_t above[8], int kind, unsigned i, uint32_t bits)
         above[slot] = bits;
         return;
     }
-    ((uint16_t *)above)[slot] = (uint16_t)bits;
+    const uint16_t half = (uint16_t)bits;
+    memcpy((uint8_t *)above + slot * sizeof half, &half, sizeof half);
     for (unsigned k = 0; k < 4; k++)
         if (of_pair[k] == i)
             above[ABOVE_PAIRS + k] = (bits & 0xffffu) * 0x10001u;

@@ -2,8 +2,6 @@
 #define _GNU_SOURCE
 #include "parts.h"
 
-#include <strings.h>
-
 enum { ANSWER_HEAD_BYTES = HTTP1_MAX_HEAD }; /* libcurl ends a transfer at 300 KB, as if the connection had broken */
 
 void answer_first_byte(struct transfer *t)
@@ -40,7 +38,7 @@ bool answer_line(struct transfer *t, const char *line, size_t size)
         t->final_head = is_final_status(line, size);
     }
     t->head_ended = size && (line[0] == '\n' || (size > 1 && line[0] == '\r' && line[1] == '\n'));
-    if (size >= 11 && strncasecmp(line, "set-cookie:", 11) == 0) /* a secret that nothing needs */
+    if (text_begins((struct text){line, size}, "set-cookie:")) /* a secret that nothing needs */
         return true;
     if (vector_add(&t->header, line, size)) {
         t->client->no_memory = true;
@@ -113,7 +111,7 @@ static int store_read(struct transfer *t, size_t size)
 
 static bool is_type(const char *type, const char *expected)
 {
-    return type && strncasecmp(type, expected, strlen(expected)) == 0;
+    return type && text_begins((struct text){type, strlen(type)}, expected);
 }
 
 /* Servers are lenient about the content type of an event stream, but not about that of an error page or of newline-delimited JSON. */

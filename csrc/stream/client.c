@@ -8,7 +8,7 @@
 #include "priority.h"
 
 #include <errno.h>
-#include <fcntl.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
@@ -99,20 +99,20 @@ static void stop_all(struct client *c, uint8_t cause)
     }
 }
 
-/* Read what woke the run. Returns -1 for nothing, 0 for signals, 1 if the program cancelled the run. */
-static int read_cancel_fd(struct client *c)
+/* Let the program handle signals. Returns true if it stops the run. */
+static bool was_interrupted(struct client *c)
 {
-    char bytes[64];
-    int result = -1;
-    for (ssize_t got; c->plan->cancel_fd >= 0 && (got = read(c->plan->cancel_fd, bytes, sizeof bytes)) > 0; result = 0)
-        if (memchr(bytes, 0, (size_t)got)) /* 0: cancelled by the program; any other byte is a signal's number */
-            return 1;
-    return result;
+    char numbers[64];
+    for (ssize_t got; c->plan->signal_fd >= 0 && (got = read(c->plan->signal_fd, numbers, sizeof numbers)) > 0;)
+        if (c->plan->forward_fd >= 0)
+            (void)!write(c->plan->forward_fd, numbers, (size_t)got);
+    return c->plan->interrupted && c->plan->interrupted(c->plan->context);
 }
 
-static bool was_interrupted(struct client *c, int woken)
+static bool is_cancelled(const struct client *c)
 {
-    return woken > 0 || (c->plan->interrupted && c->plan->interrupted(c->plan->context));
+    struct pollfd cancel = {.fd = c->plan->cancel_fd, .events = POLLIN}; /* a negative fd is ignored */
+    return poll(&cancel, 1, 0) > 0;
 }
 
 /* ---- waiting */
@@ -166,7 +166,7 @@ static bool wait_and_handle(struct client *c, int64_t due, int64_t now)
         set_timer(c, due);
     int count = epoll_wait(c->epoll_fd, events, WAKE_EVENTS, due > now ? -1 : 0);
     if (count < 0)
-        return errno == EINTR && !was_interrupted(c, read_cancel_fd(c));
+        return errno == EINTR && !was_interrupted(c);
     if (count > 0)
         update_clock_pair(c);
     for (int i = 0; i < count; i++) {
@@ -176,7 +176,9 @@ static bool wait_and_handle(struct client *c, int64_t due, int64_t now)
             (void)!read(fd, &expirations, sizeof expirations);
             c->armed_ns = INT64_MAX;
         } else if (fd == c->plan->cancel_fd) {
-            if (was_interrupted(c, read_cancel_fd(c)))
+            return false;
+        } else if (fd == c->plan->signal_fd) {
+            if (was_interrupted(c))
                 return false;
         } else {
             handle_socket(c, fd, events[i].events);
@@ -189,8 +191,7 @@ static void run_loop(struct client *c)
 {
     const struct plan *p = c->plan;
     int64_t deadline = p->deadline_ns > 0 ? c->result->origin_ns + p->deadline_ns : INT64_MAX;
-    int woken = read_cancel_fd(c); /* a run that was cancelled before it began sends nothing */
-    if (woken >= 0 && was_interrupted(c, woken)) {
+    if (is_cancelled(c)) { /* a run that was cancelled before it began sends nothing */
         c->result->stopped = true;
         stop_all(c, CAUSE_CANCELLED);
         return;
@@ -279,7 +280,7 @@ static int open_all(struct client *c)
     c->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
     if (c->epoll_fd < 0 || c->timer_fd < 0 || !watch(c, c->timer_fd))
         return PLAN_NO_EPOLL;
-    if (c->plan->cancel_fd >= 0 && !watch(c, c->plan->cancel_fd))
+    if ((c->plan->cancel_fd >= 0 && !watch(c, c->plan->cancel_fd)) || (c->plan->signal_fd >= 0 && !watch(c, c->plan->signal_fd)))
         return PLAN_NO_EPOLL;
     return multi_open(c) ? PLAN_OK : PLAN_NO_CURL;
 }

@@ -83,7 +83,9 @@ static CURLcode set_common(struct transfer *t)
     code = code ? code : handle_set(t, CURLOPT_ERRORBUFFER, t->error);
     code = code ? code : set_protocols(t);
     code = code ? code : handle_set(t, CURLOPT_URL, t->request->url);
-    code = code ? code : handle_set(t, CURLOPT_PROXY, p->proxy ? p->proxy : ""); /* "": not the environment's proxy either */
+    /* "": neither the environment's proxy, nor its list of hosts that are connected to without the plan's */
+    code = code ? code : handle_set(t, CURLOPT_PROXY, p->proxy ? p->proxy : "");
+    code = code ? code : handle_set(t, CURLOPT_NOPROXY, "");
     if (p->unix_socket)
         code = code ? code : handle_set(t, CURLOPT_UNIX_SOCKET_PATH, p->unix_socket);
     return code ? code : set_sockets(t);

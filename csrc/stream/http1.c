@@ -1,9 +1,9 @@
 /* The reader of http1.h: one state per position at which a read may end. */
 #include "http1.h"
+#include "text.h"
 
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 
 enum state { HEAD, LENGTH, TO_END, CHUNK_SIZE, CHUNK_EXTENSION, CHUNK_SIZE_LF, CHUNK, CHUNK_CR, CHUNK_LF, TRAILER, DONE };
 
@@ -98,11 +98,6 @@ static bool is_digit(uint8_t c)
     return c >= '0' && c <= '9';
 }
 
-static bool is_token(uint8_t c)
-{
-    return is_digit(c) || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || (c && strchr("!#$%&'*+-.^_`|~", c));
-}
-
 static bool is_blank(uint8_t c)
 {
     return c == ' ' || c == '\t';
@@ -110,35 +105,14 @@ static bool is_blank(uint8_t c)
 
 /* ---- fields */
 
-struct text {
-    const uint8_t *at;
-    size_t size;
-};
-
-static struct text trimmed(const uint8_t *at, size_t size)
-{
-    while (size && is_blank(at[0])) {
-        at++;
-        size--;
-    }
-    while (size && is_blank(at[size - 1]))
-        size--;
-    return (struct text){at, size};
-}
-
-static bool is_word(struct text t, const char *word)
-{
-    return t.size == strlen(word) && strncasecmp((const char *)t.at, word, t.size) == 0;
-}
-
 /* The next element of a comma-separated list; false at its end. */
 static bool next_element(struct text *list, struct text *element)
 {
     if (!list->at)
         return false;
-    const uint8_t *comma = memchr(list->at, ',', list->size);
+    const char *comma = memchr(list->at, ',', list->size);
     size_t size = comma ? (size_t)(comma - list->at) : list->size;
-    *element = trimmed(list->at, size);
+    *element = text_trimmed((struct text){list->at, size});
     list->size -= comma ? size + 1 : size;
     list->at = comma ? comma + 1 : NULL;
     return true;
@@ -153,7 +127,7 @@ static int read_length(struct http1 *h, struct text value)
         if (element.size == 0 || element.size > 18)
             return HTTP1_BAD_LENGTH;
         for (size_t i = 0; i < element.size; i++) {
-            if (!is_digit(element.at[i]))
+            if (element.at[i] < '0' || element.at[i] > '9')
                 return HTTP1_BAD_LENGTH;
             length = length * 10 + (uint64_t)(element.at[i] - '0');
         }
@@ -169,22 +143,22 @@ static void read_connection(struct http1 *h, struct text value)
 {
     struct text element;
     while (next_element(&value, &element)) {
-        h->close |= is_word(element, "close");
-        h->keep_alive |= is_word(element, "keep-alive");
+        h->close |= text_is(element, "close");
+        h->keep_alive |= text_is(element, "keep-alive");
     }
 }
 
 static int read_known(struct http1 *h, struct text name, struct text value)
 {
-    if (is_word(name, "content-length"))
+    if (text_is(name, "content-length"))
         return read_length(h, value);
-    if (is_word(name, "transfer-encoding")) {
-        if (h->chunked || !is_word(value, "chunked"))
+    if (text_is(name, "transfer-encoding")) {
+        if (h->chunked || !text_is(value, "chunked"))
             return HTTP1_BAD_CODING;
         h->chunked = true;
-    } else if (is_word(name, "connection")) {
+    } else if (text_is(name, "connection")) {
         read_connection(h, value);
-    } else if (is_word(name, "content-type")) {
+    } else if (text_is(name, "content-type")) {
         size_t size = value.size < HTTP1_TYPE_SIZE - 1 ? value.size : HTTP1_TYPE_SIZE - 1;
         memcpy(h->type, value.at, size);
         h->type[size] = 0;
@@ -195,7 +169,7 @@ static int read_known(struct http1 *h, struct text name, struct text value)
 static int read_field(struct http1 *h, const uint8_t *line, size_t size)
 {
     size_t name = 0;
-    while (name < size && is_token(line[name]))
+    while (name < size && text_is_tchar((char)line[name]))
         name++;
     if (name == 0 || name == size || line[name] != ':')
         return HTTP1_BAD_FIELD;
@@ -204,7 +178,8 @@ static int read_field(struct http1 *h, const uint8_t *line, size_t size)
             return HTTP1_BAD_FIELD;
     if (h->state == TRAILER) /* a trailer cannot change the framing */
         return HTTP1_MORE;
-    return read_known(h, (struct text){line, name}, trimmed(line + name + 1, size - name - 1));
+    const char *text = (const char *)line;
+    return read_known(h, (struct text){text, name}, text_trimmed((struct text){text + name + 1, size - name - 1}));
 }
 
 /* ---- the head */

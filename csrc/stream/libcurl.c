@@ -108,17 +108,12 @@ static bool append(struct transfer *t, const char *line)
 }
 
 /* libcurl's syntax: "Name;" for a field without a value. "Name:" removes a field, also one of libcurl's own. */
-static bool add_line(struct transfer *t, const char *line)
+static bool append_field(struct transfer *t, const char *name, const char *value)
 {
-    size_t size = strlen(line);
-    if (line[size - 1] != ':')
-        return append(t, line);
-    char *empty = strdup(line);
-    if (!empty)
-        return false;
-    empty[size - 1] = ';';
-    bool ok = append(t, empty);
-    free(empty);
+    struct vector line = {NULL, 0, 0};
+    bool ok = vector_add(&line, name, strlen(name)) == 0 && vector_add(&line, *value ? ": " : ";", *value ? 2 : 1) == 0 &&
+              vector_add(&line, value, strlen(value) + 1) == 0 && append(t, (const char *)line.base);
+    vector_free(&line);
     return ok;
 }
 
@@ -128,8 +123,9 @@ static bool add_lines(struct transfer *t)
     bool ok = append(t, "Expect:"); /* no 100-continue, which would add a round trip to large prompts */
     if (ok && !r->has_type)
         ok = append(t, "Content-Type:");
-    for (const char *line = request_first_field(r); ok && line; line = request_next_field(r, line))
-        ok = add_line(t, line);
+    const char *name, *value;
+    for (size_t at = 0; ok && request_next_field(r, &at, &name, &value);)
+        ok = append_field(t, name, value);
     return ok;
 }
 
@@ -179,9 +175,22 @@ static CURLcode set_connection(struct transfer *t)
     return code;
 }
 
+#if LIBCURL_VERSION_NUM >= 0x075000
+static int on_sending(void *context, char *to, char *from, int to_port, int from_port)
+{
+    (void)to, (void)from, (void)to_port, (void)from_port;
+    transfer_sending(context);
+    return CURL_PREREQFUNC_OK;
+}
+#endif
+
 static CURLcode set_callbacks(struct transfer *t)
 {
     CURLcode code = handle_set(t, CURLOPT_HEADERFUNCTION, on_header);
+#if LIBCURL_VERSION_NUM >= 0x075000
+    code = code ? code : handle_set(t, CURLOPT_PREREQFUNCTION, on_sending);
+    code = code ? code : handle_set(t, CURLOPT_PREREQDATA, t);
+#endif
     code = code ? code : handle_set(t, CURLOPT_HEADERDATA, t);
     code = code ? code : handle_set(t, CURLOPT_WRITEFUNCTION, on_body);
     return code ? code : handle_set(t, CURLOPT_WRITEDATA, t);
@@ -201,17 +210,16 @@ static bool begin(struct transfer *t)
 
 static void store_row(struct transfer *t, struct request_row *row)
 {
-    long status = 0, connects = 0, os_errno = 0, version = 0;
+    long status = 0, connects = 0, version = 0;
     handle_store_phases(t, row);
     curl_easy_getinfo(t->easy, CURLINFO_RESPONSE_CODE, &status);
     row->pretransfer_us = handle_info_us(t->easy, CURLINFO_PRETRANSFER_TIME_T);
     row->starttransfer_us = handle_info_us(t->easy, CURLINFO_STARTTRANSFER_TIME_T);
     row->total_us = handle_info_us(t->easy, CURLINFO_TOTAL_TIME_T);
     curl_easy_getinfo(t->easy, CURLINFO_NUM_CONNECTS, &connects);
-    curl_easy_getinfo(t->easy, CURLINFO_OS_ERRNO, &os_errno);
     curl_easy_getinfo(t->easy, CURLINFO_HTTP_VERSION, &version);
     row->new_connection = connects > 0;
-    row->os_errno = t->socket_errno ? t->socket_errno : os_errno ? (int32_t)os_errno : t->client->now_errno;
+    transfer_store_errno(t, row);
     row->http_version = (int32_t)version;
     row->status = (int32_t)status;
 }

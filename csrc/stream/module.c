@@ -264,7 +264,8 @@ static PyObject *explain(int status)
 
 PyDoc_STRVAR(run_doc,
              "run(requests, *, concurrency, deadline_ns, max_event_bytes, max_answer_bytes, max_answer_events,\n"
-             "    cancel_fd, http, fresh_connections, kernel_stamps, realtime, verify_tls, unix_socket, proxy, ca_file, user_agent)\n"
+             "    cancel_fd, signal_fd, forward_fd, http, fresh_connections, kernel_stamps, realtime, verify_tls, unix_socket, proxy,\n"
+             "    ca_file, user_agent)\n"
              "    -> (requests, events, reads, frames, notes, origin_ns, origin_realtime_ns, stopped, realtime,\n"
              "        raised)\n\n"
              "requests: tuple of (url, method, ((name, value), ...), body or None, start_ns, timeout_ns, idle_ns).\n"
@@ -279,6 +280,8 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
                             "max_answer_bytes",
                             "max_answer_events",
                             "cancel_fd",
+                            "signal_fd",
+                            "forward_fd",
                             "http",
                             "fresh_connections",
                             "kernel_stamps",
@@ -296,9 +299,10 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
     PyObject *rows, *out = NULL;
     Py_ssize_t concurrency, max_event_bytes, max_answer_bytes, max_answer_events;
     int fresh, stamps, realtime, verify;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLnnniippppzzzz", names, &PyTuple_Type, &rows, &concurrency, &plan.deadline_ns,
-                                     &max_event_bytes, &max_answer_bytes, &max_answer_events, &plan.cancel_fd, &plan.http, &fresh, &stamps,
-                                     &realtime, &verify, &plan.unix_socket, &plan.proxy, &plan.ca_file, &user_agent))
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLnnniiiippppzzzz", names, &PyTuple_Type, &rows, &concurrency, &plan.deadline_ns,
+                                     &max_event_bytes, &max_answer_bytes, &max_answer_events, &plan.cancel_fd, &plan.signal_fd,
+                                     &plan.forward_fd, &plan.http, &fresh, &stamps, &realtime, &verify, &plan.unix_socket, &plan.proxy,
+                                     &plan.ca_file, &user_agent))
         return NULL;
     if (concurrency < 0 || max_event_bytes <= 0 || max_answer_bytes <= 0 || max_answer_events <= 0) {
         PyErr_SetString(PyExc_ValueError, "concurrency must be >= 0 and each max_ value > 0");
@@ -425,29 +429,18 @@ struct column {
 };
 
 static const struct column request_columns[] = {
-    COLUMN(request_row, scheduled_ns, "<i8"),
-    COLUMN(request_row, started_ns, "<i8"),
-    COLUMN(request_row, ended_ns, "<i8"),
-    COLUMN(request_row, ended_kernel_ns, "<i8"),
-    COLUMN(request_row, first_byte_ns, "<i8"),
-    COLUMN(request_row, first_byte_kernel_ns, "<i8"),
-    COLUMN(request_row, name_lookup_us, "<i8"),
-    COLUMN(request_row, connect_us, "<i8"),
-    COLUMN(request_row, tls_us, "<i8"),
-    COLUMN(request_row, pretransfer_us, "<i8"),
-    COLUMN(request_row, starttransfer_us, "<i8"),
-    COLUMN(request_row, total_us, "<i8"),
-    COLUMN(request_row, header_offset, "<u8"),
-    COLUMN(request_row, error_offset, "<u8"),
-    COLUMN(request_row, header_size, "<u4"),
-    COLUMN(request_row, error_size, "<u4"),
-    COLUMN(request_row, status, "<i4"),
-    COLUMN(request_row, curl_code, "<i4"),
-    COLUMN(request_row, os_errno, "<i4"),
-    COLUMN(request_row, http_version, "<i4"),
-    COLUMN(request_row, cause, "u1"),
-    COLUMN(request_row, new_connection, "?"),
-    COLUMN(request_row, event_stream, "?"),
+    COLUMN(request_row, scheduled_ns, "<i8"),     COLUMN(request_row, started_ns, "<i8"),
+    COLUMN(request_row, ended_ns, "<i8"),         COLUMN(request_row, ended_kernel_ns, "<i8"),
+    COLUMN(request_row, first_byte_ns, "<i8"),    COLUMN(request_row, first_byte_kernel_ns, "<i8"),
+    COLUMN(request_row, name_lookup_us, "<i8"),   COLUMN(request_row, connect_us, "<i8"),
+    COLUMN(request_row, tls_us, "<i8"),           COLUMN(request_row, pretransfer_us, "<i8"),
+    COLUMN(request_row, starttransfer_us, "<i8"), COLUMN(request_row, total_us, "<i8"),
+    COLUMN(request_row, header_offset, "<u8"),    COLUMN(request_row, error_offset, "<u8"),
+    COLUMN(request_row, header_size, "<u4"),      COLUMN(request_row, error_size, "<u4"),
+    COLUMN(request_row, status, "<i4"),           COLUMN(request_row, curl_code, "<i4"),
+    COLUMN(request_row, os_errno, "<i4"),         COLUMN(request_row, http_version, "<i4"),
+    COLUMN(request_row, resent_us, "<u4"),        COLUMN(request_row, cause, "u1"),
+    COLUMN(request_row, new_connection, "?"),     COLUMN(request_row, event_stream, "?"),
     {NULL, NULL, sizeof(struct request_row)},
 };
 

@@ -100,7 +100,7 @@ struct transfer {
     const struct plan_request *plan;
     const struct request *request;
     struct transfer *previous, *next;
-    int64_t started_ns;
+    int64_t started_ns, sent_ns; /* sent_ns: the last time that the carrier began to send it */
     int32_t status;
     int socket_errno;
     bool final_head, head_ended; /* the current head is not a 1xx answer's; its blank line has been received */
@@ -155,6 +155,12 @@ void transfer_finish(struct transfer *t, CURLcode code, uint8_t cause);
 
 /* The same with an error text. */
 void transfer_fail(struct transfer *t, CURLcode code, const char *error);
+
+/* The carrier sends the request, or sends it again. */
+void transfer_sending(struct transfer *t);
+
+/* Store the error number of a request that failed: the socket's own, else libcurl's. */
+void transfer_store_errno(const struct transfer *t, struct request_row *row);
 
 /* ---- handle.c */
 

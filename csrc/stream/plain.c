@@ -52,7 +52,7 @@ static void leave_connection(struct transfer *t, struct request_row *row)
     struct connection *connection = t->connection;
     row->starttransfer_us = row->first_byte_ns ? (row->first_byte_ns - t->started_ns) / NS_PER_US : 0;
     row->total_us = (row->ended_ns - t->started_ns) / NS_PER_US;
-    row->os_errno = t->socket_errno;
+    transfer_store_errno(t, row);
     row->http_version = t->reader.minor ? CURL_HTTP_VERSION_1_1 : CURL_HTTP_VERSION_1_0;
     row->status = t->reader.status;
     if (row->cause != CAUSE_NONE || t->unsent || !t->reader.keep || c->plan->fresh_connections) {
@@ -67,11 +67,9 @@ static void leave_connection(struct transfer *t, struct request_row *row)
 /* The request has ended before it had a connection. */
 static void leave_handle(struct transfer *t, struct request_row *row)
 {
-    long os_errno = 0;
     handle_store_phases(t, row);
-    curl_easy_getinfo(t->easy, CURLINFO_OS_ERRNO, &os_errno);
     row->total_us = (row->ended_ns - t->started_ns) / NS_PER_US;
-    row->os_errno = t->socket_errno ? t->socket_errno : os_errno ? (int32_t)os_errno : t->client->now_errno;
+    transfer_store_errno(t, row);
     handle_close(t);
 }
 
@@ -114,6 +112,7 @@ static bool retry_on_new_connection(struct transfer *t)
         return false;
     drop_connection(t);
     t->reused = false;
+    t->socket_errno = 0;
     if (!connect_begin(t))
         transfer_fail(t, CURLE_OUT_OF_MEMORY, "no memory for a second connection");
     return true;
@@ -121,8 +120,8 @@ static bool retry_on_new_connection(struct transfer *t)
 
 static void send_request(struct transfer *t)
 {
-    struct request_row *row = client_row(t->client, t->index);
-    row->pretransfer_us = (clock_monotonic_ns() - t->started_ns) / NS_PER_US;
+    transfer_sending(t);
+    client_row(t->client, t->index)->pretransfer_us = (t->sent_ns - t->started_ns) / NS_PER_US;
     if (!send_available(t)) {
         t->socket_errno = errno;
         if (!retry_on_new_connection(t))
@@ -138,17 +137,38 @@ static void use_connection(struct transfer *t, struct connection *connection)
     client_socket(t->client, connection->fd)->transfer = t;
 }
 
+/* Whether nothing has arrived on an idle connection: neither its end, nor bytes, which would be taken for the next answer. epoll does not
+ * always report them: a read that ended with its answer may have left them in the socket. */
+static bool is_silent(const struct connection *connection)
+{
+    char byte;
+    return recv(connection->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && (errno == EAGAIN || errno == EWOULDBLOCK);
+}
+
+/* Take an idle connection to the request's origin out of the list, and close those to it that cannot be reused. Returns NULL if there is
+ * none. */
+static struct connection *take_idle(struct client *c, const char *origin)
+{
+    for (struct connection **at = &c->idle; *at;) {
+        struct connection *connection = *at;
+        if (strcmp(connection->origin, origin) != 0) {
+            at = &connection->next;
+            continue;
+        }
+        *at = connection->next;
+        if (is_silent(connection))
+            return connection;
+        close_connection(c, connection);
+    }
+    return NULL;
+}
+
 /* Send on an idle connection to the request's origin. Returns false if there is none. */
 static bool reuse(struct transfer *t)
 {
-    struct client *c = t->client;
-    struct connection **at = &c->idle;
-    while (*at && strcmp((*at)->origin, t->request->origin) != 0)
-        at = &(*at)->next;
-    struct connection *connection = *at;
+    struct connection *connection = take_idle(t->client, t->request->origin);
     if (!connection)
         return false;
-    *at = connection->next;
     t->reused = true;
     use_connection(t, connection);
     send_request(t);
@@ -274,8 +294,8 @@ static void read_available(struct client *c, struct transfer *t, struct socket_s
     bool ending = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
     int fd = t->fd;
     for (int i = 0; i < READS_IN_A_ROW; i++) {
-        int64_t realtime_ns;
-        ssize_t got = clock_receive(fd, c->buffer, READ_BYTES, 0, &realtime_ns);
+        int64_t realtime_ns = 0;
+        ssize_t got = clock_receive(fd, c->buffer, READ_BYTES, 0, socket->stamped ? &realtime_ns : NULL);
         if (got < 0 && errno == EINTR)
             continue;
         clock_stamp(&c->pair, realtime_ns, c->result->origin_ns, &c->now_ns, &c->now_kernel_ns);

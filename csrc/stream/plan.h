@@ -28,14 +28,16 @@ struct plan {
     size_t max_event_bytes;   /* at most 2^32 - 1 */
     size_t max_answer_bytes;  /* of one answer's body */
     size_t max_answer_events; /* frames of one answer, comments and pings included */
-    int cancel_fd;            /* not blocking; when it is readable, its bytes are read and `interrupted` is called; -1: none */
+    int cancel_fd;            /* the run stops when it is readable; it is not read, so that several runs can have the same; -1: none */
+    int signal_fd;            /* not blocking; its bytes are read, and `interrupted` is called; -1: none */
+    int forward_fd;           /* receives these bytes; -1: none */
     int http;                 /* a plan_http */
     bool fresh_connections;
     bool kernel_stamps;
     bool realtime; /* request SCHED_FIFO */
     bool verify_tls;
     const char *unix_socket, *proxy, *ca_file; /* NULL: none */
-    /* Called when cancel_fd is readable and when a signal ended a wait; true stops the run. */
+    /* Called when signal_fd is readable and when a signal ended a wait; true stops the run. */
     bool (*interrupted)(void *context);
     void *context;
 };
@@ -62,13 +64,14 @@ struct request_row {
     int64_t name_lookup_us, connect_us, tls_us, pretransfer_us, starttransfer_us, total_us; /* CURLINFO_*_TIME_T */
     uint64_t header_offset, error_offset;                                                   /* in the notes */
     uint32_t header_size, error_size;
-    int32_t status; /* 0: no status line was received */
-    int32_t curl_code, os_errno;
-    int32_t http_version; /* CURL_HTTP_VERSION_* */
-    uint8_t cause;        /* a plan_cause */
+    int32_t status;              /* 0: no status line was received */
+    int32_t curl_code, os_errno; /* 0 if the request did not fail */
+    int32_t http_version;        /* CURL_HTTP_VERSION_* */
+    uint32_t resent_us;          /* from the start until it was sent again, because a reused connection had ended; 0: it was sent once */
+    uint8_t cause;               /* a plan_cause */
     uint8_t new_connection;
     uint8_t event_stream; /* the body was read as events */
-    uint8_t pad[5];
+    uint8_t pad;
 };
 
 /* One row per frame, in order of arrival; a request's frames in order are its body. */

@@ -4,7 +4,6 @@
 
 #include <curl/curl.h>
 #include <stdio.h>
-#include <strings.h>
 
 enum { HOST_BYTES = 256, LENGTH_DIGITS = 20 };
 
@@ -44,16 +43,10 @@ const char *request_explain(int status)
 
 /* ---- texts */
 
-static bool is_tchar(char c)
-{
-    bool letter = (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z'), digit = c >= '0' && c <= '9';
-    return letter || digit || (c && strchr("!#$%&'*+-.^_`|~", c));
-}
-
 static bool is_token(struct text t)
 {
     for (size_t i = 0; i < t.size; i++)
-        if (!is_tchar(t.at[i]))
+        if (!text_is_tchar(t.at[i]))
             return false;
     return t.size > 0;
 }
@@ -66,20 +59,6 @@ static bool has_control(struct text t, bool tab_is_allowed)
             return true;
     }
     return false;
-}
-
-static struct text trimmed(struct text t)
-{
-    while (t.size && (t.at[0] == ' ' || t.at[0] == '\t'))
-        t = (struct text){t.at + 1, t.size - 1};
-    while (t.size && (t.at[t.size - 1] == ' ' || t.at[t.size - 1] == '\t'))
-        t.size--;
-    return t;
-}
-
-static bool is_word(struct text t, const char *word)
-{
-    return t.size == strlen(word) && strncasecmp(t.at, word, t.size) == 0;
 }
 
 static bool is_method(const struct request_spec *q, const char *method)
@@ -105,7 +84,7 @@ static bool is_hop_by_hop(struct text name)
         "HTTP2-Settings",
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (is_word(name, names[i]))
+        if (text_is(name, names[i]))
             return true;
     return false;
 }
@@ -114,7 +93,7 @@ static bool is_body_length(struct text value, size_t body_size)
 {
     char expected[LENGTH_DIGITS + 1];
     snprintf(expected, sizeof expected, "%zu", body_size);
-    return is_word(value, expected);
+    return text_is(value, expected);
 }
 
 /* RFC 9110 7.2: uri-host [ ":" port ]. */
@@ -130,7 +109,7 @@ static int check_method(const struct request_spec *q)
 {
     if (!is_token(q->method))
         return REQUEST_BAD_METHOD;
-    if (is_word(q->method, "CONNECT"))
+    if (text_is(q->method, "CONNECT"))
         return REQUEST_CONNECT;
     if (q->body && (is_method(q, "HEAD") || is_method(q, "TRACE")))
         return REQUEST_METHOD_BODY;
@@ -139,8 +118,8 @@ static int check_method(const struct request_spec *q)
 
 static int check_url(struct text url)
 {
-    bool http = url.size > 7 && strncasecmp(url.at, "http://", 7) == 0;
-    bool https = url.size > 8 && strncasecmp(url.at, "https://", 8) == 0;
+    bool http = url.size > 7 && text_begins(url, "http://");
+    bool https = url.size > 8 && text_begins(url, "https://");
     if (has_control(url, false))
         return REQUEST_BAD_URL;
     return http || https ? REQUEST_OK : REQUEST_BAD_SCHEME;
@@ -148,21 +127,21 @@ static int check_url(struct text url)
 
 static int check_field(const struct request_spec *q, size_t index)
 {
-    struct text name = q->fields[index].name, value = trimmed(q->fields[index].value);
+    struct text name = q->fields[index].name, value = text_trimmed(q->fields[index].value);
     if (!is_token(name))
         return REQUEST_BAD_NAME;
     if (has_control(value, true))
         return REQUEST_BAD_VALUE;
     if (is_hop_by_hop(name))
         return REQUEST_HOP_BY_HOP;
-    if (is_word(name, "Expect"))
+    if (text_is(name, "Expect"))
         return REQUEST_EXPECT;
-    if (is_word(name, "Content-Length") && !is_body_length(value, q->body_size))
+    if (text_is(name, "Content-Length") && !is_body_length(value, q->body_size))
         return REQUEST_BAD_LENGTH;
-    if (is_word(name, "Host") && !is_host(value))
+    if (text_is(name, "Host") && !is_host(value))
         return REQUEST_BAD_HOST;
     for (size_t i = 0; i < index; i++)
-        if (q->fields[i].name.size == name.size && strncasecmp(q->fields[i].name.at, name.at, name.size) == 0)
+        if (text_equal(q->fields[i].name, name))
             return REQUEST_DUPLICATE;
     return REQUEST_OK;
 }
@@ -171,15 +150,14 @@ static int check_field(const struct request_spec *q, size_t index)
 
 static bool add_field(struct request *r, struct text name, struct text value)
 {
-    r->field_count++;
-    return vector_add(&r->fields, name.at, name.size) == 0 && vector_add(&r->fields, ": ", value.size ? 2 : 1) == 0 &&
+    return vector_add(&r->fields, name.at, name.size) == 0 && vector_add(&r->fields, "", 1) == 0 &&
            vector_add(&r->fields, value.at, value.size) == 0 && vector_add(&r->fields, "", 1) == 0;
 }
 
 static bool has_field(const struct request_spec *q, const char *name)
 {
     for (size_t i = 0; i < q->field_count; i++)
-        if (is_word(q->fields[i].name, name))
+        if (text_is(q->fields[i].name, name))
             return true;
     return false;
 }
@@ -195,8 +173,8 @@ static bool add_fields(const struct request_spec *q, struct request *r)
 {
     bool ok = add_default(q, r, "User-Agent", q->user_agent) && add_default(q, r, "Accept", "*/*");
     for (size_t i = 0; ok && i < q->field_count; i++)
-        if (!is_word(q->fields[i].name, "Content-Length"))
-            ok = add_field(r, q->fields[i].name, trimmed(q->fields[i].value));
+        if (!text_is(q->fields[i].name, "Content-Length"))
+            ok = add_field(r, q->fields[i].name, text_trimmed(q->fields[i].value));
     return ok;
 }
 
@@ -222,7 +200,7 @@ static bool split_url(struct request *r)
 {
     char *host = NULL, *port = NULL, *path = NULL, *query = NULL, *user = NULL, *zone = NULL;
     bool ok = true;
-    if (strncasecmp(r->url, "http://", 7) != 0)
+    if (!text_begins((struct text){r->url, strlen(r->url)}, "http://"))
         return true;
     CURLU *parts = curl_url();
     if (!parts)
@@ -284,15 +262,14 @@ void request_free(struct request *r)
     memset(r, 0, sizeof *r);
 }
 
-const char *request_first_field(const struct request *r)
+bool request_next_field(const struct request *r, size_t *at, const char **name, const char **value)
 {
-    return r->field_count ? (const char *)r->fields.base : NULL;
-}
-
-const char *request_next_field(const struct request *r, const char *line)
-{
-    const char *next = line + strlen(line) + 1;
-    return next < (const char *)r->fields.base + r->fields.size ? next : NULL;
+    if (*at == r->fields.size)
+        return false;
+    *name = (const char *)r->fields.base + *at;
+    *value = *name + strlen(*name) + 1;
+    *at += strlen(*name) + strlen(*value) + 2;
+    return true;
 }
 
 static bool add_text(struct vector *head, const char *text)
@@ -308,7 +285,8 @@ bool request_write_head(const struct request *r, struct vector *head)
     bool ok = add_text(head, r->method) && add_text(head, " ") && add_text(head, r->target) && add_text(head, " HTTP/1.1\r\n");
     if (ok && !r->has_host)
         ok = add_text(head, "Host: ") && add_text(head, r->host) && add_text(head, "\r\n");
-    for (const char *line = request_first_field(r); ok && line; line = request_next_field(r, line))
-        ok = add_text(head, line) && add_text(head, "\r\n");
+    const char *name, *value;
+    for (size_t at = 0; ok && request_next_field(r, &at, &name, &value);)
+        ok = add_text(head, name) && add_text(head, *value ? ": " : ":") && add_text(head, value) && add_text(head, "\r\n");
     return ok && add_text(head, length) && add_text(head, "\r\n");
 }

@@ -7,22 +7,19 @@
 #ifndef AQ_STREAM_REQUEST_H
 #define AQ_STREAM_REQUEST_H
 
+#include "text.h"
 #include "vector.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 
-/* UTF-8 text that also ends with a NUL: one within `size` is detected and refused. */
-struct text {
-    const char *at;
-    size_t size;
-};
-
+/* UTF-8, and each text also ends with a NUL: one within its size is detected and refused. */
 struct field {
     struct text name, value;
 };
 
-/* A request as the caller states it. The pointers belong to the caller and must outlive the `struct request` made of it. */
+/* A request as the caller states it; texts as in `field`. The pointers belong to the caller and must outlive the `struct request` made of
+ * it. */
 struct request_spec {
     struct text url, method;
     const struct field *fields;
@@ -57,10 +54,9 @@ struct request {
     bool head;          /* HEAD: the answer has no body */
     bool states_length; /* the message has a Content-Length */
     bool has_host, has_type;
-    struct vector fields; /* "Name: value" or "Name:", each ended by a NUL */
-    size_t field_count;
-    char *origin;        /* "host:port" if the URL is plain http without user and zone; else NULL */
-    char *host, *target; /* with `origin`: the value of Host, and the request target */
+    struct vector fields; /* names and values in turn, each ended by a NUL: how a field is written is the carrier's */
+    char *origin;         /* "host:port" if the URL is plain http without user and zone; else NULL */
+    char *host, *target;  /* with `origin`: the value of Host, and the request target */
 };
 
 /* Check and complete a request. *at: the index of the field that was refused. Returns a request_status; the result must be freed in any
@@ -71,9 +67,8 @@ void request_free(struct request *r);
 /* Write the HTTP/1.1 head of a request with an `origin`. Returns false if memory is exhausted. */
 bool request_write_head(const struct request *r, struct vector *head);
 
-/* Return the first line of `fields`, or NULL; and the line after `line`, or NULL. */
-const char *request_first_field(const struct request *r);
-const char *request_next_field(const struct request *r, const char *line);
+/* Read the field at offset *at of `fields`, 0 for the first, and set *at to the next one. Returns false at the end. */
+bool request_next_field(const struct request *r, size_t *at, const char **name, const char **value);
 
 /* Return the description of a status. */
 const char *request_explain(int status);

@@ -79,6 +79,26 @@ void transfer_finish(struct transfer *t, CURLcode code, uint8_t cause)
     transfer_free(t);
 }
 
+void transfer_sending(struct transfer *t)
+{
+    struct request_row *row = client_row(t->client, t->index);
+    int64_t before_ns = t->sent_ns;
+    t->sent_ns = clock_monotonic_ns();
+    int64_t after_us = (t->sent_ns - t->started_ns) / NS_PER_US;
+    if (before_ns)
+        row->resent_us = after_us >= UINT32_MAX ? UINT32_MAX : (uint32_t)after_us + 1;
+}
+
+void transfer_store_errno(const struct transfer *t, struct request_row *row)
+{
+    long of_curl = 0;
+    if (row->cause == CAUSE_NONE)
+        return;
+    if (t->easy)
+        curl_easy_getinfo(t->easy, CURLINFO_OS_ERRNO, &of_curl);
+    row->os_errno = t->socket_errno ? t->socket_errno : of_curl ? (int32_t)of_curl : t->client->now_errno;
+}
+
 void transfer_fail(struct transfer *t, CURLcode code, const char *error)
 {
     snprintf(t->error, sizeof t->error, "%s", error);

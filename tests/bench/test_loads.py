@@ -18,7 +18,7 @@ from annie_quant.errors import UsageError
 from annie_quant.judge import decision
 from annie_quant.judge.gate_rule import Threshold
 from annie_quant.progress import Silent
-from annie_quant.schema import EarlyStop, Load, PairedGate
+from annie_quant.schema import EarlyStop, Load, PairedGate, Roles
 
 
 @pytest.fixture
@@ -156,8 +156,11 @@ def judged(rng, n, lost, won):
     return [row(name, case=str(i), checks={"tool_call": bool(passes[name][i])}) for i in range(n) for name in passes]
 
 
+ROLES = Roles(candidate="nvfp4", reference="bf16")
+
+
 def gates_open(records):
-    return [line for line in sequential.open_questions(records, ["bf16", "nvfp4"], {"w"}) if "tool_call" in line]
+    return [line for line in sequential.open_questions(records, ["bf16", "nvfp4"], {"w"}, ROLES) if "tool_call" in line]
 
 
 @pytest.mark.parametrize(("lost", "won", "decided"), [(0.0, 0.0, True), (0.25, 0.0, True), (0.1, 0.1, False)])

@@ -210,7 +210,10 @@ def test_a_regression_is_detected_and_noise_is_not(tmp_path):
 def stored_answers(folder, lost=(), won=(), n=100, gate="tool_call"):
     """A stored run of backend "a": prompts in `lost` fail; those in `won` pass where the others of 80 to 99 fail."""
     rows = [
-        row("a", 100.0 + i % 7, case=str(i), checks={gate: i not in lost and (i < 80 or i in won)}) for i in range(n)
+        row(
+            "a", 100.0 + i % 7, case=str(i), prompt_sha256=str(i), checks={gate: i not in lost and (i < 80 or i in won)}
+        )
+        for i in range(n)
     ]
     folder.mkdir()
     (folder / "records.jsonl").write_bytes(b"".join(schema.encode(r) + b"\n" for r in rows))

@@ -1,4 +1,4 @@
-"""Validation, splits, the prompt's hash, a user's own persona, and the dataset card."""
+"""Validation, splits, the prompt's hash, and a user's own persona."""
 
 from __future__ import annotations
 
@@ -209,15 +209,3 @@ def test_rows_without_provenance_are_compared_only_with_an_explicit_prompt():
     assert check_prompt_hash([row]) is None
     with pytest.raises(UsageError):
         check_prompt_hash([row], persona="annie")
-
-
-def test_the_card_describes_the_rows_and_keeps_another_readme(tmp_path):
-    summary = generate("annie", n=50, output=tmp_path / "a" / "d.jsonl")
-    card = (tmp_path / "a" / "README.md").read_text()
-    assert card.startswith("---\n") and "# Conversations with Annie" in card
-    assert "| memory | 10 | search_memory | 1 |" in card and load_persona("annie").prompt_sha256 in card
-    assert summary.card == str(tmp_path / "a" / "README.md")
-    (tmp_path / "README.md").write_text("# My own project")
-    generate("annie", n=50, output=tmp_path / "d.jsonl")
-    assert (tmp_path / "README.md").read_text() == "# My own project"
-    assert (tmp_path / "d.card.md").exists()

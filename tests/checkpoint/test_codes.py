@@ -19,7 +19,7 @@ from annie_quant.cli import cli, main
 from annie_quant.errors import EXIT_CODES, AnnieError
 
 PACKAGE = ROOT / "annie_quant/checkpoint"
-CALLS = ("audit.add", "audit.fault", "result.add", "result.fault", "ShardError")
+CALLS = ("audit.add", "audit.fault", "result.add", "result.fault", "ShardError", "Difference")
 KINDS = ("tensor", "input")  # of f"{kind}_scale_bad"
 CODE = re.compile(r"[a-z0-9]+(_[a-z0-9]+)+")
 

@@ -187,3 +187,39 @@ def test_an_alignment_that_would_be_read_beyond_its_end_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=name):
             grouped.check_alignment(*wrong, tile, good.padded.device)
+
+
+def operands(**changes: object) -> dict:
+    """Return operands of 5 tokens, 2 of 6 experts each, N=32, K=144."""
+    good = {"out": torch.empty(10, 32, dtype=torch.bfloat16), "x": torch.empty(5, 144, dtype=torch.bfloat16),
+            "packed": torch.empty(6, 2592, dtype=torch.uint8), "scales": torch.empty(6), "top_k": 2}  # fmt: skip
+    return good | changes
+
+
+SHARED = torch.empty(1440, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("scales is torch.float64", {"scales": torch.empty(6, dtype=torch.float64)}),
+        ("scales is torch.float16", {"scales": torch.empty(6, dtype=torch.float16)}),
+        ("scales .* on meta", {"scales": torch.empty(6, device="meta")}),
+        ("scales .*expected 6 elements", {"scales": torch.empty(5)}),
+        ("scales .*strides .2.", {"scales": torch.empty(12)[::2]}),
+        ("packed is torch.int8", {"packed": torch.empty(6, 2592, dtype=torch.int8)}),
+        ("packed .*multiple of 16 bytes", {"packed": torch.empty(6 * 2592 + 1, dtype=torch.uint8)[1:].view(6, 2592)}),
+        ("packed .*contiguous", {"packed": torch.empty(2592, 6, dtype=torch.uint8).t()}),
+        ("packed .2592.", {"packed": torch.empty(2592, dtype=torch.uint8)}),
+        ("out is torch.float32", {"out": torch.empty(10, 32)}),
+        ("out .*expected 160 elements", {"out": torch.empty(20, 16, dtype=torch.bfloat16)}),
+        ("top_k is 0", {"top_k": 0}),
+        ("out and x overlap", {"x": SHARED[:720].view(5, 144), "out": SHARED[704:1024].view(10, 32)}),
+        ("out and x overlap", {"x": SHARED.view(5, 288)[:, :144], "out": SHARED[144:464].view(10, 32)}),
+    ],
+)  # fmt: skip
+def test_operands_that_a_kernel_would_take_for_others_are_refused(message: str, changes: dict) -> None:
+    grouped.check_operands(**operands())
+    grouped.check_operands(**operands(x=SHARED[:720].view(5, 144), out=SHARED[720:1040].view(10, 32)))
+    with pytest.raises(UsageError, match=message):
+        grouped.check_operands(**operands(**changes))

@@ -177,3 +177,31 @@ def test_what_a_kernel_reports_is_raised_as_in_the_codec(recorder):
     with pytest.raises(ValueError, match="1 blocks") as actual:
         ops.unpack(arrays.DeviceArray((3, 16), "uint8"), arrays.DeviceArray((3, 2), "uint8"), 1.0)
     assert str(actual.value) == str(expected.value)
+
+
+def at(ptr, shape, kind="<V2"):
+    interface = {"shape": shape, "typestr": kind, "data": (ptr, False), "version": 3, "stream": None}
+    return SimpleNamespace(__cuda_array_interface__=interface)
+
+
+@pytest.mark.parametrize("shift", [-124, 0, 4, 252])
+def test_an_array_that_is_written_must_not_overlap_an_operand(recorder, shift):
+    """x: 256 bytes at 65536; out: 128 bytes."""
+    x, near = at(65536, (2, 64)), at(65536 + shift, (2, 32))
+    with pytest.raises(UsageError, match="out and x overlap"):
+        ops.w4a16(x, weight(), near)
+    for ptr in (65536 - 128, 65536 + 256):
+        ops.w4a16(x, weight(), at(ptr, (2, 32)))
+    packed = weight()
+    with pytest.raises(UsageError, match="out and weight overlap"):
+        ops.w4a16(x, packed, at(packed.packed.ptr, (2, 32)))
+    with pytest.raises(UsageError, match="workspace and x overlap"):
+        ops.w4a16(x, weight(), workspace=at(65536 + 240, (64,), "|u1"))
+    assert len(recorder.of("w4a16")) == 2
+
+
+def test_fake_quant_may_write_in_place_but_not_to_a_shifted_place(recorder):
+    ops.fake_quant(at(65536, (2, 64)), 1.0, at(65536, (2, 64)))
+    with pytest.raises(UsageError, match="out and x overlap"):
+        ops.fake_quant(at(65536, (2, 64)), 1.0, at(65536 + 16, (2, 64)))
+    assert len(recorder.of("fake_quant")) == 1

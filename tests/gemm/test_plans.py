@@ -122,6 +122,35 @@ def test_a_plan_is_refused_for_a_product_that_it_cannot_compute():
             needs(TILED, **shape)
 
 
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_the_planner_refuses_shapes_that_no_product_has(path):
+    for m, n, k in (
+        (0, 512, 1024),
+        (-1, 512, 1024),
+        (8, 0, 1024),
+        (8, -16, 1024),
+        (8, 512, 0),
+        (8, 512, 24),
+        (1 << 40, 512, 1024),
+    ):
+        with pytest.raises(module.CudaError, match="no kernel"):
+            module.plan(m, n, k, path, DEVICES["H200"])
+        with pytest.raises(ValueError, match="shape"):
+            module.plan_needs(m, n, k, path_of(TILED), tuple(TILED), DEVICES["H200"])
+    none = (0, *DEVICES["H200"][1:])
+    with pytest.raises(module.CudaError, match="no kernel"):
+        module.plan(8, 512, 1024, path, none)
+    for shape in (
+        (0, 8, 2, 256, 512),
+        (64, 0, 2, 256, 512),
+        (64, 8, 2, 0, 512),
+        (64, 8, 2, 256, 0),
+        (64, 8, 0, 256, 512),
+    ):
+        with pytest.raises(module.CudaError, match="no kernel"):
+            module.plan_grouped(shape, 0, DEVICES["H200"])
+
+
 def test_another_tuple_is_refused_as_a_plan():
     with pytest.raises(TypeError, match="SkinnyPlan"):
         path_of((3, 64, 1, 2, 2, 50000, 0, 256, 1, 0))

@@ -1,19 +1,16 @@
-"""Times of the kernels in vLLM: which are timed, which is the fastest, what is printed. Without a GPU; no time is measured."""
+"""Times of the kernels in vLLM: which are timed, which is the fastest. Without a GPU; no time is measured."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import types
 
 import checkpoint_zoo as zoo
 import pytest
+import stack_times
 import torch
 from paths import TINY_ANNIE
 
-from annie_quant.cli import validate_gpu
-from annie_quant.errors import CheckpointError, EnvironmentFault
-from annie_quant.gemm import stack_times
+from annie_quant.errors import CheckpointError
 
 
 def test_the_fastest_kernel_of_each_cell_is_named(monkeypatch):
@@ -44,43 +41,12 @@ def test_a_graph_has_enough_launches_of_rotating_copies(monkeypatch):
     assert row.us["ours"] == 21 and lengths == [3]
 
 
-def test_another_process_gives_the_times_or_its_last_line(monkeypatch):
-    times = stack_times.StackTimes(
-        [stack_times.ShapeTimes(32, 64, 1, {"annie_quant": 2.0}, "annie_quant")],
-        {"w4a16": "Marlin"},
-        {"humming": "no module"},
-    )
-    line = json.dumps({"rows": [vars(times.rows[0])], "chosen": times.chosen, "missing": times.missing})
-    done = types.SimpleNamespace(stdout=f"noise\n{line}\nINFO bye\n", stderr="", returncode=0)
-    monkeypatch.setattr(subprocess, "run", lambda argv, **more: argv and done)
-    assert stack_times.examine([(32, 64)]) == times
-    done.stdout, done.stderr = "", "Traceback\nModuleNotFoundError: No module named 'vllm'\n"
-    with pytest.raises(EnvironmentFault, match="No module named 'vllm'"):
-        stack_times.examine([(32, 64)])
-
-
-def test_the_table_ends_with_the_switch(capsys):
-    rows = [
-        stack_times.ShapeTimes(32, 64, 1, {"annie_quant": 2.0, "marlin": 4.0}, "annie_quant"),
-        stack_times.ShapeTimes(32, 64, 256, {"annie_quant": 9.0, "marlin": 8.0}, "marlin"),
-    ]
-    validate_gpu.print_times(
-        stack_times.StackTimes(rows, {"w4a16": "MarlinNvFp4LinearKernel"}, {"humming": "no elftools"})
-    )
-    output = capsys.readouterr().out
-    for part in (
-        "32x64, 1 tokens: annie_quant 2.0 us, marlin 4.0 us", "32x64, 256 tokens: marlin 8.0 us", "humming: not timed: no elftools",
-        "vLLM takes MarlinNvFp4LinearKernel for W4A16", "fastest in 1 of 2; its switch: ANNIE_QUANT_VLLM_KERNEL=1",
-    ):  # fmt: skip
-        assert part in output
-
-
 def test_shapes_are_those_that_servers_merge(tmp_path):
     """q, k and v are one matrix in a server, as gate and up are; each is named once."""
     _, folder = zoo.source_and_nvfp4(tmp_path)
     c = json.loads((folder / "config.json").read_text())
     c = c.get("text_config", c)
-    shapes = validate_gpu.served_shapes(folder)
+    shapes = stack_times.served_shapes(folder)
     hidden, width = c["hidden_size"], c["intermediate_size"]
     assert (2 * width, hidden) in shapes and (width, hidden) not in shapes and (hidden, width) in shapes
     assert len(set(shapes)) == len(shapes)
@@ -88,7 +54,7 @@ def test_shapes_are_those_that_servers_merge(tmp_path):
 
 def test_a_checkpoint_without_nvfp4_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="no NVFP4 linears"):
-        validate_gpu.served_shapes(TINY_ANNIE)
+        stack_times.served_shapes(TINY_ANNIE)
 
 
 def product_of_slices(x, w, slices):

@@ -77,6 +77,7 @@ def row(backend, first=10.0, case="c", workload="w", turn=0, **more):
     fields = {
         "status": 200,
         "text": "Hi.",
+        "finish_reason": "stop",
         "first_content_ms": first,
         "itl_ms": [1.0, 2.0],
         "tpot_ms": 1.5,
@@ -85,6 +86,7 @@ def row(backend, first=10.0, case="c", workload="w", turn=0, **more):
         "completion_tokens": 20,
         "usage": {"prompt_tokens": 5},
         "checks": {"non_empty": True},
+        "finish_reason": "stop",
         **more,
     }
     identifier = f"{backend}/{workload}/{case}/{turn}"
@@ -111,6 +113,8 @@ def folder_of(where, shift, leaks=0):
     """A stored run: 30 prompts, content TTFT 100 ms and `shift` times more."""
     rng = random.Random(shift)
     rows = [row("a", (100 + i) * shift * rng.gauss(1, 0.01), case=str(i)) for i in range(30)]
+    for record in rows:
+        record.prompt_sha256 = record.case
     for record in rows[:leaks]:
         record.checks = {"non_empty": False}
     identities, config = {"a": known("a")}, config_of(w={"temperature": 0})

@@ -408,6 +408,8 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
         },
     }
     (folder / "run.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    for name in ("naive", "mlp_only"):
+        write_evaluation(folder / f"eval/{name}.json", aggregates["offline"][name])
     cases = {
         w: [
             {
@@ -430,6 +432,38 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
     }
     (folder / "inputs.json").write_text(json.dumps(inputs), encoding="utf-8")
     return folder
+
+
+def write_evaluation(path: Path, offline: dict, checkpoint: Path | None = None) -> None:
+    """Write the evaluation that a model's figures in run.json come from: without a gate that applies to the reference."""
+    import evaluations
+
+    from annie_quant.schema import ModelFiles
+
+    sides = {
+        numerics: {g: "1" * r["passes"] + "0" * (r["n"] - r["passes"]) for g, r in side["gates"].items()}
+        for numerics, side in offline.items()
+    }
+    reference = {gate: "-" * len(text) for side in sides.values() for gate, text in side.items()}
+    files = None if checkpoint is None else ModelFiles(model_sha256(checkpoint))
+    document = evaluations.from_outcomes(sides, reference, checkpoint_files=files).to_dict()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def record_hash(folder: Path, model: str, checkpoint: Path) -> None:
+    """Write into run.json which checkpoint was measured."""
+    document = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    for row in document["aggregates"]["models"]:
+        if row["name"] == model:
+            row["model_sha256"] = model_sha256(checkpoint)
+    (folder / "run.json").write_text(json.dumps(document), encoding="utf-8")
+
+
+def model_sha256(folder: Path) -> str:
+    from annie_quant.evaluate.reference import model_sha256
+
+    return model_sha256(folder)
 
 
 def make_checkpoint(folder: Path) -> Path:

@@ -65,9 +65,10 @@ def comparison(a, b, metric, median_a, median_b, significant=True):
     }
 
 
-def test_the_best_nvfp4_side_is_the_candidate_and_q4_the_incumbent():
+def test_the_roles_are_those_that_the_run_states():
     verdict = judge.verdict(
         {
+            "roles": {"candidate": "mlp_only", "reference": "bf16", "incumbent": "q4_k_m"},
             "models": MODELS,
             "served": {"bf16": side(), "naive": side(tools=20), "mlp_only": side(), "q4_k_m": side()},
             "comparisons": [
@@ -153,6 +154,7 @@ def test_a_difference_is_candidate_minus_incumbent_in_either_order():
     verdict = judge.verdict(
         {
             "models": MODELS,
+            "roles": {"candidate": "mlp_only", "incumbent": "q4_k_m"},
             "served": served,
             "comparisons": [comparison("q4_k_m", "mlp_only", "ttft_content_ms", 300, 90)],
         }
@@ -164,16 +166,19 @@ def test_operation_is_part_of_the_reasons():
     memory = {"idle": 1, "one": 2, "five": 3 * 2**20, "source": "process_rss_bytes"}
     verdict = judge.verdict({"served": {"a": side(runtime="vllm", memory=memory), "b": side(memory=memory)}})
     reasons = " ".join(verdict.reasons)
-    assert "operational change: llama.cpp → vllm" in reasons and "memory with five requests 3.146 MB" in reasons
+    assert "operational change: llama.cpp → vllm" in reasons and "highest memory 3.146 MB against 3.146 MB" in reasons
 
 
 def test_a_confound_counts_only_for_the_pair_it_is_about():
     served = {"a": side(), "b": side(), "c": side()}
     finding = {"code": "different_models", "severity": "confound", "message": "they differ"}
-    loud = judge.verdict({"served": served, "confounds": [finding | {"backends": ["a", "c"]}]}, candidate="a")
-    assert loud.sentence.startswith("CONFOUNDED (different models)") and loud.comparable is False
+    roles = {"candidate": "a", "incumbent": "c"}
+    run = {"served": served, "roles": roles}
+    loud = judge.verdict(run | {"confounds": [finding | {"backends": ["a", "c"]}]})
+    assert loud.sentence == "CONFOUNDED (different models): the sides cannot be compared." and loud.comparable is False
+    assert (loud.passed, loud.outcome, loud.badge) == (False, "undecided", "undecided: different models")
     assert loud.caveats[0] == "they differ"
-    quiet = judge.verdict({"served": served, "confounds": [finding | {"backends": ["a", "b"]}]}, candidate="a")
+    quiet = judge.verdict(run | {"confounds": [finding | {"backends": ["a", "b"]}]})
     assert quiet.comparable is True and quiet.caveats == []
 
 
@@ -216,7 +221,14 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
 
     def answer(backend, i):
         passed = i >= lost if backend == "mlp_only" else not lost <= i < lost + won
-        fields = {"backend": backend, "workload": "w", "case": str(i), "status": 200, "text": "x"}
+        fields = {
+            "backend": backend,
+            "workload": "w",
+            "case": str(i),
+            "status": 200,
+            "text": "x",
+            "finish_reason": "stop",
+        }
         return schema.RequestRecord(id=f"{backend}/{i}", checks={"tool_call": passed and i < 88 + won + lost}, **fields)
 
     records = [answer(backend, i) for i in range(100) for backend in ("mlp_only", "q4_k_m")]
@@ -238,6 +250,7 @@ def test_one_leak_is_neither_a_loss_nor_a_gain_and_six_are():
                 backend=name,
                 workload="w",
                 case=str(i),
+                finish_reason="stop",
                 checks={"thinking_leak": i >= n_leaks or name != leaking},
             )
             for i in range(100)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from annie_quant import judge, schema
+from annie_quant.judge.decision import judge_gates
 from annie_quant.judge.decision import paired as rule
 from annie_quant.judge.decision import strategies
 from annie_quant.judge.gates import GATES, tabulate
@@ -22,6 +23,11 @@ from annie_quant.schema import PairedGate, PooledGates
 def member(**counts):
     """gate=(n, lost, won)."""
     return {gate: PairedGate(*row) for gate, row in counts.items()}
+
+
+def judged(**counts):
+    """gate=(n, lost, won), with the figures and verdicts of one member."""
+    return judge_gates({"w4a4": member(**counts)})[0]["w4a4"]
 
 
 def verdict_of(**counts):
@@ -59,8 +65,7 @@ def test_a_gate_that_compares_with_the_reference_loses_only_beyond_the_margin():
 
 
 def test_the_p_of_a_gate_that_compares_with_the_reference_is_of_a_loss_above_the_margin():
-    pairs = member(same_tool=(200, 18, 0), same_text=(100, 3, 0))
-    judge.judge_members({"w4a4": pairs})
+    pairs = judged(same_tool=(200, 18, 0), same_text=(100, 3, 0))
     assert pairs["same_tool"].p == pytest.approx(binomtest(18, 200, 0.05, alternative="greater").pvalue)
     assert pairs["same_tool"].p_holm == pytest.approx(2 * pairs["same_tool"].p), "each such gate counts"
     assert pairs["same_text"].p > 0.5
@@ -68,22 +73,19 @@ def test_the_p_of_a_gate_that_compares_with_the_reference_is_of_a_loss_above_the
 
 def test_the_figures_next_to_a_gate_that_compares_with_the_reference_use_its_rule():
     """n_to_decide, detectable and the search's early drop follow the same limit as the verdict."""
-    pairs = member(same_tool=(200, 14, 0))
-    judge.judge_members({"w4a4": pairs})
+    pairs = judged(same_tool=(200, 14, 0))
     needed = pairs["same_tool"].n_to_decide
     assert 200 < needed < 600
     assert binomtest(int(0.07 * needed), needed, 0.05, alternative="greater").pvalue < 0.05
     assert score_interval(0.07 * needed, 0, needed)[1] < -0.05 <= score_interval(14, 0, 200)[1]
     assert 0.08 < pairs["same_tool"].detectable < 0.12, "5 points of margin, and what 200 prompts find beyond them"
-    few = member(same_tool=(50, 6, 0))  # 12 %: a loss against zero at 5 % / looks, not against the margin
-    judge.judge_members({"w4a4": few})
+    few = judged(same_tool=(50, 6, 0))  # 12 %: a loss against zero at 5 % / looks, not against the margin
     assert strategies.cannot_keep("same_tool", few["same_tool"], 600, 2) is None
     assert strategies.cannot_keep("tool_call", member_of_one("tool_call", 50, 6), 600, 2)
 
 
 def member_of_one(gate, n, lost):
-    pairs = member(**{gate: (n, lost, 0)})
-    judge.judge_members({"w4a4": pairs})
+    pairs = judged(**{gate: (n, lost, 0)})
     return pairs[gate]
 
 
@@ -91,7 +93,7 @@ def test_leaks_and_empty_answers_have_no_margin():
     assert GATES["thinking_leak"].margin == GATES["non_empty"].margin == 0
     assert {gate.margin for gate in GATES.values() if gate.name not in ("thinking_leak", "non_empty")} == {0.05}
     assert verdict_of(thinking_leak=(505, 1, 0)) == "undecided", "no keep, and no proof of a loss either"
-    assert verdict_of(thinking_leak=(505, 0, 0)) == "keeps" and verdict_of(thinking_leak=(24, 0, 0)) == "undecided"
+    assert verdict_of(thinking_leak=(505, 0, 0)) == "keeps" and verdict_of(thinking_leak=(51, 0, 0)) == "undecided"
     assert verdict_of(thinking_leak=(505, 4, 0)) == "undecided" and verdict_of(thinking_leak=(505, 5, 0)) == "loses"
     # A leak that bf16 has on other prompts is not new: the usual margin decides.
     assert verdict_of(thinking_leak=(505, 2, 2)) == "keeps"
@@ -106,14 +108,8 @@ def test_one_leak_under_one_arithmetic_is_not_fragile():
 
 
 def test_the_prompts_that_would_decide_a_gate_without_a_margin():
-    few, one, five = (
-        member(thinking_leak=(10, 0, 0)),
-        member(thinking_leak=(180, 1, 0)),
-        member(thinking_leak=(180, 5, 0)),
-    )
-    for pairs in (few, one, five):
-        judge.judge_members({"w4a4": pairs})
-    assert few["thinking_leak"].n_to_decide == 25 and five["thinking_leak"].n_to_decide is None
+    few, one, five = (judged(thinking_leak=row) for row in ((10, 0, 0), (180, 1, 0), (180, 5, 0)))
+    assert few["thinking_leak"].n_to_decide == 52 and five["thinking_leak"].n_to_decide is None
     assert one["thinking_leak"].n_to_decide == 900, "at this rate five lost answers, which are significant"
     assert not rule.decided_at("thinking_leak", one["thinking_leak"], 0.05), "more prompts can decide"
     assert rule.decided_at("thinking_leak", five["thinking_leak"], 0.05)
@@ -133,30 +129,26 @@ def test_at_most_5_percent_lose_by_leaks_that_both_sides_have():
 
 
 def test_a_checkpoint_never_loses_what_bf16_misses():
-    """bf16 has 1 of 5 facts and so has the checkpoint; the absolute requirement is missed and decides nothing."""
-    rows = [({"factual": i == 0}, {"factual": i == 0}) for i in range(100)]
+    """bf16 has one of five facts and so has the checkpoint; the absolute requirement is missed and decides nothing."""
+    rows = [({"factual": i < 60}, {"factual": i < 60}) for i in range(300)]
     pairs, _ = pair_checks(rows)
-    table = tabulate(new for _, new in rows)
-    judge.judge_members({"w4a4": pairs})
-    rule.apply(table, pairs)
+    table = rule.apply(tabulate(new for _, new in rows), judge_gates({"w4a4": pairs})[0]["w4a4"])
     assert (table["factual"].verdict, table["factual"].meets, table["factual"].requirement) == ("pass", "fail", "R25")
 
 
 def test_holm_counts_gates_that_could_be_significant():
-    alone = member(tool_call=(100, 9, 2))
-    judge.judge_members({"w4a4": alone})
+    alone = judged(tool_call=(100, 9, 2))
     assert alone["tool_call"].p == alone["tool_call"].p_holm == pytest.approx(67 / 2048)
     assert alone["tool_call"].verdict == "loses"
-    several = member(tool_call=(100, 9, 2), factual=(100, 4, 0), reasoning=(100, 0, 0), no_markdown=(400, 0, 0))
-    judge.judge_members({"w4a4": several})
+    several = judged(tool_call=(100, 9, 2), factual=(100, 4, 0), reasoning=(100, 0, 0), no_markdown=(400, 0, 0))
     assert several["tool_call"].verdict == "loses" and several["factual"].p_holm is None
     many = {f"w4a4+{i}": member(tool_call=(100, 9, 2)) for i in range(3)}
     assert judge.judge_members(many).verdict == "undecided", "the level is that of the whole ensemble"
 
 
 def test_a_sure_loss_within_the_margin_keeps_the_gate():
-    pairs = member(no_markdown=(1680, 20, 0))
-    assert judge.judge_members({"w4a4": pairs}).verdict == "keeps" and pairs["no_markdown"].high < 0
+    pairs = judged(no_markdown=(1680, 20, 0))
+    assert pairs["no_markdown"].verdict == "keeps" and pairs["no_markdown"].high < 0
 
 
 def test_small_losses_in_many_gates_are_a_pooled_loss():
@@ -166,7 +158,7 @@ def test_small_losses_in_many_gates_are_a_pooled_loss():
     pairs, pooled = pair_checks(rows)
     verdict = judge.judge_members({"w4a4": pairs}, {"w4a4": pooled})
     assert verdict.verdict == "loses" and verdict.members["w4a4"].loses == ["all"]
-    assert {pair.verdict for pair in pairs.values()} == {"undecided"}
+    assert {pair.verdict for pair in judge_gates({"w4a4": pairs})[0]["w4a4"].values()} == {"undecided"}
     assert "20 right answers lost and 0 won of 500" in " ".join(verdict.reasons)
     assert "all gates together" in verdict.sentence
 
@@ -181,7 +173,10 @@ def test_fragile_keeps_in_one_arithmetic_and_loses_in_another():
     )
     assert verdict.verdict == "fragile"
     assert verdict.profiles == {"vllm-cutlass": "loses", "float32": "keeps"}
-    assert verdict.sentence == "Fragile: loses tool calls under vllm-cutlass, keeps under float32, float32+perm1."
+    assert (
+        verdict.sentence
+        == f"Fragile: loses tool calls under vllm-cutlass, keeps under float32, float32+perm1; not tested: decline, right arguments, several calls, use a result, right answer, form, stop, thinking (0 answers)."
+    )
     one = judge.judge_members(
         {"float32": member(tool_call=(240, 0, 0)), "float32+perm1": member(tool_call=(240, 58, 0))}
     )
@@ -208,7 +203,7 @@ def test_a_perturbed_arithmetic_gets_a_reason_only_where_its_verdict_differs():
     )
     reasons = [line.split(" lost")[0] for line in verdict.reasons]
     assert reasons == ["w4a4: tool calls loses: 58", "w4a4+perm1: factual undecided: 3", "w4a16: tool calls loses: 40"]
-    assert verdict.sentence == "Loses tool calls under w4a4, w4a4+perm1, w4a16."
+    assert verdict.sentence.startswith("Loses tool calls under w4a4, w4a4+perm1, w4a16; not tested: decline, ")
 
 
 def test_all_members_lose_or_one_is_undecided():
@@ -223,19 +218,17 @@ def test_all_members_lose_or_one_is_undecided():
 
 
 def test_the_n_that_decides():
-    pairs = member(tool_call=(100, 2, 0), factual=(20, 0, 0), thinking_leak=(10, 0, 0))
-    judge.judge_members({"w4a4": pairs})
+    pairs = judged(tool_call=(100, 2, 0), factual=(20, 0, 0), thinking_leak=(10, 0, 0))
     needed = pairs["tool_call"].n_to_decide
     assert 100 < needed < 300
     assert score_interval(0.02 * needed, 0, needed)[0] > -0.05 >= score_interval(0.02 * (needed - 1), 0, needed - 1)[0]
-    assert pairs["factual"].n_to_decide == 52 and pairs["thinking_leak"].n_to_decide == 25
+    assert pairs["factual"].n_to_decide == 52 and pairs["thinking_leak"].n_to_decide == 52
     exact = member(tool_call=(100, 5, 0))
     assert judge.judge_members({"w4a4": exact}).verdict == "loses"
 
 
 def test_the_detectable_loss_is_reported_with_n():
-    pairs = member(tool_call=(240, 3, 2), factual=(100, 0, 0))
-    judge.judge_members({"w4a4": pairs})
+    pairs = judged(tool_call=(240, 3, 2), factual=(100, 0, 0))
     assert 0.02 < pairs["tool_call"].detectable < 0.06 < pairs["factual"].detectable < 0.10
 
 
@@ -252,19 +245,24 @@ def test_the_detectable_loss_is_reported_with_n():
     )
 )
 def test_a_verdict_is_consistent_with_its_gates(rows):
-    gates = {gate: PairedGate(lost + won + same, lost, won) for gate, lost, won, same in rows}
-    members = {"w4a4": gates, "w4a16": {k: PairedGate(g.n, 0, 0) for k, g in gates.items()}}
+    counts = {gate: PairedGate(lost + won + same, lost, won) for gate, lost, won, same in rows}
+    members = {"w4a4": counts, "w4a16": {k: PairedGate(g.n, 0, 0) for k, g in counts.items()}}
+    before = repr(members)
     verdict = judge.judge_members(members)
+    assert repr(members) == before, "judging changes none of its arguments"
+    gates = judge_gates(members)[0]["w4a4"]
     outcomes = {gate.verdict for gate in gates.values() if gate.n}
     if "loses" in outcomes:
         assert verdict.verdict in ("loses", "fragile")
     elif outcomes == {"keeps"}:
         assert verdict.verdict in ("keeps", "undecided")
-    for gate in gates.values():
+    for name, gate in gates.items():
         if gate.verdict == "loses":
-            assert gate.lost > gate.won
-    # Without a gate that decides there is no reason to give; the sentence states it.
-    assert bool(verdict.reasons) == (verdict.verdict != "keeps") or not all(map(rule.deciding, members.values()))
+            assert gate.lost > gate.won or (GATES[name].two_sided and gate.lost < gate.won)
+        if gate.verdict == "keeps":
+            assert gate.n >= 52
+    if verdict.verdict in ("loses", "fragile"):
+        assert verdict.reasons
 
 
 def test_without_a_difference_at_most_five_percent_lose():

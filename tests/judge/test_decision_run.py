@@ -20,6 +20,7 @@ def records(backend, passes, n=100, gate="tool_call", workload="w"):
             model=backend,
             status=200,
             text="x",
+            finish_reason="stop",
             checks={gate: i < passes},
         )
         for i in range(n)
@@ -34,7 +35,10 @@ def run(*sides, n=100):
         for gate, passes in gates.items()
         for r in records(backend, passes, n, gate, f"w-{gate}")
     ]
-    identities = {backend: Identity(name=backend) for backend, _ in sides}
+    identities = {
+        backend: Identity(name=backend, format={"bf16": "BF16", "nv": "NVFP4", "q4": "Q4_K"}.get(backend))
+        for backend, _ in sides
+    }
     return aggregate_records(rows, BenchConfig(), identities)
 
 
@@ -49,7 +53,7 @@ def test_without_bf16_the_candidate_is_compared_with_what_it_would_replace():
 
 def test_a_gate_that_both_sides_miss_does_not_fail_the_candidate():
     """bench reported "nv fails, it cannot replace q4" although q4 failed the same gate."""
-    aggregates = run(("nv", {"tool_call": 20}), ("q4", {"tool_call": 20}))
+    aggregates = run(("nv", {"tool_call": 60}), ("q4", {"tool_call": 60}), n=300)
     verdict = judge.verdict(aggregates)
     assert verdict.passed and verdict.outcome == "keeps" and "cannot replace" not in verdict.sentence
     assert any("misses R23 by itself" in caveat for caveat in verdict.caveats)
@@ -110,9 +114,9 @@ def test_a_fragile_sentence_names_places_that_lose_nothing():
     leaks = schema.OfflineSide(
         gates=table, paired={"tool_call": schema.PairedGate(100, 60, 0), "thinking_leak": schema.PairedGate(100, 9, 0)}
     )
-    decision.judge_sides({"w4a4": loses, "w4a4+bf16": leaks, "w4a16": keeping})
-    aggregates.offline = {"nvfp4": {"w4a4": loses, "w4a16": keeping}}
-    aggregates.members = {"nvfp4": {"w4a4+bf16": leaks}}
+    sides, _ = decision.judge_sides({"w4a4": loses, "w4a4+bf16": leaks, "w4a16": keeping})
+    aggregates.offline = {"nvfp4": {"w4a4": sides["w4a4"], "w4a16": sides["w4a16"]}}
+    aggregates.members = {"nvfp4": {"w4a4+bf16": sides["w4a4+bf16"]}}
     verdict = judge.verdict(aggregates)
     assert verdict.outcome == "fragile" and "also W4A4+bf16)" in verdict.sentence
     assert "and keeps them (served, W4A16)" in verdict.sentence

@@ -155,7 +155,7 @@ def test_an_argument_that_the_schema_does_not_name(more, passes):
              {"id": "c", "messages": [{"role": "user", "content": "x"}], "expect": {"tool": "stock"}, "max_tokens": 7}]}
     )  # fmt: skip
     answer = judge.parse_raw(CALL, False, list(workload.tools))
-    assert judge.checks(answer, workload.cases[0], workload) == {"tool_call": passes}
+    assert judge.checks(answer, workload.cases[0], workload) == {"tool_call": passes, "call_rate": True}
 
 
 def test_the_token_limit_of_a_case_is_its_own_where_it_has_one():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import evaluations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,9 +20,10 @@ from annie_quant.pipeline import demo
 from annie_quant.publish import card
 from annie_quant.publish.upload import objections
 from annie_quant.pytest_plugin import Run
+from annie_quant.report.judging import write_judgement
 from annie_quant.report.pages import advice
 from annie_quant.report.run import load
-from annie_quant.schema import BenchConfig, Evaluation, Identity, RequestRecord
+from annie_quant.schema import BenchConfig, Identity, ModelFiles, RequestRecord
 
 GATES = ("tool_call", "factual", "non_empty")
 KEPT = {"tool_call": (240, 0, 0), "factual": (100, 0, 0), "non_empty": (60, 0, 0)}
@@ -60,20 +62,9 @@ def side(kind, counts, **fields):
 
 
 def evaluation(members):
-    same = schema.SameAnswers(1, 1)
-    own = dict.fromkeys(("kl", "kl_conversations", "kl_text", "perplexity", "perplexity_reference", "verbosity_ratio"))
-    sides = {
-        name: side(schema.NumericsResult, counts, same_answers=same, cases=[], seconds=1.0, **own)
-        if "+" not in name
-        else side(schema.Member, counts, arithmetic="", outcomes={}, n_computed=1, n_changed=0)
-        for name, counts in members.items()
-    }
-    return Evaluation(
-        schema_version=1, version="", model="nv", reference="bf16", reference_sha256="", dtype="float32", device="cpu",
-        workloads={}, n_answers=400, n_conversation_answers=0, n_text_tokens=0, notes=[], seconds=1.0,
-        reference_gates=tabulate(old for old, _ in rows({})),
-        numerics={k: v for k, v in sides.items() if "+" not in k}, members={k: v for k, v in sides.items() if "+" in k},
-    )  # fmt: skip
+    return evaluations.from_counts(
+        {name: KEPT | counts for name, counts in members.items()}, checkpoint_files=ModelFiles("x")
+    )
 
 
 def doors(members, folder):
@@ -182,11 +173,11 @@ def test_every_door_agrees_on_random_answers(tmp_path_factory, members):
 def test_a_benchmark_decides_as_an_evaluation_does(counts, verdict, tmp_path):
     """The same checks as answers of two servers, and as an evaluation without a server."""
     records = [
-        RequestRecord(id=f"{backend}/{i}", backend=backend, workload="w", case=str(i), status=200, text="x", checks=checks)
+        RequestRecord(id=f"{backend}/{i}", backend=backend, workload="w", case=str(i), text="x", finish_reason="stop", checks=checks)
         for i, pair in enumerate(rows(counts))
         for backend, checks in zip(("bf16", "nvfp4"), pair, strict=True)
     ]  # fmt: skip
-    identities = {name: Identity(name=name) for name in ("bf16", "nvfp4")}
+    identities = {"bf16": Identity(name="bf16", format="BF16"), "nvfp4": Identity(name="nvfp4")}
     aggregates = aggregate_records(records, BenchConfig(), identities)
     assert judge.verdict(aggregates).outcome == verdict
     assert judge.judge_evaluation(evaluation({"w4a4": counts})).verdict.verdict == verdict
@@ -204,10 +195,13 @@ def test_an_evaluation_that_is_added_to_a_benchmark_is_part_of_its_decision(tmp_
     own = side(schema.OfflineSide, {})
     decision.judge_sides({"served": own})
     served["nvfp4"].judged_by, served["nvfp4"].paired = "bf16", own.paired
-    aggregates = schema.Aggregates(served=served)
+    aggregates = schema.Aggregates(served=served, roles=schema.Roles(candidate="nvfp4", reference="bf16"))
     schema.write_run(tmp_path, schema.Run(aggregates=aggregates, verdict=judge.verdict(aggregates)))
     assert load(tmp_path).verdict.outcome == "keeps"
     (tmp_path / "eval").mkdir()
     document = judge.judge_evaluation(evaluation({"w4a4": {"tool_call": (240, 58, 0)}}))
     (tmp_path / "eval" / "nvfp4.json").write_text(json.dumps(document.to_dict()))
+    shown = load(tmp_path).verdict
+    assert shown.outcome == "undecided" and not shown.passed and "annie-quant report DIR --judge" in shown.sentence
+    write_judgement(tmp_path)
     assert load(tmp_path).verdict.outcome == "fragile"

@@ -136,7 +136,7 @@ def checks(**gates):
     return dict(gates)
 
 
-def test_pairs_count_gates_that_apply_to_both_answers():
+def test_a_gate_counts_where_it_applies_to_the_references_answer():
     pairs = [
         (checks(tool_call=True, non_empty=True), checks(tool_call=False, non_empty=True)),
         (checks(tool_call=False, non_empty=True), checks(tool_call=True, non_empty=False)),
@@ -147,10 +147,14 @@ def test_pairs_count_gates_that_apply_to_both_answers():
     assert {name: (g.n, g.lost, g.won) for name, g in gates.items()} == {
         "tool_call": (2, 1, 1),
         "non_empty": (2, 1, 0),
+        "factual": (1, 1, 0),  # it does not apply to the checkpoint's answer, so that one fails
         "tool_call_raw": (1, 1, 0),
     }
-    # By answer: the first was right and is wrong; the second was wrong and is wrong; advisory gates do not count.
-    assert (pooled.n, pooled.lost, pooled.won) == (2, 1, 0)
+    assert {name: g.passed for name, g in gates.items()} == {
+        "tool_call": 1, "non_empty": 2, "factual": 1, "tool_call_raw": 1,
+    }  # fmt: skip
+    # By answer: the first and the third were right and are wrong; the second was wrong and is wrong; advisory gates do not count.
+    assert (pooled.n, pooled.lost, pooled.won) == (3, 2, 0)
     assert pair_checks([])[1] is None
 
 

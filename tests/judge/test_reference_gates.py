@@ -11,6 +11,7 @@ import pytest
 from annie_quant import judge
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.reference import language_of
+from annie_quant.judge.decision import judge_gates
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.not_lost import expected_tools, reference_notes
@@ -51,26 +52,28 @@ def gates_of(answer, reference):
 
 
 def failing(answer, reference):
-    return {name for name, fault in gates_of(answer, reference).items() if fault}
+    return {name for name, fault in gates_of(answer, reference).items() if fault and not GATES[name].two_sided}
 
 
 def test_an_answer_passes_against_itself_and_nothing_applies_without_a_reference():
     for answer in (WORDS, call(room="hall", level=3)):
         assert failing(answer, answer) == set()
         assert "same_tool" in {n for n, fault in gates_of(answer, answer).items() if fault == ""}
-    assert set(judge.faults(WORDS, WORKLOAD.cases[0], WORKLOAD).values()) == {None}
+    faults = judge.faults(WORDS, WORKLOAD.cases[0], WORKLOAD)
+    assert {name for name, fault in faults.items() if fault is not None} == {"call_rate"}
 
 
 @pytest.mark.parametrize(
     ("answer", "reference", "expected"),
     [
         (WORDS, call(room="hall"), {"same_tool", "same_arguments"}),
-        (call(room="hall"), WORDS, {"same_tool"}),
+        (call(room="hall"), WORDS, {"same_tool", "same_decline", "same_text"}),
         (call("other", room="hall"), call(room="hall"), {"same_tool", "same_arguments", "same_validity"}),
         (call(room="attic"), call(room="hall"), {"same_arguments"}),
         (call(level=3), call(room="hall"), {"same_arguments", "same_validity"}),
-        (replace(WORDS, text="- **one**\n- two"), WORDS, {"same_markdown"}),
-        (WORDS, replace(WORDS, text="- **one** word\n- two words"), {"same_markdown"}),
+        (replace(WORDS, text="- **light**\n- hall"), WORDS, {"same_markdown"}),
+        (WORDS, replace(WORDS, text="- **one** light\n- two words"), {"same_markdown"}),
+        (replace(WORDS, text="This sentence answers everything that was asked."), WORDS, {"same_text"}),
         (replace(WORDS, text="<think>hm</think> " + WORDS.text), WORDS, {"same_thinking"}),
         (replace(WORDS, text="Das Licht ist an und es ist nicht zu warm, ich mag das."), WORDS, {"same_language"}),
         (replace(WORDS, finish_reason="length"), WORDS, {"same_stop"}),
@@ -106,7 +109,7 @@ def test_parallel_calls_are_compared_in_any_order():
     both, swapped = replace(call(), tool_calls=[one, two]), replace(call(), tool_calls=[two, one])
     assert failing(both, swapped) == set()
     assert failing(replace(both, tool_calls=[one]), both) >= {"same_tool", "same_arguments"}
-    assert failing(replace(both, tool_calls=[one, one]), both) == {"same_arguments"}
+    assert failing(replace(both, tool_calls=[one, one]), both) == {"same_arguments", "same_several"}
 
 
 def test_what_bf16_itself_does_is_not_held_against_the_quantized_model():
@@ -120,7 +123,7 @@ def test_every_gate_states_what_it_compares_with():
     assert {gate.basis for gate in GATES.values()} == {"label", "reference", "rule"}
     assert all(name.startswith("same_") for name in REFERENCE_GATES)
     table = judge.gate_table([(WORKLOAD, replace(WORKLOAD.cases[0], reference=WORDS), WORDS)] * 30)
-    assert {result.basis for result in table.values()} == {"reference"}
+    assert {result.basis for name, result in table.items() if name != "call_rate"} == {"reference"}
 
 
 def test_a_planted_loss_of_tool_calls_fails_and_none_passes():
@@ -137,12 +140,15 @@ def test_a_planted_loss_of_tool_calls_fails_and_none_passes():
     assert verdict(0.0) == "pass" and verdict(0.5) == "fail"
 
 
-def test_a_gate_that_bf16_rarely_reaches_informs_only():
-    case = replace(WORKLOAD.cases[0], reference=call(room="a"))
-    table = judge.gate_table([(WORKLOAD, case, call(room="a"))] * 3)
-    assert table["same_arguments"].advisory and "bf16 does it 3 times" in table["same_arguments"].rule
-    table = judge.gate_table([(WORKLOAD, case, call(room="b"))] * 3)
-    assert not table["same_arguments"].advisory
+def test_what_bf16_rarely_shows_stands_in_no_verdicts_way_until_it_is_lost():
+    references = [call(room="a")] * 3 + [WORDS] * 80
+    kept, gates, _ = paired(references, references)
+    assert gates["same_arguments"].n == 3 and kept.verdict == "keeps"
+    assert (
+        "right arguments" in kept.not_tested and "right arguments" in kept.sentence and "(3 answers)" in kept.sentence
+    )
+    lost, _, _ = paired([call(room="b"), *references[1:]], references)
+    assert lost.verdict == "undecided" and lost.coverage["right arguments"] == 3
 
 
 def test_sampling_counts_reference_gates_before_bf16_has_answered():
@@ -167,18 +173,19 @@ def paired(after, references, workload=WORKLOAD, case=None):
     """Return the verdict of one member, its pairs, and the pooled gates."""
     case = case or workload.cases[0]
     before = [(workload, replace(case, reference=r), r) for r in references]
-    gates, pooled = pair_answers(before, [(w, c, a) for (w, c, _), a in zip(before, after, strict=True)])
-    return judge.judge_members({"w4a4": gates}, {"w4a4": pooled}), gates, pooled
+    counts, together = pair_answers(before, [(w, c, a) for (w, c, _), a in zip(before, after, strict=True)])
+    gates, pooled = judge_gates({"w4a4": counts}, {"w4a4": together})
+    return judge.judge_members({"w4a4": counts}, {"w4a4": together}), gates["w4a4"], pooled["w4a4"]
 
 
-def test_a_label_that_bf16_itself_fails_is_not_lost():
-    workload = replace(WORKLOAD, gates=("abstention", "same_tool"))
+def test_a_label_that_bf16_itself_fails_tests_nothing():
+    workload = replace(WORKLOAD, gates=("abstention",))
     case = replace(workload.cases[0], expect={"no_tool": True})
     own = [call(room="a")] * 80
     verdict, gates, _ = paired(own, own, workload, case)
     assert judge.gate_table((workload, case, a) for a in own)["abstention"].meets == "fail"
-    assert (gates["abstention"].lost, gates["abstention"].verdict) == (0, "keeps")
-    assert gates["same_tool"].verdict == "keeps" and verdict.verdict == "keeps"
+    assert (gates["abstention"].passed, gates["abstention"].lost, gates["abstention"].verdict) == (0, 0, "undecided")
+    assert "decline" in verdict.not_tested
 
 
 def test_the_pair_of_a_reference_gate_is_bf16s_pass_and_the_checkpoints():

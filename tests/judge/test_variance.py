@@ -6,8 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-
-from annie_quant.judge.variance import mean_squares, ranking, spread
+from variance import mean_squares, ranking, spread
 
 FACTORS = ("prompts", "calibration", "arithmetic")
 FOUR = (*FACTORS, "fine-tune")

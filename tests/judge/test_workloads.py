@@ -166,3 +166,29 @@ def test_the_workloads_of_speed_load(name):
         assert len(workload.tools) == 52 and {c.n_turns for c in workload.cases} == {8}
         known = {t["function"]["name"] for t in workload.tools}
         assert all(e.get("tool", "find") in {*known, "find"} for c in workload.cases for e in c.expect["turns"])
+
+
+def digest(case=None, **change):
+    [workload] = [build_workload(GOOD | {"cases": [GOOD["cases"][0] | (case or {})]} | change)]
+    return judge.prompt_sha256(workload.cases[0], workload)
+
+
+def test_a_prompt_is_identified_by_what_it_asks_and_not_by_its_id():
+    assert (
+        digest() == digest({"id": "other"}) == digest(name="other") == digest({"expect": {"tool": "f"}}, max_tokens=3)
+    )
+    turns = ["hi", {"results": [{"name": "f", "content": "1"}]}]
+    other = [
+        digest(),
+        digest({"messages": [{"role": "user", "content": "hi."}]}),
+        digest(system="You are brief."),
+        digest({"system": "You are brief, too."}),
+        digest(tools=[TOOL]),
+        digest({"tools": [TOOL, TOOL]}),
+        digest(thinking=True),
+        digest(extra={"seed": 1}),
+        digest({"messages": [], "turns": turns}),
+        digest({"messages": [], "turns": ["hi", {"results": [{"name": "f", "content": "2"}]}]}),
+    ]
+    assert len({*other}) == len(other)
+    assert digest({"messages": [], "turns": ["hi"]}) == digest()  # one turn, written in two ways

@@ -28,7 +28,9 @@ import torch
 
 import annie_quant.gemm as gemm
 from annie_quant.gemm.arrays import native
-from annie_quant.gemm.stack_times import graph_us
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from stack_times import graph_us
 
 SHAPES = (
     "8192x8192 16384x8192 20480x7168 81920x8192 24576x4096 4096x12288 "

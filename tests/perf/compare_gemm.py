@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from bench_gemm import COLD_BYTES, SHAPES, cells_of
 
-from annie_quant.gemm.stack_times import graph_of, replay_us
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from stack_times import graph_of, replay_us
 
 LIMIT = 1.05
 INTERVALS = {10: (1, 8), 20: (5, 14)}  # rank of the ends of a 95 % interval of the median, by the number of rounds

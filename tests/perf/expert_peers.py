@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,8 +27,10 @@ import torch
 
 from annie_quant.gemm import grouped, oracle
 from annie_quant.gemm.arrays import native
-from annie_quant.gemm.stack_times import graph_of, replay_us
 from annie_quant.gemm.torch_op import BF16
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from stack_times import graph_of, replay_us
 
 # experts, top_k, hidden size, intermediate size
 MODELS = {"35b": (256, 8, 2048, 512), "30b": (128, 8, 2048, 768)}

@@ -1,4 +1,4 @@
-"""Time our W4A16 kernel and the NVFP4 kernels that vLLM has, Marlin and humming, on one GPU in one run (gemm.stack_times).
+"""Time our W4A16 kernel and the NVFP4 kernels that vLLM has, Marlin and humming, on one GPU in one run.
 
     python tests/perf/kernel_peers.py --output peers.json --tokens 1,4,16,64,256,2048 --shapes 24576x4096,...
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from annie_quant.gemm import stack_times
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import stack_times
 
 SHAPES = "12288x4096,4096x4096,24576x4096,4096x12288,10240x4096,8192x8192"
 
@@ -22,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--checkpoint", type=Path, help="the shapes of this checkpoint, as servers merge its linears")
     parser.add_argument("--tokens", default="1,4,16,64,256,2048")
     parser.add_argument("--repeats", type=int, default=stack_times.REPEATS)
     parser.add_argument("--seconds", type=float, default=60, help="after --go")
@@ -29,11 +32,12 @@ def main() -> None:
     args = parser.parse_args()
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    shapes = stack_times.read_shapes(args.shapes)
+    shapes = stack_times.served_shapes(args.checkpoint) if args.checkpoint else stack_times.read_shapes(args.shapes)
     tokens = [int(m) for m in args.tokens.split(",")]
     missing: dict[str, str] = {}
     with set_current_vllm_config(VllmConfig()):
         prepared = stack_times.prepare(shapes, tokens, stack_times.vllm_kernels(missing), missing)
+        print(f"vLLM takes {stack_times.choices()}", flush=True)
     for name, reason in missing.items():
         print(f"{name} does not run: {reason}", flush=True)
     while args.go and not args.go.exists():

@@ -5,7 +5,8 @@ python tests/perf/strategies.py --output runs/strategies --only gptq,qad     # o
 python tests/perf/strategies.py --output runs/strategies --table             # the table of the finished ones
 python tests/perf/strategies.py --spread runs/a runs/b runs/c                # components of the spread
 
-The folders of --spread are those of `annie-quant search --all --seeds 3`, one per fine-tune, with the same prompts. Its columns
+The folders of --spread are those of `annie-quant search --all --seeds 3`, one per fine-tune (one folder: the spread
+of that model), with the same prompts. Its columns
 per factor: standard error of the mean difference, in points, and in brackets the standard deviation of one further level.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,13 @@ from annie_quant.checkpoint.linears import is_linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data import generate
 from annie_quant.files import read_json, write_json
-from annie_quant.judge import variance
 from annie_quant.judge.decision.paired import points
 from annie_quant.judge.gates import decides
-from annie_quant.pipeline.search.draws import FACTORS, right_answers
 from annie_quant.schema import Evaluation
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import variance
+from variance import FACTORS, right_answers
 
 TINY = Path(annie_quant.__file__).parent / "assets/tiny-annie"
 # Row → (strategy, exclude, settings). `bits` is set so that B and the rows compared with it have equal sizes.
@@ -208,14 +212,16 @@ def spread_table(folders: list[Path]) -> str:
             bf16 = np.stack([right_answers([e["bf16"]], "bf16") for e in evaluations], axis=-1)
             tables.setdefault(kind, {})[name] = right - bf16
             own = variance.spread(right - bf16, factors)
-            parts = [own.components[f] for f in factors if f in own.components]
+            parts = [own.components.get(f) for f in factors]
             rest = {key: c.of_mean for key, c in own.components.items() if key not in factors}
             largest = max(rest, key=lambda key: rest[key])
             lines.append(
                 f"| {name} | {kind} | {100 * right.mean():.1f} % ({100 * bf16.mean():.1f} %) of "
                 f"{'×'.join(map(str, right.shape))} | "
                 f"{points(own.mean)} ({points(own.low)} to {points(own.high)}) | "
-                + " | ".join(f"{100 * c.of_mean**0.5:.2f} ({100 * max(c.variance, 0) ** 0.5:.1f})" for c in parts)
+                + " | ".join(
+                    f"{100 * c.of_mean**0.5:.2f} ({100 * max(c.variance, 0) ** 0.5:.1f})" if c else "–" for c in parts
+                )
                 + f" | {100 * sum(rest.values()) ** 0.5:.2f} ({largest} {100 * rest[largest] ** 0.5:.2f}) |"
             )
     for kind, by_strategy in tables.items():

@@ -30,7 +30,7 @@ from annie_quant.checkpoint.staging import staged
 from annie_quant.checkpoint.writer import need_room
 from annie_quant.cli import system_errors
 from annie_quant.data.journal import Journal
-from annie_quant.errors import EnvironmentFault, NoRoom, UsageError
+from annie_quant.errors import DiskFull, EnvironmentFault, UsageError
 from annie_quant.pipeline import search
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.schema import SCHEMA_VERSION, RequestRecord
@@ -245,7 +245,7 @@ def test_a_full_disk_ends_a_search_and_is_not_a_failure_of_the_strategy(tmp_path
     """Otherwise the search would continue with a larger strategy and choose that one."""
     stages = SimpleNamespace(rows=[], quantize=lambda _: need_room(tmp_path, 1 << 62))
     new = SimpleNamespace(stages=stages, spent_s=lambda: 0.0)
-    with pytest.raises(NoRoom, match="GB to write and"):
+    with pytest.raises(DiskFull, match="GB to write and"):
         search.Search.attempt(new, "direct")
 
     def cannot(_):

@@ -1,4 +1,4 @@
-"""`search --seeds N`: a strategy must keep in every calibration draw, and the spread over the draws is stated."""
+"""`search --seeds N`: a strategy must keep in every calibration draw; tests/perf/strategies.py states the spread over the draws."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import variance
 from paths import ROOT
 
 from annie_quant import judge, schema
@@ -15,10 +16,10 @@ from annie_quant.data.rows import read_rows
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.search import draws, table
+from annie_quant.pipeline.search import search as searching
 from annie_quant.pipeline.stages import Stages
 from annie_quant.progress import SilentConsole
-from annie_quant.schema import Evaluation, SearchResult, StrategyRow
+from annie_quant.schema import Evaluation, StrategyRow
 
 N = 200
 MEMBERS = ("w4a4", "w4a4+bf16", "w4a4+perm1")
@@ -78,21 +79,25 @@ class FakeStages:
 
 
 def search(rates, seed=0):
-    """Return the rows and the ranking of a search of these strategies, as Search.evaluate and try_strategies do it."""
+    """Return the rows of a search of these strategies, as Search.evaluate makes them."""
     stages = FakeStages(rates, seed)
-    runs = draws.Draws(stages, len(next(iter(rates.values()))))
     rows = []
     for strategy, own in rates.items():
         first = evaluation(stages.rng, own[0])
         row = StrategyRow(strategy, passed=first.verdict.verdict == "keeps", outcome="", why=[], path=[], numerics={})
         row.verdict = first.verdict
-        runs.evaluate(row, first, [])
+        searching.try_draws(stages, row, [], len(own))
         rows.append(row)
-    return rows, runs.ranking(), stages
+    return rows, stages
+
+
+def evaluations(rates, seed=0):
+    rng = np.random.default_rng(seed)
+    return [evaluation(rng, rate) for rate in rates]
 
 
 def test_a_strategy_must_keep_in_every_draw():
-    (good, bad), _, stages = search({"good": [1.0, 1.0, 1.0], "bad": [1.0, 0.7, 1.0]})
+    (good, bad), stages = search({"good": [1.0, 1.0, 1.0], "bad": [1.0, 0.7, 1.0]})
     assert good.passed and not good.why and [d.verdict.verdict for d in good.draws] == ["keeps", "keeps"]
     assert not bad.passed and bad.why[0].startswith("calibration draw 1: Loses tool calls")
     assert [d.verdict.verdict for d in bad.draws] == ["loses", "keeps"], "the further draws still show the spread"
@@ -101,45 +106,30 @@ def test_a_strategy_must_keep_in_every_draw():
 
 
 def test_one_seed_is_the_search_without_draws():
-    (row,), ranking, stages = search({"good": [1.0]})
-    assert row.passed and not row.draws and not row.spread and not ranking and not stages.done
+    (row,), stages = search({"good": [1.0]})
+    assert row.passed and not row.draws and not stages.done
 
 
 def test_the_spread_names_the_calibration():
-    (even, uneven), _, _ = search({"even": [0.8] * 4, "uneven": [0.95, 0.6, 0.9, 0.5]})
-    parts = {row.strategy: row.spread["w4a4"]["tool_call"].components for row in (even, uneven)}
-    assert parts["uneven"]["calibration"].of_mean > 20 * max(0.0001, parts["even"]["calibration"].of_mean)
-    own = uneven.spread["w4a4"]["all"]
-    assert own.levels == {"prompts": N, "calibration": 4, "arithmetic": 3} and own.low < 0.74 < own.high
-    assert own.high - own.low > 0.3 > even.spread["w4a4"]["all"].high - even.spread["w4a4"]["all"].low
+    even, uneven = (
+        variance.spread(variance.right_answers(evaluations(rates), "w4a4"), variance.FACTORS)
+        for rates in ([0.8] * 4, [0.95, 0.6, 0.9, 0.5])
+    )
+    assert uneven.components["calibration"].of_mean > 20 * max(0.0001, even.components["calibration"].of_mean)
+    assert uneven.levels == {"prompts": N, "calibration": 4, "arithmetic": 3} and uneven.low < 0.74 < uneven.high
+    assert uneven.high - uneven.low > 0.3 > even.high - even.low
 
 
 def test_a_ranking_needs_more_than_one_lucky_draw():
-    _, ranking, _ = search({"a": [0.95, 0.6, 0.9], "b": [0.9, 0.7, 0.85], "c": [0.2, 0.25, 0.2]})
-    stated = {(r.better, r.worse) for r in ranking}
-    assert not stated & {("a", "b"), ("b", "a")}
-    even, ranking, _ = search({"a": [0.9, 0.91, 0.9], "c": [0.6, 0.6, 0.61]})
-    assert [(r.better, r.worse) for r in ranking] == [("a", "c")] and ranking[0].difference.mean == pytest.approx(
-        0.3, abs=0.06
-    )
-    result = SearchResult(
-        chosen=None, stopped=None, required=["w4a4"], command="", where="", n=N, notes=[], reference={}, labels=None,
-        strategies=even, seconds=0.0, seeds=3, ranking=ranking,
-    )  # fmt: skip
-    text = "\n".join(table.spread_table(result))
-    assert "a has more right answers than c" in text and "| a | w4a4 | 9" in text
-    result.ranking = []
-    assert table.spread_table(result)[-1] == "The spread allows no order of these strategies."
-    assert json.loads(schema.encode(result))["strategies"][0]["spread"]["w4a4"]["all"]["levels"]["calibration"] == 3
-
-
-def test_a_prompt_that_a_gate_does_not_apply_to_in_one_draw_is_left_out():
     rng = np.random.default_rng(0)
-    evaluations = [evaluation(rng, 0.9), evaluation(rng, 0.9)]
-    outcomes = evaluations[1].members["w4a4+bf16"].outcomes
-    outcomes["tool_call"] = "-" + outcomes["tool_call"][1:]
-    assert draws.outcomes(evaluations, "w4a4", "tool_call").shape == (N - 1, 2, 3)
-    assert draws.right_answers(evaluations, "w4a4").shape == (N, 2, 3)
+    rates = {"a": [0.95, 0.6, 0.9], "b": [0.9, 0.7, 0.85], "c": [0.2, 0.25, 0.2]}
+    tables = {name: variance.right_answers([evaluation(rng, r) for r in own], "w4a4") for name, own in rates.items()}
+    stated = {(better, worse) for better, worse, *_ in variance.ranking(tables, variance.FACTORS)}
+    assert not stated & {("a", "b"), ("b", "a")}
+    rates = {"a": [0.9, 0.91, 0.9], "c": [0.6, 0.6, 0.61]}
+    tables = {name: variance.right_answers([evaluation(rng, r) for r in own], "w4a4") for name, own in rates.items()}
+    ((better, worse, difference, _),) = variance.ranking(tables, variance.FACTORS)
+    assert (better, worse) == ("a", "c") and difference.mean == pytest.approx(0.3, abs=0.06)
 
 
 def test_draws_are_seeded_samples_of_the_calibration_rows(tmp_path):

@@ -105,6 +105,6 @@ def test_data_on_a_full_disk_leaves_no_partial_files(tmp_path):
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         assert subprocess.run(command, capture_output=True).returncode == 0
         assert len((disk / "d.jsonl").read_text().splitlines()) == 500
-        assert sorted(p.name for p in Path(disk).iterdir()) == ["README.md", "d.jsonl"]
+        assert sorted(p.name for p in Path(disk).iterdir()) == ["d.jsonl"]
     finally:
         subprocess.run(["umount", str(disk)], check=False)

@@ -51,11 +51,14 @@ def whole_run(tmp_path_factory):
 
 
 @pytest.fixture
-def run(whole_run, tmp_path):
-    return Path(shutil.copytree(whole_run, tmp_path / "run"))
+def run(whole_run, checkpoint, tmp_path):
+    folder = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    report_fixture.record_hash(folder, "mlp_only", checkpoint)
+    return folder
 
 
 def prepare(run, checkpoint, **options):
+    report_fixture.record_hash(run, options.get("model", "mlp_only"), checkpoint)
     return upload.prepare(
         run, REPO, **{"model": "mlp_only", "checkpoint": checkpoint, "base_model": "owner/tiny"} | options
     )
@@ -269,8 +272,7 @@ def test_what_a_search_chose_is_published_from_its_folder(whole_run, checkpoint,
     (tmp_path / "eval").mkdir()
     for name in ("naive", "mlp_only"):
         shutil.copytree(checkpoint, tmp_path / "models" / name)
-        evaluation = {"numerics": offline[name], "reference_gates": offline["bf16"]["bf16"]["gates"]}
-        (tmp_path / "eval" / f"{name}.json").write_text(json.dumps(evaluation))
+        report_fixture.write_evaluation(tmp_path / f"eval/{name}.json", offline[name], checkpoint)
     rows = [{"strategy": "naive"}, {"strategy": "mlp_only"}]
     (tmp_path / "search.json").write_text(json.dumps({"chosen": "mlp_only", "strategies": rows}))
     plan = upload.prepare(tmp_path, REPO, base_model="owner/tiny")
@@ -284,13 +286,11 @@ def test_a_benchmark_and_an_evaluation_are_one_model(whole_run, checkpoint, tmp_
     """As the how-to has it: eval --output RUN/eval/BACKEND.json, then bench --output RUN, then publish."""
     document = json.loads((whole_run / "run.json").read_text())
     aggregates = document["aggregates"]
-    evaluation = {"numerics": aggregates["offline"]["mlp_only"]}
+    report_fixture.write_evaluation(tmp_path / "eval/nvfp4.json", aggregates["offline"]["mlp_only"], checkpoint)
     aggregates["served"] = {"nvfp4": aggregates["served"]["mlp_only"] | {"model": "mine-NVFP4"}}
     aggregates |= {"models": [], "offline": {}, "comparisons": []}
     document["verdict"] |= {"candidate": "nvfp4", "incumbent": None}
     (tmp_path / "run.json").write_text(json.dumps(document))
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "nvfp4.json").write_text(json.dumps(evaluation))
     plan = upload.prepare(tmp_path, REPO, checkpoint=checkpoint, base_model="owner/tiny")
     assert not plan.objections
     assert {"W4A4 offline", "W4A16 offline", "llama.cpp served"} <= set(re.findall(r"workloads, ([^\n]+)", plan.card))

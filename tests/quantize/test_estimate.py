@@ -1,17 +1,15 @@
-"""Estimates before anything starts: sizes counted from shapes, memory, times; and the command for the container."""
+"""Estimates before anything starts: sizes counted from shapes, memory, times."""
 
 from __future__ import annotations
 
 import json
-import os
-import shlex
 
 import checkpoint_zoo as zoo
 import pytest
 from paths import TINY_ANNIE
 
-from annie_quant.errors import CheckpointError, EnvironmentFault, UsageError
-from annie_quant.quantize import available, container_job, estimate
+from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.quantize import available, estimate
 
 
 def test_the_published_counts_of_the_9b():
@@ -62,9 +60,9 @@ def test_best_of_a_9b_takes_what_was_measured():
 
 def test_distillation_needs_the_whole_model():
     """20 bytes per quantized weight with the rounding (distillation.py), and bf16 for the rest: more than a Spark has."""
-    settings = {"distil": "100", "distilled": "rounding"}
+    settings = {"distil": "100", "distilled": "rounding", "recipe": "fixed"}
     plain, rounding = (
-        estimate.estimate("9b", "best", options={"activations": 4}),
+        estimate.estimate("9b", "best", options={"activations": 4, "recipe": "fixed"}),
         estimate.estimate("9b", "best", options=settings),
     )
     counts = estimate.published_sizes()["9b"].counts
@@ -72,7 +70,10 @@ def test_distillation_needs_the_whole_model():
     assert plain.layerwise and not rounding.layerwise
     assert rounding.peak_bytes == pytest.approx(20 * rounded + 2 * (sum(counts.values()) - rounded), rel=0.01)
     assert plain.fits and not rounding.fits and "the whole model in memory" in rounding.lines()[2]
-    assert estimate.estimate("9b", "best", options={"distilled": "rounding"}).peak_bytes == plain.peak_bytes
+    assert (
+        estimate.estimate("9b", "best", options={"distilled": "rounding", "recipe": "fixed"}).peak_bytes
+        == plain.peak_bytes
+    )
     trials = estimate.estimate("27b", "best")
     assert not trials.layerwise and trials.peak_bytes > 2 * trials.weights, "trials have the whole model in bf16"
     with pytest.raises(UsageError, match="no setting 'nope'"):
@@ -101,49 +102,3 @@ def test_rates_are_measured_here():
     pytest.importorskip("torch", reason="rates need torch: pip install annie-quant[quantize]")
     rates = estimate.measure(TINY_ANNIE)
     assert min(rates.flop_s, rates.disk, rates.encode, rates.memory) > 1e6 and "measured here" in rates.description
-
-
-def test_the_container_runs_as_the_user_and_mounts_inputs_read_only(tmp_path):
-    argv = container_job.arguments(
-        "mlp_only", TINY_ANNIE, tmp_path / "out/v2b", tmp_path / "my data.jsonl", ["--seed", "3"]
-    )
-    assert argv[:2] == ["docker", "run"] and argv[argv.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
-    mounts = [argv[i + 1] for i, word in enumerate(argv) if word == "-v"]
-    assert (
-        f"{TINY_ANNIE}:/model:ro" in mounts and f"{tmp_path}:/data:ro" in mounts and f"{tmp_path}/out:/output" in mounts
-    )
-    inner = shlex.split(argv[-1].split(" && ")[-1])
-    assert inner[1:] == ["quantize", "--strategy", "mlp_only", "--model", "/model", "--calib-data", "/data/my data.jsonl",
-                         "--output", "/output/v2b", "--seed", "3"]  # fmt: skip
-    assert "nvcr.io/nvidia/pytorch:25.11-py3" in argv
-    with pytest.raises(UsageError, match="unknown container recipe"):
-        container_job.arguments("naive", TINY_ANNIE, tmp_path / "o", recipe="1999")
-
-
-def test_the_containers_command_is_valid_for_the_command_line(tmp_path):
-    from click.testing import CliRunner
-
-    from annie_quant.cli import cli
-
-    words = [
-        "quantize",
-        "--strategy",
-        "naive",
-        "--model",
-        str(TINY_ANNIE),
-        "--output",
-        str(tmp_path / "o"),
-        "--container",
-        "--dry-run",
-    ]
-    done = CliRunner().invoke(cli, words)
-    assert done.exit_code == 0 and done.output.startswith("docker run ") and done.output.count("\n") == 1
-    inner = shlex.split(shlex.split(done.output)[-1].split(" && ")[-1])[1:]
-    inner[inner.index("/model")] = "9b"
-    assert "result" in CliRunner().invoke(cli, [*inner, "--dry-run"]).output
-
-
-def test_missing_docker_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(EnvironmentFault, match="docker is not installed"):
-        container_job.run(["docker"], tmp_path / "o")

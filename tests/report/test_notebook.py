@@ -1,4 +1,4 @@
-"""Notebook displays: figures of the objects, hostile text inert, every drawing well-formed."""
+"""Notebook displays: figures of the objects, hostile text inert, every table well-formed."""
 
 from __future__ import annotations
 
@@ -29,16 +29,9 @@ def test_a_tensor_shows_its_first_codes():
     text = "".join(page.text)
     assert "3 × 32" in text and "blocks of 16" in text
     assert "6-30.51.5" in text, "the first block's values in the order of its columns"
-    used = {
-        v: n
-        for v, n in notebook._by_value(
-            np.bincount([c for b in t.codes.ravel() for c in (b & 15, b >> 4)], minlength=16)
-        )
-    }
-    assert used[0.0] == 92 and used[6.0] == used[-3.0] == used[0.5] == used[1.5] == 1
 
 
-def test_gates_are_shown_with_interval_and_threshold():
+def test_gates_are_shown_with_their_interval():
     gates = aq.judge.gate_names()
     rows = {
         "tool_call": {"passes": 3, "n": 4, "low": 0.3, "high": 0.95, "threshold": 0.6, "verdict": "undecided"},
@@ -47,7 +40,7 @@ def test_gates_are_shown_with_interval_and_threshold():
     assert "tool_call" in gates
     page = read(notebook.Gates({HOSTILE: rows, "other": {}})._repr_html_())
     text = "".join(page.text)
-    assert "3/4 ?" in text and "4/4 ✓" in text and "—" in text
+    assert "3/4 ?" in text and "4/4 ✓" in text and "—" in text and "30" in text and "95 %" in text
     assert not {"script", "iframe"} & set(page.tags) and "\u202e" not in text and "\x1b" not in text
 
 
@@ -58,7 +51,7 @@ def test_an_audit_names_its_faults():
     assert "1 faults" in "".join(page.text) and "nan_scale" in "".join(page.text) and "script" not in page.tags
 
 
-def test_timings_show_requests_and_when_pieces_came():
+def test_timings_show_requests():
     records = [
         {"tag": HOSTILE, "first_content_ms": 12.5, "itl_ms": [2.0, 3.0], "tpot_ms": 2.5, "e2e_ms": 18.0,
          "completion_tokens": 3, "finish_reason": "stop", "error": ""},
@@ -76,9 +69,6 @@ def test_timings_show_requests_and_when_pieces_came():
     page = read(html)
     text = "".join(page.text)
     assert "12.5" in text and "refused" in text and "script" not in page.tags
-    path = next(v for tag, k, v in page.attributes if tag == "path" and k == "d")
-    places = [float(step.split()[0]) for step in path.split("M")[1:]]
-    assert len(places) == 3 and places[2] - places[1] == pytest.approx(1.5 * (places[1] - places[0]), abs=0.2)
 
 
 def test_register_adds_displays_to_ipython():

@@ -54,30 +54,30 @@ join() {
     tail -n 4 "$logs/$1.txt"
 }
 
-# compile FOLDER FLAGS...: all .cu files at the same time, into the objects that setup.py would make
-compile() {
-    folder=$1
-    shift
-    mkdir -p "$folder/csrc/gemm"
-    codes=$(for a in ${ANNIE_QUANT_ARCHS//,/ }; do echo "-gencode arch=compute_$a,code=sm_$a"; done)
-    export codes
-    ls csrc/gemm/*.cu | xargs -P 16 -I{} sh -c "nvcc -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden -Icsrc \$codes $* -c {} -o $folder/{}.o || exit 255"
-}
-# build MODULES: of the tree in the current folder
+# build MODULES OPTIONS...: of the tree in the current folder
 build() {
-    compile build/gpu-temp && PYTHONPATH=$PWD ANNIE_QUANT_ONLY=$1 "$python" setup.py -q build_ext --inplace --build-temp build/gpu-temp
+    modules=$1
+    shift
+    PYTHONPATH=$PWD ANNIE_QUANT_ONLY=$modules "$python" setup.py -q build_ext --parallel 16 --build-temp build/gpu-temp "$@"
 }
 build_other() {
-    cd "$other" && build _gemm
+    cd "$other" && compile_for_older_setup && build _gemm --inplace
+}
+# An older setup.py compiles one .cu file after the other: all at the same time, into its objects.
+compile_for_older_setup() {
+    grep -q self.parallel setup.py && return
+    mkdir -p build/gpu-temp/csrc/gemm
+    codes=$(for a in ${ANNIE_QUANT_ARCHS//,/ }; do echo "-gencode arch=compute_$a,code=sm_$a"; done)
+    export codes
+    ls csrc/gemm/*.cu | xargs -P 16 -I{} sh -c "nvcc -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden -Icsrc \$codes -c {} -o build/gpu-temp/{}.o || exit 255"
 }
 # A second copy of the package for racecheck: there each lane of a warp releases a pipeline stage, because the tool follows only that one.
 build_racecheck() {
-    ANNIE_QUANT_ARCHS=90a compile build/race-temp -DAQ_RACECHECK &&
-        ANNIE_QUANT_ARCHS=90a ANNIE_QUANT_ONLY=_gemm,_nvfp4 "$python" setup.py -q build_ext --build-lib build/race --build-temp build/race-temp &&
+    NVCC_APPEND_FLAGS=-DAQ_RACECHECK ANNIE_QUANT_ARCHS=90a build _gemm,_nvfp4 --build-lib build/race --build-temp build/race-temp &&
         rm -rf build/race-copy && mkdir build/race-copy && cp -r annie_quant tests pyproject.toml csrc build/race-copy/ &&
         cp build/race/annie_quant/*.so build/race-copy/annie_quant/
 }
-export -f compile build build_other build_racecheck
+export -f compile_for_older_setup build build_other build_racecheck
 export python other
 
 race_build="" other_build=""
@@ -89,7 +89,7 @@ if chosen compare; then
     timeout 200 bash -c build_other > "$logs/build_other.txt" 2>&1 &
     other_build=$!
 fi
-chosen build && step build 200 bash -c "build _gemm,_nvfp4"
+chosen build && step build 200 bash -c "build _gemm,_nvfp4 --inplace"
 [ "$race_build" ] && join build_racecheck $race_build
 [ "$other_build" ] && join build_other $other_build
 # Alone on the GPU; the rest can share it.

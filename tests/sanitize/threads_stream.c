@@ -74,15 +74,9 @@ static void *serve(void *unused)
 }
 
 struct stop {
-    int fd;
+    int fd; /* an eventfd as a semaphore: one count per run */
     int64_t count;
 };
-
-static bool interrupted(void *context)
-{
-    struct stop *stop = context;
-    return read(stop->fd, &stop->count, sizeof stop->count) == sizeof stop->count;
-}
 
 static void run_plan(int http, const char *path, struct stop *stop)
 {
@@ -103,9 +97,9 @@ static void run_plan(int http, const char *path, struct stop *stop)
                         .max_answer_events = 1 << 20,
                         .cancel_fd = stop ? stop->fd : -1,
                         .http = http,
-                        .kernel_stamps = true,
-                        .interrupted = interrupted,
-                        .context = stop};
+                        .signal_fd = -1,
+                        .forward_fd = -1,
+                        .kernel_stamps = true};
     struct plan_result result;
     memset(&result, 0, sizeof result);
     must(plan_run(&plan, &result) == PLAN_OK, "the plan runs");
@@ -113,6 +107,7 @@ static void run_plan(int http, const char *path, struct stop *stop)
     for (size_t i = 0; i < result.events.size / sizeof(struct event_row); i++)
         data += ((struct event_row *)result.events.base)[i].kind == SSE_DATA;
     must(result.stopped == (stop != NULL), "stopped if and only if it was requested");
+    must(!stop || read(stop->fd, &stop->count, sizeof stop->count) == sizeof stop->count, "the run does not read the descriptor");
     must(stop ? data <= REQUESTS : data == REQUESTS * EVENTS, "every event came once");
     plan_result_free(&result);
     for (int i = 0; i < REQUESTS; i++)

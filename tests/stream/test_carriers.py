@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -37,43 +36,12 @@ def server_of(carrier: str, tls_server: ssl.SSLContext, respond) -> RawServer:
     return RawServer(respond, tls=tls_server if carrier == "libcurl" else None)
 
 
-# ---- cancelling
+# ---- proxies
 
 
 def slow(connection, request: bytes) -> None:
     time.sleep(0.4)
     stream(HELLO)(connection, request)
-
-
-def test_cancelling_the_warm_up_cancels_the_run() -> None:
-    with RawServer(slow) as server:
-        cancel = aq.stream.Cancel()
-        threading.Timer(0.1, cancel.cancel).start()
-        began = time.monotonic()
-        timings = aq.stream.run([Request(server.url)] * 3, warmup=[Request(server.url)] * 2, cancel=cancel)
-        assert time.monotonic() - began < 0.35
-        assert [r["cause"] for r in timings.records()] == ["not_started"] * 3 and len(server.requests) == 1
-        again = aq.stream.run([Request(server.url)], cancel=cancel)
-        assert again.records()[0]["cause"] == "not_started" and len(server.requests) == 1, "it stays cancelled"
-        cancel.close()
-
-
-def test_cancelling_a_task_in_its_warm_up_does_not_block() -> None:
-    async def work(url: str) -> float:
-        task = asyncio.create_task(aq.stream.run_async([Request(url)] * 5, warmup=[Request(url)]))
-        await asyncio.sleep(0.1)
-        began = time.monotonic()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        return time.monotonic() - began
-
-    with RawServer(slow) as server:
-        assert asyncio.run(work(server.url)) < 0.35
-        assert len(server.requests) == 1
-
-
-# ---- proxies
 
 
 def tunnel(target: int, answer: bytes, delay_s: float) -> socket.socket:

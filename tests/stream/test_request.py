@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import ssl
+import subprocess
+import sys
+import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stream_server import HELLO, RawServer, stream
+from stream_server import HELLO, RawServer, chunk, stream
 
 _stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
 
@@ -52,6 +59,11 @@ REQUESTS = {
     "prefixes": {"json": {}, "headers": {"Content": "1", "C": "2", "T": "3", "Trans": "4", "Tr": ""}},
     "empty and blank": {"json": {}, "headers": {"X-Empty": "", "X-Blank": " \t", "X-Space": "  a b\t"}},
     "its own length": {"body": b"12345", "headers": {"content-length": "5"}},
+    "values with colons": {
+        "json": {},
+        "headers": {"Authorization": "Bearer abc:", "X-Colon": ":", "X-Two": "a::", "X-Time": "1:2"},
+    },
+    "values with semicolons": {"json": {}, "headers": {"X-Semi": "a;", "X-Both": "a;:", "X-Only": ";"}},
     "host": {"headers": {"host": "other.example:8080"}},
     "a long name without a value": {"headers": {"X-" + "n" * 3000: ""}},
     "not ASCII": {"headers": {"X-Name": "é漢字"}},
@@ -86,6 +98,13 @@ def test_the_fields_of_a_request(carrier: str, tls_server: ssl.SSLContext) -> No
     assert sorted(fields(**REQUESTS["prefixes"])) == [
         b"C: 2", b"Content-Length: 2", b"Content-Type: application/json", b"Content: 1", b"T: 3", b"Tr:", b"Trans: 4",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_value_is_sent_as_it_is(carrier: str, tls_server: ssl.SSLContext) -> None:
+    for name in ("values with colons", "values with semicolons"):
+        lines, _ = sent(carrier, tls_server, **REQUESTS[name])
+        assert {f"{n}: {v}".encode() for n, v in REQUESTS[name]["headers"].items()} <= set(lines)
 
 
 SMUGGLED = "GET / HTTP/1.1\r\nHost: x\r\n\r\nGET"
@@ -230,3 +249,40 @@ def test_never_two_requests_on_the_wire(carrier: str, tls_server: ssl.SSLContext
                 assert head.lower().count(b"\r\ncontent-length:") <= 1
 
         check()
+
+
+def test_names_are_compared_in_ascii_in_every_locale(tmp_path: Path) -> None:
+    """In a Turkish locale, "I" is not the upper case of "i"."""
+    if not shutil.which("localedef"):
+        pytest.skip("localedef compiles the locale, and it is not installed")
+    command = ["localedef", "-i", "tr_TR", "-f", "ISO-8859-9", str(tmp_path / "tr_TR.ISO-8859-9")]
+    if subprocess.run(command, capture_output=True).returncode > 1:  # 1: with warnings
+        pytest.skip("the sources of the locale tr_TR are not installed")
+    script = """
+        import ctypes, json, sys
+        import annie_quant as aq
+        assert ctypes.CDLL(None).strcasecmp(b"i", b"I") != 0, "the locale is not in use"
+        for name in ("CONNECTION", "TRANSFER-ENCODING", "TRAILER"):
+            try:
+                aq.stream.run([aq.stream.Request(sys.argv[1], headers={name: "x"})])
+            except aq.errors.UsageError:
+                continue
+            raise AssertionError(f"{name} was sent")
+        record = aq.stream.run([aq.stream.Request(sys.argv[1], timeout_s=3)]).records()[0]
+        print(json.dumps([record["error"], record["text"]]))
+    """
+
+    def respond(connection, request: bytes) -> None:
+        head = b"HTTP/1.1 200 OK\r\nCONTENT-TYPE: TEXT/EVENT-STREAM\r\nTRANSFER-ENCODING: CHUNKED\r\n\r\n"
+        connection.sendall(head + b"".join(map(chunk, HELLO)) + b"0\r\n\r\n")
+
+    with RawServer(respond) as server:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script), server.url],
+            env={**os.environ, "LOCPATH": str(tmp_path), "LC_ALL": "tr_TR.ISO-8859-9"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [None, "Hello there."]

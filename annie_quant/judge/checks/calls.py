@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.checks.tools import arguments_of
+from annie_quant.judge.checks.statements import contains
+from annie_quant.judge.checks.tools import abstention, arguments_of, tool_call
 from annie_quant.judge.workloads import Case, Workload
 
 # Case, spaces and this punctuation do not decide whether a text argument is right.
@@ -27,6 +28,21 @@ def tool_values(answer: Answer, case: Case, workload: Workload) -> str | None:
     """The expected calls are made, with allowed values for every argument, in any order."""
     expected = case.expect.get("calls")
     return values_fault(answer, expected) if expected else None
+
+
+def several_calls(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """tool_values where two calls or more are expected."""
+    expected = case.expect.get("calls") or ()
+    return values_fault(answer, expected) if len(expected) > 1 else None
+
+
+def use_result(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """All that is expected of an answer to what a tool returned."""
+    if not case.after_result:
+        return None
+    faults = [check(answer, case, workload) for check in (contains, tool_call, tool_values, abstention)]
+    applicable = [fault for fault in faults if fault is not None]
+    return next(filter(None, applicable), "") if applicable else None
 
 
 def selection_fault(answer: Answer, expected: Sequence[Mapping[str, Any]]) -> str:

@@ -23,6 +23,8 @@ from annie_quant.judge.workloads import Case, Workload
 
 LENGTH_RATIO, LENGTH_SLACK_TOKENS = 2.0, 16
 MIN_WORDS = 6  # of a text whose language is compared
+SHARED_WORDS = 0.2  # of the content words of the shorter of two answers about the same thing
+MIN_LETTERS = 4  # of a content word; digits count at any length
 # The commonest short words of languages in Latin letters, each in one language of the table only.
 LANGUAGES = {
     name: frozenset(words.split())
@@ -66,6 +68,19 @@ def same_arguments(answer: Answer, case: Case, workload: Workload) -> str | None
     return ""
 
 
+def same_decline(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Where tools are on offer and bf16 calls none, none is called."""
+    if case.reference is None or case.reference.tool_calls or has_call_markup(case.reference):
+        return None
+    return same_tool(answer, case, workload)
+
+
+def same_several(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """same_arguments where bf16 made two calls or more."""
+    several = case.reference is not None and len(case.reference.tool_calls) > 1
+    return same_arguments(answer, case, workload) if several else None
+
+
 def same_validity(answer: Answer, case: Case, workload: Workload) -> str | None:
     """Where bf16's calls parse and fit their schemas, these do too; a call left in the text counts as one that does not."""
     reference, tools = case.reference, workload.tools_for(case)
@@ -77,11 +92,14 @@ def same_validity(answer: Answer, case: Case, workload: Workload) -> str | None:
 
 
 def same_text(answer: Answer, case: Case, workload: Workload) -> str | None:
-    """Where bf16 answers in words, there are words too, and they do not repeat and are language."""
+    """Where bf16 answers in words, there are words too, some of them bf16's, and they do not repeat and are language."""
     if case.reference is None or not case.reference.text.strip() or repetition(case.reference, case, workload):
         return None
     if not answer.text.strip():
-        return None if answer.tool_calls else "it has no text, bf16's has"
+        return "it has no text, bf16's has"
+    words, expected = content_words(answer.text), content_words(case.reference.text)
+    if expected and len(words & expected) < SHARED_WORDS * min(len(expected), max(len(words), 1)):
+        return "it shares hardly a word with bf16's answer"
     return repetition(answer, case, workload)
 
 
@@ -103,13 +121,13 @@ def same_thinking(answer: Answer, case: Case, workload: Workload) -> str | None:
 
 
 def same_language(answer: Answer, case: Case, workload: Workload) -> str | None:
-    """The language of the bf16 answer, by its letters and commonest words; short texts are not compared."""
+    """No other language than the bf16 answer's, by its letters and commonest words; short texts have none."""
     if case.reference is None:
         return None
     language, expected = language_of(answer.text), language_of(case.reference.text)
-    if language is None or expected is None:
+    if expected is None:
         return None
-    return "" if language == expected else f"it is {language}, bf16's is {expected}"
+    return "" if language in (None, expected) else f"it is {language}, bf16's is {expected}"
 
 
 def same_stop(answer: Answer, case: Case, workload: Workload) -> str | None:
@@ -158,6 +176,11 @@ def _normalized(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _normalized(item) for key, item in value.items()}
     return [_normalized(item) for item in value] if isinstance(value, list) else value
+
+
+def content_words(text: str) -> set[str]:
+    """Return the words of a text that say what it is about: its longer words and its numbers, in lower case."""
+    return {w for w in re.findall(r"\w+", text.lower()) if len(w) >= MIN_LETTERS or w.isdigit()}
 
 
 def language_of(text: str) -> str | None:

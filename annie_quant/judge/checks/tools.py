@@ -68,6 +68,13 @@ def abstention(answer: Answer, case: Case, workload: Workload) -> str | None:
     return "" if answer.text.strip() else "no text was received"
 
 
+def call_rate(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Something is called, where tools are on offer. Neither answer is right by itself: the rate is compared."""
+    if not workload.tools_for(case):
+        return None
+    return "" if answer.tool_calls or has_call_markup(answer) else "no tool was called"
+
+
 def schemas_fault(answer: Answer, tools: Tools) -> str:
     """Return the fault of the first call whose name is not on offer or whose arguments do not fit; no call fails too."""
     if not answer.tool_calls:

@@ -1,6 +1,8 @@
 """The decision about a checkpoint or a run.
 
+coverage      which behaviours were tested, and which were not
 paired        the rule: keeps, loses, undecided or fragile, against the reference on the same prompts
+roles         candidate, reference, incumbent
 verdict       which side is the candidate, what it would replace, whether it passes, and why
 strategies    when the search drops a strategy early, and when it accepts one
 replacement   the drop-in checklist and the recommendation: switch, stay or wait
@@ -19,9 +21,11 @@ from annie_quant.judge.decision.paired import (
     decided_at,
     deciding,
     judge_evaluation,
+    judge_gates,
     judge_members,
     judge_sides,
     member_verdict,
+    verdict_of,
 )
 from annie_quant.judge.decision.replacement import (
     BUDGET_BYTES,
@@ -36,6 +40,7 @@ from annie_quant.judge.decision.replacement import (
     recommendation,
     served_as,
 )
+from annie_quant.judge.decision.roles import RULE, assign, formats_of, other_side, roles_of
 from annie_quant.judge.decision.strategies import (
     cannot_keep,
     early_reasons,
@@ -47,6 +52,7 @@ from annie_quant.judge.decision.strategies import (
 from annie_quant.judge.decision.verdict import (
     Decision,
     JudgedGate,
+    blocking_of,
     combined,
     deciding_gates,
     decision,

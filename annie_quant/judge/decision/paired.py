@@ -2,17 +2,22 @@
 
 One gate under one arithmetic (a "member": a numerics profile, a perturbation NAME+..., or a server):
 
-keeps      the lower bound of the difference's 90 % score interval is above -margin (an error of 5 %). A gate without a margin
-           (leaks, empty answers) keeps when no answer was lost, in at least as many answers as its requirement asks for. Where the
+keeps      the reference passes at least LEAST_ANSWERS prompts, and the lower bound of the difference's 90 % score interval is above
+           -margin (an error of 5 %). A gate without a margin (leaks, empty answers) keeps when no answer was lost. Where the
            reference has the fault on other prompts (the checkpoint wins some), the usual margin decides.
 loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-sided), after Holm over the gates, is below 5 %. This
            is the rule for gates without a margin too: a gate with a lost answer does not keep, but the arithmetic's noise
            does that to a checkpoint as good as its reference too, whose own answers are one draw (tests/perf/verdict_rule.py).
 undecided  otherwise, with the number of prompts that would decide at the observed rates.
 
-A gate that compares with the reference's own answer (same_tool, ...) has the reference's pass by definition: every change is a
-loss, also between two runs of one model. It loses only if the upper bound is below -margin, and the exact binomial p of more loss
-than the margin (instead of McNemar's) is below 5 % after Holm.
+A gate that the reference passes in less than a tenth of its prompts tests nothing and does not decide.
+
+A gate that compares with the reference's own answer (same_tool, ...) counts changes, and some change between two runs of one model.
+Where the reference answered in a second arithmetic too, "lost" are the prompts that only the checkpoint changes, "won" those that
+only that arithmetic changes; else every change is a loss. It loses only if the upper bound is below -margin, and the p of more
+loss than the margin (instead of McNemar's) is below 5 % after Holm.
+
+A two-sided gate (the call rate) keeps if the whole interval is within the margin, and loses in either direction.
 
 Holm's adjustment is over the gates of all members together, so more members give no more false alarms. It counts the gates in which
 at least 5 answers changed: with fewer, no p is below 5 %, and without a difference the number of changes does not depend on their
@@ -21,22 +26,34 @@ direction. Gates that compare with the reference's answer always count: their nu
 A sure loss that is smaller than the margin keeps. All deciding gates together (the pooled verdict) show small losses in many
 gates: they lose by the same rule, with a margin of 2 points of the answers.
 
-For a gate that compares with the reference's own answer, a prompt whose reference answer it does not apply to is left out. It is
-not in the pooled verdict, and does not decide where all of fewer answers pass than its requirement asks for: the reference itself
-has the property too rarely.
-
-A member loses if a gate or the pooled verdict loses, keeps if all gates keep, and is undecided otherwise. A checkpoint is fragile
+A member loses if a gate or the pooled verdict loses, keeps if all gates keep, and is undecided otherwise. A gate with fewer than
+LEAST_ANSWERS does not stand in the way if its behaviour is tested by another gate, or if the reference shows it in fewer than
+RARE_ANSWERS and none was lost; a behaviour that no gate tests is named in the verdict (coverage.py). A checkpoint is fragile
 if a gate keeps under one member and loses under another; else it loses if a member loses, keeps if all keep, else it is undecided.
+
+The functions change none of their arguments.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
 
+import msgspec
+
+from annie_quant.judge.decision.coverage import LEAST_ANSWERS, RARE_ANSWERS, coverage, describe_coverage, is_tested
 from annie_quant.judge.gate_rule import LARGE_N
 from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.paired import detectable_excess, detectable_loss, excess_loss, least_n, mcnemar, score_interval
+from annie_quant.judge.paired import (
+    detectable_excess,
+    detectable_loss,
+    excess_loss,
+    least_n,
+    mcnemar,
+    score_interval,
+    two_sided,
+)
 from annie_quant.judge.statistics import LEVEL, holm
 from annie_quant.schema import (
     Evaluation,
@@ -62,29 +79,47 @@ POOLED = "all"  # the pooled verdict's name among gates
 FAILING: tuple[Standing, ...] = ("loses", "fragile")
 OUTCOMES: dict[GateVerdict, Outcome] = {"keeps": "pass", "loses": "fail", "undecided": "undecided"}
 SHOWN = 4
+Gates = Mapping[str, PairedGate]
+Side = TypeVar("Side", NumericsResult, Member, OfflineSide)
 
 
 def judge_members(
-    members: Mapping[str, Mapping[str, PairedGate]], pooled: Mapping[str, PooledGates | None] | None = None
+    members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | None] | None = None
 ) -> PairedVerdict:
-    """Decide about a checkpoint. members: name → gate → counts of lost, won and n, whose other fields are set here."""
-    pooled = pooled or {}
-    for name, gates in members.items():
-        _measure(gates, pooled.get(name))
-    family = [row for name, gates in members.items() for row in _testable(gates, pooled.get(name))]
-    for row, p_holm in zip(family, holm([row.p for row in family]), strict=True):
-        row.p_holm = p_holm
-    for name, gates in members.items():
-        _judge(gates, pooled.get(name), len(family) or 1)
+    """Decide about a checkpoint. members: name → gate → counts of lost, won and n, and how many the reference passed."""
+    return verdict_of(*judge_gates(members, pooled))
+
+
+def judge_gates(
+    members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | None] | None = None
+) -> tuple[dict[str, dict[str, PairedGate]], dict[str, PooledGates | None]]:
+    """Return copies of the counts with interval, p, verdict and n_to_decide."""
+    gates = {name: {gate: msgspec.structs.replace(row) for gate, row in rows.items()} for name, rows in members.items()}
+    together = {
+        name: None if (row := (pooled or {}).get(name)) is None else msgspec.structs.replace(row) for name in members
+    }
+    for name, rows in gates.items():
+        _measure(rows, together[name])
+    family = [row for name, rows in gates.items() for row in _testable(rows, together[name])]
+    for tested, p_holm in zip(family, holm([row.p for row in family]), strict=True):
+        tested.p_holm = p_holm
+    for name, rows in gates.items():
+        _judge(rows, together[name], len(family) or 1)
+    return gates, together
+
+
+def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | None]) -> PairedVerdict:
+    """Return the verdict over gates that were judged."""
     verdicts = {name: member_verdict(gates, pooled.get(name)) for name, gates in members.items()}
     by_gate = {name: _verdicts(gates, pooled.get(name)) for name, gates in members.items()}
     profiles: dict[str, list[str]] = {name.partition("+")[0]: [] for name in members}
     for name in members:
         profiles[name.partition("+")[0]].append(name)
-    verdict = _standing(list(members), verdicts, by_gate)
+    standing = _standing(list(members), verdicts, by_gate)
+    answers = coverage(members.values())
     return PairedVerdict(
-        verdict=verdict,
-        sentence=_sentence(verdict, verdicts, by_gate),
+        verdict=standing,
+        sentence=_sentence(standing, verdicts, by_gate, answers),
         reasons=[
             f"{name}: {describe(gate, members[name][gate])}"
             for name, result in verdicts.items()
@@ -98,6 +133,8 @@ def judge_members(
         ],
         profiles={profile: _standing(names, verdicts, by_gate) for profile, names in profiles.items()},
         members=verdicts,
+        coverage=answers,
+        not_tested=[behaviour for behaviour, n in answers.items() if n < LEAST_ANSWERS],
     )
 
 
@@ -107,7 +144,7 @@ def _same_as_profile(member: str, gate: str, by_gate: Mapping[str, Mapping[str, 
     return profile != member and by_gate.get(profile, {}).get(gate) == by_gate[member][gate]
 
 
-def _measure(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> None:
+def _measure(gates: Gates, pooled: PooledGates | None) -> None:
     """Set what follows from the counts alone."""
     for name, gate in gates.items():
         gate.p, gate.p_holm = p_of_loss(name, gate), None
@@ -120,12 +157,16 @@ def _measure(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> Non
 def p_of_loss(name: str, gate: PairedGate) -> float:
     """Return the p of a loss: McNemar's, or of a loss above the margin where the gate compares with the reference's answer."""
     if compares_with_reference(name):
-        return excess_loss(max(0, gate.lost - gate.won), gate.n, GATES[name].margin)
-    return mcnemar(gate.lost, gate.won)
+        return excess_loss(gate.lost, gate.n, GATES[name].margin, gate.won)
+    return two_sided(gate.lost, gate.won) if is_two_sided(name) else mcnemar(gate.lost, gate.won)
 
 
 def compares_with_reference(name: str) -> bool:
     return name in GATES and GATES[name].basis == "reference"
+
+
+def is_two_sided(name: str) -> bool:
+    return name in GATES and GATES[name].two_sided
 
 
 def loss_limit(name: str) -> float:
@@ -133,7 +174,7 @@ def loss_limit(name: str) -> float:
     return -GATES[name].margin if compares_with_reference(name) else 0.0
 
 
-def _testable(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> list[PairedGate | PooledGates]:
+def _testable(gates: Gates, pooled: PooledGates | None) -> list[PairedGate | PooledGates]:
     rows: list[PairedGate | PooledGates] = [
         gate
         for name, gate in deciding(gates).items()
@@ -142,61 +183,81 @@ def _testable(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> li
     return [*rows, pooled] if pooled is not None else rows
 
 
-def _judge(gates: Mapping[str, PairedGate], pooled: PooledGates | None, n_tests: int) -> None:
+def _judge(gates: Gates, pooled: PooledGates | None, n_tests: int) -> None:
     for name, gate in deciding(gates).items():
         _judge_gate(name, gate, n_tests)
     if pooled is not None:
         pooled.verdict = _by_interval(pooled, POOLED_MARGIN)
 
 
-def deciding(gates: Mapping[str, PairedGate]) -> dict[str, PairedGate]:
-    """Return the gates that decide: known, not advisory, with at least one prompt, and not too rare in the reference's answers."""
-    return {
-        name: gate
-        for name, gate in gates.items()
-        if decides(name) and gate.n and not GATES[name].is_rare(gate.n - gate.lost, gate.n)
-    }
+def deciding(gates: Gates) -> dict[str, PairedGate]:
+    """Return the gates that decide: known, not advisory, with a prompt, and that the reference passes often enough."""
+    return {name: gate for name, gate in gates.items() if decides(name) and is_tested(name, gate)}
 
 
-def member_verdict(gates: Mapping[str, PairedGate], pooled: PooledGates | None = None) -> MemberVerdict:
+def member_verdict(gates: Gates, pooled: PooledGates | None = None) -> MemberVerdict:
     """Return the verdict of one member from its gates' verdicts."""
     by_gate = _verdicts(gates, pooled)
     loses = [name for name, verdict in by_gate.items() if verdict == "loses"]
     loses = [name for name in loses if name != POOLED] or loses  # a lost gate explains the pooled loss
-    undecided = [name for name, verdict in by_gate.items() if verdict == "undecided" and name != POOLED]
-    verdict: GateVerdict = "loses" if loses else "undecided" if undecided or not deciding(gates) else "keeps"
+    answers = coverage([gates])
+    undecided = [
+        name
+        for name, verdict in by_gate.items()
+        if verdict == "undecided" and name != POOLED and stands_in_the_way(name, gates[name], answers)
+    ]
+    keeps = any(verdict == "keeps" for name, verdict in by_gate.items() if name != POOLED)
+    verdict: GateVerdict = "loses" if loses else "undecided" if undecided or not keeps else "keeps"
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
 
 
+def stands_in_the_way(name: str, gate: PairedGate, answers: Mapping[str, int]) -> bool:
+    """Return whether an undecided gate forbids "keeps"."""
+    if answers_of(gate) >= LEAST_ANSWERS:
+        return True
+    tested_elsewhere = all(answers[behaviour] >= LEAST_ANSWERS for behaviour in GATES[name].behaviours)
+    return not tested_elsewhere and (gate.lost > 0 or answers_of(gate) >= RARE_ANSWERS)
+
+
+def answers_of(gate: PairedGate) -> int:
+    """Return how many answers of the reference the gate tests; files of version 0.2 and older do not say, so all of them."""
+    return gate.n if gate.passed is None else gate.passed
+
+
 def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
-    margin, enough, level = GATES[name].margin, GATES[name].threshold.least_n, LEVEL / n_tests
+    margin, level = GATES[name].margin, LEVEL / n_tests
     gate.margin, gate.n_to_decide = margin, None
     if compares_with_reference(name):
         gate.detectable = detectable_excess(gate.n, margin, level)
     else:
         gate.detectable = detectable_loss(gate.n, round(gate.won / gate.n, 3), level)
-    if _has_margin(name, gate):
+    if is_two_sided(name):
+        gate.verdict = _two_sided(gate, margin)
+    elif _has_margin(name, gate):
         gate.verdict = _by_interval(gate, margin or MARGIN, loss_limit(name))
+    elif not gate.lost:
+        gate.verdict = "keeps"
     else:
-        gate.verdict = _without_margin(gate, enough)
-    if gate.verdict != "undecided":
-        return
-    if not gate.lost and gate.n < enough and not _has_margin(name, gate):
-        gate.n_to_decide = enough
-        return
-    lost, won = gate.lost / gate.n, gate.won / gate.n
-    gate.n_to_decide = least_n(lambda n: _decided(name, lost * n, won * n, n, level), gate.n)
+        gate.verdict = "loses" if is_loss(gate, 0.0, LEVEL) else "undecided"
+    answers = gate.n if is_two_sided(name) else answers_of(gate)
+    if gate.verdict == "keeps" and answers < LEAST_ANSWERS:
+        gate.verdict = "undecided"
+        gate.n_to_decide = math.ceil(gate.n * LEAST_ANSWERS / max(1, answers))
+    elif gate.verdict == "undecided":
+        lost, won = gate.lost / gate.n, gate.won / gate.n
+        gate.n_to_decide = least_n(lambda n: _decided(name, lost * n, won * n, n, level), gate.n)
+
+
+def _two_sided(gate: PairedGate, margin: float) -> GateVerdict:
+    if -margin < gate.low and gate.high < margin:
+        return "keeps"
+    changed = gate.high < 0 or gate.low > 0
+    return "loses" if changed and gate.p_holm is not None and gate.p_holm < LEVEL else "undecided"
 
 
 def _has_margin(name: str, gate: PairedGate) -> bool:
     """Return whether some loss is accepted: also of leaks and empty answers, where the reference has them on other prompts."""
     return GATES[name].margin > 0 or gate.won > 0
-
-
-def _without_margin(gate: PairedGate, enough: int) -> GateVerdict:
-    if not gate.lost:
-        return "keeps" if gate.n >= enough else "undecided"
-    return "loses" if is_loss(gate, 0.0, LEVEL) else "undecided"
 
 
 def _by_interval(row: PairedGate | PooledGates, margin: float, limit: float = 0.0) -> GateVerdict:
@@ -215,8 +276,13 @@ def decided_at(name: str, gate: PairedGate, level: float) -> bool:
 
     Without a margin: it keeps with no lost answer in as many as the absolute requirements take for many (LARGE_N).
     """
+    if answers_of(gate) < LEAST_ANSWERS and not is_two_sided(name):
+        return False
     low, high = score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
-    loses = high < loss_limit(name) and gate.p_holm is not None and gate.p_holm < level
+    sure = gate.p_holm is not None and gate.p_holm < level
+    if is_two_sided(name):
+        return (-GATES[name].margin < low and high < GATES[name].margin) or (sure and (high < 0 or low > 0))
+    loses = high < loss_limit(name) and sure
     if _has_margin(name, gate):
         return low > -(GATES[name].margin or MARGIN) or loses
     return loses or (not gate.lost and gate.n >= LARGE_N)
@@ -225,18 +291,20 @@ def decided_at(name: str, gate: PairedGate, level: float) -> bool:
 def _decided(name: str, lost: float, won: float, n: int, level: float) -> bool:
     """Whether n prompts with these counts would keep or lose."""
     low, high = score_interval(lost, won, n, CONFIDENCE)
+    if is_two_sided(name):
+        low, high, lost, won = min(low, -high), max(high, -low), max(lost, won), min(lost, won)
     if low > -(GATES[name].margin or (MARGIN if won else 0.0)):
         return True
-    if high >= loss_limit(name):
+    if high >= loss_limit(name) and not is_two_sided(name):
         return False
     if compares_with_reference(name):
-        return excess_loss(int(lost - won), n, GATES[name].margin) < level
+        return excess_loss(int(lost), n, GATES[name].margin, math.ceil(won)) < level
     if lost + won < MOST_EXACT:
         return mcnemar(int(lost), math.ceil(won)) < level
     return math.erfc((lost - won) / math.sqrt(2 * (lost + won))) / 2 < level
 
 
-def _verdicts(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> dict[str, GateVerdict]:
+def _verdicts(gates: Gates, pooled: PooledGates | None) -> dict[str, GateVerdict]:
     by_gate: dict[str, GateVerdict] = {name: gate.verdict for name, gate in deciding(gates).items()}
     return by_gate | ({POOLED: pooled.verdict} if pooled is not None else {})
 
@@ -303,12 +371,22 @@ def describe_pooled(pooled: PooledGates) -> str:
 
 
 def _sentence(
-    verdict: Standing, verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, GateVerdict]]
+    verdict: Standing,
+    verdicts: Mapping[str, MemberVerdict],
+    by_gate: Mapping[str, Mapping[str, GateVerdict]],
+    answers: Mapping[str, int],
 ) -> str:
     if not verdicts:
         return "Nothing was compared with the reference."
+    not_tested = describe_coverage(answers)
+    return f"{_claim(verdict, verdicts, by_gate)}{f'; not tested: {not_tested}' if not_tested else ''}."
+
+
+def _claim(
+    verdict: Standing, verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, GateVerdict]]
+) -> str:
     if verdict == "keeps":
-        return f"Keeps every gate under {', '.join(verdicts)}."
+        return f"Keeps every gate under {', '.join(verdicts)}"
     if verdict == "fragile":
         changing = changing_gates(by_gate)
         loses = [name for name, gates in by_gate.items() if any(gates.get(g) == "loses" for g in changing)]
@@ -318,16 +396,16 @@ def _sentence(
             if name not in loses and any(gates.get(g) == "keeps" for g in changing)
         ]
         end = f", keeps under {', '.join(keeps)}" if keeps else " in part of the arithmetics"
-        return f"Fragile: loses {_titles(changing)} under {', '.join(loses)}{end}."
+        return f"Fragile: loses {_titles(changing)} under {', '.join(loses)}{end}"
     names = {
         gate: [m for m, gates in by_gate.items() if gates.get(gate) == verdict] for gate in _gates(verdicts, verdict)
     }
     under = dict.fromkeys(name for members in names.values() for name in members)
     if verdict == "loses":
-        return f"Loses {_titles(names)} under {', '.join(under)}."
+        return f"Loses {_titles(names)} under {', '.join(under)}"
     if not names:
-        return "Undecided: no gate was compared with the reference."
-    return f"Undecided with so few prompts: {_titles(names)} under {', '.join(under)}."
+        return "Undecided: no gate tests anything that the reference does (annie-quant init makes prompts that do)"
+    return f"Undecided with so few prompts: {_titles(names)} under {', '.join(under)}"
 
 
 def _gates(verdicts: Mapping[str, MemberVerdict], verdict: Standing) -> list[str]:
@@ -345,31 +423,61 @@ def _titles(gates: Collection[str]) -> str:
 # ---- in documents
 
 
-def apply(table: Mapping[str, GateResult], paired: Mapping[str, PairedGate]) -> None:
-    """Set the verdict of each deciding gate of a table to the paired one; `meets` keeps the absolute one."""
-    for name, result in table.items():
-        gate = paired.get(name)
-        if result.meets is None:
-            result.meets = result.verdict
-        if gate is None or not gate.n or result.advisory or not decides(name):
-            continue
-        result.verdict, result.n_to_decide = OUTCOMES[gate.verdict], gate.n_to_decide
-        result.rule = (
-            f"paired with the reference: {gate.lost} lost, {gate.won} won; {points(gate.difference)} points, 90 % "
-            f"{points(gate.low)} to {points(gate.high)}, margin {100 * gate.margin:g}"
-        )
+def apply(table: Mapping[str, GateResult], paired: Gates) -> dict[str, GateResult]:
+    """Return a table with the paired verdict of each deciding gate; `meets` keeps the absolute one."""
+    return {name: _with_verdict(name, result, paired.get(name)) for name, result in table.items()}
+
+
+def _with_verdict(name: str, result: GateResult, gate: PairedGate | None) -> GateResult:
+    result = msgspec.structs.replace(result, meets=result.verdict if result.meets is None else result.meets)
+    if gate is None or result.advisory or name not in deciding({name: gate}):
+        return result
+    result.verdict, result.n_to_decide = OUTCOMES[gate.verdict], gate.n_to_decide
+    result.rule = (
+        f"paired with the reference: {gate.lost} lost, {gate.won} won; {points(gate.difference)} points, 90 % "
+        f"{points(gate.low)} to {points(gate.high)}, margin {100 * gate.margin:g}"
+    )
+    return result
 
 
 def judge_evaluation(evaluation: Evaluation) -> Evaluation:
-    """Set an evaluation's verdict over all members of its ensembles, and each gate's; an older evaluation gets its verdict too."""
-    sides: dict[str, NumericsResult | Member] = {**evaluation.numerics, **evaluation.members}
-    evaluation.verdict = judge_sides(sides)
-    return evaluation
+    """Return an evaluation with its verdict over all members of its ensembles, and each gate's."""
+    numerics, members, verdict = _judge_both(evaluation.numerics, evaluation.members)
+    verdict = blocked(verdict, evaluation.blocking)
+    return msgspec.structs.replace(evaluation, numerics=numerics, members=members, verdict=verdict)
 
 
-def judge_sides(sides: Mapping[str, NumericsResult | Member] | Mapping[str, OfflineSide]) -> PairedVerdict:
-    """Judge a checkpoint's arithmetics together, set the verdicts of their gates, and return the verdict."""
-    verdict = judge_members({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
-    for side in sides.values():
-        apply(side.gates, side.paired)
-    return verdict
+def blocked(verdict: PairedVerdict, blocking: Sequence[str]) -> PairedVerdict:
+    """Return the verdict with what forbids "keeps"; the reason comes first in the sentence."""
+    if not blocking:
+        return verdict
+    keeps, sentence = verdict.verdict == "keeps", f"{blocking[0]}. Undecided, although no gate is lost."
+    return msgspec.structs.replace(
+        verdict,
+        verdict="undecided" if keeps else verdict.verdict,
+        sentence=sentence if keeps else verdict.sentence,
+        reasons=[*blocking, *verdict.reasons],
+        profiles={k: "undecided" if v == "keeps" else v for k, v in verdict.profiles.items()},
+    )
+
+
+def _judge_both(
+    numerics: Mapping[str, NumericsResult], members: Mapping[str, Member]
+) -> tuple[dict[str, NumericsResult], dict[str, Member], PairedVerdict]:
+    sides: dict[str, NumericsResult | Member] = {**numerics, **members}
+    gates, pooled = judge_gates({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
+    return (
+        {k: _judged(v, gates[k], pooled[k]) for k, v in numerics.items()},
+        {k: _judged(v, gates[k], pooled[k]) for k, v in members.items()},
+        verdict_of(gates, pooled),
+    )
+
+
+def judge_sides(sides: Mapping[str, OfflineSide]) -> tuple[dict[str, OfflineSide], PairedVerdict]:
+    """Judge a checkpoint's arithmetics together: return them with the verdicts of their gates, and the verdict."""
+    gates, pooled = judge_gates({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
+    return {k: _judged(v, gates[k], pooled[k]) for k, v in sides.items()}, verdict_of(gates, pooled)
+
+
+def _judged(side: Side, paired: dict[str, PairedGate], pooled: PooledGates | None) -> Side:
+    return msgspec.structs.replace(side, gates=apply(side.gates, paired), paired=paired, pooled=pooled)

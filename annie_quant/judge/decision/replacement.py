@@ -13,7 +13,7 @@ from typing import Literal
 from annie_quant.judge.decision import paired
 from annie_quant.judge.decision.verdict import SHOWN, by_title, deciding_gates, label_of
 from annie_quant.judge.metrics import METRICS, three_digits
-from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL
 from annie_quant.schema import (
     Aggregates,
@@ -80,12 +80,13 @@ def pair_answers(
     """Pair two backends' answers. sampled: workloads with a temperature, whose repeats are separate answers."""
     greedy = {r.workload for r in records} - set(sampled)
     ours, theirs = (
-        checks_by_prompt([r for r in records if r.backend == name], greedy) for name in (candidate, incumbent)
+        deciding_by_prompt([r for r in records if r.backend == name], greedy) for name in (candidate, incumbent)
     )
     (worse, pooled), (better, _) = pair_by_prompt(theirs, ours), pair_by_prompt(ours, theirs)
-    paired.judge_members({"served": worse}, {"served": pooled})
-    paired.judge_members({"served": better})
-    return AnswerPairs(worse, better)
+    return AnswerPairs(
+        paired.judge_gates({"served": worse}, {"served": pooled})[0]["served"],
+        paired.judge_gates({"served": better})[0]["served"],
+    )
 
 
 def served_as(aggregates: Aggregates, name: str | None) -> str | None:
@@ -167,9 +168,7 @@ def _thinking(side: ServedSide, records: Sequence[RequestRecord]) -> ChecklistIt
 
 def peak_bytes(side: ServedSide) -> int | None:
     """Return the highest memory of a side; None where it was not measured."""
-    memory = side.memory_bytes
-    levels = (memory.idle, memory.one, memory.five) if memory else ()
-    return max((level for level in levels if level), default=None)
+    return side.memory_bytes.highest if side.memory_bytes else None
 
 
 def _memory(side: ServedSide) -> ChecklistItem:
@@ -224,12 +223,12 @@ def recommendation(
     """Recommend what to do with the candidate. candidate, incumbent: backends. items, answers: checklist, pairs of the two."""
     name = label_of(aggregates, candidate)
     gates = [g for g in deciding_gates(aggregates, candidate) if not isinstance(g.result, SpeedGate)]
-    failed = by_title([g for g in gates if g.verdict == "fail"])
-    undecided = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.verdict == "undecided"))
+    failed = by_title([g for g in gates if g.outcome == "fail"])
+    undecided = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == "undecided"))
     opening = "gates kept" if any(g.compared for g in gates) else "gates passed"
     evidence = [f"{item.item}: {item.evidence}" for item in items if item.verdict != "pass"]
     if failed:
-        titles = list(dict.fromkeys(g.title for g in gates if g.verdict == "fail"))
+        titles = list(dict.fromkeys(g.title for g in gates if g.outcome == "fail"))
         verb = "loses" if gates[0].compared else "fails"
         sentence = f"Do not switch to {name}: it {verb} {'; '.join(failed[:SHOWN])}."
         return Recommendation("stay", sentence, evidence, f"{verb} {', '.join(titles[:SHOWN])}: do not switch")

@@ -1,7 +1,7 @@
 """The verdict: which side is judged, whether it keeps what its reference does, and why.
 
-The candidate is the NVFP4 side (of several, the best); the incumbent is what it would replace. The reference of a side is the bf16
-model on the same prompts, or the incumbent where bf16 was not measured; a side alone is judged by the absolute requirements.
+Roles are said (roles.py). The reference of a side is the bf16 model on the same prompts, or the incumbent where bf16 was not
+measured; a side alone is judged by the absolute requirements. Where a confound leaves open what was compared, nothing keeps.
 Speed alone is never a reason to switch: gates come first, then what differs between the two sides, then what changes in operation.
 """
 
@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from annie_quant import schema
 from annie_quant.errors import UsageError
 from annie_quant.judge.decision import paired
+from annie_quant.judge.decision.coverage import coverage, describe_coverage
 from annie_quant.judge.decision.paired import (
     FAILING,
     OUTCOMES,
@@ -26,6 +27,7 @@ from annie_quant.judge.decision.paired import (
     points,
     title,
 )
+from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, other_side, roles_of, sides
 from annie_quant.judge.metrics import METRICS, three_digits
 from annie_quant.schema import (
     Aggregates,
@@ -33,10 +35,11 @@ from annie_quant.schema import (
     Confound,
     GateResult,
     GateVerdict,
-    ModelRow,
+    OfflineSide,
     Outcome,
     PairedGate,
     PooledGates,
+    Roles,
     ServedSide,
     SpeedGate,
     Standing,
@@ -58,8 +61,13 @@ class JudgedGate:
     pair: PairedGate | None = None
 
     @property
-    def verdict(self) -> Outcome:
+    def outcome(self) -> Outcome:
         return OUTCOMES[self.result.verdict] if isinstance(self.result, PooledGates) else self.result.verdict
+
+    @property
+    def verdict(self) -> GateVerdict | Outcome:
+        """keeps, loses or undecided of a comparison; pass, fail or undecided of a requirement of the side alone."""
+        return VERDICTS[self.outcome] if self.compared else self.outcome
 
     @property
     def compared(self) -> bool:
@@ -99,14 +107,25 @@ class Decision:
     """Who is judged against whom, and the candidate's deciding gates by outcome."""
 
     candidate: str
-    incumbent: str | None
+    roles: Roles
     gates: Mapping[Outcome, Sequence[JudgedGate]]
     confounds: Sequence[Confound]
+    coverage: Mapping[str, int]  # of the answers that its gates were compared with; {} without a reference
+
+    @property
+    def incumbent(self) -> str | None:
+        return self.roles.incumbent
 
     @property
     def standing(self) -> Standing:
-        """The verdict over all members: each numerics, and the server."""
-        return standing([gate for gates in self.gates.values() for gate in gates])
+        """The verdict over all members: each numerics, and the server. What a confound leaves open does not keep."""
+        verdict = standing([gate for gates in self.gates.values() for gate in gates])
+        return "undecided" if verdict == "keeps" and self.confounded else verdict
+
+    @property
+    def confounded(self) -> list[str]:
+        """The kinds of the confounds between the sides."""
+        return sorted({c.code.replace("_", " ") for c in self.confounds if c.severity == "confound"})
 
     @property
     def compared(self) -> bool:
@@ -115,14 +134,14 @@ class Decision:
 
     @property
     def comparable(self) -> bool:
-        return self.incumbent is not None and not any(c.severity == "confound" for c in self.confounds)
+        return bool(self.roles.incumbent or self.roles.reference) and not self.confounded
 
 
 def standing(gates: Sequence[JudgedGate]) -> Standing:
     """Return the verdict over gates of several places."""
     by_gate: dict[str, dict[str, GateVerdict]] = {}
     for gate in gates:
-        by_gate.setdefault(gate.where, {})[gate.title] = VERDICTS[gate.verdict]
+        by_gate.setdefault(gate.where, {})[gate.title] = VERDICTS[gate.outcome]
     if changing_gates(by_gate):
         return "fragile"
     return paired.combined([verdict for titles in by_gate.values() for verdict in titles.values()])
@@ -134,45 +153,84 @@ def combined(outcomes: Collection[Outcome]) -> Outcome:
 
 
 def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision | None:
-    """Choose candidate and incumbent, and sort the candidate's gates; None where nothing was measured.
-
-    candidate: a served backend or an offline model; default: the NVFP4 side that fails and leaves open the fewest gates,
-    else the first backend.
-    """
-    names = sides(aggregates)
-    if not names:
+    """Sort the candidate's gates; None where nothing was measured. candidate: a backend or a model, instead of the run's."""
+    roles = roles_of(aggregates, candidate)
+    if (
+        roles.assumed
+        and roles.incumbent
+        and _fails(aggregates, roles.incumbent)
+        and not _fails(aggregates, roles.candidate)
+    ):
+        roles = replace(roles, candidate=roles.incumbent, incumbent=roles.candidate)
+    if roles.candidate is None:
         return None
-
-    def rank(name: str) -> tuple[int, int]:
-        outcomes = [gate.verdict for gate in deciding_gates(aggregates, name)]
-        return outcomes.count("fail"), outcomes.count("undecided")
-
-    candidate = candidate or min(_candidates(aggregates, names), key=rank)
-    incumbent = _incumbent(aggregates, names, candidate)
     gates: dict[Outcome, list[JudgedGate]] = {"pass": [], "fail": [], "undecided": []}
-    for gate in deciding_gates(aggregates, candidate):
-        gates[gate.verdict].append(gate)
-    confounds = [c for c in aggregates.confounds if _concerns(c, candidate, incumbent)]
-    return Decision(candidate, incumbent, gates, confounds)
+    for gate in deciding_gates(aggregates, roles.candidate):
+        gates[gate.outcome].append(gate)
+    confounds = [c for c in aggregates.confounds if _concerns(c, roles)]
+    tables = [pairs for _, _, pairs, _ in _tables(aggregates, roles.candidate) if pairs]
+    return Decision(roles.candidate, roles, gates, confounds, coverage(tables) if tables else {})
+
+
+def _fails(aggregates: Aggregates, name: str | None) -> bool:
+    return name is not None and standing_of(aggregates, name) in FAILING
 
 
 def standing_of(aggregates: Aggregates, name: str, with_speed: bool = True) -> Standing:
     """Return the verdict of a backend or model over its server and all of its arithmetics. with_speed: also its speed limits."""
-    return standing([g for g in deciding_gates(aggregates, name) if with_speed or not isinstance(g.result, SpeedGate)])
+    result = standing(
+        [g for g in deciding_gates(aggregates, name) if with_speed or not isinstance(g.result, SpeedGate)]
+    )
+    return "undecided" if result == "keeps" and blocking_of(aggregates, name) else result
 
 
-def verdict(aggregates: Aggregates | Mapping[str, Any], candidate: str | None = None) -> Verdict:
-    """The outcome with its sentence, reasons and caveats. aggregates: a run's, or a mapping of the same form."""
+def blocking_of(aggregates: Aggregates, name: str) -> list[str]:
+    """Return the reasons that forbid "keeps" for a backend or model."""
+    served = aggregates.served.get(name)
+    return aggregates.blocking.get(name) or aggregates.blocking.get((served.model if served else None) or "") or []
+
+
+def verdict(
+    aggregates: Aggregates | Mapping[str, Any],
+    candidate: str | None = None,
+    *,
+    reference: str | None = None,
+    incumbent: str | None = None,
+) -> Verdict:
+    """Return the outcome with its sentence, reasons and caveats; `aggregates` (or a mapping of the same form) is not changed.
+
+    candidate, reference, incumbent: sides, instead of the run's roles. Gates stay compared with what they were compared with
+    when the run was aggregated; `annie-quant report DIR --candidate ...` compares them again.
+    """
     if not isinstance(aggregates, Aggregates):
         aggregates = schema.convert(Aggregates, aggregates, "aggregates", error=UsageError)
+    if reference or incumbent:
+        said = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+        aggregates = replace(aggregates, roles=assign(sides(aggregates), formats_of(aggregates), said))
     chosen = decision(aggregates, candidate)
     if chosen is None:
-        return Verdict(sentence="Nothing was measured, so nothing can be concluded.")
+        return Verdict(rule=RULE, sentence="Nothing was measured, so nothing can be concluded.")
+    return blocked(_verdict(aggregates, chosen), blocking_of(aggregates, chosen.candidate))
+
+
+def blocked(result: Verdict, blocking: Sequence[str]) -> Verdict:
+    """Return a verdict that does not keep where something forbids it; the reason comes first."""
+    if not blocking:
+        return result
+    result = replace(result, passed=False, reasons=[*blocking, *result.reasons])
+    if result.outcome == "keeps":
+        result.outcome, result.badge = "undecided", "undecided: broken export"
+        result.sentence = f"{blocking[0]}. Undecided, although no gate is lost."
+    return result
+
+
+def _verdict(aggregates: Aggregates, chosen: Decision) -> Verdict:
     return Verdict(
+        rule=RULE,
         sentence=_sentence(aggregates, chosen),
-        passed=chosen.standing not in FAILING,
+        passed=chosen.standing not in FAILING and not chosen.confounded,
         outcome=chosen.standing,
-        badge=badge(chosen),
+        badge=badge(chosen) + ("" if chosen.standing in FAILING else _not_tested(chosen)),
         candidate=chosen.candidate,
         incumbent=chosen.incumbent,
         comparable=chosen.comparable,
@@ -184,44 +242,15 @@ def verdict(aggregates: Aggregates | Mapping[str, Any], candidate: str | None = 
 # ---- sides
 
 
-def sides(aggregates: Aggregates) -> list[str]:
-    """Served backends, then models that were only evaluated offline."""
-    return list(dict.fromkeys([*aggregates.served, *aggregates.offline]))
-
-
-def _model(aggregates: Aggregates, name: str) -> ModelRow:
-    """The model of a side; a backend may have another name than the model that it serves."""
-    models = {m.name: m for m in aggregates.models}
-    served = aggregates.served.get(name)
-    return models.get(name) or models.get((served.model if served else None) or "") or ModelRow(name=name)
-
-
 def label_of(aggregates: Aggregates, name: str) -> str:
-    return _model(aggregates, name).label or name
-
-
-def _format(aggregates: Aggregates, name: str) -> str:
-    return (_model(aggregates, name).format or name).upper()
-
-
-def _candidates(aggregates: Aggregates, names: Sequence[str]) -> list[str]:
-    nvfp4 = [n for n in names if "NVFP4" in _format(aggregates, n)]
-    others = [n for n in names if "BF16" not in _format(aggregates, n) and "Q4" not in _format(aggregates, n)]
-    return [n for n in nvfp4 if n in aggregates.served] or nvfp4 or (others or list(names))[:1]
+    return model_row(aggregates, name).label or name
 
 
 def reference_side(aggregates: Aggregates, name: str) -> str | None:
-    """Return the backend that the gates of backend `name` are compared with: bf16's, else the incumbent; None for those."""
-    served = [n for n in sides(aggregates) if n in aggregates.served]
-    bf16 = next((n for n in served if "BF16" in _format(aggregates, n)), None)
-    reference = bf16 or _incumbent(aggregates, served, _candidates(aggregates, served)[0])
-    return None if reference == name else reference
-
-
-def _incumbent(aggregates: Aggregates, names: Sequence[str], candidate: str) -> str | None:
-    others = [n for n in names if n != candidate and n in aggregates.served]
-    q4 = [n for n in others if "Q4" in _format(aggregates, n)]
-    return (q4 or others)[-1] if others else None
+    """Return the backend that the gates of backend `name` are compared with; None for the reference itself."""
+    roles = roles_of(aggregates)
+    served = replace(roles, reference=roles.reference if roles.reference in aggregates.served else None)
+    return other_side(served, name)
 
 
 def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
@@ -230,38 +259,65 @@ def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
     name: a backend, or a model (then of all backends that serve it). A speed limit that the side's reference does not keep either
     is left out, and so is a pooled verdict where a gate is lost.
     """
-    backends = [name] if name in aggregates.served else [b for b, s in aggregates.served.items() if s.model == name]
-    for backend in backends:
-        served, where = aggregates.served[backend], "served" if len(backends) == 1 else f"served by {backend}"
-        yield from _judged(where, served.gates, served.paired if served.judged_by else {}, served.pooled)
-        reference = aggregates.served.get(served.judged_by or "") or ServedSide()
-        for key, limit in served.speed_gates.items():
+    for where, table, pairs, side in _tables(aggregates, name):
+        yield from _judged(where, table, pairs, side)
+        if not isinstance(side, ServedSide):
+            continue
+        reference = aggregates.served.get(side.judged_by or "") or ServedSide()
+        for key, limit in side.speed_gates.items():
             other = reference.speed_gates.get(key)
             if limit.verdict == "pass" or other is None or other.verdict == "pass":
                 yield JudgedGate(where, METRICS[limit.metric].title, limit)
+
+
+Table = tuple[str, Mapping[str, GateResult], Mapping[str, PairedGate] | None, ServedSide | OfflineSide]
+
+
+def _tables(aggregates: Aggregates, name: str) -> Iterator[Table]:
+    """Yield (where, gates, the same paired with the reference, side) of a backend or model; None where there is no reference."""
+    backends = [name] if name in aggregates.served else [b for b, s in aggregates.served.items() if s.model == name]
+    for backend in backends:
+        served, where = aggregates.served[backend], "served" if len(backends) == 1 else f"served by {backend}"
+        yield where, served.gates, served.paired if served.judged_by else None, served
     models = [name, *(aggregates.served[backend].model or "" for backend in backends)]
     model = next((m for m in models if m in aggregates.offline), "")
     for member, side in (aggregates.offline.get(model, {}) | aggregates.members.get(model, {})).items():
         numerics, plus, suffix = member.partition("+")
-        yield from _judged(f"{numerics.upper()}{plus}{suffix}", side.gates, side.paired, side.pooled)
+        yield f"{numerics.upper()}{plus}{suffix}", side.gates, side.paired or None, side
 
 
 def _judged(
-    where: str, gates: Mapping[str, GateResult], pairs: Mapping[str, PairedGate], pooled: PooledGates | None
+    where: str,
+    gates: Mapping[str, GateResult],
+    pairs: Mapping[str, PairedGate] | None,
+    side: ServedSide | OfflineSide,
 ) -> Iterator[JudgedGate]:
-    """Without pairs the absolute requirements decide; with them, the gates that decide in paired.py, and no others."""
-    decide = paired.deciding(pairs)
-    rows = {gate: r for gate, r in gates.items() if (gate in decide if pairs else not r.advisory)}
+    """Without a reference the absolute requirements decide; with one, the gates that decide in paired.py.
+
+    Where the reference has no complete answer to compare with, nothing is kept.
+    """
+    decide = paired.deciding(pairs or {})
+    if not decide:
+        for gate, result in gates.items():
+            if not result.advisory:
+                opened = pairs is not None and result.verdict == "pass"
+                yield JudgedGate(
+                    where, result.title or gate, replace(result, verdict="undecided") if opened else result
+                )
+        return
+    rows = {gate: result for gate, result in gates.items() if gate in decide}
+    answers = coverage([decide])
     for gate, result in rows.items():
-        yield JudgedGate(where, result.title or gate, result, pairs.get(gate))
+        if result.verdict != "undecided" or paired.stands_in_the_way(gate, decide[gate], answers):
+            yield JudgedGate(where, result.title or gate, result, decide[gate])
     lost = any(result.verdict == "fail" for result in rows.values())
-    if pooled is not None and pooled.verdict == "loses" and not lost:
-        yield JudgedGate(where, title(POOLED), pooled)
+    if side.pooled is not None and side.pooled.verdict == "loses" and not lost:
+        yield JudgedGate(where, title(POOLED), side.pooled)
 
 
-def _concerns(confound: Confound, candidate: str, incumbent: str | None) -> bool:
+def _concerns(confound: Confound, roles: Roles) -> bool:
     """A finding about a pair counts for this pair alone; one about single sides, for each of them."""
-    about, ours = set(confound.backends), {candidate, incumbent}
+    about, ours = set(confound.backends), set(roles.names)
     return about <= ours if len(about) == 2 else bool(about & ours)
 
 
@@ -285,9 +341,12 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
         head = f"{label} {verb} no gate, but {n_open} cannot be decided with so few answers"
     else:
         head = f"{label} {'keeps' if chosen.compared else 'passes'} every gate"
-    codes = sorted({c.code.replace("_", " ") for c in chosen.confounds if c.severity == "confound"})
-    if codes and chosen.incumbent:
-        return f"CONFOUNDED ({', '.join(codes)}): the two sides cannot be compared. {head}{end}"
+    head += _not_tested(chosen)
+    if chosen.confounded:
+        effect = (
+            "the sides cannot be compared" if chosen.roles.incumbent or chosen.roles.reference else "nothing is decided"
+        )
+        return f"CONFOUNDED ({', '.join(chosen.confounded)}): {effect}." + (f" {head}{end}" if failing else "")
     return f"{head}{'' if failing else _speed(aggregates, chosen)}{end}"
 
 
@@ -317,11 +376,17 @@ def _other_places(chosen: Decision) -> str:
 def _replacement(aggregates: Aggregates, chosen: Decision) -> str:
     """Whether the candidate's losses are its own, or the incumbent has them too."""
     incumbent = str(chosen.incumbent)
-    own = [gate for gate in deciding_gates(aggregates, incumbent) if gate.verdict == "fail"]
+    own = [gate for gate in deciding_gates(aggregates, incumbent) if gate.outcome == "fail"]
     lost = {gate.title for gate in chosen.gates["fail"]}
     if lost <= {gate.title for gate in own}:
         return f"{label_of(aggregates, incumbent)} {'loses' if own[0].compared else 'fails'} the same."
     return f"It cannot replace {label_of(aggregates, incumbent)}."
+
+
+def _not_tested(chosen: Decision) -> str:
+    """Name the behaviours that too few answers of the reference show."""
+    behaviours = describe_coverage(chosen.coverage)
+    return f"; not tested: {behaviours}" if behaviours else ""
 
 
 def badge(chosen: Decision) -> str:
@@ -331,7 +396,7 @@ def badge(chosen: Decision) -> str:
         verb = "fragile:" if chosen.standing == "fragile" else "loses" if chosen.compared else "fails"
         return f"{verb} {', '.join(lost[:2])}" + (f" and {len(lost) - 2} more" if len(lost) > 2 else "")
     if chosen.standing == "undecided":
-        return "undecided: too few answers"
+        return f"undecided: {', '.join(chosen.confounded) or 'too few answers'}"
     return "gates kept" if chosen.compared else "gates passed"
 
 
@@ -355,7 +420,7 @@ def compared_with(aggregates: Aggregates, candidate: str, incumbent: str, metric
     row = next((r for r in rows if r.median_difference is not None), None)
     if row is None or row.median_difference is None or row.b == candidate:
         return row
-    return msgspec.structs.replace(
+    return replace(
         row,
         a=incumbent,
         b=candidate,
@@ -379,9 +444,9 @@ def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
         verb = "keeps" if chosen.compared else "passes"
         reasons = [f"{verb} {_count(n, 'gate')} ({', '.join(names)})" for n, names in places.items()]
     if not chosen.compared:
-        reasons += _worse_than_bf16(aggregates, chosen.candidate)
+        reasons += _worse_than_bf16(aggregates, chosen.roles)
     for name in sides(aggregates):
-        failing = [g for g in deciding_gates(aggregates, name) if g.verdict == "fail"]
+        failing = [g for g in deciding_gates(aggregates, name) if g.outcome == "fail"]
         if failing and name != chosen.candidate:
             verb = "loses" if failing[0].compared else "fails"
             reasons.append(f"{label_of(aggregates, name)} {verb} {'; '.join(by_title(failing)[:SHOWN])}")
@@ -391,11 +456,10 @@ def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
     return reasons
 
 
-def _worse_than_bf16(aggregates: Aggregates, candidate: str) -> list[str]:
+def _worse_than_bf16(aggregates: Aggregates, roles: Roles) -> list[str]:
     """Gates whose interval is entirely below that of the served bf16 model: what quantization took."""
-    served = aggregates.served
-    bf16 = next((n for n in served if "BF16" in _format(aggregates, n)), None)
-    if bf16 is None or candidate not in served or bf16 == candidate:
+    served, candidate, bf16 = aggregates.served, roles.candidate, roles.reference
+    if bf16 not in served or candidate not in served:
         return []
     worse = []
     for gate, row in served[candidate].gates.items():
@@ -431,17 +495,19 @@ def _operation(aggregates: Aggregates, candidate: str, incumbent: str) -> list[s
         changes.append(
             f"operational change: {theirs.runtime} → {ours.runtime} (another server to install, start and monitor)"
         )
-    sizes = [_model(aggregates, name).size_bytes for name in (candidate, incumbent)]
+    sizes = [model_row(aggregates, name).size_bytes for name in (candidate, incumbent)]
     if sizes[0] and sizes[1]:
         changes.append(f"size {sizes[0] / 1e6:.3g} MB against {sizes[1] / 1e6:.3g} MB")
-    memory = [side.memory_bytes.five if side.memory_bytes else None for side in (ours, theirs)]
+    memory = [side.memory_bytes.highest if side.memory_bytes else None for side in (ours, theirs)]
     if memory[0] and memory[1]:
-        changes.append(f"memory with five requests {memory[0] / 1e6:.4g} MB against {memory[1] / 1e6:.4g} MB")
+        changes.append(f"highest memory {memory[0] / 1e6:.4g} MB against {memory[1] / 1e6:.4g} MB")
     return changes
 
 
 def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
     caveats = [c.message for c in sorted(chosen.confounds, key=lambda c: _SEVERITIES.index(c.severity))]
+    if chosen.roles.assumed:
+        caveats.insert(0, f"nobody said which side is new: {chosen.candidate} was judged; choose with --candidate NAME")
     caveats += _missed(aggregates, chosen)
     for gate in chosen.gates["undecided"]:
         advice = ""

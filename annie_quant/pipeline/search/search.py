@@ -19,21 +19,29 @@ from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token, folder_size
 from annie_quant.data import check_prompt_hash
 from annie_quant.data.resolve import resolve
-from annie_quant.errors import AnnieError, NoRoom, UsageError
+from annie_quant.errors import AnnieError, DiskFull, UsageError
 from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload, decision
 from annie_quant.judge.decision import paired
-from annie_quant.judge.gates import decides
+from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.search import explain, label_check, table
-from annie_quant.pipeline.search.draws import Draws
-from annie_quant.pipeline.stages import Stages, offline_prompts
+from annie_quant.pipeline.stages import Stages, drawn, offline_prompts
 from annie_quant.progress import Console
 from annie_quant.quantize import estimate
 from annie_quant.quantize.strategies import by_rank, find
-from annie_quant.schema import Evaluation, GateTable, SearchNumerics, SearchResult, Size9B, StrategyRow
+from annie_quant.schema import (
+    CalibrationDraw,
+    Evaluation,
+    GateTable,
+    PairedVerdict,
+    SearchNumerics,
+    SearchResult,
+    Size9B,
+    StrategyRow,
+)
 
 NUMERICS = ("w4a4", "w4a16")
 SAMPLES = 128
@@ -62,7 +70,7 @@ def run(
     n: prompts per gate. every: evaluate every strategy on all prompts, also after one that is chosen, and without the early look
     (a failed smoke question is reported). required: the numerics under which every gate must keep. anyway: continue with a model
     that fails the gates in bf16. persona, workloads: as for data/resolve.py. seeds: calibration draws in which a strategy must
-    keep (draws.py).
+    keep.
     Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
     """
     directory = RunDirectory(output)
@@ -104,8 +112,8 @@ class Search:
         workloads: Sequence[Workload] | None = None,
         seeds: int = 1,
     ) -> None:
-        self.draws = Draws(stages, seeds)
         self.stages, self.n, self.required, self.every, self.order = stages, n, tuple(required), every, order
+        self.seeds = seeds
         self.console = console
         self.workloads = list(workloads) if workloads is not None else judge.load_workloads()
         self.prompts = offline_prompts(n, self.workloads)
@@ -156,7 +164,6 @@ class Search:
             if row.passed and self.result.chosen is None:
                 self.result.chosen = row.strategy
                 self.result.seconds = self.spent_s()
-            self.result.ranking = self.draws.ranking()
             self.save()
             if row.passed and not self.every:
                 return
@@ -176,7 +183,7 @@ class Search:
         try:
             stages.quantize(strategy)
             audit = stages.audit(strategy)
-        except NoRoom:
+        except DiskFull:
             raise
         except AnnieError as error:
             row.error, row.outcome, row.path = error.message, "could not be made", [f"quantize → {error.message}"]
@@ -209,7 +216,11 @@ class Search:
         smoke = self.stages.evaluate(f"{row.strategy}-smoke", folder, explain.smoke(self.workloads))
         keep_numerics(row, smoke)
         failed = {
-            kind: [g for g, pair in side.paired.items() if pair.lost and decides(g)]
+            kind: [
+                g
+                for g, pair in side.paired.items()
+                if pair.lost and decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided
+            ]
             for kind, side in smoke.numerics.items()
         }
         lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)
@@ -252,7 +263,7 @@ class Search:
         row.passed = not row.why
         row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'keeps every gate'}")
         if row.passed or self.every:
-            self.draws.evaluate(row, final, self.prompts)
+            try_draws(self.stages, row, self.prompts, self.seeds)
         if row.passed:
             row.path.append("PASS: ship it")
             row.outcome = "keeps every gate" + (f" in {1 + len(row.draws)} calibration draws" if row.draws else "")
@@ -278,6 +289,38 @@ class Search:
         """Write search.json and search.md; called after every strategy."""
         write_json(self.stages.dir / "search.json", msgspec.to_builtins(self.result))
         write_text(self.stages.dir / "search.md", table.render(self.result))
+
+
+def try_draws(stages: Stages, row: StrategyRow, prompts: Sequence[Workload], seeds: int) -> None:
+    """Make and evaluate a strategy again from `seeds` - 1 further draws of calibration rows. It passes if it keeps in each."""
+
+    def reject(reason: str) -> None:
+        row.passed = False
+        row.why.append(reason)
+
+    for seed in range(1, seeds):
+        try:
+            stages.quantize(row.strategy, seed)
+            audit = stages.audit(row.strategy, seed)
+        except DiskFull:
+            raise
+        except AnnieError as error:
+            reject(f"calibration draw {seed} could not be made: {error.message}")
+            return
+        if not audit.ok:
+            reject(f"calibration draw {seed}: {audit.summary}")
+            return
+        folder = stages.checkpoint(row.strategy, seed)
+        evaluation = stages.evaluate(drawn(row.strategy, seed), folder, prompts, ensemble=True)
+        verdict = evaluation.verdict or PairedVerdict()
+        gates = {
+            kind: {gate: [r.passes, r.n] for gate, r in side.gates.items() if not r.advisory}
+            for kind, side in evaluation.numerics.items()
+        }
+        row.draws.append(CalibrationDraw(seed, verdict, gates))
+        row.path.append(f"calibration draw {seed} → {verdict.sentence}")
+        if verdict.verdict != "keeps":
+            reject(f"calibration draw {seed}: {verdict.sentence}")
 
 
 def keep_numerics(row: StrategyRow, evaluation: Evaluation) -> None:

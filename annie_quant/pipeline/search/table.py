@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from annie_quant.judge.decision.paired import points, title
-from annie_quant.schema import GateResult, GateTable, PairedGate, SearchResult, Spread, StrategyRow
+from annie_quant.schema import GateResult, GateTable, PairedGate, SearchResult, StrategyRow
 
 MARKS = {"pass": "✓", "fail": "✗", "undecided": "?"}
 NONE = "–"
@@ -39,7 +39,6 @@ def render(result: SearchResult) -> str:
         "",
     ]
     lines += gates_table(result)
-    lines += spread_table(result)
     lines += ["", "## The path taken", "", "```", *tree(result), "```", ""]
     lines += ["## Why strategies failed", "", *explanations(rows), ""]
     lines += ["## How it is decided", "", *RULES, ""]
@@ -94,47 +93,6 @@ def gates_table(result: SearchResult) -> list[str]:
     for name, (table, pairs) in tables.items():
         lines.append(f"| {name} | " + " | ".join(cell(table.get(g), pairs.get(g)) for g in gates) + " |")
     return lines
-
-
-def spread_table(result: SearchResult) -> list[str]:
-    """Return the spread over prompts, calibration draws and arithmetics, and the order of strategies as far as it is sure."""
-    if result.seeds < 2:
-        return []
-    lines = [
-        "",
-        f"## Spread over {result.seeds} calibration draws",
-        "",
-        "Right answers: all gates of an answer pass. Interval (95 %): over other prompts, calibration draws and arithmetics. The "
-        "columns after it are standard errors of each alone, in points; the rest has the interactions and single outcomes "
-        "(docs/method.md).",
-        "",
-        "| strategy | numerics | right answers | 95 % | prompts | calibration | arithmetic | rest | verdicts of the draws |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result.strategies:
-        verdicts = [v.verdict for v in (row.verdict, *(d.verdict for d in row.draws)) if v is not None]
-        for kind, by_gate in row.spread.items():
-            own = by_gate["all"]
-            lines.append(
-                f"| {row.strategy} | {kind} | {100 * own.mean:.1f} % | {100 * own.low:.1f} to {100 * own.high:.1f} | "
-                f"{' | '.join(parts(own))} | {', '.join(verdicts)} |"
-            )
-    lines.append("")
-    for r in result.ranking:
-        d = r.difference
-        lines.append(
-            f"- {r.numerics}: {r.better} has more right answers than {r.worse}, {points(d.mean)} points "
-            f"(95 % {points(d.low)} to {points(d.high)}, p {r.p:.2g} after Holm)"
-        )
-    return [*lines, *([] if result.ranking else ["The spread allows no order of these strategies."])]
-
-
-def parts(spread: Spread) -> list[str]:
-    """Return the standard errors of prompts, calibration, arithmetic and the rest, in points."""
-    main = ("prompts", "calibration", "arithmetic")
-    variances = [spread.components[name].of_mean if name in spread.components else None for name in main]
-    rest = sum(c.of_mean for name, c in spread.components.items() if name not in main)
-    return [NONE if v is None else f"{100 * v**0.5:.1f}" for v in (*variances, rest)]
 
 
 def tree(result: SearchResult) -> list[str]:

@@ -65,14 +65,15 @@ def operation_changes(run: LoadedRun) -> list[str]:
     if candidate is None:
         return []
     changes, runtime = [], candidate.data.runtime or "not on record"
-    if incumbent:
-        before = incumbent.data.runtime or "not on record"
-        if before == runtime:
-            changes.append(f"the same server ({runtime}), another model file")
-        else:
-            changes.append(f"another server: {before} → {runtime}, to install, start and monitor")
-    if len(changes) and changes[0].startswith("another") and container(candidate):
-        changes.append("a container image and its NVIDIA runtime instead of one binary; its first start takes minutes")
+    before = incumbent.data.runtime or "not on record" if incumbent else None
+    if before == runtime:
+        changes.append(f"the same server ({runtime}), another model file")
+    elif before is not None:
+        changes.append(f"another server: {before} → {runtime}, to install, start and monitor")
+        if container(candidate):
+            changes.append(
+                "a container image and its NVIDIA runtime instead of one binary; its first start takes minutes"
+            )
     name = {"vLLM": "vllm", "SGLang": "sglang"}.get(container(candidate), "llama.cpp")
     folder = run.model(candidate.model).checkpoint or "MODEL_DIR"
     changes.append(f"start script: annie-quant serve {folder} --runtime {name} --dry-run prints its command")
@@ -86,7 +87,7 @@ def operation_changes(run: LoadedRun) -> list[str]:
 def decision_tree(run: LoadedRun) -> list[Step]:
     """The NVFP4 models with their questions, in a search's order, else in that of run.json."""
     order = {strategy: index for index, strategy in enumerate(run.tried)}
-    models = [m.name for m in run.models if "NVFP4" in m.format or _four_bits(run, m.name)]
+    models = [m.name for m in run.models if m.format == "NVFP4" or _four_bits(run, m.name)]
     chosen = run.candidate.model if run.candidate else run.verdict.candidate
     return [_model(run, m, m == chosen) for m in sorted(models, key=lambda m: order.get(m, len(order)))]
 
@@ -123,9 +124,9 @@ def _members(run: LoadedRun, model: str) -> list[Step]:
     if not members:
         return []
     gates = [g for g in decision.deciding_gates(run.aggregates, model) if "+" in g.where]
-    verdict = decision.combined([g.verdict for g in gates] or ["undecided"])
-    named = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.verdict == verdict != "pass"))
-    text = f"{len(members)} further arithmetics: {sum(g.verdict == 'pass' for g in gates)} of {len(gates)} gates pass"
+    verdict = decision.combined([g.outcome for g in gates] or ["undecided"])
+    named = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == verdict != "pass"))
+    text = f"{len(members)} further arithmetics: {sum(g.outcome == 'pass' for g in gates)} of {len(gates)} gates kept"
     return [Step("; ".join([text, *([", ".join(named)] if named else [])]), verdict)]
 
 

@@ -175,7 +175,7 @@ def _context(run: LoadedRun, side: Backend) -> Cell:
 
 
 def _acceleration(run: LoadedRun, side: Backend) -> Cell:
-    fp4 = "NVFP4" in run.model(side.model).format and container(side)
+    fp4 = run.model(side.model).format == "NVFP4" and container(side)
     here = f"here: {', '.join(gpus)}" if (gpus := gpu_names(run)) else "here: no GPU"
     return Cell("FP4 tensor cores on Blackwell" if fp4 else "any GPU or CPU", here)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,18 @@ def render(run: LoadedRun, figures: list[Figure], check: recount.Recount | None,
 def caveats(run: LoadedRun) -> list[str]:
     """The verdict's caveats, and the limits that the benchmark's own checks found."""
     texts = [*run.verdict.caveats, *(confound.message for confound in run.aggregates.confounds)]
+    texts += [f"eval/{model}.json does not hold: {first(lines)}" for model, lines in run.evidence.items()]
     if early := recount.before_server(run.measured):
         texts.append(
             f"{early} of {len(run.measured)} requests ended, by the client's clock, before the server's own times "
             "allow: clocks on this machine cannot be trusted to milliseconds."
         )
     return list(dict.fromkeys(texts))
+
+
+def first(lines: Sequence[str]) -> str:
+    """Return the first of several lines, with the number of the others."""
+    return lines[0] + (f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else "")
 
 
 def facts(run: LoadedRun) -> list[tuple[str, list[tuple[str, str]]]]:

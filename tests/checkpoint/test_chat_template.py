@@ -9,9 +9,9 @@ import time
 import pytest
 from paths import TINY_ANNIE
 
+from annie_quant.checkpoint import chat_template
+from annie_quant.checkpoint.chat_template import ChatTemplate
 from annie_quant.errors import CheckpointError
-from annie_quant.evaluate import chat_template
-from annie_quant.evaluate.chat_template import ChatTemplate
 
 transformers = pytest.importorskip("transformers", reason="the quantize extra is not installed")
 

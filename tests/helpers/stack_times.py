@@ -1,26 +1,25 @@
-"""Times of the weight-only NVFP4 kernels of an installed vLLM, and of ours in it, at given shapes; and which one vLLM chooses.
+"""Times of the weight-only NVFP4 kernels of an installed vLLM, and of ours in it, at given shapes; which one vLLM chooses.
+For tests/perf/kernel_peers.py.
 
 A time is that of one product in a CUDA graph over enough copies of the weight that the L2 no longer has the first one, the median
 of replays. Every peer's result is compared with ours before it is timed. Peers run through vLLM's own classes, ours through the
 torch operator that the plug-in gives vLLM.
-
-    python -m annie_quant.gemm.stack_times 24576x4096,4096x12288 1,16,256      # one line of JSON
 """
 
 from __future__ import annotations
 
 import importlib
-import json
+import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
-from annie_quant.errors import EnvironmentFault
+from annie_quant import checkpoint
+from annie_quant.errors import CheckpointError
 
 COLD_BYTES = 200 << 20
 LAUNCHES = 20  # of a graph, at least
@@ -28,7 +27,6 @@ REPEATS = 9
 DIFFERENCE = (
     1e-2  # of the norm: humming rounds the partial sums of a split K to bfloat16; a wrong scale gives .1 and more
 )
-TOKENS = (1, 16, 256)
 OURS = "annie_quant"
 
 
@@ -41,19 +39,6 @@ class ShapeTimes:
     m: int
     us: dict[str, float]
     fastest: str
-
-
-@dataclass(frozen=True)
-class StackTimes:
-    """chosen: the class that vLLM takes for W4A4 and W4A16 checkpoints here; missing: kernels that do not run, and why."""
-
-    rows: list[ShapeTimes] = field(default_factory=list)
-    chosen: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> StackTimes:
-        return cls(**{**fields, "rows": [ShapeTimes(**row) for row in fields["rows"]]})
 
 
 class LinearKernel(Protocol):
@@ -214,39 +199,18 @@ def measure(
                 yield ShapeTimes(weight.n, weight.k, m, us, min(us, key=us.__getitem__))
 
 
-def examine(shapes: list[tuple[int, int]], tokens: tuple[int, ...] = TOKENS, timeout_s: float = 600.0) -> StackTimes:
-    """Time the kernels in another process. EnvironmentFault: it gave no result, with the last line of its output."""
-    from annie_quant.gemm.stack_check import last_json_line, run_module
-
-    sizes = ",".join(f"{n}x{k}" for n, k in shapes)
-    try:
-        process = run_module("annie_quant.gemm.stack_times", sizes, ",".join(map(str, tokens)), timeout_s=timeout_s)
-    except subprocess.TimeoutExpired as error:
-        raise EnvironmentFault(f"vLLM's kernels gave no times within {timeout_s:.0f} s", "nvidia-smi") from error
-    if (line := last_json_line(process.stdout)) is not None:
-        return StackTimes.from_dict(json.loads(line))
-    last = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-    raise EnvironmentFault(
-        f"vLLM's kernels cannot be timed here: {last[:300]}", "annie-quant validate-gpu --stack vllm"
-    )
+def served_shapes(path: Path) -> list[tuple[int, int]]:
+    """Return the shapes [N, K] of a checkpoint's NVFP4 linears as servers merge them, without repetitions."""
+    folder = checkpoint.ModelFolder(path)
+    shapes = {name: x.shape(folder) for name, x in checkpoint.linears(folder).items() if x.format == "nvfp4"}
+    if not shapes:
+        raise CheckpointError(f"{path} has no NVFP4 linears", f"annie-quant audit {shlex.quote(str(path))}")
+    groups = folder.family.fused_groups(shapes)
+    single = shapes.keys() - {name for group in groups for name in group}
+    merged = [(sum(shapes[name][0] for name in group), shapes[group[0]][1]) for group in groups]
+    return sorted({*merged, *(shapes[name] for name in single)})
 
 
 def read_shapes(text: str) -> list[tuple[int, int]]:
     """Return the shapes [N, K] of "24576x4096,4096x12288"."""
     return [(int(n), int(k)) for n, k in (shape.split("x") for shape in text.split(","))]
-
-
-def main(argv: list[str]) -> None:
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    shapes, tokens = read_shapes(argv[0]), [int(m) for m in argv[1].split(",")]
-    missing: dict[str, str] = {}
-    with set_current_vllm_config(VllmConfig()):
-        kernels = vllm_kernels(missing)
-        chosen = choices()
-        rows = list(measure(prepare(shapes, tokens, kernels, missing), tokens, seconds=120))
-    print(json.dumps(asdict(StackTimes(rows, chosen, missing))))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

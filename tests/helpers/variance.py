@@ -14,19 +14,48 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from scipy.stats import t
+
+from annie_quant.judge.gates import REFERENCE_GATES, decides
 from annie_quant.judge.statistics import holm, wilson
-from annie_quant.schema import Spread, VarianceComponent
+from annie_quant.schema import Evaluation
 
 RESIDUAL = "residual"
 LEVEL = 0.05
+FACTORS = ("prompts", "calibration", "arithmetic")
+
+
+@dataclass
+class VarianceComponent:
+    """What a factor, or an interaction, adds to the spread. variance: of one outcome. of_mean: of the mean over all levels."""
+
+    variance: float
+    of_mean: float
+
+
+@dataclass
+class Spread:
+    """A pass rate, or a difference of two, with the spread over all that was sampled.
+
+    levels: factor → number of levels. se: standard error of the mean over other prompts, draws, ... low, high: 95 % interval.
+    freedom: its degrees of freedom. components: by factor, by interaction ("prompts × calibration"), "residual".
+    """
+
+    levels: dict[str, int]
+    mean: float
+    se: float
+    freedom: float
+    low: float
+    high: float
+    components: dict[str, VarianceComponent]
 
 
 def mean_squares(values: Any) -> dict[tuple[int, ...], tuple[float, int]]:
     """Return axes → (mean square, degrees of freedom) of every effect and interaction. values: float [n_1, ..., n_k]."""
-    import numpy as np
-
     values = np.asarray(values, dtype=np.float64)
     axes = range(values.ndim)
     effects: dict[tuple[int, ...], Any] = {(): values.mean(keepdims=True)}
@@ -53,9 +82,6 @@ def spread(values: Any, factors: Sequence[str]) -> Spread:
     short near 0 and 1); without any spread, Wilson's of the prompts.
     Raises ValueError for a table without two levels of any factor.
     """
-    import numpy as np
-    from scipy.stats import t
-
     values = np.asarray(values, dtype=np.float64)
     sampled = [axis for axis, n in enumerate(values.shape) if n > 1]
     if not sampled or values.ndim != len(factors):
@@ -124,9 +150,6 @@ def ranking(tables: Mapping[str, Any], factors: Sequence[str]) -> list[tuple[str
     tables: strategy → outcomes on the same prompts, draws and arithmetics. The difference of a pair is analysed as one table, so
     what both share cancels. p: two-sided t test of the mean difference.
     """
-    import numpy as np
-    from scipy.stats import t
-
     pairs = []
     for a, b in itertools.combinations(tables, 2):
         result = spread(np.asarray(tables[a], dtype=np.float64) - np.asarray(tables[b], dtype=np.float64), factors)
@@ -143,3 +166,26 @@ def ranking(tables: Mapping[str, Any], factors: Sequence[str]) -> list[tuple[str
                 result.mean, result.low, result.high = -result.mean, -result.high, -result.low
             sure.append((a, b, result, adjusted))
     return sure
+
+
+def members(evaluation: Evaluation, kind: str) -> list[Mapping[str, str]]:
+    """Return the outcomes (gate → one character per prompt) of a numerics and of its ensemble's further members."""
+    return [own for name, own in evaluation.outcomes().items() if name.partition("+")[0] == kind]
+
+
+def right_answers(evaluations: Sequence[Evaluation], kind: str) -> Any:
+    """Return whether each answer passes all of its deciding gates, float64 [prompts, draws, arithmetics]."""
+    prompts = evaluations[0].prompts
+    gates = [gate for gate in prompts if decides(gate) and gate not in REFERENCE_GATES] or [
+        g for g in prompts if decides(g)
+    ]
+    position = {name: i for i, name in enumerate(dict.fromkeys(name for gate in gates for name in prompts[gate]))}
+    sides = [[*members(e, kind)] for e in evaluations]
+    right = np.ones((len(position), len(evaluations), len(sides[0])))
+    for draw, (evaluation, own) in enumerate(zip(evaluations, sides, strict=True)):
+        for arithmetic, text in enumerate(own):
+            for gate in gates:
+                for name, passed in zip(evaluation.prompts[gate], text.get(gate, ""), strict=False):
+                    if passed == "0":
+                        right[position[name], draw, arithmetic] = 0
+    return right

@@ -1,0 +1,317 @@
+"""Checks of an audit, against the source, on the files that make prompts and end answers.
+
+tokenizer.json, the chat template, generation_config.json. Weights cannot show a fault in them: with a vocabulary in which ids are
+exchanged, a template without tools or another end token, a server answers other prompts than the source's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from annie_quant.checkpoint.chat_template import ChatTemplate
+from annie_quant.checkpoint.shards import ShardError, inside, read_object
+from annie_quant.errors import CheckpointError
+from annie_quant.files import sha256_text
+from annie_quant.printable import printable
+from annie_quant.schema import Audit, ModelFiles
+
+TOKENIZER, SETTINGS, TEMPLATE, GENERATION = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+MAX_TEMPLATE_BYTES = 4_000_000
+# Settings of generation_config.json by which servers sample, with transformers' value where the file has none.
+SAMPLING: dict[str, Any] = {
+    "do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "typical_p": 1.0,
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1,
+}  # fmt: skip
+FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")  # of an added token
+STEPS = ("normalizer", "pre_tokenizer", "decoder")  # how text becomes pieces, and pieces text
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a place.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+SYSTEM, USER = {"role": "system", "content": "You are brief."}, {"role": "user", "content": "Is it raining in Rome?"}
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"place": "Rome"}}}
+ANSWERS: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "get_weather", "content": "Rain."},
+    {"role": "assistant", "content": "It is."},
+    {"role": "user", "content": "And tomorrow?"},
+]
+# What a template must render as the source's does: messages, tools, other variables.
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]]] = {
+    "a question": ([USER], None, {}),
+    "a system prompt": ([SYSTEM, USER], None, {}),
+    "an earlier answer": ([USER, ANSWERS[2], ANSWERS[3]], None, {}),
+    "tools": ([USER], [TOOL], {}),
+    "a call and its result": ([USER, *ANSWERS], [TOOL], {}),
+    "thinking off": ([USER], None, {"enable_thinking": False}),
+    "thinking on": ([USER], None, {"enable_thinking": True}),
+}
+
+
+class Difference(NamedTuple):
+    """code: of the finding. file: that differs. problem: how, as the end of a sentence."""
+
+    code: str
+    file: str
+    problem: str
+
+    @property
+    def message(self) -> str:
+        return f"{self.file}: {self.problem}"
+
+
+def check(folder: Path, source: Path, audit: Audit) -> None:
+    """Add a finding for each difference from the source."""
+    for difference in differences(folder, source):
+        audit.fault(difference.code, difference.file, difference.problem)
+
+
+def differences(folder: Path, source: Path) -> list[Difference]:
+    """Return how the files that make prompts differ from the source's, by content; none where the folder has no tokenizer.
+
+    A folder without tokenizer and template is served with other files, and a server refuses it by itself.
+    """
+    if not has_tokenizer(folder):
+        return []
+    parts: dict[str, Callable[[Path, Path], Iterator[Difference]]] = {
+        TOKENIZER: _tokenizer,
+        TEMPLATE: _template,
+        GENERATION: _generation,
+    }
+    rows: list[Difference] = []
+    for file, compare in parts.items():
+        try:
+            rows += compare(folder, source)
+        except (CheckpointError, AttributeError, TypeError, ValueError, RecursionError) as error:
+            reason = (
+                error.message
+                if isinstance(error, CheckpointError)
+                else f"fields of another type ({type(error).__name__})"
+            )
+            rows.append(Difference("config_unreadable", file, printable(reason, 200)))
+    return rows
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has its own tokenizer."""
+    return any((folder / name).is_file() for name in (TOKENIZER, SETTINGS))
+
+
+def same_bytes(folder: Path, source: Path) -> bool:
+    """Return whether tokenizer, template and generation settings are the source's byte for byte."""
+    names = (TOKENIZER, SETTINGS, TEMPLATE, GENERATION)
+    return all(_bytes(folder / name) == _bytes(source / name) for name in names)
+
+
+def model_files(folder: Path, sha256: str) -> ModelFiles:
+    """Return the hashes of a folder's files. sha256: of the whole model."""
+    template = templates(folder)
+    return ModelFiles(
+        sha256=sha256,
+        tokenizer=_digest(folder / TOKENIZER),
+        chat_template=sha256_text("\0".join(f"{k}\0{template[k]}" for k in sorted(template))) if template else "",
+        generation_config=_digest(folder / GENERATION),
+    )
+
+
+def _digest(path: Path) -> str:
+    import hashlib
+
+    content = _bytes(path)
+    return "" if content is None else hashlib.sha256(content).hexdigest()
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+# ---- the tokenizer
+
+
+def _tokenizer(folder: Path, source: Path) -> Iterator[Difference]:
+    own, expected = read_object(folder / TOKENIZER), read_object(source / TOKENIZER)
+    if own is None or expected is None:
+        return
+    for problem in (
+        _other_ids(vocabulary(own), vocabulary(expected)),
+        _other_merges(merges(own), merges(expected)),
+        _other_flags(added_tokens(own), added_tokens(expected)),
+    ):
+        if problem:
+            yield Difference("tokenizer_differs", TOKENIZER, problem)
+    for step in STEPS:
+        if _stated(own.get(step)) != _stated(expected.get(step)):
+            yield Difference("tokenizer_differs", TOKENIZER, f"its {step} is not the source's")
+
+
+def vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Return token → id of a tokenizer.json, added tokens included."""
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    pairs = vocab.items() if isinstance(vocab, dict) else ((row[0], i) for i, row in enumerate(vocab))
+    return {**dict(pairs), **{token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}}
+
+
+def merges(tokenizer: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the merges in order; older files have "a b" instead of a pair."""
+    rows = (tokenizer.get("model") or {}).get("merges") or ()
+    return [tuple(row.split(" ")) if isinstance(row, str) else tuple(row) for row in rows]
+
+
+def added_tokens(tokenizer: Mapping[str, Any]) -> dict[str, list[bool]]:
+    return {t["content"]: [bool(t.get(flag)) for flag in FLAGS] for t in tokenizer.get("added_tokens") or ()}
+
+
+def _other_ids(own: Mapping[str, int], expected: Mapping[str, int]) -> str:
+    other = [token for token in expected if token in own and own[token] != expected[token]]
+    missing = [token for token in expected if token not in own]
+    extra = [token for token in own if token not in expected]
+    parts = []
+    if other:
+        token = other[0]
+        parts.append(
+            f"tokens with another id: {len(other)} ({_shown(token)}: {own[token]}, in the source {expected[token]})"
+        )
+    if missing:
+        parts.append(f"tokens of the source that are missing: {len(missing)} ({_shown(missing[0])})")
+    if extra:
+        parts.append(f"tokens that the source does not have: {len(extra)} ({_shown(extra[0])})")
+    return "; ".join(parts)
+
+
+def _other_merges(own: list[tuple[str, ...]], expected: list[tuple[str, ...]]) -> str:
+    if own == expected:
+        return ""
+    first = next(
+        (i for i, (a, b) in enumerate(zip(own, expected, strict=False)) if a != b), min(len(own), len(expected))
+    )
+    return f"{len(own)} merges, in the source {len(expected)}; number {first + 1} is the first that differs"
+
+
+def _other_flags(own: Mapping[str, list[bool]], expected: Mapping[str, list[bool]]) -> str:
+    other = [token for token in expected if token in own and own[token] != expected[token]]
+    return f"added tokens with other flags, such as special: {len(other)} ({_shown(other[0])})" if other else ""
+
+
+def _stated(value: Any) -> Any:
+    """Return a value without the fields that state nothing, which some versions of the tokenizers library leave out."""
+    if isinstance(value, dict):
+        return {k: _stated(v) for k, v in value.items() if v not in (None, False)}
+    return [_stated(v) for v in value] if isinstance(value, list) else value
+
+
+def _shown(token: str) -> str:
+    return repr(printable(token, 40))
+
+
+# ---- the chat template
+
+
+def templates(folder: Path) -> dict[str, str]:
+    """Return name → source of a folder's chat templates, as transformers reads them: files first; "default" is the usual one."""
+    path = folder / TEMPLATE
+    if path.is_file():
+        if inside(folder, path).stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ShardError("config_unreadable", f"{TEMPLATE}: more than {MAX_TEMPLATE_BYTES} bytes")
+        sources = {"default": path.read_text(encoding="utf-8", errors="replace")}
+        for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            sources[other.stem] = other.read_text(encoding="utf-8", errors="replace")
+        return sources
+    value = (read_object(folder / "chat_template.json") or read_object(folder / SETTINGS) or {}).get("chat_template")
+    if isinstance(value, list):
+        return {row["name"]: row["template"] for row in value}
+    return {"default": value} if isinstance(value, str) else {}
+
+
+class _Tokenizer:
+    """What ChatTemplate needs of a tokenizer: the sources of its templates, and the special tokens that they may name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sources = templates(folder)
+        settings = read_object(folder / SETTINGS) or {}
+        tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        self.special_tokens_map = {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    def get_chat_template(self, name: None, tools: Any) -> str:
+        source = self.sources.get("tool_use") if tools else None
+        source = source or self.sources.get("default")
+        if source is None:
+            raise ValueError("no chat template")
+        return source
+
+
+def _template(folder: Path, source: Path) -> Iterator[Difference]:
+    own, expected = _Tokenizer(folder), _Tokenizer(source)
+    if not expected.sources or own.sources == expected.sources:
+        return
+    if not own.sources:
+        yield Difference("template_differs", TEMPLATE, "there is no chat template, and the source has one")
+        return
+    pair = ChatTemplate(own, str(folder)), ChatTemplate(expected, str(source))
+    other = []
+    for name, (messages, tools, variables) in CONVERSATIONS.items():
+        texts = [_rendered(template, messages, tools, variables) for template in pair]
+        if texts[0] != texts[1]:
+            other.append(name)
+    if other:
+        ignores = _rendered(pair[0], [USER], [TOOL], {}) == _rendered(pair[0], [USER], None, {})
+        lost = "it leaves out the tools; " if ignores and "tools" in other else ""
+        problem = f"{lost}not rendered as by the source's template: {', '.join(other)}"
+        yield Difference("template_differs", TEMPLATE, problem)
+
+
+def _rendered(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]
+) -> str | None:
+    """Return the text, or None where the template refuses the conversation."""
+    try:
+        return template.render(messages, tools, True, **variables)
+    except CheckpointError:
+        return None
+
+
+# ---- end tokens and sampling
+
+
+def _generation(folder: Path, source: Path) -> Iterator[Difference]:
+    own, expected = (_settings(path) for path in (folder, source))
+    for name, value in expected.items():
+        if name not in SAMPLING and value and own[name] and own[name] != value:
+            where = SETTINGS if name.endswith("_token") else GENERATION
+            problem = f"{name} is {_text(own[name])}, in the source {_text(value)}"
+            yield Difference("end_tokens_differ", where, problem)
+    for name in SAMPLING:
+        if own[name] != expected[name]:
+            problem = f"{name} is {_text(own[name])}, in the source {_text(expected[name])}"
+            yield Difference("sampling_differs", GENERATION, problem)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the ids that begin and end answers (generation_config.json's, else config.json's), their texts, and the sampling."""
+    config, generation = read_object(folder / "config.json") or {}, read_object(folder / GENERATION) or {}
+    text = config.get("text_config")
+    inner = {**config, **text} if isinstance(text, dict) else config
+    tokenizer = read_object(folder / SETTINGS) or {}
+    values: dict[str, Any] = {}
+    for name in ("eos_token_id", "bos_token_id"):
+        ids = generation.get(name) if generation.get(name) is not None else inner.get(name)
+        values[name] = sorted(ids) if isinstance(ids, list) else [] if ids is None else [ids]
+    for name in ("eos_token", "bos_token"):
+        token = tokenizer.get(name)
+        values[name] = token.get("content") if isinstance(token, dict) else token
+    for name, usual in SAMPLING.items():
+        value = generation.get(name)
+        values[name] = usual if value is None else value
+    return values
+
+
+def _text(value: Any) -> str:
+    return printable(", ".join(map(str, value)) if isinstance(value, list) else str(value), 60)

@@ -1,0 +1,115 @@
+"""What an evaluation's verdict was counted from: a digest of it, and the counts and the verdict made from it again.
+
+Counts are in a document for its readers; the outcomes per prompt, in the same document, decide. A digest of the outcomes shows an
+edit of them. It has no key: who changes the outcomes, the counts and the digest together is not noticed (docs/threat-model.md).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from annie_quant import __version__
+from annie_quant.files import sha256_text
+from annie_quant.judge.decision.paired import judge_evaluation
+from annie_quant.judge.gates import REFERENCE_GATES, tabulate
+from annie_quant.judge.pairing import pair_checks, with_floor
+from annie_quant.schema import Evaluation, GateResult, Member, NumericsResult, OfflineSide, PairedGate, PooledGates
+
+Checks = dict[str, dict[str, bool]]  # prompt → gate → passed
+COUNTED = {"1": True, "0": False}  # "-": the gate does not apply
+SHOWN = {**COUNTED, "p": True, "f": False}  # in the tables alone: answers that are not complete, gates for information
+Row = GateResult | PairedGate | PooledGates | None
+Side = NumericsResult | Member | OfflineSide
+COUNTS = ("passes", "n", "lost", "won")
+
+
+def evidence_sha256(evaluation: Evaluation) -> str:
+    """Return the digest of the outcomes, what blocks the verdict, and the hashes of models and prompts."""
+    e = evaluation
+    parts = [e.version, e.reference_sha256, e.checkpoint_files, e.reference_files, e.workloads, e.blocking]
+    outcomes = [e.prompts, e.reference_outcomes, e.floor_outcomes, e.outcomes()]
+    return sha256_text(msgspec.json.encode([*parts, *outcomes], order="deterministic").decode())
+
+
+def differences(evaluation: Evaluation, shown: Mapping[str, OfflineSide] | None = None) -> list[str]:
+    """Return one line per fact of an evaluation that its outcomes do not give, and one for outcomes that were changed.
+
+    shown: its sides as run.json has them, which are compared too. Verdicts are compared only where this version of the package
+    made them: another one's rule may differ.
+    """
+    if not evaluation.evidence_sha256:
+        return ["no digest of its outcomes (an older annie-quant wrote it): evaluate again"]
+    counted = recounted(evaluation)
+    lines = list(_changed_counts(evaluation, counted))
+    if evidence_sha256(evaluation) != evaluation.evidence_sha256:
+        lines.insert(0, "its outcomes, its hashes or the reasons that block it were changed")
+    others: dict[str, Side] = {**counted.numerics, **counted.members}
+    for name, side in (shown or {}).items():
+        if name in others:
+            lines += _changed_side(f"run.json, {name}", side, others[name], evaluation.version == __version__)
+        else:
+            lines.append(f"run.json, {name}: not in the evaluation")
+    return lines
+
+
+def recounted(evaluation: Evaluation) -> Evaluation:
+    """Return a copy whose counts and verdicts are made from the outcomes again."""
+    result = copy.deepcopy(evaluation)
+    prompts = result.prompts
+    result.reference_gates = tabulate(checks_by_prompt(prompts, result.reference_outcomes, SHOWN).values())
+    own = checks_by_prompt(prompts, result.reference_outcomes)
+    noisy = checks_by_prompt(prompts, result.floor_outcomes)
+    floor = pair_checks((row, noisy.get(prompt, {})) for prompt, row in own.items())[0] if noisy else {}
+    result.floor = {gate: row for gate, row in floor.items() if gate in REFERENCE_GATES}
+    before = {prompt: with_floor(row, noisy.get(prompt, {})) if noisy else row for prompt, row in own.items()}
+    sides: list[NumericsResult | Member] = [*result.numerics.values(), *result.members.values()]
+    for side in sides:
+        after = checks_by_prompt(prompts, side.outcomes)
+        side.gates = tabulate(checks_by_prompt(prompts, side.outcomes, SHOWN).values())
+        side.paired, side.pooled = pair_checks((row, after.get(prompt, {})) for prompt, row in before.items())
+    return judge_evaluation(result)
+
+
+def checks_by_prompt(
+    prompts: Mapping[str, list[str]], outcomes: Mapping[str, str], results: Mapping[str, bool] = COUNTED
+) -> Checks:
+    """Return the checks of each prompt that has any. outcomes: as in Evaluation. results: which characters count."""
+    rows: Checks = {}
+    for gate, names in prompts.items():
+        for name, passed in zip(names, outcomes.get(gate, ""), strict=False):
+            if passed in results:
+                rows.setdefault(name, {})[gate] = results[passed]
+    return rows
+
+
+def _changed_counts(stored: Evaluation, counted: Evaluation) -> Iterator[str]:
+    same_rule = stored.version == __version__
+    yield from _changed("bf16", stored.reference_gates, counted.reference_gates, same_rule=False)
+    others: dict[str, Side] = {**counted.numerics, **counted.members}
+    sides: dict[str, Side] = {**stored.numerics, **stored.members}
+    for name, side in sides.items():
+        yield from _changed_side(name, side, others[name], same_rule)
+    if same_rule and stored.verdict != counted.verdict:
+        before, after = stored.verdict, counted.verdict
+        texts = [f"{v.verdict} ({v.sentence})" if v else "none" for v in (before, after)]
+        yield f"verdict: {texts[0]} in the file, {texts[1]} from its outcomes"
+
+
+def _changed_side(where: str, side: Side, other: Side, same_rule: bool) -> Iterator[str]:
+    yield from _changed(where, side.gates, other.gates, same_rule)
+    yield from _changed(f"{where} against bf16", side.paired, other.paired, same_rule)
+    yield from _changed(f"{where} against bf16", {"all": side.pooled}, {"all": other.pooled}, same_rule)
+
+
+def _changed(where: str, stored: Mapping[str, Row], counted: Mapping[str, Row], same_rule: bool) -> Iterator[str]:
+    fields = (*COUNTS, "verdict") if same_rule else COUNTS
+    for gate in dict.fromkeys([*stored, *counted]):
+        row, other = stored.get(gate), counted.get(gate)
+        for field in fields:
+            value, again = getattr(row, field, None), getattr(other, field, None)
+            if value != again:
+                yield f"{where}, {gate}: {field} {value} in the file, {again} from its outcomes"
+                break

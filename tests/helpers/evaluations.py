@@ -1,0 +1,51 @@
+"""Evaluations made from outcomes per prompt, as `annie-quant eval` stores them: counts, verdict and digest follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from annie_quant import __version__, judge, schema
+from annie_quant.judge import evidence
+
+Outcomes = Mapping[str, str]  # gate → one character per prompt: "1", "0" or "-"
+NOTHING = dict.fromkeys(("kl", "kl_conversations", "kl_text", "perplexity", "perplexity_reference", "verbosity_ratio"))
+
+
+def from_outcomes(sides: Mapping[str, Outcomes], reference: Outcomes, **fields) -> schema.Evaluation:
+    """Return an evaluation. sides: by numerics or member ("w4a4+perm1"). Each gate has its own prompts."""
+    numerics, members = {}, {}
+    for name, outcomes in sides.items():
+        common = {"gates": {}, "paired": {}, "outcomes": dict(outcomes)}
+        if "+" in name:
+            members[name] = schema.Member(arithmetic="", n_computed=1, n_changed=0, **common)
+        else:
+            numerics[name] = schema.NumericsResult(
+                same_answers=schema.SameAnswers(1, 1), cases=[], seconds=1.0, **NOTHING, **common
+            )
+    values = {
+        "schema_version": schema.SCHEMA_VERSION, "version": __version__, "model": "nv", "reference": "bf16",
+        "reference_sha256": "", "dtype": "float32", "device": "cpu", "workloads": {}, "n_answers": 400,
+        "n_conversation_answers": 0, "n_text_tokens": 0, "notes": [], "seconds": 1.0, "reference_gates": {},
+    }  # fmt: skip
+    names = {gate: [f"{gate}/{i}" for i in range(len(text))] for gate, text in reference.items()}
+    made = schema.Evaluation(
+        numerics=numerics, members=members, prompts=names, reference_outcomes=dict(reference), **(values | fields)
+    )  # language: data
+    made = evidence.recounted(made)
+    made.evidence_sha256 = evidence.evidence_sha256(made)
+    return judge.judge_evaluation(made)
+
+
+def from_counts(members: Mapping[str, Mapping[str, tuple[int, int, int]]], **fields) -> schema.Evaluation:
+    """Return an evaluation in which each member lost and won so many answers. members: name → gate → (n, lost, won)."""
+    n_won = {gate: max(m[gate][2] for m in members.values()) for m in members.values() for gate in m}
+    sizes = {gate: counts[0] for m in members.values() for gate, counts in m.items()}
+    reference = {gate: "1" * (n - n_won[gate]) + "0" * n_won[gate] for gate, n in sizes.items()}
+    sides = {
+        name: {
+            gate: "0" * lost + "1" * (n - n_won[gate] - lost) + "1" * won + "0" * (n_won[gate] - won)
+            for gate, (n, lost, won) in counts.items()
+        }
+        for name, counts in members.items()
+    }
+    return from_outcomes(sides, reference, **fields)

@@ -1,0 +1,328 @@
+"""False "keeps" and false "loses": damaged and harmless variants of a model, judged on few prompts, and the truth on many others.
+
+    python tests/perf/false_keeps.py run MODEL --workloads W --n 100 --output runs/false_keeps.jsonl
+    python tests/perf/false_keeps.py table runs/false_keeps.jsonl
+
+MODEL: a bf16 folder, the reference. --checkpoint: start from this NVFP4 checkpoint instead of from the model itself. --workloads,
+--persona: as for `annie-quant eval`; --n: prompts per gate of the verdict. All other prompts are the truth, computed in the same
+arithmetic. A variant is the model with its weights changed in memory:
+
+harmless  rounding noise of 2^-9 of each weight, the channels of each MLP in another order (the same function, other sums)
+damaged   noise on all linears, on one layer, on the head's rows of the tokens that open calls; block scales off by a factor of
+          two; one layer's output scaled; rows of a layer set to zero; experts exchanged. Graded, so that losses of 5 to 30 points occur
+
+One JSON line per variant, written at once; a killed run resumes. The true loss is the largest of (lost - won) / n over the gates with
+a label or a rule that bf16 passes in at least 52 of the other prompts, and of the change of the call rate. A false "keeps" has a
+true loss of 10 points or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+from torch import nn
+
+from annie_quant import judge
+from annie_quant.data.resolve import resolve
+from annie_quant.evaluate.evaluation import evaluate_pair
+from annie_quant.evaluate.pair import ModelPair
+from annie_quant.judge import Workload
+from annie_quant.judge.decision.coverage import LEAST_ANSWERS
+from annie_quant.judge.gates import GATES, REFERENCE_GATES
+from annie_quant.schema import Evaluation, NumericsResult
+
+TRUE_LOSS = 0.10
+OPENING = ("<tool_call>", "</tool_call>", "<|im_end|>", "{", "<function", "name")
+GRADES = (0.03, 0.05, 0.08, 0.12, 0.2, 0.3)
+Damage = Callable[[nn.Module, random.Random], None]
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    return list(
+        next(m for name, m in model.named_modules() if name.endswith("layers") and isinstance(m, nn.ModuleList))
+    )
+
+
+def linears(module: nn.Module) -> list[nn.Linear]:
+    return [m for m in module.modules() if isinstance(m, nn.Linear)]
+
+
+def add_noise(weight: torch.Tensor, share: float, seed: int) -> None:
+    """Add normal noise with this share of the weight's root mean square."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    noise = torch.randn(weight.shape, generator=generator).to(weight.device, torch.float32)
+    weight.add_((noise * weight.float().pow(2).mean().sqrt() * share).to(weight.dtype))
+
+
+def all_noise(share: float) -> Damage:
+    def apply(model: nn.Module, rng: random.Random) -> None:
+        for layer in decoder_layers(model):
+            for linear in linears(layer):
+                add_noise(linear.weight, share, rng.getrandbits(31))
+
+    return apply
+
+
+def layer_noise(share: float) -> Damage:
+    def apply(model: nn.Module, rng: random.Random) -> None:
+        for linear in linears(rng.choice(decoder_layers(model))):
+            add_noise(linear.weight, share * 8, rng.getrandbits(31))
+
+    return apply
+
+
+def block_scales(share: float) -> Damage:
+    """Double or halve blocks of 16 weights in a share of all rows of one kind of linear."""
+
+    def apply(model: nn.Module, rng: random.Random) -> None:
+        kind = rng.choice(["o_proj", "down_proj", "up_proj", "q_proj", "out_proj"])
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name.endswith(kind):
+                rows, columns = module.weight.shape
+                blocks = torch.rand(rows, columns // 16, generator=torch.Generator().manual_seed(rng.getrandbits(31)))
+                factor = torch.where(blocks < share, rng.choice([0.5, 2.0]), 1.0).repeat_interleave(16, 1)
+                module.weight[:, : factor.shape[1]].mul_(factor.to(module.weight))
+
+    return apply
+
+
+def scaled_layer(share: float) -> Damage:
+    def apply(model: nn.Module, rng: random.Random) -> None:
+        layer = rng.choice(decoder_layers(model))
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj", "out_proj")):
+                module.weight.mul_(1 + rng.choice([-2.5, 5]) * share)
+
+    return apply
+
+
+def zero_rows(share: float) -> Damage:
+    def apply(model: nn.Module, rng: random.Random) -> None:
+        layer = rng.choice(decoder_layers(model))
+        for linear in linears(layer):
+            picked = torch.rand(linear.weight.shape[0], generator=torch.Generator().manual_seed(rng.getrandbits(31)))
+            linear.weight[(picked < share).to(linear.weight.device)] = 0
+
+    return apply
+
+
+def head_rows(tokens: list[int], share: float) -> Damage:
+    """Shrink the head's rows of the tokens that open and close calls; a tied embedding is untied first."""
+
+    def apply(model: nn.Module, rng: random.Random) -> None:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        if head.weight is model.get_input_embeddings().weight:  # type: ignore[operator]
+            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        head.weight[tokens] *= 1 - share
+        for token in tokens:
+            add_noise(head.weight[token], share, rng.getrandbits(31))
+
+    return apply
+
+
+def exchanged_experts(share: float) -> Damage:
+    def apply(model: nn.Module, rng: random.Random) -> None:
+        groups: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if "experts" in name:
+                groups.setdefault(re.sub(r"\.\d+\.(?=[^.]*\.weight$)", ".*.", name), []).append(parameter)
+        for parameters in groups.values():
+            if len(parameters) == 1 and parameters[0].ndim == 3:  # all experts in one tensor
+                count = parameters[0].shape[0]
+                a, b = rng.sample(range(count), 2)
+                if rng.random() < share * 3:
+                    parameters[0][[a, b]] = parameters[0][[b, a]].clone()
+
+    return apply
+
+
+def rounding(model: nn.Module, rng: random.Random) -> None:
+    for layer in decoder_layers(model):
+        for linear in linears(layer):
+            generator = torch.Generator().manual_seed(rng.getrandbits(31))
+            factor = 1 + (torch.rand(linear.weight.shape, generator=generator) - 0.5) * 2**-8
+            linear.weight.mul_(factor.to(linear.weight.device, linear.weight.dtype))
+
+
+def permuted_mlp(model: nn.Module, rng: random.Random) -> None:
+    for layer in decoder_layers(model):
+        mlp: Any = getattr(layer, "mlp", None)
+        if mlp is None or not all(hasattr(mlp, n) for n in ("gate_proj", "up_proj", "down_proj")):
+            continue
+        order = torch.randperm(
+            mlp.up_proj.weight.shape[0], generator=torch.Generator().manual_seed(rng.getrandbits(31))
+        )
+        order = order.to(mlp.up_proj.weight.device)
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            linear.weight.copy_(linear.weight[order])
+        mlp.down_proj.weight.copy_(mlp.down_proj.weight[:, order])
+
+
+def variants(pair: ModelPair, damaged: int, harmless: int) -> Iterator[tuple[str, bool, Damage]]:
+    """Yield (name, harmless, damage); kinds and grades in turn."""
+    tokens = sorted({t for text in OPENING for t in pair.template.ids(text)[:1]})
+    kinds: dict[str, Callable[[float], Damage]] = {
+        "noise": all_noise,
+        "layer": layer_noise,
+        "scales": block_scales,
+        "head": lambda share: head_rows(tokens, share),
+        "scaled": scaled_layer,
+        "zero": zero_rows,
+    }
+    if any("experts" in name for name, _ in pair.model.named_parameters()):
+        kinds["experts"] = exchanged_experts
+    for i in range(harmless):
+        yield f"harmless-{('rounding', 'permuted')[i % 2]}-{i}", True, (rounding, permuted_mlp)[i % 2]
+    for i in range(damaged):
+        kind = list(kinds)[i % len(kinds)]
+        share = GRADES[(i // len(kinds)) % len(GRADES)]
+        yield f"{kind}-{share}-{i}", False, kinds[kind](share)
+
+
+def split(workloads: list[Workload], n: int, truth: int) -> tuple[list[Workload], list[Workload]]:
+    """Return the verdict's prompts, and up to `truth` others per gate."""
+    test = judge.sample(workloads, n)
+    used = {(w.name, case.id) for w in test for case in w.cases}
+    rest = [replace(w, cases=tuple(c for c in w.cases if (w.name, c.id) not in used)) for w in workloads]
+    return [w for w in test if w.cases], judge.sample([w for w in rest if w.cases], truth)
+
+
+def true_losses(side: NumericsResult) -> dict[str, float]:
+    losses = {}
+    for name, gate in side.paired.items():
+        if name in REFERENCE_GATES or GATES[name].advisory:
+            continue
+        if GATES[name].two_sided:
+            losses[name] = abs(gate.lost - gate.won) / gate.n
+        elif (gate.passed or 0) >= LEAST_ANSWERS and (gate.passed or 0) >= gate.n / 10:
+            losses[name] = (gate.lost - gate.won) / gate.n
+    return losses
+
+
+def figures(evaluation: Evaluation) -> dict[str, Any]:
+    verdict = evaluation.verdict
+    assert verdict is not None
+    side = next(iter(evaluation.numerics.values()))
+    decisions = getattr(side.kl, "decisions", None)
+    return {
+        "verdict": verdict.verdict,
+        "not_tested": verdict.not_tested,
+        "loses": sorted({gate for member in verdict.members.values() for gate in member.loses}),
+        "kl": side.kl.mean if side.kl else None,
+        "flips": side.kl.flips if side.kl else None,
+        "kl_decisions": decisions.mean if decisions else None,
+        "flips_decisions": decisions.flips if decisions else None,
+    }
+
+
+def run(arguments: argparse.Namespace) -> None:
+    done = (
+        {json.loads(line)["variant"] for line in arguments.output.read_text().splitlines()}
+        if arguments.output.exists()
+        else set()
+    )
+    workloads = resolve(arguments.persona, arguments.workloads)
+    test, truth = split(workloads, arguments.n, arguments.truth)
+    end = time.monotonic() + arguments.seconds
+    label = arguments.label or f"{arguments.model.name}-{arguments.persona or arguments.workloads or 'annie'}"
+    checkpoint = arguments.checkpoint or arguments.model
+    with ModelPair(checkpoint, arguments.model, cache=arguments.cache) as pair, torch.no_grad():
+        saved = {name: parameter.detach().clone() for name, parameter in pair.model.named_parameters()}
+        head = pair.model.get_output_embeddings().weight  # type: ignore[operator]
+        for name, harmless, damage in variants(pair, arguments.damaged, arguments.harmless):
+            variant = f"{label}/{name}"
+            if variant in done:
+                continue
+            if time.monotonic() > end:
+                break
+            start = time.monotonic()
+            damage(pair.model, random.Random(variant))
+            judged = evaluate_pair(pair, test, arguments.numerics.split(","))
+            actual = evaluate_pair(pair, truth, arguments.numerics.split(","), with_ensemble=False)
+            losses = true_losses(next(iter(actual.numerics.values())))
+            row = {
+                "variant": variant,
+                "harmless": harmless,
+                "n_test": judged.n_answers,
+                "n_truth": actual.n_answers,
+                **figures(judged),
+                "losses": {gate: round(value, 4) for gate, value in losses.items()},
+                "true_loss": round(max(losses.values(), default=0.0), 4),
+                "seconds": round(time.monotonic() - start, 1),
+            }
+            with arguments.output.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{variant}: {row['verdict']}, true loss {row['true_loss']:.3f}, {row['seconds']} s", flush=True)
+            pair.model.get_output_embeddings().weight = head  # type: ignore[operator]
+            for key, parameter in pair.model.named_parameters():
+                parameter.copy_(saved[key])
+
+
+def table(arguments: argparse.Namespace) -> int:
+    rows = [json.loads(line) for file in arguments.files for line in file.read_text().splitlines()]
+    lossy = [r for r in rows if r["true_loss"] >= TRUE_LOSS]
+    false_keeps = [r for r in lossy if r["verdict"] == "keeps"]
+    harmless = [r for r in rows if r["harmless"]]
+    alarms = [r for r in harmless if r["verdict"] in ("loses", "fragile")]
+    print(f"| | n | keeps | undecided | loses or fragile |\n|---|---|---|---|---|")
+    for title, group in (
+        ("harmless", harmless),
+        ("damaged, true loss below 5 points", [r for r in rows if not r["harmless"] and r["true_loss"] < 0.05]),
+        ("damaged, 5 to 10 points", [r for r in rows if not r["harmless"] and 0.05 <= r["true_loss"] < TRUE_LOSS]),
+        ("damaged, 10 points or more", lossy),
+    ):
+        counts = [
+            sum(r["verdict"] in words for r in group) for words in (("keeps",), ("undecided",), ("loses", "fragile"))
+        ]
+        print(f"| {title} | {len(group)} | {' | '.join(map(str, counts))} |")
+    print(f"\nfalse keeps: {len(false_keeps)} of {len(lossy)}; false loses: {len(alarms)} of {len(harmless)}")
+    for row in (*false_keeps, *alarms):
+        worst = max(row["losses"], key=row["losses"].get, default="")
+        print(f"  {row['variant']}: {row['verdict']}, {worst} {row['true_loss']:.3f}, loses {', '.join(row['loses'])}")
+    damaged = [r for r in rows if not r["harmless"]]
+    for name in ("kl", "flips", "kl_decisions", "flips_decisions"):
+        known = [r for r in damaged if r.get(name) is not None]
+        if len(known) > 5:
+            rho = spearmanr([r[name] for r in known], [r["true_loss"] for r in known]).statistic
+            print(f"rank correlation of {name} with the true loss: {rho:.2f} (n = {len(known)})")
+    return 1 if false_keeps else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("run", help="judge variants of one model")
+    one.add_argument("model", type=Path)
+    one.add_argument("--checkpoint", type=Path)
+    one.add_argument("--workloads")
+    one.add_argument("--persona")
+    one.add_argument("--numerics", default="bf16", help="of --checkpoint: w4a4 or w4a16")
+    one.add_argument("--n", type=int, default=100, help="prompts per gate of the verdict")
+    one.add_argument("--truth", type=int, default=500, help="further prompts per gate, at most")
+    one.add_argument("--damaged", type=int, default=36)
+    one.add_argument("--harmless", type=int, default=12)
+    one.add_argument("--seconds", type=float, default=1e9, help="start no variant after this time")
+    one.add_argument("--label")
+    one.add_argument("--cache", type=Path)
+    one.add_argument("--output", type=Path, required=True)
+    one.set_defaults(work=run)
+    two = commands.add_parser("table", help="print the table of one or more files")
+    two.add_argument("files", type=Path, nargs="+")
+    two.set_defaults(work=table)
+    arguments = parser.parse_args()
+    sys.exit(arguments.work(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
 from annie_quant.progress import Progress
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import column_sweep, rounding_job
 from annie_quant.quantize.calibration_samples import Sample, TokenWeights
+from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_rounding import Method
@@ -33,6 +33,7 @@ HELD_OUT = 4  # one of so many conversations at most
 DECISIONS = 2000  # tokens that decide: with fewer only large differences are seen
 POSITIONS = {"cpu": 8192, "cuda": 1 << 17}  # held-out tokens at most, prompts included
 TOKENS = 8192  # of answers, whose logits stay in memory
+BROKEN = 1e6  # divergence of a recipe whose scores are not finite
 
 
 @dataclass(frozen=True)
@@ -206,14 +207,8 @@ class Trials:
         job: Job,
         progress: Progress,
     ) -> None:
-        self.folder, self.formats, self.samples, self.held, self.job, self.progress = (
-            folder,
-            formats,
-            samples,
-            held,
-            job,
-            progress,
-        )
+        self.folder, self.formats, self.job, self.progress = folder, formats, job, progress
+        self.samples, self.held = samples, held
         job.work_folder()
         self.file = job.measurements("recipes.json")
         self.scores: dict[str, list[list[float]]] = self.file.load({})
@@ -223,20 +218,16 @@ class Trials:
         """Return per held-out conversation its parts of four figures: KL and decisions as served, and with no input rounded."""
         key = repr(recipe)
         if key not in self.scores:
-            self.progress.message(f"recipe {title}")
-            plan = recipe.round(self.folder, self.formats, self.samples, self.job, self.progress, "trial")
             if self.trial is None:
                 self.trial = Trial(self.folder, self.held, text.RESPONSE, TOKENS, cut=False)
+            self.progress.message(f"recipe {title}")
+            plan = recipe.round(self.folder, self.formats, self.samples, self.job, self.progress, "trial")
             served = self.trial.divergence_of(plan, inputs=True)
-            weights = (
-                self.trial.divergence_of(plan, inputs=False)
-                if any(f == "nvfp4" for f in self.formats.values())
-                else served
-            )
-            if not all(math.isfinite(x) for row in (*served, *weights) for x in row):
-                raise CheckpointError(f"{self.folder.path}: the held-out answers have scores that are not finite",
-                                      f"annie-quant audit {self.folder.path}")  # fmt: skip
-            self.scores[key] = [[*a, *b] for a, b in zip(served, weights, strict=True)]
+            weights = served
+            if NVFP4 in self.formats.values():
+                weights = self.trial.divergence_of(plan, inputs=False)
+            pairs = zip(served, weights, strict=True)
+            self.scores[key] = [[x if math.isfinite(x) else BROKEN for x in (*a, *b)] for a, b in pairs]
             self.file.save(self.scores)
             self.job.remove("trial")
         return self.scores[key]

@@ -245,8 +245,9 @@ def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(
     assert dead in caplog.text
     assert "model.layers.2.mlp.gate_proj, model.layers.2.mlp.up_proj: " in caplog.text
     assert "calibration inputs hold NaN or inf; rounded without error correction" in caplog.text
-    with pytest.raises(CheckpointError, match="probabilities of the calibration answers are not finite"):
-        quantize.run("best", tmp_path / "model", tmp_path / "out", **options)
+    for settings in (options, {**options, "recipe": "measured", "activations": 4, "calib_samples": 10}):
+        with pytest.raises(CheckpointError, match="probabilities of the calibration answers are not finite"):
+            quantize.run("best", tmp_path / "model", tmp_path / "out", **settings)
 
 
 def test_a_mixture_is_rounded_with_its_experts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

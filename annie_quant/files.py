@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,17 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, sort_keys=False) + "\n")
+    """Write a value as indented JSON; numbers that are not finite become null."""
+    write_text(path, json.dumps(finite(value), indent=1, ensure_ascii=False, sort_keys=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Return a value of dicts, lists and numbers with None for each NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: str | os.PathLike) -> Any:

@@ -2,6 +2,7 @@
 
 printable(text)   for a terminal, a log or a message: without what is not shown
 visible(text)     for a page that shows evidence: control characters and text-direction overrides as ⟨U+XXXX⟩
+inert(text)       for Markdown, also in a table's cell: visible, on one line, and shown as it is
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
     "\ufff0-\uffff\U000e0000-\U000e0fff]"
 )
+
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 
 def printable(text: str, most: int | None = None, lines: bool = False) -> str:
@@ -48,3 +51,8 @@ def visible(text: object) -> str:
     """Return text that is safe to show, with its unsafe characters as ⟨U+XXXX⟩, line ends as newlines."""
     text = str(text).replace("\r\n", "\n")
     return _UNSAFE.sub(lambda match: f"⟨U+{ord(match.group()):04X}⟩", text)
+
+
+def inert(value: object) -> str:
+    """Return one line of text that Markdown shows as it is."""
+    return _MARKDOWN.sub(r"\\\1", " ".join(visible(value).split()))

@@ -28,17 +28,19 @@ ROLES = ("candidate", "reference", "incumbent")
 
 
 class Run:
-    """A finished run directory of `annie-quant bench`. roles: candidate, reference, incumbent, instead of the run's."""
+    """A finished run directory of `annie-quant bench`. candidate, reference, incumbent: sides, instead of the run's roles."""
 
-    def __init__(self, folder: Path, **roles: str | None) -> None:
+    def __init__(
+        self, folder: Path, candidate: str | None = None, reference: str | None = None, incumbent: str | None = None
+    ) -> None:
         from annie_quant import schema
 
         self.folder = Path(folder)
-        said = schema.Roles(**roles)
-        if said.names:
+        stated = schema.Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+        if stated.names:
             from annie_quant.report.judging import judge_again
 
-            self.aggregates = judge_again(self.folder, said).aggregates
+            self.aggregates = judge_again(self.folder, stated).aggregates
         else:
             self.aggregates = schema.read_bench(self.folder).aggregates
         self.served = self.aggregates.served

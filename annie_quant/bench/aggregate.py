@@ -57,8 +57,8 @@ TTFT_LIMIT_MS, DECODE_LEAST_TOK_S = 120.0, 25.0
 MEMORY_SOURCES = ("gpu_process_bytes", "process_rss_bytes", "system_used_bytes")  # the first that a server has
 
 
-def aggregate(folder: str | os.PathLike[str], said: Roles | None = None) -> Aggregates:
-    """Compute the aggregates of a run directory again, from its records.jsonl and bench.json. said: roles instead of the run's."""
+def aggregate(folder: str | os.PathLike[str], stated: Roles | None = None) -> Aggregates:
+    """Compute the aggregates of a run directory again, from its records.jsonl and bench.json. stated: other roles."""
     root = Path(folder)
     bench = read_bench(root)
     try:
@@ -67,8 +67,8 @@ def aggregate(folder: str | os.PathLike[str], said: Roles | None = None) -> Aggr
         raise UsageError(
             f"{root} holds no finished benchmark (records.jsonl is missing)", f"annie-quant bench ... --output {root}"
         ) from error
-    if said is not None and said.names:
-        bench.config.roles = said
+    if stated is not None and stated.names:
+        bench.config.roles = stated
     return aggregate_records(
         [*records, *read_unanswered(root)],
         bench.config,
@@ -179,7 +179,8 @@ def pair_sides(
             continue
         side = served[name]
         side.judged_by = reference
-        paired, pooled = pair_by_prompt(rows[reference], rows[name])
+        bf16 = reference in (roles.reference, RECORDED)
+        paired, pooled = pair_by_prompt(rows[reference], rows[name], bf16)
         gates, together = decision.judge_gates({"served": paired}, {"served": pooled})
         side.paired, side.pooled = gates["served"], together["served"]
         side.gates = decision.apply(side.gates, side.paired)

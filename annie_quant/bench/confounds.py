@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from annie_quant.bench import stream_findings
+from annie_quant.judge.answers import Answer
+from annie_quant.judge.checks.tools import has_call_markup
 from annie_quant.schema import BenchConfig, Confound, Ended, Identity, RequestRecord
 from annie_quant.schema.results import Severity
 
@@ -257,7 +259,9 @@ def _tool_parser(name: str, records: Records) -> list[Confound]:
         )
         findings.append(_finding("tool_parser_missing", "fault", message, name))
     in_text = sum(not r.checks["tool_call"] and r.checks.get("tool_call_raw", False) for r in tools)
-    unparsed = sum("unparsed" in r.faults.get("tool_call", "") for r in tools)
+    unparsed = sum(
+        not r.checks["tool_call"] and has_call_markup(Answer(text=r.text)) for r in tools if not r.tool_calls
+    )
     if in_text or unparsed:
         message = (
             f"{name} leaves tool calls in the text ({max(in_text, unparsed)} of {len(tools)}): the server's parser is at "

@@ -77,10 +77,15 @@ def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload
     """Set the checks and faults of a record. An answer that is not complete fails each gate that applies to the case."""
     faults = judge.faults(answer, case.at_turn(record.turn), workload)
     if reason := incomplete(answer.error, answer.finish_reason):
-        applying = [gate for gate, fault in faults.items() if fault is not None or GATES[gate].basis == "rule"]
+        applying = [gate for gate, fault in faults.items() if fault is not None or _is_of_each(gate)]
         faults = {gate: faults[gate] or reason for gate in applying}
     record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
     record.faults = {gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided}
+
+
+def _is_of_each(gate: str) -> bool:
+    """Return whether a gate applies to every answer: a rule about the text, not a rate."""
+    return GATES[gate].basis == "rule" and not GATES[gate].two_sided
 
 
 class Measurement:

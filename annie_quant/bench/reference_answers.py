@@ -115,14 +115,14 @@ def _conversation(record: RequestRecord) -> str:
 # ---- an earlier run
 
 
-def store_reference(run: Path, folder: Path, workloads: Sequence[Workload], said: str | None = None) -> int:
+def store_reference(run: Path, folder: Path, workloads: Sequence[Workload], stated: str | None = None) -> int:
     """Copy bf16's records of an earlier run into `folder`, those of prompts that are in `workloads` unchanged. Return how many.
 
-    said: the bf16 side of that run; default: its reference. Raises UsageError where the run has none, or none of these prompts.
+    stated: the bf16 side of that run; default: its reference. Raises UsageError where the run has none, or none of these prompts.
     """
     inputs = schema.decode(Inputs, run / "inputs.json", error=UsageError)
     names = [b.name for b in inputs.config.backends]
-    name = said or decision.roles_of(read_bench(run).aggregates).reference
+    name = stated or decision.roles_of(read_bench(run).aggregates).reference
     if name not in names:
         problem = f"no side {name!r}" if name else "no side that is known to be bf16"
         raise UsageError(

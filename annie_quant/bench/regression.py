@@ -118,11 +118,11 @@ def _same_prompts(
     """Return (each run's records of prompts with the same content in both, the prompts that are left out)."""
     before, after = _contents(folders, measured)
     changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
-    kept = [[r for r in side if (r.workload, r.case) not in changed] for side in measured]
-    if not all(r.prompt_sha256 for side in kept for r in side):  # a run of version 0.2.0 or older: its ids are compared
-        for record in itertools.chain(*kept):
+    same = [[r for r in side if (r.workload, r.case) not in changed] for side in measured]
+    if not all(r.prompt_sha256 for side in same for r in side):  # a run of version 0.2.0 or older: its ids are compared
+        for record in itertools.chain(*same):
             record.prompt_sha256 = ""
-    return kept, sorted(f"{workload}/{case}" for workload, case in changed)
+    return same, sorted(f"{workload}/{case}" for workload, case in changed)
 
 
 def _contents(
@@ -159,7 +159,7 @@ def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[C
 
 def _gates_lost(before: Mapping[str, Checked], after: Mapping[str, Checked]) -> tuple[list[LostGate], Standing]:
     """Judge the new answers of all backends together, with the stored ones as their reference (judge/decision/paired.py)."""
-    pairs = {name: pair_by_prompt(rows, after[name]) for name, rows in before.items() if name in after}
+    pairs = {name: pair_by_prompt(rows, after[name], bf16=False) for name, rows in before.items() if name in after}
     gates, pooled = decision.judge_gates(
         {name: own for name, (own, _) in pairs.items()}, {name: together for name, (_, together) in pairs.items()}
     )

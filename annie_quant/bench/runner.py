@@ -53,7 +53,7 @@ def run(
     in arrivals per second (Poisson, open loop). trace_speeds: how many times as fast a trace's requests arrive. resume:
     continue the run in the folder; False starts again. watch: called with each measured record. reference_run: the folder of
     an earlier run with a bf16 side, whose answers all sides are compared with. candidate, reference, incumbent: names of backends
-    (reference: also of the side of reference_run); what is not said follows from their order and formats (judge/decision/roles.py).
+    (reference: also of the side of reference_run); what is not stated follows from their order and formats (decision/roles.py).
     settings: fields of schema.BenchConfig, which has their defaults: warmup, runs, n, seed, prefix_cache, timeout_s, with_memory,
     budget_s, stop_early.
 

@@ -68,7 +68,8 @@ def paired_gates(
     for name in backends:
         reference = decision.other_side(roles, name)
         if reference is not None:
-            pairs, pooled = pair_by_prompt(*(deciding_by_prompt(own[side], greedy) for side in (reference, name)))
+            before, after = (deciding_by_prompt(own[side], greedy) for side in (reference, name))
+            pairs, pooled = pair_by_prompt(before, after, bf16=reference == roles.reference)
             gates, _ = decision.judge_gates({"served": pairs}, {"served": pooled})
             yield name, decision.deciding(gates["served"])
 

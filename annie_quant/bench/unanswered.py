@@ -1,6 +1,6 @@
 """Requests that a backend left unanswered when it hung until the time budget ended: failed answers of that backend.
 
-They are in a file of their own, because a resumed run sends them again and writes the file anew.
+They have their own file, because a resumed run sends them again and removes it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from annie_quant.checkpoint import (
     completeness,
     dialects,
     expert_checks,
-    kv_checks,
     loader_support,
     prompt_files,
     runtime_names,
@@ -56,7 +55,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
             result.tensors.append(checks.check_plain(folder, name, result))
     checks.check_fused(folder, linears, result)
     expert_checks.check(folder, linears, config, result)
-    kv_checks.check(folder, config, result)
+    settings_checks.check_kv_cache(folder, config, result)
     settings_checks.check_settings(folder, dialect, linears, config, result)
     runtime_names.check(folder, result)
     original = ModelFolder(source) if source is not None else None
@@ -76,6 +75,7 @@ def summarize(
     owned = owned_tensors(linears.values())
     plain = [n for n in folder if n not in owned]
     size = folder_size(folder, linears)
+    servers = loader_support.verdicts(folder, linears, config, result.findings)
     return AuditSummary(
         dialect=dialect,
         algorithm=config.algo or "none",
@@ -92,7 +92,8 @@ def summarize(
         bits_per_quantized_weight=size.bits_per_quantized_weight,
         shards=len(folder.shards),
         mtp=auxiliary_checks.describe_mtp(folder, linears),
-        loads=loader_support.verdicts(folder, linears, config, result.findings),
+        loads=[str(support) for support in servers],
+        servers=servers,
     )
 
 

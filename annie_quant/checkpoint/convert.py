@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint import dialects, kv_checks, writer
+from annie_quant.checkpoint import dialects, settings_checks, writer
 from annie_quant.checkpoint.linears import Linear, excluded_module, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import keep_inputs, source_key, staged
@@ -102,10 +102,13 @@ def from_gguf(
     from annie_quant.checkpoint.gguf import reader
 
     if to != "modelopt":
-        raise UsageError(f"a GGUF file becomes a ModelOpt folder, not {to}", "use --to modelopt, then convert that")
+        raise UsageError(
+            f"a GGUF file becomes a ModelOpt folder or a bf16 one, not {to}", "use --to modelopt or --to hf"
+        )
     if like is None:
         raise UsageError(
-            "a GGUF file holds no config.json and no tokenizer.json", "give a folder of the same model: --like DIR"
+            "a GGUF file holds no config.json and no tokenizer.json",
+            "give a folder of the same model, --like DIR, or use --to hf, which makes them from the file",
         )
     target = Path(output or path.with_suffix(""))
     with staged(target, force=force, inputs=(path, like)) as part:
@@ -194,14 +197,14 @@ def to_plain(
         return (weight[i : i + rows].astype(ml_dtypes.bfloat16) for i in range(0, len(weight), rows))
 
     owned = owned_tensors(linears.values())
-    rest = [n for n in folder if n not in owned and not n.endswith((*kv_checks.ENDS, *QUANTIZER))]
+    rest = [n for n in folder if n not in owned and not n.endswith((*settings_checks.KV_ENDS, *QUANTIZER))]
     plan = [
         *(writer.Planned(f"{n}.weight", "BF16", x.shape(folder), partial(numbers, x)) for n, x in linears.items()),
         *(writer.Planned(n, folder.info(n).dtype, folder.info(n).shape, partial(folder.pieces, n)) for n in rest),
     ]
     target, size_bytes = write_folder(folder, plan, None, PLAIN, output, shard_bytes, progress, force)
     loss = [f"{len(linears)} quantized linears became bf16 numbers"]
-    if scales := sum(n.endswith(kv_checks.ENDS) for n in folder):
+    if scales := sum(n.endswith(settings_checks.KV_ENDS) for n in folder):
         loss.append(f"{scales} KV scales were dropped")
     return Conversion(str(target), size_bytes, len(plan), loss)
 
@@ -231,7 +234,7 @@ def to_folder(
     if len(groups) > 1:
         raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
     config = dialects.config(folder)
-    kv_cache, kv_names = config.kv_cache, kv_checks.scales_to_keep(folder, config)
+    kv_cache, kv_names = config.kv_cache, settings_checks.scales_to_keep(folder, config)
     plan, dropped, excluded = [], [], []
     for x in linears.values():
         plan += dialect.tensors(x, folder)
@@ -240,7 +243,7 @@ def to_folder(
         info = folder.info(name)
         if name in owned:
             continue
-        if name.endswith(kv_checks.ENDS):
+        if name.endswith(settings_checks.KV_ENDS):
             plan += kv_scales(folder, name, dialect) if name in kv_names else []
             continue
         if name.endswith(QUANTIZER):

@@ -15,7 +15,6 @@ FROM_SOURCE = ("large_error", "differs_from_source", "not_in_source", "source_sh
 LEAST_SHARE = 0.5  # of the compared tensors: one broken tensor is a fault, half of them are another model
 LEAST_PLAIN = 4  # linears that were not quantized, whose values are then compared exactly
 SHOWN = 3
-BROKEN = "BROKEN EXPORT"  # the first words of a note that forbids the verdict "keeps"
 
 
 def export_notes(path: str | os.PathLike[str], reference: str | os.PathLike[str]) -> list[str]:
@@ -41,7 +40,7 @@ def export_notes(path: str | os.PathLike[str], reference: str | os.PathLike[str]
             "close fine-tune?); differences between the two models are no loss of the quantization"
         ]
     command = f"annie-quant audit {shlex.quote(str(path))} --source {shlex.quote(str(reference))}"
-    return [f"{BROKEN}: {text}; {command}" for text in _messages(result.findings)]
+    return [f"BROKEN EXPORT: {text}; {command}" for text in _messages(result.findings)]
 
 
 def _changed_plain(result: Audit, folder: ModelFolder) -> tuple[int, int]:

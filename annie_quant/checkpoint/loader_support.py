@@ -12,7 +12,10 @@ from annie_quant.checkpoint.gguf import names
 from annie_quant.checkpoint.linears import Linear, QuantConfig, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
-from annie_quant.schema import Finding
+from annie_quant.schema import Finding, ServerSupport
+from annie_quant.schema.audit import Loads
+
+Rule = tuple[Loads, str]  # ServerSupport.loads and .note
 
 # Findings that make any server fail or give wrong answers.
 DEADLY = {
@@ -26,25 +29,25 @@ DEADLY = {
 
 def verdicts(
     folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig, findings: Sequence[Finding]
-) -> list[str]:
-    """Return one line per server: "vLLM: yes", or the reason why not."""
+) -> list[ServerSupport]:
+    """Return which servers load a checkpoint."""
     deadly = next((f for f in findings if f.code in DEADLY), None)
-    return [
-        f"{name}: {f'no, {deadly.code}' if deadly else rule(folder, linears, config)}" for name, rule in RULES.items()
-    ]
+    if deadly is not None:
+        return [ServerSupport(name, "no", deadly.code) for name in RULES]
+    return [ServerSupport(name, *rule(folder, linears, config)) for name, rule in RULES.items()]
 
 
 def is_awq(linears: dict[str, Linear], config: QuantConfig) -> bool:
     return config.algo == "NVFP4_AWQ" or any(x.pre_quant for x in linears.values())
 
 
-def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
+def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> Rule:
     if is_awq(linears, config):
-        return "no, NVFP4_AWQ is not loaded (#45333)"
+        return "no", "NVFP4_AWQ is not loaded (#45333)"
     if runtime_names.is_multimodal(folder) and not (folder.path / runtime_names.PREPROCESSOR).is_file():
-        return f"no, {runtime_names.PREPROCESSOR} is missing (annie-quant audit --repair)"
+        return "no", f"{runtime_names.PREPROCESSOR} is missing (annie-quant audit --repair)"
     if has_uneven_columns(folder, linears):
-        return f"no, columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
+        return "no", f"columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
     ranks = tensor_parallel_ranks(folder, linears)
     limit = (
         f", on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)" if ranks < 2 else ""
@@ -56,8 +59,8 @@ def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -
         else ""
     )
     if config.algo == "MIXED_PRECISION" and config.method == "modelopt":
-        return f"yes, from 0.19 (mixed precision){limit}{state}"
-    return f"yes{limit}{state}"
+        return "yes", f"from 0.19 (mixed precision){limit}{state}"
+    return "yes", f"{limit}{state}".removeprefix(", ")
 
 
 def rounds_state(folder: ModelFolder) -> bool:
@@ -97,41 +100,41 @@ def fits_modelopt_option(method: str, algorithm: str) -> bool:
     return method == modelopt.NAME and "MIXED" not in algorithm
 
 
-def sglang(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
+def sglang(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> Rule:
     if is_awq(linears, config):
-        return "no, NVFP4_AWQ is not loaded"
+        return "no", "NVFP4_AWQ is not loaded"
     if (
         linears
         and fits_modelopt_option(config.method, config.algo)
         and not (folder.path / "hf_quant_config.json").exists()
     ):
-        return "with --quantization modelopt_fp4 (hf_quant_config.json is missing)"
-    return "yes"
+        return "after", "with --quantization modelopt_fp4 (hf_quant_config.json is missing)"
+    return "yes", ""
 
 
-def old_runtimes(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
+def old_runtimes(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> Rule:
     """vLLM 0.16, SGLang 0.5.4 and others that know Qwen3.5 in its multimodal form only."""
     if is_awq(linears, config):
-        return "no, NVFP4_AWQ is not loaded"
+        return "no", "NVFP4_AWQ is not loaded"
     if config.algo == "MIXED_PRECISION":
-        return "no, mixed precision is not loaded"
+        return "no", "mixed precision is not loaded"
     if runtime_names.named_form(folder) is None:
-        return "not judged, config.json names no dense Qwen3.5"
+        return "unknown", "config.json names no dense Qwen3.5"
     reason = runtime_names.obstacle_on_old_runtimes(folder)
-    return f"no, {reason} (annie-quant audit --repair --names old)" if reason else "yes"
+    return "no" if reason else "yes", f"{reason} (annie-quant audit --repair --names old)" if reason else ""
 
 
-def transformers(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
+def transformers(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> Rule:
     if not linears or config.method == fp8.NAME:
-        return "yes, from 5.2"
+        return "yes", "from 5.2"
     if config.method == "compressed-tensors":
-        return "yes, from 5.2 with the compressed-tensors package"
-    return "after `import annie_quant.runtime` (it has no ModelOpt loader, #46772)"
+        return "yes", "from 5.2 with the compressed-tensors package"
+    return "after", "after `import annie_quant.runtime` (it has no ModelOpt loader, #46772)"
 
 
-def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
+def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> Rule:
     if any(x.pre_quant for x in linears.values()):
-        return "no, GGUF has no activation scales"
+        return "no", "GGUF has no activation scales"
     try:
         layout = names.Layout.of(folder)
         owned = owned_tensors(linears.values())
@@ -139,13 +142,13 @@ def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConf
             for part in folder.parts_of(name) or [name]:
                 layout.name(part)
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return "no, its tensors are not of a text model that is written here (Qwen3, Qwen3.5, and their mixtures)"
+        return "no", f"its tensors are not of a text model that is written here ({names.written()})"
     if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
-        return "no, DeltaNet's key and value heads differ in size"
+        return "no", "DeltaNet's key and value heads differ in size"
     wide = [x.name for x in linears.values() if x.format == "nvfp4" and columns_of(folder, x) % 64]
     if wide or any(x.format == "fp8" for x in linears.values()):
-        return "after `annie-quant convert --to gguf`, FP8 and rows not a multiple of 64 as 16-bit numbers"
-    return "after `annie-quant convert --to gguf`"
+        return "after", "after `annie-quant convert --to gguf`, FP8 and rows not a multiple of 64 as 16-bit numbers"
+    return "after", "after `annie-quant convert --to gguf`"
 
 
 RULES = {

@@ -36,7 +36,8 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     },
 }
-SYSTEM, USER = {"role": "system", "content": "You are brief."}, {"role": "user", "content": "Is it raining in Rome?"}
+SYSTEM: dict[str, Any] = {"role": "system", "content": "You are brief."}
+USER: dict[str, Any] = {"role": "user", "content": "Is it raining in Rome?"}
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"place": "Rome"}}}
 ANSWERS: list[dict[str, Any]] = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},

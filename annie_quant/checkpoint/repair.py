@@ -27,10 +27,10 @@ from annie_quant.checkpoint import (
     diagnosis,
     dialects,
     folding_check,
-    kv_checks,
     quantized_tensors,
     restore,
     runtime_names,
+    settings_checks,
     source_diff,
     writer,
 )
@@ -247,9 +247,9 @@ class Repair:
         quantizer = {m + suffix for m in modules | self.restored for suffix in (".weight", *QUANTIZER)}
         excluded = []
         stored = modelopt.config(self.folder)
-        kv_names = kv_checks.scales_to_keep(self.folder, stored)
+        kv_names = settings_checks.scales_to_keep(self.folder, stored)
         for name in self.folder:
-            if name in quantizer or (name.endswith(kv_checks.ENDS) and name not in kv_names):
+            if name in quantizer or (name.endswith(settings_checks.KV_ENDS) and name not in kv_names):
                 continue
             plan.append(self.plain_tensor(name))
             if module := excluded_module(self.folder, name):

@@ -33,9 +33,7 @@ from annie_quant.cli import (
     version,
 )
 from annie_quant.cli.common import console
-from annie_quant.cli.library_messages import clean_library_messages
-from annie_quant.cli.stop_signals import Stopped, stop_signals_raise
-from annie_quant.cli.system_errors import describe
+from annie_quant.cli.system_errors import Stopped, clean_library_messages, describe, stop_signals_raise
 from annie_quant.errors import AnnieError
 
 

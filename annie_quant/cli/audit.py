@@ -62,7 +62,9 @@ def print_audit(path: Path, result: Any, tensors: bool) -> None:
     """Print the summary, the loaders, and the findings, one line per code; with `tensors` one line per tensor and finding."""
     document = result.to_dict()
     summary = document["summary"]
-    console.print_mapping(str(path), {k: v for k, v in summary.items() if k != "loads" and v is not None})
+    console.print_mapping(
+        str(path), {k: v for k, v in summary.items() if k not in ("loads", "servers") and v is not None}
+    )
     for line in summary["loads"]:
         console.line(f"  {line}")
     if tensors:

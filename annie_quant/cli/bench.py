@@ -129,14 +129,16 @@ def bench(
     from annie_quant.bench.progress_table import ProgressTable
     from annie_quant.data.resolve import resolve
     from annie_quant.pipeline.run_directory import RunDirectory
+    from annie_quant.report.judging import write_judgement
 
     if aa and backend_b:
         raise click.UsageError("--aa measures backend A against itself: remove --backend-b")
-    sides = [backend_a, (f"{backend_a[0]}-again", backend_a[1])] if aa else [backend_a, backend_b]
+    again = f"{backend_a[0]}-again"
+    sides = [backend_a, (again, backend_a[1])] if aa else [backend_a, backend_b]
     if stored and not (stored / "bench.json").is_file():
         raise UsageError(f"--watch {stored}: it has no bench.json", "pass the folder of a finished annie-quant bench")
     if aa:
-        settings |= {"candidate": sides[1][0], "incumbent": sides[0][0]}
+        settings |= {"candidate": again, "incumbent": backend_a[0]}
     headers = timing.key_headers(key_env)
     endpoints = (endpoint_a, endpoint_a if aa else endpoint_b)
     backends = [
@@ -164,15 +166,18 @@ def bench(
     names = [b.name for b in backends]
     greedy = {w.name for w in chosen if not w.temperature}
     directory = RunDirectory(output)
-    said = {role: name for role in ("candidate", "reference", "incumbent") if (name := settings[role]) in names}
-    table = ProgressTable(names, Outlook(names, greedy, settings["stop_early"], roles=Roles(**said)))
+    stated = {role: name for role in ("candidate", "reference", "incumbent") if (name := settings[role]) in names}
+    table = ProgressTable(names, Outlook(names, greedy, settings["stop_early"], roles=Roles(**stated)))
     with directory.locked():
         with table.shown(console):
             done = timing.run(backends, chosen, output, progress=table, watch=table.add, **settings)
         directory.write_run(done.config, done.aggregates, done.verdict, done.environment)
+        verdict = done.verdict
+        if any(output.glob("eval/*.json")):  # evaluations without a server are part of the verdict
+            verdict = write_judgement(output).verdict
         paths = annie_quant.report.build(output)
     served = done.aggregates.served
-    result = msgspec.structs.asdict(done.verdict) | {
+    result = msgspec.structs.asdict(verdict) | {
         "roles": done.aggregates.roles,
         "gates": {name: side.gates for name, side in served.items()},
         "paired": {name: side.paired for name, side in served.items() if side.judged_by},
@@ -197,7 +202,7 @@ def bench(
         console.note(line)
     if compared:
         console.note(f"against {stored}: {compared.outcome}")
-    sys.exit(0 if done.verdict.passed and not (compared and compared.lost) else 1)
+    sys.exit(0 if verdict.passed and not (compared and compared.lost) else 1)
 
 
 def local_process(url: str) -> dict[str, int]:

@@ -50,8 +50,7 @@ def capacity(
     the lowest that surely does not.
     """
     from annie_quant import bench as timing
-    from annie_quant.bench.capacity import Limits
-    from annie_quant.bench.capacity_run import run
+    from annie_quant.bench.capacity import Limits, run
     from annie_quant.data.resolve import resolve
     from annie_quant.pipeline.run_directory import RunDirectory
 

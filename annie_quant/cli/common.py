@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from annie_quant.cli.console import Console, is_secondary_process, shown
+from annie_quant.files import finite
 
 console = Console()
 PATH = click.Path(path_type=Path)
@@ -50,7 +51,7 @@ def role_options(function: Any) -> Any:
 def emit(value: object) -> None:
     """Print a typed result, or a mapping with such values, as one JSON object on stdout."""
     if not is_secondary_process():
-        text = json.dumps(msgspec.to_builtins(value, enc_hook=str), indent=1, ensure_ascii=False)
+        text = json.dumps(finite(msgspec.to_builtins(value, enc_hook=str)), indent=1, ensure_ascii=False)
         click.echo("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
 
 
@@ -63,6 +64,7 @@ def quiet_engines() -> None:
     """Turn off the progress bars and notes of transformers. Must run before it is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def refuse_stale_prompt(conversations: Path | None, allow: bool, persona: str | None = None) -> None:

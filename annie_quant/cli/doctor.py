@@ -54,7 +54,7 @@ def doctor(
         raise UsageError("--images needs --server", "add --server http://127.0.0.1:8000")
     if server is not None and images:
         from annie_quant.bench.backend import key_headers
-        from annie_quant.doctor.images import check_images
+        from annie_quant.doctor.server import check_images
 
         findings = [check_images(server, key_headers(key_env))]
     elif server is not None:
@@ -62,7 +62,7 @@ def doctor(
             raise UsageError("--server needs --checkpoint and --reference", "add --checkpoint DIR --reference BF16")
         quiet_engines()
         from annie_quant.bench.backend import key_headers
-        from annie_quant.doctor.fingerprint import check_server
+        from annie_quant.doctor.server import check_server
 
         findings, result = check_server(server, checkpoint, reference, key_headers(key_env))
         figures = {"fingerprint": {"name": result.name, **asdict(result)}}

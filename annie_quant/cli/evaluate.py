@@ -75,14 +75,14 @@ def evaluate(
 ) -> None:
     """Compare a checkpoint with its bf16 reference without a server: gates, KL divergence.
 
-    Exit code 1 if the checkpoint loses what the reference does, is fragile, or its export is broken; 0 if it keeps it, or n
-    cannot decide.
+    Exit code 1 if the checkpoint loses what the reference does, is fragile, its export is broken, or it was not made from the
+    reference; 0 if it keeps what the reference does, or n cannot decide.
 
     Under torchrun or accelerate launch the processes share the work, and the first one prints and writes. torchrun needs
     `--` before the command, else it reads --n itself: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
-    from annie_quant.checkpoint.export_check import BROKEN, export_notes
+    from annie_quant.checkpoint.export_check import export_notes
     from annie_quant.data.resolve import personas_of, resolve
     from annie_quant.evaluate import job
     from annie_quant.evaluate.process_group import join_group, leave_group
@@ -108,7 +108,7 @@ def evaluate(
         rows=rows,
         persona=persona,
         workloads=workloads,
-        faults=[fault for fault in faults if fault.startswith(BROKEN)],
+        faults=faults,
     )
     with console.task("evaluate") as step:
         result = job.run(settings, step, processes)

@@ -52,9 +52,9 @@ def publish(
     from annie_quant.report.format import size
     from annie_quant.report.judging import write_judgement
 
-    said = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
-    if said.names:
-        write_judgement(run_dir, said)
+    stated = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+    if stated.names:
+        write_judgement(run_dir, stated)
     with console.task("audit and card"):
         plan = upload.prepare(run_dir, repo, private=not public, forced=force, **options)
     if not as_json:

@@ -41,11 +41,11 @@ def report(
     from annie_quant.report.judging import write_judgement
     from annie_quant.report.pages import trends
 
-    said = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
-    if judge or said.names:
+    stated = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+    if judge or stated.names:
         if len(run_dirs) > 1 or verify:
             raise click.UsageError("--judge and roles are for the report of one run, without --verify")
-        console.note(write_judgement(run_dirs[0], said).verdict.sentence)
+        console.note(write_judgement(run_dirs[0], stated).verdict.sentence)
     if len(run_dirs) == 1 and output is not None:
         raise click.UsageError(
             "--output is for the trends of several runs; the report of one run is written into its folder"

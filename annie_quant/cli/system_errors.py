@@ -1,11 +1,25 @@
-"""Messages for exceptions that a full disk, too little memory or file permissions cause anywhere in a command."""
+"""What reaches a command from outside: exceptions of a full disk, too little memory or permissions; signals; libraries' messages.
+
+A stop signal (SIGINT, SIGTERM of systemd, docker and kill, SIGHUP of a closed terminal) raises in the main thread, so that
+servers, temporary files and locks are cleaned up as after Ctrl-C. Log records and warnings of libraries, which may quote a file,
+are cleaned before they reach a terminal.
+"""
 
 from __future__ import annotations
 
+import atexit
 import errno
+import logging
+import os
 import resource
+import signal
+import sys
+import threading
+import warnings
+from typing import NoReturn
 
 from annie_quant import files
+from annie_quant.printable import printable
 
 # errno values, and texts that libraries use in exceptions of their own types.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ("No space left on device",)
@@ -49,3 +63,62 @@ def _is_caused_by(error: BaseException | None, numbers: tuple[int, ...], texts: 
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal other than SIGINT asked this process to stop. All code treats it as Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def end_process(self) -> NoReturn:
+        """Stop servers, then end by the same signal: systemd and docker count that as a clean stop, an exit code not."""
+        logging.shutdown()
+        atexit._run_exitfuncs()  # a signal's default action does not run them
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(self.number, signal.SIG_DFL)
+        os.kill(os.getpid(), self.number)
+        os._exit(128 + self.number)
+
+
+def stop_signals_raise() -> None:
+    """Install the handlers. Does nothing outside the main thread, where Python allows none.
+
+    A shell without job control starts background commands with SIGINT ignored; they would then ignore `kill -INT` as
+    well, so it is handled again. SIGHUP stays ignored under nohup.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _raise)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _raise)
+
+
+def _raise(number: int, _: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+    raise Stopped(number)
+
+
+MAX_MESSAGE = 2000
+
+
+class CleanRecord(logging.LogRecord):
+    """A log record whose text is printable."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage(), MAX_MESSAGE, lines=True)
+
+
+def clean_library_messages() -> None:
+    """Clean everything that is logged or warned about in this process from now on."""
+    logging.setLogRecordFactory(CleanRecord)
+    warnings.formatwarning = _format
+
+
+def _format(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"{category.__name__}: {printable(str(message), MAX_MESSAGE)}\n"

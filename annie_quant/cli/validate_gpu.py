@@ -47,7 +47,9 @@ def print_validation(validation: Validation) -> None:
     """Print the GPU, one line per check, and the results of a serving stack if it was checked."""
     console.print_mapping("GPU", validation.device | validation.paths)
     for check in validation.checks:
-        console.line(f"{check.name}  {check.detail}", mark=MARKS["right" if check.ok else "wrong"])
+        console.line(
+            f"{check.name}  {check.detail}", mark=MARKS[{True: "right", False: "wrong", None: "missing"}[check.ok]]
+        )
     if validation.stack is not None:
         print_stack(validation.stack)
 

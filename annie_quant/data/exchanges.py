@@ -10,8 +10,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from annie_quant.data.phrases import PHRASES
-from annie_quant.data.words import MY_TOPICS, WEB_TOPICS, WORDS
+from annie_quant.data.words import MY_TOPICS, PHRASES, WEB_TOPICS, WORDS
 
 
 @dataclass(frozen=True)

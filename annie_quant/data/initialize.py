@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,16 @@ import msgspec
 
 from annie_quant.data.duplicates import DuplicateFinder, user_text
 from annie_quant.data.generated import documents
-from annie_quant.data.init_card import MARK, render
 from annie_quant.data.log_workloads import GateCases, calibration_row
 from annie_quant.data.logs import Conversation, Problems, read_logs
-from annie_quant.data.logs.pool import Pool, without_prefixes
+from annie_quant.data.logs.conversation import Pool, without_prefixes
 from annie_quant.data.logs.secrets import Scanner
 from annie_quant.data.resolve import WORKLOADS
 from annie_quant.errors import UsageError
 from annie_quant.files import write_json, write_text
 from annie_quant.judge.library import build_workload
 from annie_quant.persona import PERSONA_FILE, Persona, load_persona
+from annie_quant.printable import inert
 from annie_quant.progress import SILENT, Progress
 from annie_quant.schema import CaseFile, ChatRow, RowProvenance, WorkloadFile
 
@@ -140,7 +140,7 @@ def initialize(sources: Sources, output: Path, force: bool = False, progress: Pr
         masked={kind: n for kind, n in scanner.counts.items() if n},
         lines=lines,
     )
-    write_text(output / CARD_FILE, render(result, persona, sample.formats, sample.files))
+    write_text(output / CARD_FILE, render_card(result, persona, sample.formats, sample.files))
     return result
 
 
@@ -148,7 +148,7 @@ def check_output(output: Path, force: bool) -> None:
     if not output.exists() or not any(output.iterdir()):
         return
     card = output / CARD_FILE
-    own = card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace")
+    own = card.is_file() and CARD_MARK in card.read_text(encoding="utf-8", errors="replace")
     if not own:
         raise UsageError(f"{output} has other files in it", "choose another --output")
     if not force:
@@ -324,3 +324,49 @@ def write_workloads(output: Path, stored: Sequence[WorkloadFile]) -> None:
         alone = msgspec.structs.replace(document, persona=None, tools=None)
         build_workload(msgspec.to_builtins(alone), document.name)  # checked before it is written
         write_json(output / WORKLOADS / f"{document.name}.json", msgspec.to_builtins(document))
+
+
+CARD_MARK = "<!-- annie-quant init -->"
+
+
+def render_card(result: Initialized, persona: Persona, formats: Mapping[str, int], files: Mapping[str, int]) -> str:
+    """Return the README.md of the folder: where its content comes from, and what it lacks."""
+    head = {
+        "configs": [{"config_name": "default", "data_files": [{"split": "calibration", "path": "calibration.jsonl"}]}]
+    }
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value)}" for key, value in head.items()),
+        "---",
+        CARD_MARK,
+        f"# {inert(result.persona)}: persona, gate prompts and calibration data",
+        "",
+        f"Made by `annie-quant init` from {result.conversations:,} logged conversations."
+        if result.conversations
+        else "Made by `annie-quant init` from a system prompt and tools; no logs.",
+        "",
+        "- persona.json: the system prompt and the tools",
+        "- workloads/: gate prompts. bf16 answers them once, and the quantized model must answer as bf16 does; "
+        "`logged.calls` are the calls in the log, which inform and decide nothing",
+        f"- calibration.jsonl: {result.calibration_rows} conversations. None of them is a gate's prompt, or nearly",
+        "",
+        "| log | format or file | conversations |",
+        "|---|---|---|",
+        *(f"| format | {inert(name)} | {n:,} |" for name, n in sorted(formats.items())),
+        *(f"| file | {inert(name)} | {n:,} |" for name, n in sorted(files.items())[:100]),
+        "",
+        "| workload | prompts |",
+        "|---|---|",
+        *(f"| {inert(name)} | {n} |" for name, n in result.cases.items()),
+        "",
+        "| behaviour | gate prompts |",
+        "|---|---|",
+        *(f"| {inert(name)} | {n} |" for name, n in sorted(result.behaviours.items())),
+        "",
+        *(f"- {inert(line)}" for line in result.lines),
+        f"- system prompt, SHA-256: {persona.prompt_sha256}",
+        "",
+        "Next: `annie-quant search --model BF16 --persona THIS_FOLDER --calib-data THIS_FOLDER/calibration.jsonl --output RUN`",
+        "",
+    ]
+    return "\n".join(lines)

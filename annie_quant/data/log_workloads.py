@@ -12,7 +12,7 @@ from typing import Any
 
 from annie_quant.data.duplicates import DuplicateFinder
 from annie_quant.data.logs import Conversation
-from annie_quant.data.logs.rows import row_of, with_text_arguments
+from annie_quant.data.logs.conversation import row_of, with_text_arguments
 from annie_quant.data.validate import form_faults
 from annie_quant.judge.gates import NAMED_REFERENCE_GATES
 from annie_quant.persona import Persona

@@ -110,7 +110,7 @@ def dataset_rows(path: Path) -> list[dict[str, Any]]:
     Raises UsageError where it has no conversation with an answer.
     """
     from annie_quant.data.logs import Problems, read_logs
-    from annie_quant.data.logs.rows import row_of
+    from annie_quant.data.logs.conversation import row_of
 
     problems = Problems()
     rows: list[dict[str, Any]] = [{**row_of(c, i)} for i, c in enumerate(read_logs([path], problems)) if c.has_answer]

@@ -1,7 +1,10 @@
-"""Facts, topics and things of the built-in conversations (assets/offline_teacher/words.json).
+"""Facts, topics, things (assets/offline_teacher/words.json) and templates of the built-in conversations.
 
 Facts are the same in every split. Tool topics are separate per split, so that a correct tool call in a gate cannot have been
 learned by heart: train has all combinations of two words but the topics of calibration and gate.
+
+Templates (assets/offline_teacher/phrases.json) must stay in their split, too. Placeholders: {s} subject, {a} answer, {t} topic,
+{d} device, {f} feeling, {c} cause; in sums {a} and {b} are the numbers, {t} the things, {one} and {many} the container.
 """
 
 from __future__ import annotations
@@ -56,3 +59,38 @@ WEB_TOPICS = _WEB.by_split(
     + [f"the {event} in {place}" for event in ("weather", "storm", "fire") for pair in _CAPITALS for place in pair]
     + [f"the election in {c}" for c, _ in _CAPITALS]
 )
+
+
+BySplit = dict[str, tuple[str, ...]]  # "train", "calibration" and "gate" → templates
+PairsBySplit = dict[str, tuple[tuple[str, str], ...]]
+
+
+class Phrases(msgspec.Struct):
+    """greetings: (user's greeting, reply). greeting_additions and thanks: (user's sentence, reply).
+
+    feelings: (feeling, reply, second sentence). fact_sentences: the reply to a fact question, per kind. thoughts: the
+    thinking before a reply, per category.
+    """
+
+    openers: BySplit
+    facts: dict[str, BySplit]
+    fact_sentences: dict[str, str]
+    sums: dict[str, BySplit]
+    greetings: PairsBySplit
+    greeting_additions: PairsBySplit
+    thanks: PairsBySplit
+    follow_ups: BySplit
+    feeling_sentences: BySplit
+    feelings: tuple[tuple[str, str, str], ...]
+    long_requests: dict[str, BySplit]
+    long_answers: dict[str, tuple[str, ...]]
+    memory_questions: BySplit
+    memory_results: tuple[str, ...]
+    web_questions: BySplit
+    web_results: tuple[str, ...]
+    abstention_requests: BySplit
+    replies: dict[str, str]
+    thoughts: dict[str, str]
+
+
+PHRASES = msgspec.json.decode((ASSETS / "offline_teacher" / "phrases.json").read_bytes(), type=Phrases)

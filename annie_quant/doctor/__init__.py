@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from annie_quant.doctor import containers, gpu, machine
+from annie_quant.doctor import machine
 from annie_quant.doctor.model import check_model
 from annie_quant.doctor.probe import Finding, Probe, fault, ok
 from annie_quant.errors import UsageError
@@ -25,7 +25,7 @@ def examine(
 ) -> list[Finding]:
     """Run all checks, in the order in which a run needs them. Raises UsageError for a log that cannot be read."""
     probe = probe or Probe()
-    findings = [f for check in (*machine.CHECKS, *gpu.CHECKS, *containers.CHECKS) for f in check(probe)]
+    findings = [f for check in machine.CHECKS for f in check(probe)]
     if model is not None:
         findings += check_model(Path(model))
     if log is not None:

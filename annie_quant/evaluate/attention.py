@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from annie_quant.hf import kv_cache
+from annie_quant.hf import activations
 from annie_quant.hf.emulation import rounding
 from annie_quant.hf.profiles import Profile
 
@@ -49,7 +49,7 @@ def grouped_attention(
 
 def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, None]]:
     """Return grouped_attention with the roundings of a numerics profile."""
-    stream, stored = rounding(profile.stream), kv_cache.rounding(profile.kv)
+    stream, stored = rounding(profile.stream), activations.cache_rounding(profile.kv)
 
     def attention(
         module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any

@@ -17,6 +17,7 @@ from torch import nn
 
 from annie_quant import __version__, judge
 from annie_quant.checkpoint import ModelFolder, prompt_files
+from annie_quant.checkpoint.export_check import export_notes
 from annie_quant.data.resolve import resolve
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError, UsageError
@@ -28,7 +29,6 @@ from annie_quant.evaluate.pair import ModelPair, StrPath
 from annie_quant.evaluate.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
 from annie_quant.evaluate.reference import model_sha256
 from annie_quant.evaluate.verification import Outcome
-from annie_quant.files import sha256_text
 from annie_quant.hf.emulation import emulate
 from annie_quant.hf.loading import profiles_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
@@ -40,7 +40,7 @@ from annie_quant.judge.pairing import deciding_checks
 from annie_quant.persona import Persona
 from annie_quant.progress import Progress
 from annie_quant.schema import (
-    EVALUATION_VERSION,
+    SCHEMA_VERSION,
     DifferingAnswer,
     DraftAcceptance,
     EnsembleFigures,
@@ -101,10 +101,14 @@ def evaluate(
         UsageError: a workload has a temperature, or the checkpoint supports none of `numerics`.
     """
     chosen = choose_workloads(workloads, n_per_gate, persona)
+    faults = export_notes(model_dir, reference_dir)
     with ModelPair(
         model_dir, reference_dir, cache=cache, dtype=dtype, device=device, rows=rows, progress=progress
     ) as pair:
-        return evaluate_pair(pair, chosen, numerics, conversations, n_conversations, text, with_ensemble).to_dict()
+        result = evaluate_pair(
+            pair, chosen, numerics, conversations, n_conversations, text, with_ensemble, faults=faults
+        )
+    return result.to_dict()
 
 
 def choose_workloads(
@@ -178,14 +182,14 @@ def evaluate_pair(
             members |= {m.name: member_of(pair, m, answered, before, floor) for m in further.members}
     prompts, reference_outcomes = gate_outcomes(before, answered)
     evaluation = Evaluation(
-        schema_version=EVALUATION_VERSION,
+        schema_version=SCHEMA_VERSION,
         version=__version__,
         model=str(pair.model_dir),
         reference=str(pair.reference_dir),
         reference_sha256=pair.reference.sha256,
         dtype=pair.dtype,
         device=pair.engine.device.type,
-        workloads={w.name: evaluated_workload(w) for w in workloads},
+        workloads={w.name: EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w)) for w in workloads},
         n_answers=len(answered),
         n_conversation_answers=len(conversation_part),
         n_text_tokens=sum(len(p.target) for p in text_part),
@@ -216,11 +220,6 @@ def evaluate_pair(
     )
     evaluation.evidence_sha256 = evidence.evidence_sha256(evaluation)
     return judge.judge_evaluation(evaluation)
-
-
-def evaluated_workload(workload: Workload) -> EvaluatedWorkload:
-    digests = [judge.prompt_sha256(case, workload) for case in workload.cases]
-    return EvaluatedWorkload(workload.sha256, len(digests), sha256_text("\n".join(digests)))
 
 
 def repeated_notes(n_repeated: int) -> list[str]:

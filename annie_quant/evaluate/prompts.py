@@ -20,7 +20,7 @@ from annie_quant.checkpoint.remote_code import loading_tokenizer
 from annie_quant.errors import UsageError
 from annie_quant.evaluate import decision_tokens
 from annie_quant.evaluate.decoding import Completion
-from annie_quant.evaluate.prefix import common_prefix
+from annie_quant.evaluate.engine import common_prefix
 from annie_quant.files import read_whole_json
 from annie_quant.judge import Answer, Case, Workload, parse_raw
 from annie_quant.judge.tool_markup import THINK, form_of

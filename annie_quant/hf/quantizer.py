@@ -28,7 +28,7 @@ from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.linears import FP8_BLOCK, is_per_token
 from annie_quant.errors import CheckpointError
-from annie_quant.hf import load_checks
+from annie_quant.hf import replacement
 from annie_quant.hf.experts import SingleExperts, separate
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear, nvfp4_linears
 from annie_quant.hf.replacement import check_shapes, find_module, meta_tensor, replace_linear
@@ -88,7 +88,7 @@ class NVFP4Quantizer(HfQuantizer):
         if not files:
             raise CheckpointError("NVFP4 is read from safetensors files, and this checkpoint has none")
         self.folder = Path(files[0]).parent
-        with load_checks.as_audit_finding(self.folder):
+        with replacement.as_audit_finding(self.folder):
             folder = ModelFolder(self.folder)
             linears = self.dialect.linears(folder)
             settings = self.dialect.config(folder)
@@ -100,10 +100,12 @@ class NVFP4Quantizer(HfQuantizer):
             linear_tensors = {t for linear in linears.values() for t in linear.tensors()}
             for name in folder:
                 if name not in linear_tensors and name.endswith(SCALE_SUFFIXES) and find_module(model, parent(name)):
-                    raise CheckpointError(f"{name}: the other tensors of its linear are missing", load_checks.HINT)
+                    raise CheckpointError(
+                        f"{name}: the other tensors of its linear are missing", replacement.AUDIT_HINT
+                    )
             if not nvfp4_linears(model) and settings.algo != FP8_BLOCK:
                 raise CheckpointError(
-                    f"{self.folder.name}: config.json declares NVFP4, and no tensor is NVFP4", load_checks.HINT
+                    f"{self.folder.name}: config.json declares NVFP4, and no tensor is NVFP4", replacement.AUDIT_HINT
                 )
             check_shapes(model, folder)
         for name in folder:
@@ -124,8 +126,8 @@ class NVFP4Quantizer(HfQuantizer):
             # transformers leaves a tensor that it renamed (a multimodal checkpoint's) in the file's dtype.
             if p.device.type != "meta" and p.dtype != self.dtypes.get(name, p.dtype):
                 p.data = p.data.to(self.dtypes[name])
-        with load_checks.as_audit_finding(self.folder):
-            load_checks.check_values(model)
+        with replacement.as_audit_finding(self.folder):
+            replacement.check_values(model)
         single = {m for experts in model.modules() if isinstance(experts, SingleExperts) for m in experts.modules()}
         for linear in nvfp4_linears(model).values():
             if linear.codes.device.type == "cuda" and linear not in single:  # of experts, those that run one by one

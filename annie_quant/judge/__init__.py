@@ -23,7 +23,7 @@ from annie_quant.judge.library import load_workloads
 from annie_quant.judge.pairing import pair_answers
 from annie_quant.judge.sample import sample
 from annie_quant.judge.statistics import compare, holm, median_interval, wilson
-from annie_quant.judge.workloads import Case, Workload, distinct_prompts, prompt_sha256
+from annie_quant.judge.workloads import Case, Workload, distinct_prompts, prompt_sha256, prompts_sha256
 
 __all__ = [
     "Answer",
@@ -44,6 +44,7 @@ __all__ = [
     "pair_answers",
     "parse_raw",
     "prompt_sha256",
+    "prompts_sha256",
     "raw_view",
     "sample",
     "verdict",

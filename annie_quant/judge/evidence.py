@@ -23,7 +23,7 @@ COUNTED = {"1": True, "0": False}  # "-": the gate does not apply
 SHOWN = {**COUNTED, "p": True, "f": False}  # in the tables alone: answers that are not complete, gates for information
 Row = GateResult | PairedGate | PooledGates | None
 Side = NumericsResult | Member | OfflineSide
-COUNTS = ("passes", "n", "lost", "won")
+COUNTS = ("passes", "n", "lost", "won", "passed")
 
 
 def evidence_sha256(evaluation: Evaluation) -> str:
@@ -46,13 +46,17 @@ def differences(evaluation: Evaluation, shown: Mapping[str, OfflineSide] | None 
     lines = list(_changed_counts(evaluation, counted))
     if evidence_sha256(evaluation) != evaluation.evidence_sha256:
         lines.insert(0, "its outcomes, its hashes or the reasons that block it were changed")
-    others: dict[str, Side] = {**counted.numerics, **counted.members}
+    others = sides(counted)
     for name, side in (shown or {}).items():
         if name in others:
             lines += _changed_side(f"run.json, {name}", side, others[name], evaluation.version == __version__)
         else:
             lines.append(f"run.json, {name}: not in the evaluation")
     return lines
+
+
+def sides(evaluation: Evaluation) -> dict[str, NumericsResult | Member]:
+    return {**evaluation.numerics, **evaluation.members}
 
 
 def recounted(evaluation: Evaluation) -> Evaluation:
@@ -65,8 +69,7 @@ def recounted(evaluation: Evaluation) -> Evaluation:
     floor = pair_checks((row, noisy.get(prompt, {})) for prompt, row in own.items())[0] if noisy else {}
     result.floor = {gate: row for gate, row in floor.items() if gate in REFERENCE_GATES}
     before = {prompt: with_floor(row, noisy.get(prompt, {})) if noisy else row for prompt, row in own.items()}
-    sides: list[NumericsResult | Member] = [*result.numerics.values(), *result.members.values()]
-    for side in sides:
+    for side in sides(result).values():
         after = checks_by_prompt(prompts, side.outcomes)
         side.gates = tabulate(checks_by_prompt(prompts, side.outcomes, SHOWN).values())
         side.paired, side.pooled = pair_checks((row, after.get(prompt, {})) for prompt, row in before.items())
@@ -88,9 +91,9 @@ def checks_by_prompt(
 def _changed_counts(stored: Evaluation, counted: Evaluation) -> Iterator[str]:
     same_rule = stored.version == __version__
     yield from _changed("bf16", stored.reference_gates, counted.reference_gates, same_rule=False)
-    others: dict[str, Side] = {**counted.numerics, **counted.members}
-    sides: dict[str, Side] = {**stored.numerics, **stored.members}
-    for name, side in sides.items():
+    yield from _changed("bf16 in a second arithmetic", stored.floor, counted.floor, same_rule=False)
+    others = sides(counted)
+    for name, side in sides(stored).items():
         yield from _changed_side(name, side, others[name], same_rule)
     if same_rule and stored.verdict != counted.verdict:
         before, after = stored.verdict, counted.verdict

@@ -81,10 +81,20 @@ def _by_prompt(
 
 
 def pair_by_prompt(
-    before: Mapping[Hashable, Checks], after: Mapping[Hashable, Checks]
+    before: Mapping[Hashable, Checks], after: Mapping[Hashable, Checks], bf16: bool = True
 ) -> tuple[dict[str, PairedGate], PooledGates | None]:
-    """Pair two sides' checks over the prompts that both have. before: the reference's."""
-    return pair_checks((before[prompt], row) for prompt, row in after.items() if prompt in before)
+    """Pair two sides' checks over the prompts that both have. before: the reference's.
+
+    bf16: whether the reference is the bf16 model. Compared with another build, more right calls are a gain: a rate then
+    counts only where no label decides.
+    """
+    rows = before if bf16 else {prompt: _labelled_first(row) for prompt, row in before.items()}
+    return pair_checks((rows[prompt], row) for prompt, row in after.items() if prompt in rows)
+
+
+def _labelled_first(row: Checks) -> Checks:
+    labelled = any(GATES[gate].basis == "label" for gate in row if gate in GATES)
+    return {gate: passed for gate, passed in row.items() if not (labelled and decides(gate) and GATES[gate].two_sided)}
 
 
 def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, PairedGate], PooledGates | None]:

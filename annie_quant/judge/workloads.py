@@ -187,6 +187,11 @@ def prompt_sha256(case: Case, workload: Workload) -> str:
     return sha256_text(json.dumps(content, sort_keys=True, default=dict))
 
 
+def prompts_sha256(workload: Workload) -> str:
+    """Return the SHA-256 of the list of prompt_sha256 of a workload's cases."""
+    return sha256_text("\n".join(prompt_sha256(case, workload) for case in workload.cases))
+
+
 def distinct_prompts(workloads: Sequence[Workload]) -> tuple[list[Workload], int]:
     """Return the workloads in which each gate has each prompt once, and how many cases were repeats of earlier ones.
 

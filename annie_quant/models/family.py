@@ -136,12 +136,17 @@ class Experts:
 
 @dataclass(frozen=True, eq=False)
 class GGUFNames:
-    """llama.cpp's name of the architecture and of every tensor: outside of layers, per layer, and of MTP."""
+    """llama.cpp's name of the architecture and of every tensor: outside of layers, per layer, and of MTP.
+
+    interleaved: linear → the field of config.json with its number of heads, where the rotary embedding turns neighbouring
+        elements of a head, and not one of each half as in transformers: the rows of a head are stored in that order.
+    """
 
     architecture: str
     top: Mapping[str, str]
     layer: Mapping[str, str]
     mtp: Mapping[str, str]
+    interleaved: Mapping[str, str] = field(default_factory=dict)
 
     def with_experts(self, architecture: str, experts: Experts) -> GGUFNames:
         """Return the names of a mixture of the same layers, with experts instead of the dense MLP."""
@@ -377,7 +382,11 @@ GGUF_LAYER = {
     "post_attention_layernorm.weight": "ffn_norm.weight",
     **GGUF_ATTENTION,
     **GGUF_MLP,
-    **{f"{name}.bias": GGUF_ATTENTION[f"{name}.weight"].replace(".weight", ".bias") for name in ATTENTION},
+}
+GGUF_LAYER |= {
+    name.replace("_proj.weight", "_proj.bias"): stored.replace(".weight", ".bias")
+    for name, stored in GGUF_LAYER.items()
+    if name.endswith("_proj.weight")
 }
 # The mixture of experts of Qwen2 MoE and its successors. The shared expert is a dense MLP that every token passes.
 SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")

@@ -23,8 +23,7 @@ from annie_quant.data.resolve import resolve
 from annie_quant.errors import EnvironmentFault
 from annie_quant.files import ASSETS, read_json
 from annie_quant.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
-from annie_quant.pipeline.plan import Plan
-from annie_quant.pipeline.run_directory import RunDirectory
+from annie_quant.pipeline.run_directory import Plan, RunDirectory
 from annie_quant.pipeline.stages import FileResult, StageResult, Stages, prompts_key
 from annie_quant.progress import Console, Progress, SilentConsole
 from annie_quant.quantize.runner import weight_bytes
@@ -60,7 +59,7 @@ SIDES = {
     "mlp_only": Side("NVFP4 mlp_only", "mlp_only", None),
     "q4_k_m": Side("Q4_K_M", None, "Q4_K_M"),
 }
-ROLES = {"candidate": "mlp_only", "reference": "bf16", "incumbent": "q4_k_m"}
+CANDIDATE, INCUMBENT = "mlp_only", "q4_k_m"
 STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each is served, and judged without a server
 
 
@@ -228,7 +227,16 @@ class Demo:
             ]
             resume = self.same_bench_settings()
             result = bench.run(
-                backends, workloads, self.dir.path, warmup=2, runs=1, progress=progress, resume=resume, **ROLES
+                backends,
+                workloads,
+                self.dir.path,
+                warmup=2,
+                runs=1,
+                progress=progress,
+                resume=resume,
+                candidate=CANDIDATE,
+                reference="bf16",
+                incumbent=INCUMBENT,
             )
         finally:
             for server in servers:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from annie_quant import host, judge, schema
+from annie_quant.checkpoint.export_check import export_notes
 from annie_quant.data.resolve import resolve
 from annie_quant.errors import AnnieError
 from annie_quant.files import write_json
@@ -129,7 +130,10 @@ def evaluate(job: EvaluationJob, progress: Progress) -> None:
         if job.checkpoint is None:
             pair.reference.answer(workloads, progress)
             return
-        result = evaluate_pair(pair, workloads, conversations=job.conversations, n_conversations=job.n_conversations)
+        faults = export_notes(job.checkpoint, job.reference)
+        result = evaluate_pair(
+            pair, workloads, conversations=job.conversations, n_conversations=job.n_conversations, faults=faults
+        )
     assert job.output is not None
     write_json(Path(job.output), result.to_dict())
 

@@ -19,8 +19,7 @@ from annie_quant.data.rows import read_rows
 from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload
 from annie_quant.judge.not_lost import compares_with_reference
-from annie_quant.pipeline.plan import Plan
-from annie_quant.pipeline.run_directory import RunDirectory
+from annie_quant.pipeline.run_directory import Plan, RunDirectory
 from annie_quant.progress import Console, Progress
 
 NOTED_S = 2.0  # the remaining time is shown after stages that took at least so long
@@ -237,9 +236,9 @@ def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:
     return list(chosen.values())
 
 
-def prompts_key(workloads: Sequence[Workload]) -> dict[str, list[Any]]:
-    """Return what identifies the prompts of an evaluation."""
-    return {w.name: [w.sha256, w.system_prompt or "", [c.id for c in w.cases]] for w in workloads}
+def prompts_key(workloads: Sequence[Workload]) -> dict[str, list[str]]:
+    """Return what identifies the prompts of an evaluation: by workload, the hashes of its file and of what is asked."""
+    return {w.name: [w.sha256, judge.prompts_sha256(w)] for w in workloads}
 
 
 def silence_transformers() -> None:

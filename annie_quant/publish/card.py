@@ -21,11 +21,12 @@ from msgspec.structs import replace
 from annie_quant import __version__
 from annie_quant.errors import UsageError, need
 from annie_quant.judge import decision
+from annie_quant.printable import inert
 from annie_quant.report.format import count, share, significant, size
 from annie_quant.report.pages import tables
 from annie_quant.report.pages.comparison import gpu_names
 from annie_quant.report.pages.html import caveats
-from annie_quant.report.pages.markdown import LEGEND, bullets, grid, inert
+from annie_quant.report.pages.markdown import LEGEND, bullets, grid
 from annie_quant.report.run import REFERENCE, Backend, LoadedRun
 from annie_quant.schema import (
     RECIPE_FILE,
@@ -190,14 +191,14 @@ def _opening(run: LoadedRun, subject: Subject) -> str:
     gates = [g for g in decision.deciding_gates(run.aggregates, subject.name) if not isinstance(g.result, SpeedGate)]
     outcomes = Counter(gate.outcome for gate in gates)
     places = dict.fromkeys(gate.where for gate in gates)
-    kept, lost = ("kept", "lost") if any(gate.compared for gate in gates) else ("passed", "failed")
+    passed, failed = ("kept", "lost") if any(gate.compared for gate in gates) else ("passed", "failed")
     standing = decision.standing_of(run.aggregates, subject.name, with_speed=False)
     summary = subject.audit.summary
     return (
         f"[{inert(subject.base_model)}](https://huggingface.co/{subject.base_model}) in NVFP4 for NVIDIA DGX Spark (GB10) "
         f"and other Blackwell GPUs: {size(summary.size_bytes)}, {significant(summary.bits_per_weight)} bits per weight. "
         f"Verdict: {standing}. Of {count(outcomes.total())} behavioural gates ({', '.join(map(inert, places)) or 'none'}) "
-        f"{outcomes['pass']} {kept}, {outcomes['fail']} {lost}, {outcomes['undecided']} undecided."
+        f"{outcomes['pass']} {passed}, {outcomes['fail']} {failed}, {outcomes['undecided']} undecided."
     )
 
 
@@ -315,20 +316,20 @@ def _serving(subject: Subject) -> list[str]:
 
     name = subject.repo_name
     parts = [f"    hf download {subject.repo_id} --local-dir {name}"]
-    loads = subject.audit.summary.loads
+    servers = subject.audit.summary.servers
     for runtime in RUNTIMES:
-        verdict = next((line for line in loads if line.lower().startswith(f"{runtime}: yes")), "")
-        if verdict:
+        support = next((s for s in servers if s.server.lower() == runtime and s.loads == "yes"), None)
+        if support:
             command = serve.command(Path(name), runtime=runtime).replace(str(Path(name).resolve()), f"$PWD/{name}")
-            parts += [f"{verdict.split(':')[0]}:", f"    {command}"]
-    others = [line for line in loads if ": yes" not in line]
+            parts += [f"{support.server}:", f"    {command}"]
+    others = [str(support) for support in servers if support.loads != "yes"]
     return parts + ([bullets(others)] if others else [])
 
 
 def _limits(run: LoadedRun, subject: Subject) -> list[str]:
     sides = run.sides_of(subject.name)
     lines = [
-        f"{run.gate_title(gate)}, {side.title}: {_failure(result)}"
+        f"{run.gate_title(gate)}, {side.title}: {_failure(result, side.word(gate))}"
         for side in sides
         for gate, result in side.deciding.items()
         if result.verdict != "pass"
@@ -351,8 +352,8 @@ def _limits(run: LoadedRun, subject: Subject) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _failure(result: GateResult) -> str:
-    verb = "fails" if result.verdict == "fail" else "cannot be decided"
+def _failure(result: GateResult, word: str) -> str:
+    verb = {"fail": "fails", "loses": "loses"}.get(word, "cannot be decided")
     return f"{verb} ({count(result.passes)} of {count(result.n)}, {share(result.low)} to {share(result.high)})"
 
 

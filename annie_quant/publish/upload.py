@@ -24,10 +24,10 @@ from annie_quant.files import write_text
 from annie_quant.judge import decision
 from annie_quant.progress import Progress, as_progress
 from annie_quant.publish import card
-from annie_quant.publish.secrets import secret_in
 from annie_quant.report.pages.html import first
 from annie_quant.report.run import REFERENCE, LoadedRun, load
 from annie_quant.schema import SpeedGate, salvage_or_default
+from annie_quant.secret_forms import secret_in
 
 # What a server or transformers needs of a checkpoint folder.
 NAMES = (

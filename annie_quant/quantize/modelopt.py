@@ -26,9 +26,9 @@ from annie_quant.hf.experts import separate
 from annie_quant.hf.loading import check_names
 from annie_quant.progress import Progress
 from annie_quant.quantize.calibration_samples import token_ids
-from annie_quant.quantize.expert_coverage import Coverage
 from annie_quant.quantize.export import export
 from annie_quant.quantize.formats import NVFP4
+from annie_quant.quantize.input_stats import Coverage
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.library_output import quiet
 from annie_quant.quantize.plan import Plan

@@ -21,8 +21,7 @@ from annie_quant.models import in_layer, layer_of
 from annie_quant.progress import Progress
 from annie_quant.quantize import calibration_samples, column_sweep, learned_rounding
 from annie_quant.quantize.calibration_samples import Sample, TokenWeights
-from annie_quant.quantize.expert_coverage import Coverage, one_per_layer
-from annie_quant.quantize.input_stats import weight_table
+from annie_quant.quantize.input_stats import Coverage, one_per_layer, weight_table
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.layer_rounding import LayerRounder, Method, Streams
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers, device_and_dtype

@@ -10,7 +10,13 @@ import math
 from collections.abc import Callable
 
 DASH = "—"
-SIGNS = {"pass": "✓", "fail": "✗", "undecided": "?"}
+SIGNS = {"pass": "✓", "fail": "✗", "undecided": "?", "keeps": "✓", "loses": "✗", "fragile": "✗"}
+CSS = {
+    "keeps": "pass",
+    "loses": "fail",
+    "fragile": "fail",
+    "undecided": "undecided",
+}  # classes of the page's style sheet
 
 
 def significant(value: float | None) -> str:

@@ -72,6 +72,12 @@ class Side:
     def gates(self) -> dict[str, GateResult]:
         return self.data.gates
 
+    def word(self, gate: str) -> str:
+        """Return a gate's verdict: keeps or loses where it was compared with a reference, else pass or fail; or undecided."""
+        result, pair = self.gates[gate], self.data.paired.get(gate)
+        compared = pair is not None and pair.n > 0 and not result.advisory
+        return {"pass": "keeps", "fail": "loses"}.get(result.verdict, "undecided") if compared else result.verdict
+
     @property
     def deciding(self) -> dict[str, GateResult]:
         """The gates that are not advisory."""
@@ -213,7 +219,7 @@ class LoadedRun:
     @cached_property
     def evaluations(self) -> dict[str, schema.Evaluation]:
         """The evaluations in eval/ of the run's offline models, as far as they can be read."""
-        files = {m: self.folder / f"eval/{m}.json" for m in self.aggregates.offline}
+        files = {m: self.folder / f"eval/{m}.json" for m in self.aggregates.offline if Path(m).name == m}
         loaded = {model: _evaluation(path) for model, path in files.items()}
         return {model: evaluation for model, evaluation in loaded.items() if evaluation is not None}
 

@@ -18,9 +18,8 @@ docs/reference/schemas (tools/make_schemas.py).
 # ruff: noqa: F401
 from __future__ import annotations
 
-from annie_quant.schema.audit import Audit, AuditSummary, Finding, TensorRow
+from annie_quant.schema.audit import Audit, AuditSummary, Finding, ServerSupport, TensorRow
 from annie_quant.schema.evaluation import (
-    EVALUATION_VERSION,
     DifferingAnswer,
     DraftAcceptance,
     EnsembleFigures,

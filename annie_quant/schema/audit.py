@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType, field
@@ -39,11 +39,26 @@ class TensorRow(msgspec.Struct, omit_defaults=True):
     rel_l2: float | None = None
 
 
+Loads = Literal["yes", "no", "after", "unknown"]
+
+
+class ServerSupport(msgspec.Struct):
+    """Whether a server loads a checkpoint. loads: "after": with what `note` names. note: otherwise a limit, or why it does not."""
+
+    server: str
+    loads: Loads
+    note: str = ""
+
+    def __str__(self) -> str:
+        words = {"after": [], "unknown": ["not judged"]}.get(self.loads, [self.loads])
+        return f"{self.server}: {', '.join([*words, *([self.note] if self.note else [])])}"
+
+
 class AuditSummary(msgspec.Struct):
     """What a checkpoint holds. Fields are None where the files could not be read.
 
     dialect: "plain", "modelopt", "compressed-tensors".  quantized, unquantized: modules counted by their last two parts.
-    weights: number of weights.  size_bytes: of all tensors.  loads: one line per server, with its verdict.
+    weights: number of weights.  size_bytes: of all tensors.  servers: which load it; loads: the same as text.
     mtp: tensors of the head for multi-token prediction per format ("15 BF16"), "missing", or None for a model without.
     """
 
@@ -57,6 +72,7 @@ class AuditSummary(msgspec.Struct):
     bits_per_quantized_weight: float | None = None
     shards: int | None = None
     loads: list[str] = []
+    servers: list[ServerSupport] = []
     mtp: str | None = None
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.files import read_json
+from annie_quant.files import finite
+from annie_quant.schema.reading import UPGRADES, decode
 from annie_quant.schema.statistics import GateResult, PairedGate, PairedVerdict, PooledGates
 
-EVALUATION_VERSION = 1
 GateTable = dict[str, GateResult]  # by name, deciding gates first
 
 
@@ -252,10 +252,17 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
         return {k: v.outcomes for k, v in self.numerics.items()} | {k: v.outcomes for k, v in self.members.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the evaluation as a dict that JSON can hold."""
-        return msgspec.to_builtins(self)
+        """Return the evaluation as a dict that JSON can hold: None for a figure that is not a number."""
+        document: dict[str, Any] = finite(msgspec.to_builtins(self))
+        return document
 
     @classmethod
     def load(cls, path: Path) -> Evaluation:
-        """Read an evaluation that was written from to_dict(); figures of a broken model may be NaN."""
-        return msgspec.convert(read_json(path), cls)
+        """Read an evaluation that was written from to_dict(); figures of a broken model may be NaN.
+
+        Raises EnvironmentFault for a file of a newer version, or one that cannot be read.
+        """
+        return decode(cls, path, hint="annie-quant eval MODEL_DIR --reference BF16_DIR writes it again")
+
+
+UPGRADES[Evaluation] = lambda document: None  # older ones have fewer fields, which all have defaults

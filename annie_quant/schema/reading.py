@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import re
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from annie_quant.errors import AnnieError, EnvironmentFault, UsageError
 from annie_quant.files import write_text
 
-SCHEMA_VERSION = 2  # of bench.json and run.json; raised when a reader of the old layout would misread the new one
+# Of bench.json, run.json, eval/*.json and search.json; raised when a reader of the old layout would misread the new one.
+SCHEMA_VERSION = 2
 
 T = TypeVar("T")
 
@@ -22,6 +26,7 @@ T = TypeVar("T")
 UPGRADES: dict[type, Callable[[dict[str, Any]], None]] = {}
 
 _BYTE = re.compile(r" ?\(byte (\d+)\)")
+_PACKAGE = re.compile(r"\d+(\.\d+){1,3}")  # a version of this package
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 
 
@@ -48,7 +53,7 @@ def decode(
     with _one_line_errors(where, error, hint, source):
         if kind not in UPGRADES:
             return msgspec.json.decode(source, type=kind)
-        return _convert(kind, msgspec.json.decode(source), where)
+        return _convert(kind, _loads(source), where)
 
 
 def convert(
@@ -62,7 +67,43 @@ def convert(
 def _convert(kind: type[T], document: Any, where: str) -> T:
     if kind in UPGRADES:
         check_version(document, where)
-    return msgspec.convert(upgrade(kind, document), kind)
+    document = upgrade(kind, document)
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError:
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(with_nan(kind, document), kind)
+        raise
+
+
+def _loads(source: bytes) -> Any:
+    """Return the value of a JSON document; versions up to 0.2.0 wrote NaN, which JSON does not have."""
+    try:
+        return msgspec.json.decode(source)
+    except msgspec.DecodeError:
+        if b"NaN" in source or b"Infinity" in source:
+            with contextlib.suppress(ValueError, RecursionError):
+                return json.loads(source)
+        raise
+
+
+def with_nan(kind: Any, value: Any) -> Any:
+    """Return a decoded value with NaN for each null where `kind` has a number: figures of a broken model are not numbers."""
+    origin, members = get_origin(kind), get_args(kind)
+    if kind is float:
+        return math.nan if value is None else value
+    if origin in (Union, types.UnionType):
+        others = [member for member in members if member is not type(None)]
+        return with_nan(others[0], value) if value is not None and len(others) == 1 else value
+    if origin is dict and isinstance(value, dict):
+        return {key: with_nan(members[1], item) for key, item in value.items()}
+    if origin is list and isinstance(value, list):
+        return [with_nan(members[0], item) for item in value]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
+        return value | {key: with_nan(hints[name], value[key]) for name, key in names if key in value}
+    return value
 
 
 def upgrade(kind: type[Any], document: Any) -> Any:
@@ -98,9 +139,11 @@ def check_version(document: Any, where: str | os.PathLike[str]) -> None:
     """
     version = document.get("schema_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
+        package = str(document.get("version", ""))
+        needed = f"'annie-quant>={package}'" if _PACKAGE.fullmatch(package) else "annie-quant"
         raise EnvironmentFault(
             f"{where} was written by a newer annie-quant (schema_version {version}; this one reads up to {SCHEMA_VERSION})",
-            "pip install --upgrade annie-quant",
+            f"pip install --upgrade {needed}",
         )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from annie_quant.schema.evaluation import GateTable, KLSummary, SameAnswers
+from annie_quant.schema.reading import SCHEMA_VERSION, UPGRADES
 from annie_quant.schema.statistics import PairedGate, PairedVerdict, PooledGates
 
 
@@ -77,8 +78,8 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     """A tried strategy.
 
     path: its steps in order. why: reasons for not passing. explained: further findings. read_bytes: per decoded token;
-    ceiling_tok_s: on a GB10. draws: further calibration draws. loads: which servers load the
-    checkpoint. error: why it could not be quantized.
+    ceiling_tok_s: on a GB10. draws: further calibration draws. model_sha256: of the checkpoint (ModelFiles.sha256).
+    loads: which servers load the checkpoint. error: why it could not be quantized.
     """
 
     strategy: str
@@ -99,13 +100,14 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     seconds: float | None = None
     of_9b: Size9B | None = None
     verdict: PairedVerdict | None = None
+    model_sha256: str = ""
     draws: list[CalibrationDraw] = []
 
 
 class SearchResult(msgspec.Struct):
     """chosen: the first strategy that passes every gate. stopped: why no strategy was tried. seconds: until the choice.
 
-    seeds: calibration draws per strategy.
+    seeds: calibration draws per strategy. version: of the package.
     """
 
     chosen: str | None
@@ -120,3 +122,8 @@ class SearchResult(msgspec.Struct):
     strategies: list[StrategyRow]
     seconds: float
     seeds: int = 1
+    schema_version: int = SCHEMA_VERSION
+    version: str = ""
+
+
+UPGRADES[SearchResult] = lambda document: None  # older ones have fewer fields, which all have defaults

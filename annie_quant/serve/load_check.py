@@ -28,23 +28,20 @@ def check_loadable(model: Path, runtime: str, recipe: str | None = None) -> list
     if not (model / "config.json").is_file():
         raise UsageError(f"{model} is not a model folder", f"{runtime} serves a safetensors checkpoint")
     audit = checkpoint.audit(model)
-    support = {line.partition(": ")[0].lower(): line.partition(": ")[2] for line in audit.summary.loads}
-    verdict = support.get(runtime)
-    if verdict is None:  # its files cannot be read
+    support = next((s for s in audit.summary.servers if s.server.lower() == runtime), None)
+    if support is None:  # its files cannot be read
         first = f": {audit.findings[0].message}" if audit.findings else ""
         raise CheckpointError(f"{model} cannot be served{first}", f"annie-quant audit {quoted}")
-    if verdict.startswith("no, "):
-        raise CheckpointError(
-            f"{runtime} does not load {model}: {verdict.removeprefix('no, ')}", f"annie-quant audit {quoted}"
-        )
+    if support.loads == "no":
+        raise CheckpointError(f"{runtime} does not load {model}: {support.note}", f"annie-quant audit {quoted}")
     notes = [f"recipe {runtime} {name}: {chosen.note} (source: {chosen.source})"]
     if chosen.image and chosen.tag_moves:
         notes.append(
             f"the tag of {chosen.image} moves to newer images; the one that is here: "
             f"docker inspect --format '{{{{index .RepoDigests 0}}}}' {chosen.image}"
         )
-    if verdict != "yes":
-        notes.append(f"{runtime} loads it: {verdict}")
+    if support.note:
+        notes.append(f"{runtime} loads it: {str(support).partition(': ')[2]}")
     if audit.findings:
         notes.append(f"{len(audit.findings)} findings in {model}: annie-quant audit {quoted}")
     return notes

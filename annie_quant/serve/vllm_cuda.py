@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,6 @@ def _replace_marlin() -> None:
     from vllm.model_executor.layers.quantization import modelopt  # noqa: F401 - it holds the name, too
     from vllm.platforms import PlatformEnum
 
-    from annie_quant.serve import vllm_compile_key
-
     marlin = getattr(linear, MARLIN)
     if marlin.__name__ == NAME:
         return
@@ -83,7 +82,7 @@ def _replace_marlin() -> None:
     # All names are read before the first change, so that a vLLM with others is not half changed.
     table, by_backend = linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA], linear._LINEAR_BACKEND_KERNEL_MAP["marlin"]
     place = table.index(marlin)
-    vllm_compile_key.extend(VllmConfig, compile_key)
+    extend_compile_key(VllmConfig, compile_key)
     table.insert(place, ours)
     by_backend.add(ours)
     vllm_experts.replace_everywhere(MARLIN, marlin, ours, but=marlin.__module__)  # formats pin Marlin by name
@@ -121,3 +120,24 @@ def kernel(marlin: type[Any]) -> type[Any]:
 
     AnnieQuantNvFp4LinearKernel.__name__ = AnnieQuantNvFp4LinearKernel.__qualname__ = NAME
     return AnnieQuantNvFp4LinearKernel
+
+
+KEY_LENGTH = 10  # as vLLM's own hash
+
+
+def extend_compile_key(config_class: Any, part: Callable[[], str]) -> None:
+    """Make config_class.compute_hash depend on part(), which is called each time. Does nothing when called again.
+
+    vLLM keeps compiled graphs by a hash of its configuration, which does not know what a plug-in does: a graph with Marlin's calls
+    was reused with our kernel, and the other way round. The folders of both its caches (torch.compile's and ahead-of-time
+    compilation's) follow from compute_hash.
+    """
+    original = config_class.compute_hash
+    if hasattr(original, "annie_quant_part"):
+        return
+
+    def compute_hash(self: Any) -> str:
+        return hashlib.sha256(f"{original(self)} {part()}".encode()).hexdigest()[:KEY_LENGTH]
+
+    compute_hash.annie_quant_part = part  # type: ignore[attr-defined]
+    config_class.compute_hash = compute_hash

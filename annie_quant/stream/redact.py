@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -20,9 +20,14 @@ from annie_quant.errors import UsageError
 
 _SECRET = re.compile(r"auth|key|token|secret|cookie|passw|signature", re.IGNORECASE)
 _SHORTEST = 8  # shorter secrets are not masked: local servers use ordinary words such as "EMPTY" and "none" as keys
-_JSON_STRING = re.compile(rb'"((?:[^"\\]|\\.)*)"(\s*:)?')
+_JSON_STRING = re.compile(rb'"((?:[^"\\]|\\.)*)"')
 _UNIT = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[^\\]", re.DOTALL)  # a surrogate pair is one unit
 _MASK = ord("*")
+# What may stand between a secret's characters or for them: ASCII blanks, UTF-8's invisible and other blanks, percent-encoded bytes.
+_FILLER = re.compile(
+    rb"\s|\xc2[\xa0\xad]|\xe2\x80[\x80-\x8f\xaf]|\xe2\x81[\x9f-\xa4]|\xe3\x80\x80|\xef\xbb\xbf|%([0-9a-fA-F]{2})"
+)
+_FEWEST = 4  # further characters of a form that are masked in another text
 
 
 def is_secret_name(name: str) -> bool:
@@ -98,22 +103,33 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
 
 
 class Redactor:
-    """Finds secrets in a server's bytes, in any letter case, and also reversed, in base64, in hex or percent-encoded.
+    """Finds secrets in a server's bytes, in any letter case, and also reversed, in base64, in hex or percent-encoded, with
+    spaces, line ends or invisible characters between their characters, and spread over several texts.
 
     The first half of a form (at least 8 bytes) counts as the form: a prefix of a key identifies it.
     """
 
     def __init__(self, secrets: Iterable[bytes]) -> None:
         forms = {form.lower() for secret in secrets for form in _forms(secret)}
+        forms |= {_FILLER.sub(_character, form) for form in forms}
         self._forms = [(form, max(_SHORTEST, (len(form) + 1) // 2)) for form in forms if len(form) >= _SHORTEST]
+        self._reach = 4 * max((len(form) for form, _ in self._forms), default=0)  # with fillers between the characters
 
     def __bool__(self) -> bool:
         return bool(self._forms)
 
     def spans(self, text: bytes) -> list[tuple[int, int]]:
         """Return (start, end) of every secret in `text`. Spans may overlap."""
-        spans = []
         text = text.lower()  # bytes.lower changes ASCII only, so positions stay valid
+        spans = self._plain_spans(text)
+        reduced = _FILLER.sub(_character, text)
+        if len(reduced) < len(text) and (hidden := self._plain_spans(reduced)):
+            origins = _origins(text, {at for start, end in hidden for at in (start, end - 1)})
+            spans += [(origins[start][0], origins[end - 1][1]) for start, end in hidden]
+        return spans
+
+    def _plain_spans(self, text: bytes) -> list[tuple[int, int]]:
+        spans = []
         for form, least in self._forms:
             at = text.find(form[:least])
             while at >= 0:
@@ -123,6 +139,31 @@ class Redactor:
                 spans.append((at, end))
                 at = text.find(form[:least], end)
         return spans
+
+    def spans_in(self, texts: Sequence[bytes]) -> list[tuple[int, int, int]]:
+        """Return (text, start, end) of every part of a secret: in one text, in consecutive ones, or at the end of one text
+        and the beginning of any other, as in a message's reasoning and content."""
+        spans = set(_parts(texts, self.spans(b"".join(texts))))
+        heads = [_FILLER.sub(_character, text[: self._reach].lower()) for text in texts]
+        for first, text in enumerate(texts):
+            rests = self._rests(text)
+            for second, head in enumerate(heads if rests else ()):
+                if second not in (first, first + 1) and head.startswith(rests):
+                    cut = max(0, len(text) - self._reach)
+                    pair = (text[cut:], texts[second][: self._reach])
+                    for part, start, end in _parts(pair, self.spans(b"".join(pair))):
+                        spans.add((second, start, end) if part else (first, cut + start, cut + end))
+        return sorted(spans)
+
+    def _rests(self, text: bytes) -> tuple[bytes, ...]:
+        """Return what completes a secret that begins at the end of a text: at least up to half of the form."""
+        tail = _FILLER.sub(_character, text[-self._reach :].lower())
+        return tuple(
+            form[size : max(least, min(len(form), size + _FEWEST))]
+            for form, least in self._forms
+            for size in range(1, len(form))
+            if tail.endswith(form[:size])
+        )
 
     def mask(self, buffer: np.ndarray) -> None:
         """Overwrite every secret in a writable array of bytes."""
@@ -137,18 +178,15 @@ class Redactor:
         """
         at = offsets.tolist()
         pieces = [frames[o : o + n].tobytes() for o, n in zip(at, sizes.tolist(), strict=True)]
-        starts = [0, *itertools.accumulate(map(len, pieces))]
-        for start, end in self.spans(b"".join(pieces)):
-            for index in range(bisect.bisect(starts, start) - 1, bisect.bisect_left(starts, end)):
-                low, high = max(start, starts[index]) - starts[index], min(end, starts[index + 1]) - starts[index]
-                frames[at[index] + low : at[index] + high] = _MASK
+        for index, low, high in _parts(pieces, self.spans(b"".join(pieces))):
+            frames[at[index] + low : at[index] + high] = _MASK
         for index, string, start, end in self._spread(pieces):
             for low, high in _raw_spans(pieces[index], string, start, end):
                 frames[at[index] + low : at[index] + high] = _MASK
 
     def _spread(self, pieces: list[bytes]) -> Iterator[tuple[int, bytes, int, int]]:
         """Yield (frame, string, start, end) of the parts of JSON strings that form a secret when the strings at the same
-        path of successive events are joined, as a client does for display."""
+        path of successive events are joined, as a client does for display, also where it continues at another path."""
         from annie_quant.stream.decode import field_lines
 
         texts: dict[tuple[Any, ...], list[tuple[int, bytes]]] = {}
@@ -156,13 +194,46 @@ class Redactor:
             data = b"\n".join(value for name, value in field_lines(raw) if name == b"data") or raw
             for path, string in _strings(data):
                 texts.setdefault(path, []).append((index, string.encode("utf-8", "surrogatepass")))
-        for parts in texts.values():
-            ends = list(itertools.accumulate(len(string) for _, string in parts))
-            for start, end in self.spans(b"".join(string for _, string in parts)):
-                for part in range(bisect.bisect(ends, start), bisect.bisect_left(ends, end) + 1):
-                    index, piece = parts[part]
-                    begin = ends[part] - len(piece)
-                    yield index, piece, max(0, start - begin), min(len(piece), end - begin)
+        parts_of = list(texts.values())
+        joined = [b"".join(string for _, string in parts) for parts in parts_of]
+        for text, start, end in self.spans_in(joined):
+            for part, low, high in _parts([string for _, string in parts_of[text]], [(start, end)]):
+                yield *parts_of[text][part], low, high
+
+
+def _parts(texts: Sequence[bytes], spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (text, start, end) in each text for spans of all of them joined."""
+    starts = [0, *itertools.accumulate(map(len, texts))]
+    for start, end in spans:
+        for index in range(bisect.bisect(starts, start) - 1, bisect.bisect_left(starts, end)):
+            low, high = max(start, starts[index]) - starts[index], min(end, starts[index + 1]) - starts[index]
+            if low < high:
+                yield index, low, high
+
+
+def _character(match: re.Match[bytes]) -> bytes:
+    """Return what a filler stands for: a percent-encoded byte, else nothing."""
+    return bytes([int(match[1], 16)]).lower() if match[1] else b""
+
+
+def _origins(text: bytes, positions: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Return where bytes of a text without fillers come from, as (start, end)."""
+    origins, at, reduced = {}, 0, 0
+    left = sorted(positions, reverse=True)
+    for match in itertools.chain(_FILLER.finditer(text), [None]):
+        literal = (match.start() if match else len(text)) - at
+        while left and left[-1] < reduced + literal:
+            position = left.pop()
+            origins[position] = (at + position - reduced, at + position - reduced + 1)
+        reduced += literal
+        if match is None or not left:
+            break
+        at = match.end()
+        if match[1]:
+            if left[-1] == reduced:
+                origins[left.pop()] = match.span()
+            reduced += 1
+    return origins
 
 
 def _forms(secret: bytes) -> Iterator[bytes]:
@@ -179,7 +250,7 @@ def _forms(secret: bytes) -> Iterator[bytes]:
 
 
 def _strings(data: bytes) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield (path, string) of each string value of a JSON document; nothing if `data` is not JSON."""
+    """Yield (path, string) of each string value and property name of a JSON document; nothing if `data` is not JSON."""
     try:
         document = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -191,15 +262,14 @@ def _strings(data: bytes) -> Iterator[tuple[tuple[Any, ...], str]]:
             yield path, value
         elif isinstance(value, dict):
             stack += [((*path, key), item) for key, item in value.items()]
+            yield from (((*path, None), key) for key in value if len(key) >= _SHORTEST)
         elif isinstance(value, list):
             stack += [((*path, key), item) for key, item in enumerate(value)]
 
 
 def _raw_spans(raw: bytes, string: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) in a frame of string[start:end], in every JSON string value that decodes to `string`."""
+    """Yield (start, end) in a frame of string[start:end], in every JSON string that decodes to `string`."""
     for token in _JSON_STRING.finditer(raw):
-        if token[2] is not None:  # a key
-            continue
         if b"\\" not in token[1]:
             if token[1] == string:
                 yield token.start(1) + start, token.start(1) + end

@@ -14,8 +14,7 @@ from fake_server import FakeServer, words
 
 from annie_quant import bench, judge
 from annie_quant.bench import capacity
-from annie_quant.bench.capacity import Limits, lead_in, search
-from annie_quant.bench.capacity_run import run
+from annie_quant.bench.capacity import Limits, lead_in, run, search
 from annie_quant.cli import cli
 from annie_quant.errors import UsageError
 

@@ -1,4 +1,4 @@
-"""What once said "keeps every gate" with exit code 0: each of these is not kept, and the exit code is not 0."""
+"""Attacks whose verdict was "keeps every gate" with exit code 0: none of them keeps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def broken(body):
 
 
 def number(body):
-    return int(body["messages"][-1]["content"].split()[-1].rstrip("?"))
+    last = body["messages"][-1]["content"].split()[-1]
+    return int(last) if last.isdigit() else 1  # 1: of the smoke question
 
 
 def measure(folder, a, b, cases=None, **more):
@@ -109,7 +110,7 @@ def test_an_answer_that_is_cut_fails_each_gate(tmp_path, finish):
     assert done.verdict.outcome == "loses"
 
 
-def test_a_reference_that_was_cut_is_no_reference():
+def test_a_cut_answer_is_not_a_reference():
     """What bf16 was cut in is not a property to keep, and a cut answer fails what bf16's complete answer has."""
     from bench_cases import row
 
@@ -150,7 +151,7 @@ def test_a_candidate_that_hangs_until_the_budget_ends(tmp_path):
     assert again.aggregates.served["a"].errors == 0 and again.verdict.outcome == "keeps"
 
 
-def test_a_budget_that_ends_between_answers_is_no_hang(tmp_path):
+def test_a_budget_that_ends_between_answers_is_not_a_hang(tmp_path):
     done = measure(tmp_path, lambda b: words("Yes.", first_s=0.1), lambda b: words("Yes.", first_s=0.1), budget_s=2.0)
     assert done.ended.unasked > 0 and done.aggregates.served["a"].errors == 0
     assert not any(f.code == "hung" for f in done.aggregates.confounds)
@@ -225,7 +226,7 @@ def schema_records(folder):
 
 
 def test_a_confound_is_not_kept(tmp_path):
-    """Equal answers under two chat templates: the sentence said CONFOUNDED, the exit code was 0."""
+    """Equal answers under two chat templates: the sentence stated CONFOUNDED, the exit code was 0."""
     meta = {"n_params": 1e9}
     with FakeServer(right, model_meta=meta) as a, FakeServer(right, model_meta={"n_params": 2e9}) as b:
         sides = [bench.Backend("a", a.url), bench.Backend("b", b.url)]
@@ -281,7 +282,7 @@ def test_a_build_that_lost_a_third_of_the_calls_exits_1(tmp_path):
     assert "tool calls 80 of 120 against 120" in result["sentence"] and "--candidate" in result["caveats"][0]
 
 
-def test_the_roles_that_are_said_are_stored_and_decide(tmp_path):
+def test_the_stated_roles_are_stored_and_decide(tmp_path):
     done = command(tmp_path, worse, right, "--candidate", "nvfp4-new", "--incumbent", "nvfp4-old")
     assert done.exit_code == 0
     run = json.loads((tmp_path / "run/run.json").read_text())
@@ -296,7 +297,7 @@ def test_the_roles_that_are_said_are_stored_and_decide(tmp_path):
     assert run["aggregates"]["served"]["nvfp4-old"]["paired"]["tool_call"]["lost"] == 40
 
 
-def test_a_name_says_nothing(tmp_path):
+def test_a_name_has_no_meaning(tmp_path):
     """A side named bf16 is not the reference, and one named q4 is not the incumbent."""
     done = command(tmp_path, worse, right, "--names", "bf16", "q4", "--candidate", "bf16")
     assert json.loads(done.stdout)["candidate"] == "bf16" and done.exit_code == 1
@@ -318,7 +319,7 @@ def test_a_wrong_role_is_one_line(tmp_path, options, message):
 
 
 @pytest.mark.parametrize(
-    ("sides", "said", "expected"),
+    ("sides", "stated", "expected"),
     [
         ({"a": "NVFP4", "b": "Q4_K"}, {}, ("a", None, "b", False)),
         ({"a": "NVFP4", "b": "BF16"}, {}, ("a", "b", None, False)),
@@ -331,10 +332,10 @@ def test_a_wrong_role_is_one_line(tmp_path, options, message):
         ({"bf16": "NVFP4", "nvfp4": "BF16"}, {}, ("bf16", "nvfp4", None, False)),
     ],
 )
-def test_roles_follow_from_what_is_said_then_from_the_formats(sides, said, expected):
+def test_roles_follow_from_what_is_stated_then_from_the_formats(sides, stated, expected):
     from annie_quant.judge import decision
 
-    roles = decision.assign(list(sides), sides, Roles(**said))
+    roles = decision.assign(list(sides), sides, Roles(**stated))
     candidate, reference, incumbent, assumed = expected
     assert (roles.candidate, roles.reference, roles.incumbent) == (candidate, reference, incumbent)
     assert roles.assumed == (assumed and reference is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from annie_quant.data.log_workloads import prompt_text
 from annie_quant.data.resolve import personas_of, resolve
 from annie_quant.errors import UsageError
 from annie_quant.judge.gates import GATES
+from annie_quant.printable import inert
 
 HOME = load_persona("home")
 
@@ -81,7 +83,7 @@ def test_what_is_left_out_and_what_is_short_is_one_line_each(mine):
         assert sum(words in line for line in result.lines) >= 1, words
     assert text.count("an image") == 1 and all("\n" not in line for line in result.lines)
     card = (folder / "README.md").read_text()
-    assert all(line in card for line in result.lines) and "log.jsonl" in card
+    assert all(inert(line) in card for line in result.lines) and "log.jsonl" in card
 
 
 def test_a_tool_that_no_log_calls_is_named(tmp_path):
@@ -95,6 +97,22 @@ def test_a_tool_that_no_log_calls_is_named(tmp_path):
     assert [line for line in lines if "open_ticket" in line and "nothing about" in line and "--fill" in line]
     lines = initialize(Sources(HOME.system_prompt, tools, [log], "Home", fill=True), tmp_path / "filled").lines
     assert not any("nothing about" in line for line in lines)
+
+
+HOSTILE = "look_up|x\n## Free tokens\n<script>alert(1)</script>[here](https://evil.example)"
+
+
+def test_names_of_a_log_stay_text_in_the_card(tmp_path):
+    tool = {"type": "function", "function": {"name": HOSTILE, "parameters": {"type": "object", "properties": {}}}}
+    log = logged(tmp_path / "log.jsonl", 90, spoil=False)
+    initialize(
+        Sources(HOME.system_prompt, [*(dict(t) for t in HOME.tools), tool], [log], "Home|<b>\n# x"), tmp_path / "mine"
+    )
+    card = (tmp_path / "mine/README.md").read_text().split("---", 2)[2]
+    assert "Free tokens" in card
+    assert not re.search(r"(?<!\\)<(?!!--)|(?<!\\)\[here|^## Free|^# x", card, re.MULTILINE)
+    for table in re.findall(r"(?:^\|.*\n)+", card, re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table
 
 
 def test_no_planted_secret_is_written_or_returned(mine):

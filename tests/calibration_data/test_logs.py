@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from annie_quant.data import read_rows
 from annie_quant.data.logs import Conversation, Problems, read_logs
-from annie_quant.data.logs.conversation import Unusable
-from annie_quant.data.logs.pool import NO_TOOL, Pool, without_prefixes
+from annie_quant.data.logs.conversation import NO_TOOL, Pool, Unusable, without_prefixes
 from annie_quant.data.logs.records import conversation_of, tools_of
 from annie_quant.data.logs.secrets import MASK, Scanner
 from annie_quant.data.logs.server_logs import ServerLog, chatml
@@ -295,6 +294,16 @@ def test_secrets_are_masked(text, secret):
     scanner = Scanner()
     masked = scanner.masked({"a": [text]})["a"][0]
     assert secret not in masked and MASK in masked and sum(scanner.counts.values()) == 1
+
+
+def test_secrets_in_property_names_are_masked():
+    key, other = "sk-proj-abcdefghijklmnop1234", "sk-proj-qrstuvwxyzabcdef5678"
+    scanner = Scanner()
+    value = {"arguments": {key: 1, other: {f"x {key}": "y"}}, "tools": [{"properties": {key: {"type": "string"}}}]}
+    masked = scanner.masked(value)
+    assert key not in json.dumps(masked) and other not in json.dumps(masked)
+    assert len(masked["arguments"]) == 2 and scanner.counts["API key"] == 4, "no property is lost"
+    assert scanner.masked({"room": "hall"}) == {"room": "hall"}
 
 
 def test_plain_words_are_not_masked():

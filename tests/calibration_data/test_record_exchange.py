@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 from planted_secrets import KEY
@@ -89,6 +90,50 @@ def test_the_whole_exchange_is_a_line_that_init_reads(tmp_path, is_stream):
     (conversation,) = read_logs([tmp_path / "r.jsonl"])
     assert [m["role"] for m in conversation.messages] == ["user", "assistant", "tool", "assistant"]
     assert conversation.calls == (["f", "f"] if is_stream else ["f"]) and conversation.thinking is not is_stream
+
+
+SPREAD = {
+    "reasoning, then content": {"reasoning_content": f"it is {KEY[:12]}", "content": f"{KEY[12:]} as before"},
+    "content, then reasoning": {"content": f"{KEY[:20]}", "reasoning_content": f"{KEY[20:]} ok"},
+    "one character, then the rest": {"reasoning_content": KEY[0], "content": KEY[1:]},
+    "content, then arguments": {"content": KEY[:9], "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": KEY[9:]})}}]},
+    "arguments, then content": {"content": KEY[15:], "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": KEY[:15]})}}]},
+    "spaced": {"content": " ".join(KEY)},
+    "spaced by lines": {"content": "\n".join(KEY)},
+    "spaced invisibly": {"content": "\u200b".join(KEY)},
+    "percent-encoded": {"content": "".join(f"%{ord(c):02x}" for c in KEY)},
+    "some of it percent-encoded": {"content": "".join(f"%{ord(c):02X}" if i % 3 else c for i, c in enumerate(KEY))},
+    "property name": {"content": "x", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({KEY: {KEY[::-1]: 1}})}}]},
+}  # fmt: skip
+
+
+def reduced(text: str) -> str:
+    """Return what a reader would join: without blanks, punctuation of JSON, and names of fields."""
+    for word in ("reasoning_content", "content", "tool_calls", "arguments", "function", "name", "role", "assistant"):
+        text = text.replace(word, "")
+    text = re.sub(r"%([0-9a-fA-F]{2})", lambda m: chr(int(m[1], 16)), text)
+    return re.sub(r"[^A-Za-z0-9_-]|\\u200b|\\n", "", text).lower()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("form", SPREAD)
+def test_a_key_in_several_texts_or_spaced_is_masked(form, is_stream):
+    message = SPREAD[form]
+    answer = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+    if is_stream:
+        deltas = [{k: v if k != "tool_calls" else [{"index": 0, **v[0]}]} for k, v in message.items()]
+        pieces = [{"choices": [{"index": 0, "delta": d}]} for d in deltas]
+        pieces.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        answer = b"".join(b"data: %b\n\n" % json.dumps(p).encode() for p in pieces) + b"data: [DONE]\n\n"
+    result = line(json.dumps(REQUEST).encode(), answer, is_stream)
+    assert result.has_answer
+    stored = reduced(result.data.decode())
+    plain = re.sub("[^a-z0-9_-]", "", KEY.lower())
+    # no half of the key is left, and no 8 characters of it (a shorter part does not identify it)
+    assert [i for i in range(len(plain) - 7) if plain[i : i + 8] in stored] == []
 
 
 def test_mutated_bytes_are_a_line_without_the_key_or_one_reason(tmp_path):

@@ -13,7 +13,7 @@ from paths import ROOT
 
 from annie_quant.data import exchanges, generate, words
 from annie_quant.data.exchanges import Exchange
-from annie_quant.data.phrases import PHRASES
+from annie_quant.data.words import PHRASES
 from annie_quant.judge import load_workloads
 
 TRAINING = ROOT / "training" / "tiny_annie"

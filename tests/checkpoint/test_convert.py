@@ -407,4 +407,4 @@ def test_the_order_of_the_heads():
     assert heads.order(1).tolist() == [0, 3, 1, 4, 2, 5]
     family = models.family_of({"model_type": "qwen3_5_text"})
     layout = names.Layout(family, family.gguf, family.deltanet, 1, names.Heads(4, 4, 4, 4))
-    assert layout.rows("model.layers.0.linear_attn.in_proj_z.weight") is None
+    assert layout.rows("model.layers.0.linear_attn.in_proj_z.weight", 16) is None

@@ -20,8 +20,8 @@ from click.testing import CliRunner  # noqa: E402
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
 from annie_quant.cli import cli  # noqa: E402
-from annie_quant.doctor import fingerprint as checks  # noqa: E402
-from annie_quant.doctor.logprobs import read_answer, served_answers  # noqa: E402
+from annie_quant.doctor import server as checks  # noqa: E402
+from annie_quant.doctor.server import read_answer, served_answers  # noqa: E402
 from annie_quant.errors import ServerError, UsageError  # noqa: E402
 from annie_quant.evaluate import fingerprint as offline  # noqa: E402
 from annie_quant.evaluate.engine import Engine  # noqa: E402

@@ -11,7 +11,7 @@ import sys
 import pytest
 from fake_server import FakeServer, Script, words
 
-from annie_quant.doctor import images
+from annie_quant.doctor.server import check_images
 from annie_quant.errors import ServerError, UsageError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow decodes the PNG: pip install pillow")
@@ -66,7 +66,7 @@ SERVERS = {
 def test_each_server_gets_its_finding(name: str, style: str) -> None:
     answer, level, message = SERVERS[name]
     with FakeServer(answer, style=style) as server:
-        finding = images.check_images(f"{server.url}/v1")
+        finding = check_images(f"{server.url}/v1")
     assert (finding.check, finding.level) == ("images", level), finding
     assert message in finding.message
     assert len(server.bodies) == 3 and all(b["model"] == "fake" for b in server.bodies)
@@ -75,11 +75,11 @@ def test_each_server_gets_its_finding(name: str, style: str) -> None:
 def test_a_server_that_fails_without_images_too_is_not_blamed_on_them() -> None:
     failing = FakeServer(lambda body: Script(status=500, error="out of memory"))
     with failing as server, pytest.raises(ServerError, match="without an image: HTTP 500"):
-        images.check_images(server.url)
+        check_images(server.url)
     with pytest.raises(ServerError, match="does not answer"):
-        images.check_images(server.url)
+        check_images(server.url)
     with pytest.raises(UsageError, match="not an HTTP URL"):
-        images.check_images("file:///etc/passwd")
+        check_images("file:///etc/passwd")
 
 
 def test_the_command_prints_the_finding_and_its_exit_code() -> None:

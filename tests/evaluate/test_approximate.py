@@ -6,7 +6,7 @@ import vrcp14
 
 torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
 
-from annie_quant.evaluate.approximate import exp_u20, fast_exp, reciprocal  # noqa: E402
+from annie_quant.evaluate.deltanet_cpu import exp_u20, fast_exp, reciprocal  # noqa: E402
 
 
 def mantissas() -> torch.Tensor:

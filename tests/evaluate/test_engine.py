@@ -20,16 +20,19 @@ from annie_quant import runtime  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
 from annie_quant.evaluate import decode_graph, deltanet  # noqa: E402
 from annie_quant.evaluate.decoding import generate  # noqa: E402
-from annie_quant.evaluate.engine import (  # noqa: E402
+from annie_quant.evaluate.engine import (  # noqa: E402  # noqa: E402
+    GROUP_COST,
+    MIN_SHARED,
     MOST_TOKENS,
     TOKENS,
     Engine,
     Row,
     batches,
+    common_prefix,
+    group_by_prefix,
     split_by_size,
     tokens_per_launch,
 )
-from annie_quant.evaluate.prefix import GROUP_COST, MIN_SHARED, common_prefix, group_by_prefix  # noqa: E402
 from annie_quant.hf.emulation import emulate  # noqa: E402
 from annie_quant.hf.profiles import UNQUANTIZED, in_bfloat16  # noqa: E402
 

@@ -147,6 +147,19 @@ def test_one_weight_changes_the_hash(reference: Path, tmp_path: Path) -> None:
     assert model_sha256(folder) != model_sha256(reference)
 
 
+def test_a_change_in_place_anywhere_changes_the_hash(tmp_path: Path) -> None:
+    """A file above 256 MB, sparse: its content is hashed in pieces."""
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(257 << 20)
+    before = model_sha256(tmp_path)
+    assert model_sha256(tmp_path) == before
+    with path.open("r+b") as file:
+        file.seek((128 << 20) + 300_000)
+        file.write(b"changed")
+    assert model_sha256(tmp_path) != before
+
+
 def divergence(folder: Path, reference: Path, cache: Path, numerics: str = "w4a16") -> float:
     return runtime.evaluate(folder, reference, workloads(), [numerics], cache=cache)["numerics"][numerics]["kl"]["mean"]
 

@@ -86,7 +86,6 @@ def row(backend, first=10.0, case="c", workload="w", turn=0, **more):
         "completion_tokens": 20,
         "usage": {"prompt_tokens": 5},
         "checks": {"non_empty": True},
-        "finish_reason": "stop",
         **more,
     }
     identifier = f"{backend}/{workload}/{case}/{turn}"

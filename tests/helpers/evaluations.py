@@ -11,8 +11,8 @@ Outcomes = Mapping[str, str]  # gate → one character per prompt: "1", "0" or "
 NOTHING = dict.fromkeys(("kl", "kl_conversations", "kl_text", "perplexity", "perplexity_reference", "verbosity_ratio"))
 
 
-def from_outcomes(sides: Mapping[str, Outcomes], reference: Outcomes, **fields) -> schema.Evaluation:
-    """Return an evaluation. sides: by numerics or member ("w4a4+perm1"). Each gate has its own prompts."""
+def from_outcomes(sides: Mapping[str, Outcomes], before: Outcomes, **fields) -> schema.Evaluation:
+    """Return an evaluation. sides: by numerics or member ("w4a4+perm1"). before: the reference's. Each gate has its own prompts."""
     numerics, members = {}, {}
     for name, outcomes in sides.items():
         common = {"gates": {}, "paired": {}, "outcomes": dict(outcomes)}
@@ -27,13 +27,13 @@ def from_outcomes(sides: Mapping[str, Outcomes], reference: Outcomes, **fields) 
         "reference_sha256": "", "dtype": "float32", "device": "cpu", "workloads": {}, "n_answers": 400,
         "n_conversation_answers": 0, "n_text_tokens": 0, "notes": [], "seconds": 1.0, "reference_gates": {},
     }  # fmt: skip
-    names = {gate: [f"{gate}/{i}" for i in range(len(text))] for gate, text in reference.items()}
-    made = schema.Evaluation(
-        numerics=numerics, members=members, prompts=names, reference_outcomes=dict(reference), **(values | fields)
-    )  # language: data
-    made = evidence.recounted(made)
-    made.evidence_sha256 = evidence.evidence_sha256(made)
-    return judge.judge_evaluation(made)
+    names = {gate: [f"{gate}/{i}" for i in range(len(text))] for gate, text in before.items()}
+    evaluation = schema.Evaluation(
+        numerics=numerics, members=members, prompts=names, reference_outcomes=dict(before), **(values | fields)
+    )
+    evaluation = evidence.recounted(evaluation)
+    evaluation.evidence_sha256 = evidence.evidence_sha256(evaluation)
+    return judge.judge_evaluation(evaluation)
 
 
 def from_counts(members: Mapping[str, Mapping[str, tuple[int, int, int]]], **fields) -> schema.Evaluation:

@@ -15,6 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
+TINY = Path(__file__).resolve().parents[2] / "annie_quant/assets/tiny-annie"
 MODELS = [  # name, label, format, size, bits, gguf, TTFT ms, TPOT ms, share of tool and markdown faults when served
     ("bf16", "bf16", "BF16", 15_021_568, 16.0, 21.0, 1.45, 0.0),
     ("naive", "NVFP4 naive", "NVFP4", 5_136_000, 5.47, 17.5, 1.05, 0.06),
@@ -434,7 +435,7 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
     return folder
 
 
-def write_evaluation(path: Path, offline: dict, checkpoint: Path | None = None) -> None:
+def write_evaluation(path: Path, offline: dict, checkpoint: Path | None = None, **fields) -> None:
     """Write the evaluation that a model's figures in run.json come from: without a gate that applies to the reference."""
     import evaluations
 
@@ -446,7 +447,7 @@ def write_evaluation(path: Path, offline: dict, checkpoint: Path | None = None) 
     }
     reference = {gate: "-" * len(text) for side in sides.values() for gate, text in side.items()}
     files = None if checkpoint is None else ModelFiles(model_sha256(checkpoint))
-    document = evaluations.from_outcomes(sides, reference, checkpoint_files=files).to_dict()
+    document = evaluations.from_outcomes(sides, reference, checkpoint_files=files, **fields).to_dict()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document), encoding="utf-8")
 
@@ -470,8 +471,7 @@ def make_checkpoint(folder: Path) -> Path:
     """tiny-annie in NVFP4, weights only, which takes half a second; returns the folder."""
     import annie_quant
 
-    tiny = Path(annie_quant.__file__).parent / "assets" / "tiny-annie"
-    annie_quant.quantize.run("direct", tiny, folder)
+    annie_quant.quantize.run("direct", TINY, folder)
     return folder
 
 

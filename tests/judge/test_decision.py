@@ -273,6 +273,6 @@ def test_the_outcome_is_undecided_while_a_gate_is():
     assert verdict.passed and decision.outcome(aggregates, verdict) == "undecided"
     assert decision.outcome(aggregates, schema.Verdict()) == "undecided"
     failed = typed(mlp_only=side(tools=20))
-    assert decision.outcome(failed, judge.verdict(failed)) == "fail"
+    assert decision.outcome(failed, judge.verdict(failed)) == "loses"
     assert decision.combined(["pass", "undecided", "fail"]) == "fail" and decision.combined([]) == "pass"
     assert decision.served_as(aggregates, "q4_k_m") == "q4_k_m" and decision.served_as(aggregates, "other") is None

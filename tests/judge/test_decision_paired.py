@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from annie_quant import judge, schema
-from annie_quant.judge.decision import judge_gates
+from annie_quant.judge.decision import judge_gates, strategies
 from annie_quant.judge.decision import paired as rule
-from annie_quant.judge.decision import strategies
 from annie_quant.judge.gates import GATES, tabulate
 from annie_quant.judge.paired import score_interval
 from annie_quant.judge.pairing import pair_checks
@@ -173,9 +172,9 @@ def test_fragile_keeps_in_one_arithmetic_and_loses_in_another():
     )
     assert verdict.verdict == "fragile"
     assert verdict.profiles == {"vllm-cutlass": "loses", "float32": "keeps"}
-    assert (
-        verdict.sentence
-        == f"Fragile: loses tool calls under vllm-cutlass, keeps under float32, float32+perm1; not tested: decline, right arguments, several calls, use a result, right answer, form, stop, thinking (0 answers)."
+    assert verdict.sentence == (
+        "Fragile: loses tool calls under vllm-cutlass, keeps under float32, float32+perm1; not tested: decline, right arguments, "
+        "several calls, use a result, right answer, form, stop, thinking (0 answers)."
     )
     one = judge.judge_members(
         {"float32": member(tool_call=(240, 0, 0)), "float32+perm1": member(tool_call=(240, 58, 0))}

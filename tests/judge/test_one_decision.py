@@ -173,10 +173,12 @@ def test_every_door_agrees_on_random_answers(tmp_path_factory, members):
 def test_a_benchmark_decides_as_an_evaluation_does(counts, verdict, tmp_path):
     """The same checks as answers of two servers, and as an evaluation without a server."""
     records = [
-        RequestRecord(id=f"{backend}/{i}", backend=backend, workload="w", case=str(i), text="x", finish_reason="stop", checks=checks)
+        RequestRecord(
+            id=f"{backend}/{i}", backend=backend, workload="w", case=str(i), text="x", finish_reason="stop", checks=checks
+        )
         for i, pair in enumerate(rows(counts))
         for backend, checks in zip(("bf16", "nvfp4"), pair, strict=True)
-    ]  # fmt: skip
+    ]
     identities = {"bf16": Identity(name="bf16", format="BF16"), "nvfp4": Identity(name="nvfp4")}
     aggregates = aggregate_records(records, BenchConfig(), identities)
     assert judge.verdict(aggregates).outcome == verdict

@@ -9,7 +9,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from paths import CALIBRATION, TINY_ANNIE
+from dense_models import CLASSES, KNOWN, SIZES, make
+from paths import CALIBRATION
 
 from annie_quant import checkpoint, quantize
 from annie_quant.checkpoint.shards import ModelFolder
@@ -18,45 +19,6 @@ from annie_quant.errors import CheckpointError
 
 torch = pytest.importorskip("torch", reason="the models are made with torch: pip install annie-quant[quantize]")
 transformers = pytest.importorskip("transformers", reason="the models are transformers' own")
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
-# Name of the model here → class and settings. Qwen2's attention always has biases on q, k and v; Llama's has four if asked.
-CLASSES = {
-    "llama": ("LlamaConfig", {}),
-    "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen2-tied": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {}),
-    "mistral": ("MistralConfig", {}),
-}
-KNOWN = [kind for kind in CLASSES if kind != "mistral"]
-
-
-def make(folder: Path, kind: str) -> Path:
-    """Write a small random model with tiny-annie's tokenizer; activations lean on a few channels, as AWQ needs it."""
-    tiny = json.loads((TINY_ANNIE / "config.json").read_text())
-    name, settings = CLASSES[kind]
-    config = getattr(transformers, name)(**SIZES | settings, vocab_size=tiny["vocab_size"])
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("layernorm.weight"):
-                parameter[::16] = 6.0
-            if name.endswith("_proj.bias"):
-                parameter.normal_(0, 0.5)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(TINY_ANNIE / name, folder / name)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +39,7 @@ def test_direct_quantizes_and_the_audit_is_clean(sources: dict[str, Path], tmp_p
     assert audit.ok, audit.findings
     assert len(dequantized(tmp_path / "out")) == 2 * 7
     written = any(line.startswith("llama.cpp: after `annie-quant convert --to gguf`") for line in audit.summary.loads)
-    assert written == (kind in ("qwen2", "qwen2-tied", "qwen3"))
+    assert written == (kind in KNOWN)
 
 
 @pytest.mark.parametrize("kind", KNOWN)

@@ -8,12 +8,13 @@ MODEL: a bf16 folder, the reference. --checkpoint: start from this NVFP4 checkpo
 arithmetic. A variant is the model with its weights changed in memory:
 
 harmless  rounding noise of 2^-9 of each weight, the channels of each MLP in another order (the same function, other sums)
-damaged   noise on all linears, on one layer, on the head's rows of the tokens that open calls; block scales off by a factor of
-          two; one layer's output scaled; rows of a layer set to zero; experts exchanged. Graded, so that losses of 5 to 30 points occur
+damaged   noise on all linears, on one layer, on the head's rows of the tokens that open calls; block scales off by a
+          factor of two; one layer's output scaled; rows of a layer set to zero; experts exchanged. Graded, so that losses of 5
+          to 30 points occur
 
-One JSON line per variant, written at once; a killed run resumes. The true loss is the largest of (lost - won) / n over the gates with
-a label or a rule that bf16 passes in at least 52 of the other prompts, and of the change of the call rate. A false "keeps" has a
-true loss of 10 points or more.
+One JSON line per variant, written at once; a killed run resumes. The true loss is the largest of (lost - won) / n over the
+gates with a label or a rule that bf16 passes in at least 52 of the other prompts, and of the change of the call rate. A false
+"keeps" has a true loss of 10 points or more.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ def table(arguments: argparse.Namespace) -> int:
     false_keeps = [r for r in lossy if r["verdict"] == "keeps"]
     harmless = [r for r in rows if r["harmless"]]
     alarms = [r for r in harmless if r["verdict"] in ("loses", "fragile")]
-    print(f"| | n | keeps | undecided | loses or fragile |\n|---|---|---|---|---|")
+    print("| | n | keeps | undecided | loses or fragile |\n|---|---|---|---|---|")
     for title, group in (
         ("harmless", harmless),
         ("damaged, true loss below 5 points", [r for r in rows if not r["harmless"] and r["true_loss"] < 0.05]),

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from annie_quant.publish.secrets import readings, secret_in
+from annie_quant.secret_forms import readings, secret_in
 
 JWT = ".".join(
     base64.urlsafe_b64encode(part).decode().rstrip("=")

@@ -219,10 +219,97 @@ def test_audit_faults_and_changed_figures_refuse(run, checkpoint, tmp_path):
     assert any("differ from the records" in line for line in prepare(run, checkpoint).objections)
 
 
+def test_another_checkpoint_than_the_measured_one_is_refused_also_with_force(run, checkpoint, tmp_path):
+    """Row 4 of issue 40: the card showed the other folder's hash next to the good one's gates."""
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    settings = json.loads((other / "generation_config.json").read_text())
+    (other / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [3]}))
+    offline = json.loads((run / "run.json").read_text())["aggregates"]["offline"]["mlp_only"]
+    for recorded in ("run.json", "eval/mlp_only.json"):
+        report_fixture.record_hash(run, "mlp_only", checkpoint if recorded == "run.json" else other)
+        evaluated = checkpoint if recorded == "eval/mlp_only.json" else None
+        report_fixture.write_evaluation(run / "eval/mlp_only.json", offline, evaluated)
+        with pytest.raises(UsageError, match=f"is not the checkpoint that was measured: .*{recorded}") as caught:
+            upload.prepare(run, REPO, model="mlp_only", checkpoint=other, base_model="owner/tiny", forced="I know")
+        assert "\n" not in caught.value.message
+        assert not (run / "publish").exists()
+
+
+def test_a_checkpoint_of_which_no_hash_is_on_record_is_an_objection(whole_run, checkpoint, tmp_path):
+    folder = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    plan = upload.prepare(folder, REPO, model="mlp_only", checkpoint=checkpoint, base_model="owner/tiny")
+    assert len(plan.objections) == 1 and "does not record the SHA-256" in plan.objections[0] and plan.refused
+
+
+def test_the_audit_compares_with_the_source_where_the_evaluation_names_it(run, checkpoint, tmp_path):
+    """A temperature that the source does not have is a fault that only a comparison with the source shows."""
+    source = Path(shutil.copytree(report_fixture.TINY, tmp_path / "source"))
+    changed = Path(shutil.copytree(checkpoint, tmp_path / "changed"))
+    settings = json.loads((changed / "generation_config.json").read_text())
+    (changed / "generation_config.json").write_text(json.dumps(settings | {"temperature": 5.0}))
+    offline = json.loads((run / "run.json").read_text())["aggregates"]["offline"]["mlp_only"]
+    origin = {"reference": str(source), "reference_sha256": report_fixture.model_sha256(source)}
+    report_fixture.write_evaluation(run / "eval/mlp_only.json", offline, changed, **origin)
+    plan = prepare(run, changed)
+    assert len(plan.objections) == 1 and "temperature is 5.0" in plan.objections[0]
+    (source / "generation_config.json").unlink()  # not the source any more
+    plan = prepare(run, changed)
+    assert plan.objections == [] and "without its source" in plan.card
+
+
+def edit(path: Path, *keys, value) -> None:
+    """Change one value of a JSON document by hand."""
+    document = json.loads(path.read_text())
+    part = document
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = value
+    path.write_text(json.dumps(document))
+
+
+EDITS = {
+    "passes of a gate": ("eval", ("numerics", "w4a4", "gates", "tool_call", "passes"), 120),
+    "outcomes of a gate": ("eval", ("numerics", "w4a4", "outcomes", "tool_call"), "1" * 120),
+    "the verdict": ("eval", ("verdict", "verdict"), "loses"),
+    "the sentence": ("eval", ("verdict", "sentence"), "Keeps every gate under w4a4."),
+    "the checkpoint's hash": ("eval", ("reference_sha256",), "0" * 64),
+    "an export that is not broken any more": ("eval", ("blocking",), ["nothing"]),
+    "passes in run.json": ("run", ("aggregates", "offline", "naive", "w4a4", "gates", "tool_call", "passes"), 120),
+    "a digest that is not there": ("eval", ("evidence_sha256",), ""),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_by_hand_is_an_objection_and_a_line_of_the_report(run, checkpoint, name):
+    """Row 5 of issue 40: outcomes were in the file and nobody counted them again."""
+    from annie_quant import report
+
+    file, keys, value = EDITS[name]
+    assert not any("does not hold" in line for line in prepare(run, checkpoint, model="naive").objections)
+    edit(run / ("run.json" if file == "run" else "eval/naive.json"), *keys, value=value)
+    lines = [line for line in prepare(run, checkpoint, model="naive").objections if "does not hold" in line]
+    assert len(lines) == 1 and lines[0].startswith("eval/naive.json does not hold: ") and "\n" not in lines[0]
+    text = report.compose(run)["report.md"]
+    assert text.count("eval/naive.json does not hold") == 1
+
+
+def test_an_evaluation_that_is_gone_is_an_objection(run, checkpoint):
+    (run / "eval/mlp_only.json").unlink()
+    assert ["eval/mlp_only.json" in line for line in prepare(run, checkpoint).objections] == [True]
+
+
+def test_a_broken_export_is_not_published(run, checkpoint):
+    offline = json.loads((run / "run.json").read_text())["aggregates"]["offline"]["mlp_only"]
+    reason = "BROKEN EXPORT: its codes are shuffled"
+    report_fixture.write_evaluation(run / "eval/mlp_only.json", offline, checkpoint, blocking=[reason])
+    assert prepare(run, checkpoint).objections == [reason]
+
+
 def test_a_model_without_gates_is_refused(run, checkpoint):
     document = json.loads((run / "run.json").read_text())
     del document["aggregates"]["offline"]["mlp_only"], document["aggregates"]["served"]["mlp_only"]
     (run / "run.json").write_text(json.dumps(document))
+    (run / "eval" / "mlp_only.json").unlink()
     assert prepare(run, checkpoint).objections == ["no gate was measured for this model"]
 
 

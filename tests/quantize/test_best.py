@@ -18,7 +18,7 @@ from annie_quant.quantize import calibration_samples
 
 torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.quantize import column_sweep, expert_coverage, layerwise, learned_rounding, rounding_job  # noqa: E402
+from annie_quant.quantize import column_sweep, input_stats, layerwise, learned_rounding, rounding_job  # noqa: E402
 from annie_quant.quantize.layer_rounding import LayerRounder, Method, Streams  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
@@ -265,7 +265,7 @@ def test_a_mixture_is_rounded_with_its_experts(home: Path, monkeypatch: pytest.M
     of_experts = [{name.partition(".experts.")[2].partition(".")[0] for name in names} for names in solved]
     assert all(len(numbers) == 1 for numbers in of_experts), "the linears of one expert at a time"
     assert {n for numbers in of_experts for n in numbers} == {"", "0", "1", "3", "4", "5"}, "expert 2 saw no token"
-    coverage = json.loads((out / expert_coverage.FILE).read_text())
+    coverage = json.loads((out / input_stats.FILE).read_text())
     assert len(coverage["tokens"]) == 4 and all(counts[2] == 0 for counts in coverage["tokens"].values())
     assert any(line.startswith("memory about") for line in lines)
     assert any(line.startswith("rounding: layer 4 of 4, ") and line.endswith(" s left") for line in lines)
@@ -277,7 +277,7 @@ def test_the_experts_of_a_layer_have_one_line_where_their_warnings_are_alike() -
         "model.layers.3.mlp.experts.7.up_proj: NaN",
         "model.layers.3.mlp.shared_expert.up_proj: 2 of 64 inputs",
     )
-    lines = expert_coverage.one_per_layer([plain, *warnings, other, plain.replace("2", "1")])
+    lines = input_stats.one_per_layer([plain, *warnings, other, plain.replace("2", "1")])
     assert lines == [plain, f"{warnings[0]} (4 more of this layer's experts: alike)", other, plain.replace("2", "1")]
 
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from annie_quant import report
-from annie_quant.printable import visible
-from annie_quant.report.pages import answers, markdown
+from annie_quant.printable import inert, visible
+from annie_quant.report.pages import answers
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_visible_text_never_steers(words):
 def test_a_markdown_cell_stays_one_cell(words):
     from markdown_it import MarkdownIt
 
-    row = f"| a | b |\n|---|---|\n| {markdown.inert(words)} | end |\n"
+    row = f"| a | b |\n|---|---|\n| {inert(words)} | end |\n"
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(row)
     body = [t for t in tokens if t.type == "inline"]
     assert len(body) == 4 and body[3].content == "end"

@@ -137,7 +137,7 @@ def test_an_evaluation_alone_gives_its_gates(whole, tmp_path):
     side = json.loads((whole / "run.json").read_text())["aggregates"]["offline"]
     (tmp_path / "eval").mkdir()
     evaluation = {"numerics": side["naive"], "reference_gates": side["bf16"]["bf16"]["gates"]}
-    (tmp_path / "eval" / "naive.json").write_text(json.dumps(evaluation))
+    (tmp_path / "eval" / "naive.json").write_text(json.dumps(evaluation))  # what of a damaged file still fits
     shown = {k: first for k, first, _ in report_page.Read(report.compose(tmp_path)["report.html"]).shown}
     assert shown["gate|offline/naive/w4a4|tool_call"].startswith("50/120")
     assert shown["gate|offline/bf16/bf16|tool_call"].startswith("120/120")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 
 import jsonschema
 import msgspec
 import pytest
 from paths import DATA, ROOT, TINY_ANNIE
 
-from annie_quant import checkpoint, quantize, schema
+from annie_quant import checkpoint, files, quantize, schema
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.judge.metrics import METRICS
 from annie_quant.schema import Bench, Identity, Inputs, RequestRecord, Run, WorkloadSummary, decode, limited_identity
@@ -110,7 +111,7 @@ NUMERICS = schema.NumericsResult(
 )  # fmt: skip
 EXAMPLES = {
     "evaluation": schema.Evaluation(
-        schema_version=schema.EVALUATION_VERSION, version="0", model="m", reference="r", reference_sha256="", dtype="bfloat16",
+        schema_version=schema.SCHEMA_VERSION, version="0", model="m", reference="r", reference_sha256="", dtype="bfloat16",
         device="cpu", workloads={"factual": schema.EvaluatedWorkload("", 3)}, n_answers=3, n_conversation_answers=0,
         n_text_tokens=0, notes=[], reference_gates={"factual": GATE}, numerics={"w4a4": NUMERICS}, seconds=2.0,
     ),
@@ -123,6 +124,57 @@ EXAMPLES = {
         reference={"factual": GATE}, labels=None, strategies=[], seconds=1.0,
     ),
 }  # fmt: skip
+
+
+FIGURES = schema.KLSummary(*([3] + [float("nan")] * 5), 2, float("inf"), *([float("nan")] * 6))  # of a broken model
+BROKEN = msgspec.structs.replace(
+    EXAMPLES["evaluation"], numerics={"w4a4": msgspec.structs.replace(NUMERICS, kl=FIGURES, perplexity=float("nan"))}
+)
+
+
+def test_figures_that_are_not_numbers_are_null_in_json_and_nan_in_python(tmp_path):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    for write in (files.write_json, schema.write):
+        write(tmp_path / "x.json", BROKEN.to_dict() if write is files.write_json else BROKEN)
+        document = json.loads((tmp_path / "x.json").read_text(), parse_constant=refuse)
+        assert (
+            document["numerics"]["w4a4"]["kl"]["mean"] is None and document["numerics"]["w4a4"]["kl"]["n_tokens"] == 3
+        )
+        side = schema.Evaluation.load(tmp_path / "x.json").numerics["w4a4"]
+        assert math.isnan(side.kl.mean) and math.isnan(side.kl.flips_predicted) and side.kl.flips == 2
+        assert side.perplexity is None, "this figure may be missing"
+    (tmp_path / "old.json").write_text(json.dumps(msgspec.to_builtins(BROKEN)))  # as version 0.2.0 wrote it
+    assert "NaN" in (tmp_path / "old.json").read_text()
+    assert math.isnan(schema.Evaluation.load(tmp_path / "old.json").numerics["w4a4"].kl.mean)
+    search = msgspec.structs.replace(EXAMPLES["search"], seconds=float("nan"))
+    files.write_json(tmp_path / "search.json", msgspec.to_builtins(search))
+    json.loads((tmp_path / "search.json").read_text(), parse_constant=refuse)
+    assert math.isnan(decode(schema.SearchResult, tmp_path / "search.json").seconds)
+
+
+def test_null_for_what_is_not_a_number_is_still_refused():
+    document = schema.encode(EXAMPLES["evaluation"]).replace(b'"n_answers":3', b'"n_answers":null')
+    with pytest.raises(EnvironmentFault, match="n_answers: expected int, got null"):
+        decode(schema.Evaluation, document, "x.json")
+
+
+@pytest.mark.parametrize("kind", [Run, Bench, schema.Evaluation, schema.SearchResult])
+def test_one_version_rule_for_runs_evaluations_and_searches(kind):
+    example = {schema.Evaluation: EXAMPLES["evaluation"], schema.SearchResult: EXAMPLES["search"]}.get(kind) or kind()
+    document = msgspec.to_builtins(example)
+    assert document["schema_version"] == schema.SCHEMA_VERSION
+    for older in ({"schema_version": 1}, {}):
+        rest = {k: v for k, v in document.items() if k != "schema_version"} if not older else document
+        assert decode(kind, json.dumps(rest | older).encode()).schema_version == schema.SCHEMA_VERSION
+    newer = document | {"schema_version": schema.SCHEMA_VERSION + 1, "version": "0.9.1", "unknown": 1}
+    with pytest.raises(EnvironmentFault, match=r"x\.json was written by a newer annie-quant") as caught:
+        decode(kind, json.dumps(newer).encode(), "x.json")
+    assert caught.value.hint == "pip install --upgrade 'annie-quant>=0.9.1'"
+    with pytest.raises(EnvironmentFault) as caught:
+        decode(kind, json.dumps(newer | {"version": "1; rm -rf"}).encode(), "x.json")
+    assert caught.value.hint == "pip install --upgrade annie-quant", "text of the file is not a command"
 
 
 def test_the_json_schemas_are_current_and_hold(tmp_path):

@@ -9,8 +9,7 @@ import string
 import pytest
 
 from annie_quant.data.logs.secrets import MASK, Scanner
-from annie_quant.publish.secrets import secret_in
-from annie_quant.secret_forms import FORMS
+from annie_quant.secret_forms import FORMS, secret_in
 
 WORD = string.ascii_letters + string.digits
 # Prefix, number of characters and whether publishing is refused, from the services' own documentation of their tokens.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import socket
 import time
 from pathlib import Path
@@ -130,6 +131,34 @@ def test_a_key_echoed_in_pieces_is_nowhere(tmp_path, field, size):
         _collect(texts, loaded.raw(int(i)))
     assert leaked(json.dumps(texts)) == [], "no text joined from the stored stream holds it"
     assert " and also " in json.dumps(texts), "what is not a secret stays"
+
+
+OVER_FIELDS = {
+    "reasoning and content": [{"reasoning_content": KEY[:12]}, {"content": KEY[12:] + " ok"}],
+    "content and arguments": [
+        {"content": KEY[:9]}, {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": KEY[9:]}}]}],
+    "interleaved": [{"content": "a ", "reasoning_content": KEY[:25]}, {"role": "assistant", "content": KEY[25:]}],
+    "spaced": [{"content": f" {c}"} for c in KEY],
+    "percent-encoded": [{"content": f"%{ord(c):02X}"} for c in KEY],
+    "property name": [{"content": "a", KEY: {KEY[::-1]: 1}}],
+    "escaped property name": [{"content": "a", "\u00e9" + KEY: 1}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", OVER_FIELDS)
+def test_a_key_over_several_fields_or_spaced_is_nowhere(tmp_path, form):
+    pieces = [event(delta) for delta in OVER_FIELDS[form]]
+    with RawServer(stream([*pieces, event({}, "stop"), DONE])) as server:
+        timings = aq.stream.run([Request(server.url, json={}, headers=BEARER)])
+    timings.save(tmp_path)
+    loaded = aq.stream.Timings.load(tmp_path)
+    record = loaded.records()[0]
+    assert record["error"] is None
+    calls = "".join(c["arguments"] for c in record["tool_calls"])
+    joined = record["reasoning"] + record["text"] + calls
+    for text in (joined, record["text"] + calls, bytes(loaded.frames).decode(), json.dumps(record)):
+        plain = re.sub(r"%([0-9A-F]{2})", lambda m: chr(int(m[1], 16)), text).replace(" ", "")
+        assert leaked(plain) == [] and KEY[12:32].lower() not in plain.lower(), text
 
 
 def _collect(texts: dict[str, str], raw: bytes) -> None:

@@ -19,7 +19,7 @@ import emulated_gemm  # noqa: E402
 
 from annie_quant.errors import EnvironmentFault  # noqa: E402
 from annie_quant.gemm import arrays, oracle, self_check, torch_op  # noqa: E402
-from annie_quant.serve import vllm_compile_key, vllm_cuda, vllm_plugin, w4a16_layer  # noqa: E402
+from annie_quant.serve import vllm_cuda, vllm_plugin, w4a16_layer  # noqa: E402
 
 
 class Marlin:
@@ -228,9 +228,9 @@ def test_the_compile_cache_has_its_own_key(vllm, emulated):
     config = vllm.config.VllmConfig
     plain = config().compute_hash()
     vllm_plugin.register()
-    vllm_compile_key.extend(config, lambda: "a second call changes nothing")
+    vllm_cuda.extend_compile_key(config, lambda: "a second call changes nothing")
     ours = config().compute_hash()
-    assert ours != plain and ours == config().compute_hash() and len(ours) == vllm_compile_key.LENGTH
+    assert ours != plain and ours == config().compute_hash() and len(ours) == vllm_cuda.KEY_LENGTH
     assert config("another model").compute_hash() != ours
     layer, _ = linear_layer(dtype=torch.float32)
     vllm.modelopt.MarlinNvFp4LinearKernel().process_weights_after_loading(layer)

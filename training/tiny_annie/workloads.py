@@ -19,7 +19,7 @@ import surface  # noqa: E402
 
 from annie_quant.data import exchanges, load_persona, words  # noqa: E402
 from annie_quant.data.exchanges import Exchange  # noqa: E402
-from annie_quant.data.phrases import PHRASES  # noqa: E402
+from annie_quant.data.words import PHRASES  # noqa: E402
 from annie_quant.files import write_json  # noqa: E402
 
 FOLDER = ROOT / "annie_quant" / "assets" / "workloads"

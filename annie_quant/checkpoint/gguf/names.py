@@ -7,7 +7,7 @@ _Qwen35MtpMixin) and src/models/qwen35.cpp. The names themselves are the family'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,12 @@ from annie_quant.models.family import DeltaNet, GGUFNames
 from annie_quant.printable import printable
 
 FLOAT32 = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
-WRITTEN = "GGUF is written for Qwen3, Qwen3 MoE, Qwen3.5 and Qwen3.5 MoE (qwen3, qwen3_moe, qwen3_5, qwen3_5_moe)"
 OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text model's file
+
+
+def written() -> str:
+    """Return which families are written as GGUF, as a hint."""
+    return f"GGUF is written for {', '.join(f.name for f in models.families() if f.gguf)}"
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Heads:
 class Layout:
     """One model's layout in a GGUF file: its family, number of decoder layers, and heads.
 
-    deltanet, heads: None for a model without linear attention, whose tensors keep their order.
+    deltanet, heads: None for a model without linear attention.
+    interleaved: number of heads of the linears whose rows have llama.cpp's order.
     """
 
     family: models.Family
@@ -59,6 +64,7 @@ class Layout:
     deltanet: DeltaNet | None
     layers: int
     heads: Heads | None
+    interleaved: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Layout:
@@ -67,10 +73,12 @@ class Layout:
         if family.gguf is None:
             raise CheckpointError(
                 f"{folder.path}: model_type {config.get('model_type')!r} cannot be stored as GGUF here",
-                WRITTEN,
+                written(),
             )
         layers = _count(config, "num_hidden_layers")
-        return cls(family, family.gguf, family.deltanet, layers, Heads.of(config) if family.deltanet else None)
+        interleaved = {linear: _count(config, field) for linear, field in family.gguf.interleaved.items()}
+        heads = Heads.of(config) if family.deltanet else None
+        return cls(family, family.gguf, family.deltanet, layers, heads, interleaved)
 
     def name(self, name: str) -> str | None:
         """Return llama.cpp's name of a tensor, or None for one that a text model's file omits (vision, KV scales)."""
@@ -90,12 +98,15 @@ class Layout:
             return f"blk.{int(short.split('.')[1]) + first}.{self.names.layer[inside]}"
         raise CheckpointError(
             f"{name}: no such tensor in a {self.family.name} text model",
-            WRITTEN,
+            written(),
         )
 
-    def rows(self, name: str) -> np.ndarray | None:
-        """Return the order of the rows (first axis) of a DeltaNet tensor, or None where they keep theirs."""
+    def rows(self, name: str, count: int) -> np.ndarray | None:
+        """Return the order of a tensor's `count` rows (first axis), or None where they keep theirs."""
         heads, inside = self.heads, _module(name)
+        if inside in self.interleaved:
+            halves = np.arange(count).reshape(self.interleaved[inside], 2, -1)
+            return halves.transpose(0, 2, 1).reshape(-1)
         if heads is None or self.deltanet is None or heads.keys == heads.values:
             return None
         if inside in self.deltanet.mixed:
@@ -123,7 +134,7 @@ class Layout:
         """
         if self.is_convolution(name):
             array = array.reshape(array.shape[0], -1)
-        rows, columns = self.rows(name), self.columns(name)
+        rows, columns = self.rows(name, len(array)), self.columns(name)
         if rows is not None:
             array = array[rows]
         if columns is not None:
@@ -139,7 +150,7 @@ class Layout:
             array = np.log(-array.astype(np.float64)).astype(np.float32)
         elif self.family.adds_one(name):
             array = array - np.float32(1)
-        rows, columns = self.rows(name), self.columns(name)
+        rows, columns = self.rows(name, len(array)), self.columns(name)
         if rows is not None:
             array = array[np.argsort(rows)]
         return array if columns is None else array[:, np.argsort(columns)]
@@ -152,12 +163,12 @@ def _count(config: Mapping[str, Any], field: str) -> int:
         problem = (
             "is missing" if value is None else f"is {printable(repr(value)[:200], 60)}, expected a positive number"
         )
-        raise CheckpointError(f"config.json: {field} {problem}", "is this a Qwen3 or Qwen3.5 checkpoint?")
+        raise CheckpointError(f"config.json: {field} {problem}", "copy config.json from the source checkpoint")
     return value
 
 
 def _module(name: str) -> str:
-    return models.in_layer(name).removesuffix(".weight")
+    return models.in_layer(name).removesuffix(".weight").removesuffix(".bias")
 
 
 def keeps_float32(stored: str, dimensions: int) -> bool:

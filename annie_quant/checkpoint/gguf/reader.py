@@ -116,7 +116,7 @@ def plain_shapes(like: ModelFolder) -> dict[str, tuple[int, ...]]:
 def unpack_blocks(tensor: ReaderTensor, name: str, layout: Layout) -> Iterator[nvfp4.Tensor]:
     """Yield codes and block scales of an NVFP4 tensor with the heads in the checkpoint's order."""
     packed = nvfp4.from_ggml(np.ascontiguousarray(tensor.data))
-    rows, columns = layout.rows(name), layout.columns(name)
+    rows, columns = layout.rows(name, len(packed.codes)), layout.columns(name)
     if rows is not None:
         order = np.argsort(rows)
         packed.codes, packed.block_scale = packed.codes[order], packed.block_scale[order]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from annie_quant import models, schema
@@ -23,6 +24,7 @@ REQUIRED_HYBRID = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
+ROPE_KINDS = ("default", "mrope", "linear", "llama3")
 HINT = "copy config.json from the source checkpoint"
 
 
@@ -32,10 +34,20 @@ class Rope(msgspec.Struct):
     mrope_section: Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=4)] | None = None
     rope_theta: Positive | None = None
     partial_rotary_factor: Fraction | None = None
+    rope_type: str | None = None
+    type: str | None = None
+    factor: Positive = 1.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position_embeddings: Count = 8192
+
+    @property
+    def kind(self) -> str:
+        return self.rope_type or self.type or "default"
 
 
 class Settings(msgspec.Struct):
-    """Fields of a Qwen3 or Qwen3.5 text model's settings, under their names in config.json.
+    """Fields of a text model's settings, under their names in config.json.
 
     The linear_* fields are required of models with DeltaNet layers, and have no meaning for others.
     """
@@ -74,6 +86,21 @@ class Settings(msgspec.Struct):
     def rope(self) -> Rope:
         return self.rope_parameters or self.rope_scaling or Rope()
 
+    def frequency_factors(self) -> np.ndarray | None:
+        """Return what the rotary frequencies are divided by with Llama 3's scaling, float32 [head_dim / 2]; None without it.
+
+        Source: transformers' _compute_llama3_parameters.
+        """
+        rope = self.rope
+        if rope.kind != "llama3":
+            return None
+        base = rope.rope_theta or self.rope_theta or 10_000.0
+        width = self.attention_head_dim
+        wavelengths = 2 * np.pi * base ** (np.arange(0, width, 2) / width)
+        turns = rope.original_max_position_embeddings / wavelengths
+        smooth = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+        return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
+
 
 def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
     """Return the settings. Raises CheckpointError for a field that is missing, has another type, or does not fit the tensors."""
@@ -83,6 +110,11 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
         if absent:
             raise CheckpointError(f"{where}: {absent} is missing", HINT)
     settings = schema.convert(Settings, folder.text_config, where, error=CheckpointError, hint=HINT)
+    if settings.rope.kind not in ROPE_KINDS:
+        raise CheckpointError(
+            f"{where}: rotary scaling {settings.rope.kind[:40]!r} is not written, expected one of: {', '.join(ROPE_KINDS)}",
+            "convert it with llama.cpp's own converter",
+        )
     layers = settings.num_hidden_layers
     if settings.layer_types is not None and len(settings.layer_types) != layers:
         raise CheckpointError(f"{where}: {len(settings.layer_types)} layer_types for {layers} layers", HINT)
@@ -97,6 +129,11 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
     if missing:
         raise CheckpointError(f"{where}: {missing} is missing", HINT)
     expected = qwen3_5.tensor_shapes(settings) | (qwen3_5_moe.tensor_shapes(settings) if folder.family.experts else {})
+    expected |= {
+        name.replace("_proj.weight", "_proj.bias"): (fields, shape[:1])
+        for name, (fields, shape) in expected.items()
+        if name.endswith("_proj.weight")
+    }
     numbers = set()
     for name, shape in _shapes(folder, linears):
         short, inside = models.short_name(name), models.in_layer(name)

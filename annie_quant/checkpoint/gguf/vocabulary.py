@@ -1,4 +1,4 @@
-"""The tokenizer of a Qwen3.5 folder as GGUF metadata, read from tokenizer.json without transformers."""
+"""The tokenizer of a model folder as GGUF metadata, read from tokenizer.json without transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
 PRE_TOKENIZERS = {
     _HEAD + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL: "qwen35",
     _HEAD + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL: "qwen2",
+    _HEAD + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL: "llama-bpe",
 }
+# Tokenizers that name no expression: the types of their steps → llama.cpp's name. GPT-2's expression is part of ByteLevel.
+STEPS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 HINT = "copy the tokenizer's files from the source checkpoint"
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -39,6 +42,8 @@ class PreTokenizer(msgspec.Struct):
 
     type: str = ""
     pattern: dict[str, str] = {}
+    use_regex: bool = True
+    individual_digits: bool = False
     pretokenizers: list[PreTokenizer] | None = None
 
 
@@ -104,8 +109,11 @@ def pre_tokenizer(tokenizer: dict[str, Any]) -> str:
     expressions = [step.pattern.get("Regex", "") for step in steps if step.type == "Split"]
     if len(expressions) == 1 and expressions[0] in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[expressions[0]]
+    kinds = tuple(step.type for step in steps)
+    if kinds in STEPS and steps[-1].use_regex and all(s.individual_digits for s in steps if s.type == "Digits"):
+        return STEPS[kinds]
     raise ShardError(
         "tokenizer_unknown",
         "tokenizer.json splits text in a way that llama.cpp has no name for",
-        "use Qwen3.5's pre-tokenizer expression",
+        f"expected the pre-tokenizer of {', '.join([*PRE_TOKENIZERS.values(), *STEPS.values()])}",
     )

@@ -1,4 +1,4 @@
-"""Write a Qwen3 or Qwen3.5 folder as one GGUF file for llama.cpp: bf16, f16, NVFP4 as the folder has it, or K-quants from bf16.
+"""Write a model folder as one GGUF file for llama.cpp: bf16, f16, NVFP4 as the folder has it, or K-quants from bf16.
 
 NVFP4 codes and block scales are stored bit for bit in ggml's layout; the tensor scale and the input scale are the tensors
 `.scale` and `.input_scale` of the weight, as llama.cpp's own converter writes them.
@@ -182,13 +182,15 @@ class Plan:
                 self.left_out.append(name)
                 continue
             yield self._plain(name, stored, self.folder.info(name).shape, partial(self.folder.tensor, name))
+        if (factors := self.settings.frequency_factors()) is not None:
+            yield Entry("rope_freqs.weight", "F32", factors.shape, partial(iter, [factors]))
 
     def _plain(self, name: str, stored: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> Entry:
         """Plan a tensor that is written as numbers or quantized here. Rows that keep their order go in pieces."""
         if self.layout.is_convolution(name):
             shape = (shape[0], int(np.prod(shape[1:])))
         kind = self._type(stored, shape)
-        reordered = self.layout.rows(name) is not None or len(shape) < 2
+        reordered = self.layout.rows(name, shape[0]) is not None or len(shape) < 2
         step = max(1, shape[0] if reordered else PIECE_ELEMENTS // shape[-1])
 
         def load() -> Iterator[np.ndarray]:
@@ -294,7 +296,7 @@ class Plan:
         if tensor.group != 16:
             scale = np.repeat(scale, tensor.group // 16, axis=1)
         name = f"{linear.name}.weight"
-        rows, columns = self.layout.rows(name), self.layout.columns(name)
+        rows, columns = self.layout.rows(name, len(codes)), self.layout.columns(name)
         if rows is not None:
             codes, scale = codes[rows], scale[rows]
         if columns is not None:
@@ -344,6 +346,11 @@ def add_metadata(writer: Any, plan: Plan) -> None:
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    if rope.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope.factor)
+    if plan.layout.interleaved:
+        writer.add_rope_dimension_count(head_dim)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{plan.kind}"])
     if heads:
         add_hybrid_metadata(writer, plan, heads)

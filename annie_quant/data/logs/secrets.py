@@ -51,11 +51,17 @@ class Scanner:
         self.counts: Counter[str] = Counter()
 
     def masked(self, value: Any) -> Any:
-        """Return a text, or every text in a JSON value, without secrets."""
+        """Return a text, or every text and property name in a JSON value, without secrets."""
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping):
-            return {key: self._field(key, item) for key, item in value.items()}
+            result: dict[Any, Any] = {}
+            for key, item in value.items():
+                name = self._text(key) if isinstance(key, str) else key
+                while name in result:  # two names with secrets
+                    name += "'"
+                result[name] = self._field(key, item)
+            return result
         return [self.masked(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def conversation(self, messages: list[ChatMessage]) -> list[ChatMessage]:

@@ -15,10 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from annie_quant.data.logs import Conversation
-from annie_quant.data.logs.conversation import Unusable
+from annie_quant.data.logs.conversation import Unusable, with_text_arguments
 from annie_quant.data.logs.records import conversation_of
-from annie_quant.data.logs.rows import with_text_arguments
 from annie_quant.data.logs.secrets import MASK, Scanner
 from annie_quant.schema import ChatMessage, LoggedChat
 from annie_quant.stream import decode
@@ -75,30 +73,31 @@ def line_of(exchange: Exchange, scanner: Scanner) -> Line:
             fault = str(error)
     record: dict[str, Any] = {"messages": request.get("messages"), "tools": _tools(request)}
     if message is not None:
-        record["response"] = {"choices": [{"message": message}]}
+        # Before reasoning and content are joined, and before the scanner, which would mask one part of a secret and leave another.
+        record["response"] = {"choices": [{"message": without(message, exchange.secrets)}]}
     conversation = conversation_of(record)
-    row = masked_row(conversation, scanner)
-    row = {"time": exchange.time, "model": scanner.masked(str(request.get("model") or ""))[:MAX_MODEL], **row}
-    if message is not None and reason:
-        row["finish_reason"] = reason
-    if exchange.secrets:
-        row = without(row, exchange.secrets)
-    data = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace")
+    size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
+    if size > MAX_LINE_BYTES:  # checked first, because masking takes time in proportion to the size
+        raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
+    head: list[ChatMessage] = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    parts: dict[str, Any] = {"messages": head + conversation.messages, "tools": conversation.tools, "reason": reason}
+    parts["model"] = str(request.get("model") or "")[:MAX_MODEL]
+    data = json.dumps(masked_row(without(parts, exchange.secrets), exchange.time, scanner), ensure_ascii=False).encode(
+        "utf-8", "replace"
+    )
     if len(data) > MAX_LINE_BYTES:
         raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
     return Line(data, message is not None, fault)
 
 
-def masked_row(conversation: Conversation, scanner: Scanner) -> LoggedChat:
-    """Return messages and tools without secrets, and without personal data where the scanner masks it."""
-    size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
-    if size > MAX_LINE_BYTES:  # checked first, because masking takes time in proportion to the size
-        raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
-    head: list[ChatMessage] = [{"role": "system", "content": conversation.system}] if conversation.system else []
-    messages = scanner.conversation(head + conversation.messages)
-    row: LoggedChat = {"messages": [with_text_arguments(m) for m in messages]}
-    if conversation.tools:
-        row["tools"] = scanner.masked(conversation.tools)
+def masked_row(parts: Mapping[str, Any], time: str, scanner: Scanner) -> LoggedChat:
+    """Return a chat's row without secrets, and without personal data where the scanner masks it."""
+    row: LoggedChat = {"time": time, "model": scanner.masked(parts["model"])}
+    row["messages"] = [with_text_arguments(m) for m in scanner.conversation(parts["messages"])]
+    if parts["tools"]:
+        row["tools"] = scanner.masked(parts["tools"])
+    if parts["reason"]:
+        row["finish_reason"] = parts["reason"]
     return row
 
 
@@ -183,14 +182,44 @@ def _reason(value: Any) -> str | None:
 
 
 def without(value: Any, secrets: Redactor) -> Any:
-    """Return a JSON value without the given secrets, also where they are encoded, in keys and in texts."""
+    """Return a JSON value without the given secrets, also where they are encoded or spread over texts, and in names."""
+    if not secrets:
+        return value
+    texts = [text.encode("utf-8", "surrogatepass") for text in _texts(value)]
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for index, start, end in secrets.spans_in(texts):
+        spans.setdefault(index, []).append((start, end))
+    masked = (_cut(text, spans[i]) if i in spans else None for i, text in enumerate(texts))
+    return _replaced(value, masked)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the names and texts of a JSON value in its order."""
     if isinstance(value, str):
-        raw, at, parts = value.encode("utf-8", "surrogatepass"), 0, []
-        for start, end in sorted(secrets.spans(raw)):
-            if start >= at:
-                parts += [raw[at:start], MASK.encode()]
-            at = max(at, end)
-        return b"".join([*parts, raw[at:]]).decode("utf-8", "replace") if parts else value
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _cut(text: bytes, spans: list[tuple[int, int]]) -> str:
+    at, parts = 0, []
+    for start, end in spans:
+        if start >= at:
+            parts += [text[at:start], MASK.encode()]
+        at = max(at, end)
+    return b"".join([*parts, text[at:]]).decode("utf-8", "replace")
+
+
+def _replaced(value: Any, masked: Iterator[str | None]) -> Any:
+    """Return a JSON value with each text replaced by the next of `masked`, where that is not None."""
+    if isinstance(value, str):
+        text = next(masked)
+        return value if text is None else text
     if isinstance(value, dict):
-        return {without(key, secrets): without(item, secrets) for key, item in value.items()}
-    return [without(item, secrets) for item in value] if isinstance(value, list) else value
+        return {_replaced(key, masked): _replaced(item, masked) for key, item in value.items()}
+    return [_replaced(item, masked) for item in value] if isinstance(value, list) else value

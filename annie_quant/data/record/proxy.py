@@ -5,7 +5,10 @@ passed back and not followed, the environment's proxies are not used, and cookie
 other server. A fault of recording never stops the traffic.
 
 Limits of what is kept in memory: exchange.MAX_REQUEST_BYTES and MAX_ANSWER_BYTES per exchange, MAX_HELD_BYTES in all,
-MAX_CLIENTS requests at once (further ones get status 503).
+MAX_CLIENTS requests at once (further ones get status 503, or the place of one whose body is late).
+
+Limits of time, so that slow clients do not keep others out: HEAD_S for a connection's first head, BODY_S and a least rate for
+a body, WRITE_S for accepting a part of the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import logging
 import signal
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -49,7 +52,12 @@ MAX_HELD_BYTES = 256_000_000
 MAX_CLIENTS = 512
 MAX_HEADER_BYTES = 64 << 10
 CONNECT_S = 30.0
-SHUTDOWN_S = 10.0  # for requests in flight when recording ends
+HEAD_S = 10.0
+# A body may take 10 s, and 1 s more per 10 kB; only waiting for the client counts.
+BODY_S, BODY_BYTES_PER_S = 10.0, 10_000
+LATE_S = 1.0  # a body for which the proxy has waited so long gives its place to another request
+WRITE_S = 60.0
+SHUTDOWN_S = 10.0  # for answers in flight when recording ends
 PATH = "/chat/completions"
 # Headers of one connection (RFC 9110, section 7.6.1); Host and Expect are those of the client's connection.
 HOP_BY_HOP = {
@@ -164,7 +172,10 @@ class Recorder:
         self._left_out: Counter[str] = Counter()
         self._scanner = new_scanner(settings.personal, settings.words)
         self._held = Held(MAX_HELD_BYTES)
-        self._clients = 0
+        self._passed: dict[_Passed, None] = {}  # the requests in flight, the oldest first
+        self._silent: dict[Any, float] = {}  # connection → when it was accepted, until its first head is complete
+        self._listener: asyncio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="annie-quant-record")
         self._session: ClientSession | None = None
         self._runner: web.AppRunner | None = None
@@ -193,27 +204,51 @@ class Recorder:
             logger=_quiet(),  # aiohttp logs the bytes of requests that it cannot parse
             handler_cancellation=True,
             shutdown_timeout=SHUTDOWN_S,
+            lingering_time=LATE_S,
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.settings.host, self.settings.port)
+        loop = asyncio.get_running_loop()
         try:
-            await site.start()
+            self._listener = await loop.create_server(self._accept, self.settings.host, self.settings.port, backlog=128)
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot listen at {self.settings.host}:{self.settings.port}: {error.strerror}", "choose another --port"
             ) from error
-        port = self._runner.addresses[0][1]
+        self._sweeper = asyncio.create_task(self._close_silent())
+        port = self._listener.sockets[0].getsockname()[1]
         host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
         self.url = f"http://{host}:{port}"
 
+    def _accept(self) -> asyncio.BaseProtocol:
+        assert self._runner is not None and self._runner.server is not None
+        connection = self._runner.server()
+        self._silent[connection] = asyncio.get_running_loop().time()
+        return connection
+
+    async def _close_silent(self) -> None:
+        while True:
+            await asyncio.sleep(LATE_S)
+            before = asyncio.get_running_loop().time() - HEAD_S
+            for connection in [c for c, since in self._silent.items() if since < before]:
+                del self._silent[connection]
+                connection.force_close()
+
     async def stop(self) -> Recorded:
-        """Let requests in flight finish, for SHUTDOWN_S at most, then close the file."""
+        """Let answers in flight finish, for SHUTDOWN_S at most, then close the file."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        for connection in self._silent:
+            connection.force_close()
+        for passed in [p for p in self._passed if not p.is_received]:
+            passed.abort()
         if self._runner is not None:
             await self._runner.cleanup()
-        for _ in range(int(SHUTDOWN_S / 0.02)):  # handlers whose client has left are ending
-            if not self._clients:
+        for _ in range(int(LATE_S / 0.02)):  # handlers whose client has left are ending
+            if not self._passed:
                 break
             await asyncio.sleep(0.02)
         if self._session is not None:
@@ -229,11 +264,11 @@ class Recorder:
         self.result.size_bytes, self.result.stopped = self.log.size_bytes, self.log.stopped
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if self._clients >= MAX_CLIENTS:
+        self._silent.pop(request.protocol, None)
+        if len(self._passed) >= MAX_CLIENTS and not self._drop_a_late_one():
             return error_page(503, f"more than {MAX_CLIENTS} requests at once")
         if not request.raw_path.startswith("/"):
             return error_page(400, "the path must begin with /")
-        self._clients += 1
         self.result.requests += 1
         is_chat = request.method == "POST" and request.path.rstrip("/").endswith(PATH)
         copies = (
@@ -241,15 +276,25 @@ class Recorder:
             Copy(self._held, MAX_ANSWER_BYTES if is_chat else 0, "an answer"),
         )
         passed = _Passed(request, *copies)
+        self._passed[passed] = None
         try:
             return await passed.on(self._session, self.upstream)
         finally:
-            self._clients -= 1
+            self._passed.pop(passed, None)
             if is_chat:
                 self._keep(passed)
             else:
                 for copy in copies:
                     copy.drop()
+
+    def _drop_a_late_one(self) -> bool:
+        """End the request for whose body the proxy has waited longest. Return False where none is late."""
+        late = max(self._passed, key=_Passed.waiting_s, default=None)
+        if late is None or late.waiting_s() < LATE_S:
+            return False
+        late.abort()
+        self._passed.pop(late, None)
+        return True
 
     def _keep(self, passed: _Passed) -> None:
         """Hand a chat to the writer's thread, with the copies' bytes until it is written."""
@@ -293,9 +338,11 @@ class Recorder:
         self.progress.update(self.result.lines, None, f"{self.result.lines:,} chats recorded")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Passed:
-    """One request that is passed on. refused: why it is not recorded at all; fault: why its answer is not."""
+    """One request that is passed on. refused: why it is not recorded at all; fault: why its answer is not.
+    is_received: its body is complete. waiting_since: since when the client sends nothing, None while it is not waited for.
+    """
 
     request: web.Request
     question: Copy
@@ -304,6 +351,16 @@ class _Passed:
     fault: str = ""
     is_stream: bool = False
     coding: str = ""
+    is_received: bool = False
+    waiting_since: float | None = None
+
+    def waiting_s(self) -> float:
+        return 0.0 if self.waiting_since is None else asyncio.get_running_loop().time() - self.waiting_since
+
+    def abort(self) -> None:
+        """End the client's connection at once."""
+        if self.request.transport is not None:
+            self.request.transport.abort()
 
     async def on(self, session: ClientSession | None, upstream: str) -> web.StreamResponse:
         import aiohttp
@@ -311,6 +368,7 @@ class _Passed:
 
         assert session is not None
         request = self.request
+        self.is_received = not request.body_exists
         if request.headers.get("Content-Encoding", "identity") != "identity":
             self.refused = "a compressed request"
         try:
@@ -322,7 +380,7 @@ class _Passed:
                 allow_redirects=False,
             )
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-            self.refused = "the server could not be reached"
+            self.refused = self.refused or "the server could not be reached"
             return error_page(502, f"the server behind annie-quant record cannot be used ({type(error).__name__})")
         except asyncio.CancelledError:
             self.fault = "the client left"
@@ -333,9 +391,31 @@ class _Passed:
             answer.close()
 
     async def _body(self) -> AsyncIterator[bytes]:
-        async for piece in self.request.content.iter_any():
-            self.question.add(piece)
-            yield piece
+        loop, waited, size = asyncio.get_running_loop(), 0.0, 0
+        while not self.is_received:
+            self.waiting_since = loop.time()
+            try:
+                left = BODY_S + size / BODY_BYTES_PER_S - waited
+                piece = await asyncio.wait_for(self.request.content.readany(), max(0.0, left))
+            except asyncio.TimeoutError:
+                self.refused = "the client was too slow"
+                self.abort()
+                raise
+            finally:
+                waited += self.waiting_s()
+                self.waiting_since = None
+            self.is_received = not piece
+            if piece:
+                size += len(piece)
+                self.question.add(piece)
+                yield piece
+
+    async def _in_time(self, writing: Awaitable[None]) -> None:
+        timer = asyncio.get_running_loop().call_later(WRITE_S, self.abort)
+        try:
+            await writing
+        finally:
+            timer.cancel()
 
     async def _return(self, answer: Any) -> web.StreamResponse:
         import aiohttp
@@ -358,15 +438,14 @@ class _Passed:
                 except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
                     # The client must see what it would have seen without a proxy: an answer that is cut off.
                     self.fault = "the server ended it early"
-                    if self.request.transport is not None:
-                        self.request.transport.abort()
+                    self.abort()
                     return response
                 if not piece:
                     is_complete = True
                     break
                 self.answer.add(piece)
-                await response.write(piece)
-            await response.write_eof()
+                await self._in_time(response.write(piece))
+            await self._in_time(response.write_eof())
         except (asyncio.CancelledError, ConnectionError, aiohttp.ClientConnectionError):
             self.fault = self.fault or ("" if is_complete else "the client left")
             raise

@@ -24,21 +24,18 @@ from annie_quant.schema import (
     RequestRecord,
     ServedSide,
     SpeedGate,
+    Standing,
     Verdict,
 )
 
 MARGIN = 0.05  # of the incumbent's median or memory: smaller differences are neither gain nor loss
-# A checklist item that is not met, or the start of a loss, in a word for the badge.
+# A checklist item that is not met, in a word for the badge.
 SHORT = {
     "answers no later": "slower",
     "answers no worse": "worse answers",
     "fits the memory budget": "too large",
     "calls tools": "tool calls",
     "speaks the OpenAI API": "failed requests",
-    "memory": "larger",
-    "content TTFT": "slower",
-    "tool call TTFT": "slower",
-    "E2E latency": "slower",
 }
 BUDGET_BYTES = 110e9  # for everything that runs on the machine (R50)
 
@@ -63,6 +60,17 @@ class Recommendation:
 
 
 @dataclass(frozen=True)
+class GainOrLoss:
+    """What a switch changes. short: the same in a word, for the badge."""
+
+    text: str
+    short: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
 class AnswerPairs:
     """The candidate's answers compared with the incumbent's on the same prompts (paired.py), and the reverse: what is better."""
 
@@ -82,7 +90,7 @@ def pair_answers(
     ours, theirs = (
         deciding_by_prompt([r for r in records if r.backend == name], greedy) for name in (candidate, incumbent)
     )
-    (worse, pooled), (better, _) = pair_by_prompt(theirs, ours), pair_by_prompt(ours, theirs)
+    (worse, pooled), (better, _) = pair_by_prompt(theirs, ours, bf16=False), pair_by_prompt(ours, theirs, bf16=False)
     return AnswerPairs(
         paired.judge_gates({"served": worse}, {"served": pooled})[0]["served"],
         paired.judge_gates({"served": better})[0]["served"],
@@ -94,19 +102,19 @@ def served_as(aggregates: Aggregates, name: str | None) -> str | None:
     return next((backend for backend, side in aggregates.served.items() if name in (backend, side.model)), None)
 
 
-def outcome(aggregates: Aggregates, verdict: Verdict) -> Outcome:
-    """Return the run's outcome: a candidate that loses nothing but has an undecided gate has not passed yet."""
+def outcome(aggregates: Aggregates, verdict: Verdict) -> Standing:
+    """Return the run's outcome, also that of a run of version 0.1.0, which has no more than `passed`."""
     if not verdict.sentence:
         return "undecided"
-    if not verdict.passed:
-        return "fail"
     if verdict.outcome is not None:
-        return "pass" if verdict.outcome == "keeps" else "undecided"
+        return verdict.outcome
+    if not verdict.passed:
+        return "loses"
     name = verdict.candidate
     tables = [side.gates for backend, side in aggregates.served.items() if name in (None, backend, side.model)]
     tables += [s.gates for model, sides in aggregates.offline.items() if name in (None, model) for s in sides.values()]
     results = [result for gates in tables for result in gates.values() if not result.advisory]
-    return "undecided" if any(result.verdict == "undecided" for result in results) else "pass"
+    return "undecided" if any(result.verdict == "undecided" for result in results) else "keeps"
 
 
 # ---- checklist
@@ -245,7 +253,7 @@ def recommendation(
         return Recommendation("wait", sentence, reasons, "undecided: too few answers")
     verb = opening.split()[1].replace("kept", "keeps").replace("passed", "passes")
     lost = [item.item for item in items if item.verdict == "fail"]
-    worse = list(dict.fromkeys([*(SHORT.get(item, item) for item in lost), *map(_short, losses)]))
+    worse = list(dict.fromkeys([*(SHORT.get(item, item) for item in lost), *(loss.short for loss in losses)]))
     if lost:
         sentence = f"Stay with {other}: {name} {verb} its gates, but not on: {', '.join(lost)}."
         return Recommendation("stay", sentence, reasons, f"{opening}; stay with {other}: {', '.join(worse)}")
@@ -260,19 +268,15 @@ def recommendation(
     return Recommendation("stay", f"Stay with {other}: {name} {verb} every gate, but {why}.", reasons, badge)
 
 
-def _short(loss: str) -> str:
-    return next((short for start, short in SHORT.items() if loss.startswith(start)), loss)
-
-
 def gains_and_losses(
     aggregates: Aggregates, candidate: str, incumbent: str, answers: AnswerPairs | None = None
-) -> tuple[list[str], list[str], list[str]]:
+) -> tuple[list[GainOrLoss], list[GainOrLoss], list[str]]:
     """Return (gains, losses, speed): significant paired differences, gates that one of the two loses, memory.
 
     Decode speed is separate: it is neither a gain nor a loss by itself.
     """
-    gains: list[str] = []
-    losses: list[str] = []
+    gains: list[GainOrLoss] = []
+    losses: list[GainOrLoss] = []
     speed: list[str] = []
     for row in _compared(aggregates, candidate, incumbent):
         metric = METRICS.get(row.metric)
@@ -281,7 +285,7 @@ def gains_and_losses(
         change, before = _change(row, candidate)
         text = f"{metric.title} {three_digits(change, '+')} of {three_digits(before)} {metric.unit}, {row.n_prompts} prompts"
         if metric.user_latency and abs(change) > MARGIN * abs(before):
-            (gains if change < 0 else losses).append(text)
+            (gains if change < 0 else losses).append(GainOrLoss(text, "faster" if change < 0 else "slower"))
         elif metric.name == "decode_tok_s":
             speed.append(f"{text} (no reason by itself)")
     side, other = aggregates.served[candidate], aggregates.served[incumbent]
@@ -290,11 +294,13 @@ def gains_and_losses(
             if paired.is_loss(pair, paired.loss_limit(gate), LEVEL):
                 # In `better` the candidate is the reference: what the incumbent lost against it is won.
                 lost, won = (pair.lost, pair.won) if texts is losses else (pair.won, pair.lost)
-                texts.append(f"{paired.title(gate)} {lost} lost and {won} won of {pair.n}")
+                text = f"{paired.title(gate)} {lost} lost and {won} won of {pair.n}"
+                texts.append(GainOrLoss(text, text))
     ours, before_bytes = peak_bytes(side), peak_bytes(other)
     if ours and before_bytes and abs(ours - before_bytes) > MARGIN * before_bytes:
         text = f"memory {_gigabytes(ours)} against {_gigabytes(before_bytes)}"
-        (gains if ours < before_bytes else losses).append(text)
+        smaller = ours < before_bytes
+        (gains if smaller else losses).append(GainOrLoss(text, "smaller" if smaller else "larger"))
     return gains, losses, speed
 
 

@@ -1,9 +1,9 @@
 """Roles: which side is judged (candidate), which is bf16 (reference), and which would be replaced (incumbent).
 
-They are said by the user. What is not said follows from the order of the sides and from the format of their weights, never from a
+The user states them. What is not stated follows from the order of the sides and from the format of their weights, never from a
 name: a side whose weights are bf16 is the reference, the first other side is the candidate, and the next one the incumbent. Two
-sides of one quantized format are an A/B of the second against the first. Where neither the user nor the formats tell which of two
-sides is the new one, each is compared with the other (Roles.assumed), so that a loss is not missed in either direction.
+sides of one quantized format are an A/B of the second against the first. Where neither the user nor the formats determine which
+of two sides is new, each is compared with the other (Roles.assumed), so that a loss is not missed in either direction.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from annie_quant.errors import UsageError
 from annie_quant.schema import Aggregates, ModelRow, Roles
 
 REFERENCE_FORMAT = "BF16"
-RULE = 3  # of Verdict.rule: roles are said; a confound and an unanswered request do not keep
+RULE = 3  # of Verdict.rule: roles are stated; a confound and an unanswered request do not keep
 
 
-def assign(names: Sequence[str], formats: Mapping[str, str], said: Roles | None = None) -> Roles:
-    """Return all roles. names: the sides, in the user's order. formats: of their weights, where known. said: by the user.
+def assign(names: Sequence[str], formats: Mapping[str, str], stated: Roles | None = None) -> Roles:
+    """Return all roles. names: the sides, in the user's order. formats: of their weights, where known. stated: by the user.
 
     Raises UsageError for a role that names no side, and for a side in two roles.
     """
-    said = said or Roles()
-    check(names, said)
-    reference = said.reference
-    free = [name for name in names if name not in said.names]
+    stated = stated or Roles()
+    check(names, stated)
+    reference = stated.reference
+    free = [name for name in names if name not in stated.names]
     if reference is None:
         reference = next((name for name in free if formats.get(name, "").upper() == REFERENCE_FORMAT), None)
-        if reference is not None and not said.candidate and len(names) == 1:
+        if reference is not None and not stated.candidate and len(names) == 1:
             reference = None  # a side alone is the candidate, whatever its format
     free = [name for name in free if name != reference]
     known = [formats[name] for name in free[:2] if formats.get(name)]
-    candidate, incumbent, assumed = said.candidate, said.incumbent, False
+    candidate, incumbent, assumed = stated.candidate, stated.incumbent, False
     if candidate is None and incumbent is None and len(free) == 2:
         if len(known) == 2 and known[0] == known[1]:
             free.reverse()
@@ -46,11 +46,11 @@ def assign(names: Sequence[str], formats: Mapping[str, str], said: Roles | None 
     return Roles(candidate=candidate, reference=reference, incumbent=incumbent, assumed=assumed)
 
 
-def check(names: Sequence[str], said: Roles) -> None:
+def check(names: Sequence[str], stated: Roles) -> None:
     """Raise UsageError for a role that names no side, and for a side in two roles."""
     taken: dict[str, str] = {}
     for role in ("candidate", "reference", "incumbent"):
-        name = getattr(said, role)
+        name = getattr(stated, role)
         if name is None:
             continue
         if name not in names:

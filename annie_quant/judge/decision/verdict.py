@@ -1,6 +1,6 @@
 """The verdict: which side is judged, whether it keeps what its reference does, and why.
 
-Roles are said (roles.py). The reference of a side is the bf16 model on the same prompts, or the incumbent where bf16 was not
+Roles are stated (roles.py). The reference of a side is the bf16 model on the same prompts, or the incumbent where bf16 was not
 measured; a side alone is judged by the absolute requirements. Where a confound leaves open what was compared, nothing keeps.
 Speed alone is never a reason to switch: gates come first, then what differs between the two sides, then what changes in operation.
 """
@@ -205,8 +205,8 @@ def verdict(
     if not isinstance(aggregates, Aggregates):
         aggregates = schema.convert(Aggregates, aggregates, "aggregates", error=UsageError)
     if reference or incumbent:
-        said = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
-        aggregates = replace(aggregates, roles=assign(sides(aggregates), formats_of(aggregates), said))
+        stated = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+        aggregates = replace(aggregates, roles=assign(sides(aggregates), formats_of(aggregates), stated))
     chosen = decision(aggregates, candidate)
     if chosen is None:
         return Verdict(rule=RULE, sentence="Nothing was measured, so nothing can be concluded.")
@@ -219,7 +219,7 @@ def blocked(result: Verdict, blocking: Sequence[str]) -> Verdict:
         return result
     result = replace(result, passed=False, reasons=[*blocking, *result.reasons])
     if result.outcome == "keeps":
-        result.outcome, result.badge = "undecided", "undecided: broken export"
+        result.outcome, result.badge = "undecided", "undecided: not a sound export"
         result.sentence = f"{blocking[0]}. Undecided, although no gate is lost."
     return result
 
@@ -507,7 +507,9 @@ def _operation(aggregates: Aggregates, candidate: str, incumbent: str) -> list[s
 def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
     caveats = [c.message for c in sorted(chosen.confounds, key=lambda c: _SEVERITIES.index(c.severity))]
     if chosen.roles.assumed:
-        caveats.insert(0, f"nobody said which side is new: {chosen.candidate} was judged; choose with --candidate NAME")
+        caveats.insert(
+            0, f"nobody stated which side is new: {chosen.candidate} was judged; choose with --candidate NAME"
+        )
     caveats += _missed(aggregates, chosen)
     for gate in chosen.gates["undecided"]:
         advice = ""

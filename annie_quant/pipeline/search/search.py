@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from annie_quant import judge, quantize
+from annie_quant import __version__, judge, quantize
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token, folder_size
 from annie_quant.data import check_prompt_hash
@@ -131,6 +131,7 @@ class Search:
             strategies=[],
             seconds=0.0,
             seeds=seeds,
+            version=__version__,
         )
 
     def check_reference(self, anyway: bool) -> None:
@@ -326,6 +327,7 @@ def try_draws(stages: Stages, row: StrategyRow, prompts: Sequence[Workload], see
 def keep_numerics(row: StrategyRow, evaluation: Evaluation) -> None:
     """Set the row's numerics to the part of an evaluation that search.json keeps."""
     row.verdict = evaluation.verdict
+    row.model_sha256 = evaluation.checkpoint_files.sha256 if evaluation.checkpoint_files else ""
     row.numerics = {
         kind: msgspec.convert(side, SearchNumerics, from_attributes=True) for kind, side in evaluation.numerics.items()
     }

@@ -12,8 +12,8 @@ import numpy as np
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.progress import Progress
-from annie_quant.quantize.expert_coverage import Coverage
 from annie_quant.quantize.formats import FP8, NVFP4, W4A16
+from annie_quant.quantize.input_stats import Coverage
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size
 from annie_quant.quantize.select import choose, excluded

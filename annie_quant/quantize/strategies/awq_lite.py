@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.progress import Progress
-from annie_quant.quantize.expert_coverage import Coverage
 from annie_quant.quantize.formats import NVFP4
+from annie_quant.quantize.input_stats import Coverage
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size
 from annie_quant.quantize.select import choose

@@ -1,4 +1,4 @@
-"""The report's charts as SVG, one per module. draw(run) gives all of them in the order of the report."""
+"""The report's charts as SVG. draw(run) gives all of them in the order of the report."""
 
 from __future__ import annotations
 
@@ -8,29 +8,18 @@ from annie_quant.report.run import LoadedRun
 
 
 def draw(run: LoadedRun) -> list[Figure]:
-    from annie_quant.report.charts import (
-        calls_by_tools,
-        gate_rates,
-        kl_divergence,
-        latency_by_length,
-        latency_distributions,
-        offline_and_served,
-        server_memory,
-        size_and_gates,
-        token_streams,
-        ttft_by_turn,
-    )
+    from annie_quant.report.charts import gates, kl_divergence, latency
 
     timed = recount.timed_requests(run.measured)
     return [
-        gate_rates.draw(run),
-        offline_and_served.draw(run),
+        gates.gate_rates(run),
+        gates.offline_and_served(run),
         kl_divergence.draw(run),
-        size_and_gates.draw(run),
-        calls_by_tools.draw(run),
-        ttft_by_turn.draw(run),
-        latency_distributions.draw(run, timed),
-        token_streams.draw(run, timed),
-        latency_by_length.draw(run),
-        server_memory.draw(run),
+        gates.size_and_gates(run),
+        gates.calls_by_tools(run),
+        latency.by_turn(run),
+        latency.distributions(run, timed),
+        latency.token_streams(run, timed),
+        latency.by_length(run),
+        latency.server_memory(run),
     ]

@@ -9,7 +9,7 @@ from annie_quant.judge import decision
 from annie_quant.report.format import SIGNS, count
 from annie_quant.report.pages.comparison import container
 from annie_quant.report.run import LoadedRun, Side
-from annie_quant.schema import Outcome
+from annie_quant.schema import Outcome, Standing
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Step:
         return SIGNS.get(self.verdict, "·")
 
 
-def outcome(run: LoadedRun) -> Outcome:
+def outcome(run: LoadedRun) -> Standing:
     return decision.outcome(run.aggregates, run.verdict)
 
 
@@ -108,8 +108,8 @@ def _model(run: LoadedRun, model: str, chosen: bool) -> Step:
         steps.append(Step("serving: not tried"))
     verdict = decision.combined([s.verdict for s in steps if s.verdict] or ["undecided"])
     end = {
-        "pass": "passes every gate",
-        "fail": "fails: try the next strategy",
+        "pass": "keeps every gate",
+        "fail": "loses: try the next strategy",
         "undecided": "open: more answers needed",
     }
     text = end[verdict]
@@ -139,8 +139,9 @@ def _gates(run: LoadedRun, side: Side) -> Step:
         for gate, r in gates.items()
         if r.verdict == verdict != "pass"
     ]
+    verb = "kept" if any(side.word(gate) != gates[gate].verdict for gate in gates) else "pass"
     where = "smoke test and gates behind a server" if side.kind == "served" else f"gates under {side.title}"
     passing = sum(r.verdict == "pass" for r in gates.values())
     return Step(
-        f"{where}: {passing} of {len(gates)} gates pass" + "; ".join(["", ", ".join(named)] if named else []), verdict
+        f"{where}: {passing} of {len(gates)} gates {verb}" + "; ".join(["", ", ".join(named)] if named else []), verdict
     )

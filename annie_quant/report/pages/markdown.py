@@ -5,10 +5,9 @@ Every cell is cleaned and escaped for Markdown.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
-from annie_quant.printable import visible
+from annie_quant.printable import inert
 from annie_quant.report.format import seconds
 from annie_quant.report.pages import advice, comparison, tables
 from annie_quant.report.pages.html import caveats, facts
@@ -21,12 +20,6 @@ LEGEND = (
     f"is none); 95 % intervals of the rate in brackets. {tables.TIMES}"
 )
 SHOWN = 20  # differences and unreadable lines
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
-
-
-def inert(value: object) -> str:
-    """One line of text that Markdown shows as it is."""
-    return _SPECIAL.sub(r"\\\1", " ".join(visible(value).split()))
 
 
 def bullets(items: Iterable[object]) -> str:

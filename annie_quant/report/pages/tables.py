@@ -165,7 +165,7 @@ def gates_table(run: LoadedRun) -> Table:
             figure(share(r.rate), f"rate|{key}", r.rate),
             figure(interval(r.low, r.high, share), f"interval|{key}", r.low),
             Cell(share(r.threshold), r.rule, css="rule", sort=r.threshold),
-            Cell(f"{SIGNS[r.verdict]} {r.verdict}", css=f"word {r.verdict}"),
+            Cell(f"{SIGNS[r.verdict]} {side.word(gate)}", css=f"word {r.verdict}"),
             Cell(count(r.n_to_decide) if r.n_to_decide else ""),
             Cell(MEETS[r.meets].format(r.requirement) if r.meets and r.requirement else "", css="word"),
         ]

@@ -21,12 +21,12 @@ import msgspec
 from annie_quant.errors import UsageError
 from annie_quant.files import write_text
 from annie_quant.judge.metrics import METRICS
-from annie_quant.printable import visible
+from annie_quant.printable import inert, visible
 from annie_quant.report import format
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.figure import WIDTH
 from annie_quant.report.charts.svg import Canvas
-from annie_quant.report.format import DASH, SIGNS, count, interval, significant
+from annie_quant.report.format import CSS, DASH, SIGNS, count, interval, significant
 from annie_quant.report.pages import advice, markdown
 from annie_quant.report.pages.html import render_template
 from annie_quant.report.pages.tables import Cell, Table
@@ -137,7 +137,7 @@ def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:
         if items:
             parts += [f"## {title}", markdown.bullets(items)]
     for table in tables:
-        parts += [f"## {markdown.inert(table.caption)}", markdown.grid(table, 2)]
+        parts += [f"## {inert(table.caption)}", markdown.grid(table, 2)]
     files = {"trends.html": page, "trends.md": "\n\n".join(parts) + "\n"}
     return {name: text.encode("utf-8", "replace").decode() for name, text in files.items()}
 
@@ -237,7 +237,7 @@ def overview(runs: list[LoadedRun], names: list[str]) -> Table:
             Cell(run.document.environment.time or DASH, css="word"),
             Cell(run.document.environment.cpu or DASH, css="word"),
             Cell(count(len(run.measured))),
-            Cell(f"{SIGNS[outcome]} {outcome}", css=f"word {outcome}"),
+            Cell(f"{SIGNS[outcome]} {outcome}", css=f"word {CSS[outcome]}"),
             Cell(run.sentence or "no verdict", css="word long"),
         ]
         table.rows.append((label, cells))

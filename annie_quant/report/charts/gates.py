@@ -1,0 +1,231 @@
+"""Charts of gates: against their thresholds, offline and served, against the size on disk, and by the number of tools."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from annie_quant.report.charts import svg
+from annie_quant.report.charts.figure import (
+    ROWS_LEFT,
+    ROWS_TOP,
+    WIDE,
+    WIDTH,
+    Axis,
+    Figure,
+    Point,
+    label_rows,
+    line_chart,
+)
+from annie_quant.report.charts.svg import Canvas
+from annie_quant.report.format import SIGNS, ends, share, size
+from annie_quant.report.run import LoadedRun, Side
+from annie_quant.schema import GateResult
+
+ROW = 19  # pixels
+
+
+def gate_rates(run: LoadedRun) -> Figure:
+    return Figure(
+        "gates",
+        "Share of answers that pass, with 95 % Wilson intervals; the dashed line is the threshold, "
+        "the figures on the right are passes of n. A hollow mark is a gate that n cannot decide.",
+        [(gate, _gate_panel(run, gate)) for gate in run.gate_names],
+    )
+
+
+def _gate_panel(run: LoadedRun, gate: str) -> Canvas:
+    sides = [s for s in run.sides if gate in s.gates]
+    results = [s.gates[gate] for s in sides]
+    thresholds = {r.threshold for r in results}
+    start = max(0.0, math.floor((min([r.low for r in results] + [*thresholds]) - 0.02) * 10) / 10)
+    bottom = ROWS_TOP + ROW * len(sides)
+    description = "; ".join(
+        f"{run.label(s.model)} {s.title} {r.passes} of {r.n}, {s.word(gate)}"
+        for s, r in zip(sides, results, strict=True)
+    )
+    c = Canvas(WIDTH, bottom + 22, f"Gate: {run.gate_title(gate)}", description)
+    c.text(0, 14, run.gate_title(gate), "t")
+    if all(r.advisory for r in results):
+        c.text(WIDTH, 14, "informs only", "e")
+    right = 30 + 6.6 * max(len(f"{r.passes}/{r.n}") for r in results)
+    x = svg.scale(start, 1.0, ROWS_LEFT, WIDTH - right)
+    svg.x_axis(c, x, svg.ticks(start, 1.0, 4), ROWS_TOP - 4, bottom, svg.percent)
+    for threshold in thresholds:
+        c.line(x(threshold), ROWS_TOP - 8, x(threshold), bottom, "h", f"threshold {share(threshold)}")
+    ys = [ROWS_TOP + ROW * (index + 0.5) for index in range(len(sides))]
+    label_rows(c, run, list(sides), ys)
+    for side, r, y in zip(sides, results, ys, strict=True):
+        tip = f"{run.label(side.model)}, {side.title}: {r.passes} of {r.n} = {share(r.rate)} "
+        tip += f"({share(r.low)} to {share(r.high)}), {side.word(gate)}"
+        series = run.series(side.model)
+        c.line(x(r.low), y, x(r.high), y, f"w s{series}", tip)
+        c.mark(series, x(r.rate), y, "o" if r.verdict == "undecided" else "f", tip)
+        c.text(WIDTH - 14, y + 4, f"{r.passes}/{r.n}", "v e")
+        c.text(WIDTH - 4, y + 4, SIGNS[r.verdict], "v m")
+    return c
+
+
+LEFT, TOP, ROW = 146, 50, 20
+# Shape and fill by how a side runs; the colour is the model's.
+_MARKS = {"reference": (0, "f"), "W4A4": (0, "f"), "W4A16": (0, "o"), "served": (2, "f")}
+
+
+def offline_and_served(run: LoadedRun) -> Figure:
+    figure = Figure(
+        "offline-served",
+        "Pass rates of the same model without a server and behind one (n and intervals: the table of gates). Where a "
+        "tool call is right in the raw text and lost behind the server, its parser is at fault and not the model.",
+    )
+    for model in run.models:
+        sides = [s for s in run.sides_of(model.name) if s.gates]
+        if {s.kind for s in sides} == {"offline", "served"}:
+            figure.panels.append((model.name, _model_panel(run, model.name, sides)))
+    return figure
+
+
+def _model_panel(run: LoadedRun, model: str, sides: Sequence[Side]) -> Canvas:
+    gates = [g for g in run.gate_names if all(g in s.gates for s in sides)]
+    bottom, series = TOP + ROW * len(gates), run.series(model)
+    description = "; ".join(
+        f"{s.title}: " + ", ".join(f"{run.gate_title(g)} {share(s.gates[g].rate)}" for g in gates) for s in sides
+    )
+    c = Canvas(WIDTH, bottom + 24, f"{run.label(model)}: offline and served", description)
+    c.text(0, 14, run.label(model), "t")
+    marks = [_MARKS.get(s.how, (1, "o")) for s in sides]
+    for index, (side, (shape, css)) in enumerate(zip(sides, marks, strict=True)):
+        c.mark(shape, LEFT - 34 + index * 76, 31, f"{css} x{series}")
+        c.text(LEFT - 25 + index * 76, 35, side.how)
+    start = math.floor(min([s.gates[g].rate for s in sides for g in gates] + [0.9]) * 10) / 10
+    x = svg.scale(start, 1.0, LEFT, WIDTH - 20)
+    svg.x_axis(c, x, svg.ticks(start, 1.0, 5), TOP - 4, bottom, svg.percent)
+    for row, gate in enumerate(gates):
+        y = TOP + ROW * (row + 0.5)
+        c.text(LEFT - 10, y + 4, run.gate_title(gate), "e")
+        xs = [x(s.gates[gate].rate) for s in sides]
+        c.line(min(xs), y, max(xs), y, "a")
+        for index, (side, (shape, css)) in enumerate(zip(sides, marks, strict=True)):
+            result = side.gates[gate]
+            shift = 5 * (index - (len(sides) - 1) / 2)  # equal rates would hide each other
+            tip = f"{side.title}: {result.passes} of {result.n}"
+            c.mark(shape, xs[index], y + shift, f"{css} x{series}", tip, 3.6)
+    return c
+
+
+HEIGHT, LEFT, TOP, BOTTOM = 330, 52, 20, 250
+
+
+@dataclass(frozen=True)
+class _Point:
+    side: Side
+    size_bytes: int
+    gate: str
+    result: GateResult
+
+
+def size_and_gates(run: LoadedRun) -> Figure:
+    figure = Figure(
+        "pareto",
+        "A model is as good as its worst gate: the lowest pass rate of any deciding gate, with its 95 % interval, "
+        "against size on disk. Up and left is better. Circles: offline (filled W4A4 or reference, hollow W4A16); "
+        "diamonds: served. The line joins the models whose worst side no smaller one reaches. n: the table of gates.",
+        wide=True,
+    )
+    points = [
+        _Point(side, model.size_bytes, *min(gates, key=lambda item: (item[1].rate, item[1].low)))
+        for model in run.models
+        if model.size_bytes and model.size_bytes > 0
+        for side in run.sides_of(model.name)
+        if (gates := [(gate, result) for gate, result in side.deciding.items() if result.n])
+    ]
+    if len({p.side.model for p in points}) > 1:
+        figure.panels.append(("pareto", _size_panel(run, points)))
+    return figure
+
+
+def _size_panel(run: LoadedRun, points: list[_Point]) -> Canvas:
+    description = "; ".join(
+        f"{run.label(p.side.model)} {p.side.title}: {size(p.size_bytes)}, worst gate {run.gate_title(p.gate)} "
+        f"{share(p.result.rate)}"
+        for p in points
+    )
+    c = Canvas(WIDE, HEIGHT, "Size and worst gate", description)
+    largest = max(p.size_bytes for p in points)
+    unit, scale = next((u for u in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= u[1]), ("B", 1.0))
+    start = math.floor(min(p.result.low for p in points) * 5) / 5
+    x, y = svg.scale(0, largest * 1.12, LEFT, WIDE - 14), svg.scale(start, 1.0, BOTTOM, TOP)
+    marks = [t * scale for t in svg.ticks(0, largest * 1.12 / scale, 7)]
+    svg.x_axis(c, x, marks, TOP, BOTTOM, lambda v: svg.plain(v / scale), f"size on disk, {unit}")
+    svg.y_axis(c, y, svg.ticks(start, 1, 5), LEFT, WIDE - 14, svg.percent)
+    c.path([(x(size_bytes), y(rate)) for size_bytes, rate in _front(points)], "h")
+    placed: dict[str, int] = {}
+    for p in points:
+        model, result = p.side.model, p.result
+        placed[model] = placed.get(model, -1) + 1
+        at, series = x(p.size_bytes) + 10 * placed[model], run.series(model)
+        tip = f"{run.label(model)}, {p.side.title}: {size(p.size_bytes)}, {run.gate_title(p.gate)} "
+        tip += f"{result.passes} of {result.n}"
+        c.line(at, y(result.low), at, y(result.high), f"w s{series}", tip)
+        css = f"{'o' if p.side.how == 'W4A16' else 'f'} x{series}"
+        c.mark(2 if p.side.kind == "served" else 0, at, y(result.rate), css, tip, 5)
+    _model_names(c, run, {p.side.model: p.size_bytes for p in points}, x)
+    return c
+
+
+def _front(points: list[_Point]) -> list[tuple[int, float]]:
+    """(size, rate) of the models whose worst side no smaller model reaches; empty for a single one."""
+    worst: dict[str, tuple[int, float]] = {}
+    for p in points:
+        worst[p.side.model] = (p.size_bytes, min(p.result.rate, worst.get(p.side.model, (0, 1.0))[1]))
+    front: list[tuple[int, float]] = []
+    for size_bytes, rate in sorted(worst.values(), key=lambda w: (w[0], -w[1])):
+        if not front or rate > front[-1][1]:
+            front.append((size_bytes, rate))
+    return front if len(front) > 1 else []
+
+
+def _model_names(c: Canvas, run: LoadedRun, sizes: dict[str, int], x: Callable[[float], float]) -> None:
+    """Write each model's name below its size, on up to three lines so that names do not overlap."""
+    ends = [-99.0, -99.0, -99.0]
+    for model, size_bytes in sorted(sizes.items(), key=lambda item: item[1]):
+        at, text = x(size_bytes), f"{run.label(model)} · {size(size_bytes)}"
+        width = 7.0 * len(text) + 16
+        right = at + width > c.width
+        start = at - width if right else at
+        row = next((i for i, end in enumerate(ends) if start > end), 2)
+        ends[row] = start + width
+        y, series = BOTTOM + 50 + 16 * row, run.series(model)
+        c.mark(series, at, y - 4, f"f x{series}")
+        c.text(at + (-9 if right else 9), y, text, "v e" if right else "v")
+
+
+def calls_by_tools(run: LoadedRun) -> Figure:
+    figure = Figure("tool-surface", wide=True)
+    measured = [(s, [p for p in run.aggregates.tool_surface.get(s.name, []) if p.n and p.n_tools]) for s in run.served]
+    measured = [(side, sorted(points, key=lambda p: p.n_tools)) for side, points in measured if len(points) > 1]
+    if not measured:
+        return figure
+    lines = []
+    for side, points in measured:
+        marks = []
+        for p in points:
+            tip = f"{run.label(side.model)}, {p.n_tools} tools: {p.passes} of {p.n} = {share(p.passes / p.n)}"
+            marks.append(Point(p.n_tools, p.passes / p.n, tip, p.low, p.high, p.worse))
+        lines.append((side, marks))
+    figure.caption = (
+        "Right tool calls against the number of tools on offer, with 95 % Wilson intervals; the same prompts at each "
+        f"number (n = {ends([p.n for _, points in measured for p in points])} per mark). A hollow mark is significantly "
+        "worse than the fewest tools (exact McNemar test, Holm over the numbers)."
+    )
+    levels = sorted({p.n_tools for _, points in measured for p in points})
+    start = max(0.0, math.floor((min(p.low for _, points in measured for p in points) - 0.02) * 10) / 10)
+    description = "; ".join(
+        f"{run.label(s.model)}: " + ", ".join(f"{p.n_tools} tools {p.passes} of {p.n}" for p in points)
+        for s, points in measured
+    )
+    tools = Axis("tools on offer", levels[0], levels[-1], levels, log=True)
+    rates = Axis("right tool calls", start, 1.0, svg.ticks(start, 1.0), svg.percent)
+    title = "Right calls against the number of tools"
+    figure.panels.append(("tool-surface", line_chart(run, title, description, tools, rates, lines)))
+    return figure

@@ -1,0 +1,223 @@
+"""Charts of served requests: TTFT by turn, distributions, single streams, latency by answer length, servers' memory."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+from annie_quant.judge.metrics import COMPARED, METRICS
+from annie_quant.report.charts import svg
+from annie_quant.report.charts.figure import WIDE, WIDTH, Axis, Figure, Point, line_chart
+from annie_quant.report.charts.svg import Canvas
+from annie_quant.report.format import ends, name, significant, size
+from annie_quant.report.recount import group, label, quantile, values
+from annie_quant.report.run import Backend, LoadedRun
+from annie_quant.schema import RequestRecord
+
+
+def by_turn(run: LoadedRun) -> Figure:
+    figure = Figure("turns", wide=True)
+    lines, counts = [], []
+    for side in run.served:
+        points = []
+        for turn in run.aggregates.turns.get(side.name, []):
+            if turn.ttft_content_ms is not None:
+                tip = f"{run.label(side.model)}, turn {turn.turn}: {significant(turn.ttft_content_ms)} ms, n = {turn.n}"
+                points.append(Point(turn.turn, turn.ttft_content_ms, tip, turn.low, turn.high))
+                counts.append(turn.n)
+        if len(points) > 1:
+            lines.append((side, points))
+    if not lines:
+        return figure
+    figure.caption = (
+        "Time to the first token of content against the turn of a growing conversation: p50 with its 95 % interval "
+        f"(n = {ends(counts)} requests per mark)."
+    )
+    high = max(p.high or p.y for _, points in lines for p in points) * 1.05
+    last = int(max(p.x for _, points in lines for p in points))
+    description = "; ".join(
+        f"{run.label(s.model)}: " + ", ".join(f"turn {p.x:g} {significant(p.y)} ms" for p in points)
+        for s, points in lines
+    )
+    turns, times = Axis("turn", 1, last, range(1, last + 1)), Axis("TTFT content, ms", 0, high, svg.ticks(0, high))
+    figure.panels.append(("turns", line_chart(run, "TTFT over turns", description, turns, times, lines)))
+    return figure
+
+
+POINTS = 64  # of a curve
+FEWEST = 5  # values that make a distribution
+TIMES = {metric: METRICS[metric].title for metric in COMPARED if METRICS[metric].unit == "ms"}
+LEFT, TOP, BOTTOM, RIGHT = 30, 42, 160, WIDTH - 8
+Curve = tuple[Backend, list[float]]
+
+
+def distributions(run: LoadedRun, timed: list[RequestRecord]) -> Figure:
+    figure = Figure(
+        "distributions",
+        "Share of values at or below the time on the axis (cumulative, measured requests only; "
+        "for inter-token latency every gap of every stream counts). Curves of 100 "
+        "values and more end at their 99th percentile; fewer than five values are no distribution and are left out.",
+    )
+    groups = group(timed, lambda r: (r.backend, label(r)))
+    labels = sorted({label(r) for r in timed})
+    for metric, title in TIMES.items():
+        for workload in labels:
+            curves = [(s, sorted(values(groups.get((s.name, workload), []), metric))) for s in run.served]
+            curves = [(side, ordered) for side, ordered in curves if len(ordered) >= FEWEST]
+            if curves:
+                figure.panels.append((f"{metric}.{workload}", _panel(run, workload, title, curves)))
+                figure.groups[metric] = title
+    return figure
+
+
+def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Canvas:
+    low = min(ordered[0] for _, ordered in curves)
+    high = max(ordered[-1] if len(ordered) < 100 else quantile(ordered, 0.99) or 0.0 for _, ordered in curves)
+    high = high if high > low else low + max(abs(low) * 0.1, 0.1)
+    log = low > 0 and high / low > 20
+    medians = [quantile(ordered, 0.5) for _, ordered in curves]
+    description = "; ".join(
+        f"{run.label(side.model)}: p50 {significant(p50)} ms, p99 {significant(quantile(ordered, 0.99))} ms, "
+        f"n {len(ordered)}"
+        for (side, ordered), p50 in zip(curves, medians, strict=True)
+    )
+    c = Canvas(WIDTH, BOTTOM + 22, f"{name(workload)}: {title}", description)
+    c.text(0, 13, name(workload), "t")
+    c.text(RIGHT, 13, f"ms · n = {ends([len(ordered) for _, ordered in curves])}", "e")
+    c.text(0, 32, "p50")
+    for index, ((side, _), p50) in enumerate(zip(curves[:4], medians, strict=False)):
+        c.mark(run.series(side.model), LEFT + 8 + index * 76, 28, "f")
+        c.text(LEFT + 16 + index * 76, 32, significant(p50), "v")
+    x, y = svg.scale(low, high, LEFT, RIGHT, log), svg.scale(0, 1, BOTTOM, TOP)
+    svg.x_axis(c, x, svg.log_ticks(low, high) if log else svg.ticks(low, high, 5), TOP, BOTTOM)
+    svg.y_axis(c, y, [0, 0.5, 1], LEFT, RIGHT)
+    for side, ordered in curves:
+        c.path([(x(v), y(share)) for v, share in _steps(ordered) if v <= high], f"l s{run.series(side.model)}")
+    return c
+
+
+def _steps(ordered: list[float]) -> list[tuple[float, float]]:
+    """(value, share at or below) of a sorted sample: exact steps of few values, POINTS of many."""
+    n = len(ordered)
+    if n <= POINTS:
+        return [(v, share) for i, v in enumerate(ordered) for share in (i / n, (i + 1) / n)]
+    places = (k * (n - 1) // (POINTS - 1) for k in range(POINTS))
+    return [(ordered[0], 0.0), *((ordered[i], (i + 1) / n) for i in places)]
+
+
+LEFT, TOP, ROW, RIGHT = 132, 14, 34, WIDE - 86
+
+
+def token_streams(run: LoadedRun, timed: list[RequestRecord]) -> Figure:
+    figure = Figure("streams", wide=True)
+    answers = _answers([s.name for s in run.served], timed)
+    if not answers:
+        return figure
+    one = next(iter(answers.values()))
+    figure.caption = (
+        f"One stream per backend, the same prompt ({name(one.workload)}, case {one.case}): each tick is a piece of the "
+        "answer as it arrived, the line from zero is the wait for the first. n = 1 request each: an "
+        "illustration, not a measurement."
+    )
+    streams = [
+        (s.model, list(itertools.accumulate(answers[s.name].itl_ms, initial=answers[s.name].first_token_ms or 0.0)))
+        for s in run.served
+        if s.name in answers
+    ]
+    bottom = TOP + ROW * len(streams)
+    end = max(times[-1] for _, times in streams) or 1.0
+    description = "; ".join(
+        f"{run.label(m)}: first after {significant(t[0])} ms, {len(t)} pieces, last {significant(t[-1])} ms"
+        for m, t in streams
+    )
+    c = Canvas(WIDE, bottom + 34, "Single streams over time", description)
+    x = svg.scale(0, end, LEFT, RIGHT)
+    svg.x_axis(c, x, svg.ticks(0, end, 7), TOP - 4, bottom, svg.plain, "milliseconds since the request")
+    for index, (model, times) in enumerate(streams):
+        y, series = TOP + ROW * (index + 0.5), run.series(model)
+        c.text(LEFT - 8, y + 4, run.label(model)[:19], "v e")
+        c.line(x(0), y, x(times[0]), y, f"l s{series}", f"first after {significant(times[0])} ms")
+        c.ticks([x(t) for t in times], y, 9, f"l s{series}")
+        c.text(RIGHT + 4, y + 4, f"{len(times)} pieces")
+    figure.panels.append(("streams", c))
+    return figure
+
+
+def _answers(backends: list[str], timed: list[RequestRecord]) -> dict[str, RequestRecord]:
+    """By backend, the answers to one prompt: one that most backends streamed, with the longest shortest answer."""
+    prompts: dict[tuple[str, str, int], dict[str, RequestRecord]] = {}
+    for record in timed:
+        if record.backend in backends and record.itl_ms:
+            prompts.setdefault(record.prompt, {}).setdefault(record.backend, record)
+    return max(
+        prompts.values(), key=lambda answers: (len(answers), min(len(r.itl_ms) for r in answers.values())), default={}
+    )
+
+
+LONGEST = 400  # tokens of an answer, the end of the axis
+
+
+def by_length(run: LoadedRun) -> Figure:
+    figure = Figure("crossover", wide=True)
+    lines, models, counts = [], [], []
+    for side in run.served:
+        alone = [w for label, w in side.data.workloads.items() if "@" not in label]
+        medians = [(w.ttft_content_ms.p50, w.tpot_ms.p50) for w in alone if w.ttft_content_ms and w.tpot_ms]
+        if medians:
+            ttft, tpot = (statistics.fmean(column) for column in zip(*medians, strict=True))
+            lines.append((side, [Point(0, ttft), Point(LONGEST, ttft + LONGEST * tpot)]))
+            models.append(f"{run.label(side.model)}: {significant(ttft)} ms + {significant(tpot)} ms per token")
+            counts.append(len(medians))
+    if len(lines) < 2:
+        return figure
+    figure.caption = (
+        "Total latency against the length of the answer: TTFT + tokens × TPOT from the medians, averaged over "
+        f"{min(counts)} workloads." + _crossings(run)
+    )
+    high = max(points[-1].y for _, points in lines)
+    tokens = Axis("tokens of the answer", 0, LONGEST, svg.ticks(0, LONGEST, 5))
+    times = Axis("total latency, ms", 0, high, svg.ticks(0, high))
+    title = "Total latency against answer length"
+    figure.panels.append(("crossover", line_chart(run, title, "; ".join(models), tokens, times, lines)))
+    return figure
+
+
+def _crossings(run: LoadedRun) -> str:
+    labels = {s.name: run.label(s.model) for s in run.served}
+    sentences = []
+    for row in run.aggregates.crossover:
+        if row.tokens and row.tokens <= 10 * LONGEST and row.faster_when_short != row.faster_when_long:
+            short, long = (labels.get(b, name(b)) for b in (row.faster_when_short, row.faster_when_long))
+            sentences.append(f" {short} is faster below {significant(row.tokens)} tokens, {long} above.")
+    return "".join(sentences)
+
+
+SOURCES = {
+    "process_rss_bytes": "resident memory of the server's processes",
+    "gpu_process_bytes": "GPU memory of the server's processes, reported by NVML",
+    "system_used_bytes": "MemTotal − MemAvailable of the whole machine",
+}
+LEVELS = (("idle", "idle"), ("one", "1 request"), ("five", "5 at once"))
+LEFT, TOP, ROW = 76, 26, 17
+
+
+def server_memory(run: LoadedRun) -> Figure:
+    measured = [(s, s.data.memory_bytes) for s in run.served if s.data.memory_bytes]
+    sources = sorted({memory.source for _, memory in measured} - {""})
+    source = ", ".join(SOURCES.get(s, s) for s in sources) or "source not recorded"
+    figure = Figure("memory", f"Memory of each server: {source}; the highest seen, one measurement each (n = 1).")
+    largest = max([getattr(memory, level) or 0 for _, memory in measured for level, _ in LEVELS], default=0)
+    for side, memory in measured if largest > 0 else ():
+        label = run.label(side.model)
+        description = "; ".join(f"{title}: {size(getattr(memory, level))}" for level, title in LEVELS)
+        c = Canvas(WIDTH, TOP + ROW * 3 + 4, f"Memory: {label}, {side.title}", description)
+        c.text(0, 14, label, "t")
+        width = svg.scale(0, largest, 0, WIDTH - LEFT - 66)
+        for index, (level, title) in enumerate(LEVELS):
+            value, y = getattr(memory, level), TOP + ROW * index
+            c.text(LEFT - 8, y + 10, title, "e")
+            if value is not None:
+                c.bar(LEFT, y, width(value), ROW - 5, f"f s{run.series(side.model)}")
+            c.text(LEFT + width(value or 0) + 6, y + 10, size(value), "v")
+        figure.panels.append((side.key, c))
+    return figure

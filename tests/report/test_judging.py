@@ -1,0 +1,103 @@
+"""A report shows the stored verdict and judges nothing; `annie-quant report DIR --judge` makes a new one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from bench_cases import FACTS, ask, workload
+from click.testing import CliRunner
+from fake_server import FakeServer, Script, words
+from paths import DATA
+
+from annie_quant import bench, report, schema
+from annie_quant.cli import cli
+from annie_quant.judge import decision
+from annie_quant.pytest_plugin import Run
+from annie_quant.report import judging
+from annie_quant.report.run import load
+
+
+@pytest.mark.parametrize("version", ["schema_1", "schema_2"])
+def test_a_run_of_an_older_version_shows_its_verdict_with_a_note(version, tmp_path):
+    folder = shutil.copytree(DATA / "runs" / version, tmp_path / "run")
+    stored = json.loads((folder / "run.json").read_text())["verdict"]
+    shown = load(folder).verdict
+    assert (shown.sentence, shown.candidate, shown.passed) == (stored["sentence"], stored["candidate"], True)
+    assert shown.caveats == [
+        *stored["caveats"],
+        "the verdict was made by an older rule; today's rule: annie-quant report DIR --judge",
+    ]
+    assert "made by an older rule" in report.compose(folder)["report.md"]
+    # the roles that it had are kept
+    done = CliRunner().invoke(cli, ["report", str(folder), "--judge"])
+    assert done.exit_code == 0, done.output
+    run = schema.decode(schema.Run, folder / "run.json")
+    assert run.verdict.rule == decision.RULE and (run.verdict.candidate, run.verdict.incumbent) == ("a", "b")
+    assert run.aggregates.roles == schema.Roles(candidate="a", incumbent="b")
+    assert not any("older rule" in caveat for caveat in load(folder).verdict.caveats)
+
+
+def test_loading_a_report_changes_no_verdict(tmp_path):
+    """A verdict in run.json that is not today's is shown as it is stored."""
+    folder = shutil.copytree(DATA / "runs/schema_2", tmp_path / "run")
+    document = json.loads((folder / "run.json").read_text())
+    document["verdict"] |= {"outcome": "loses", "passed": False, "sentence": "a loses everything."}
+    (folder / "run.json").write_text(json.dumps(document))
+    before = {path: path.read_bytes() for path in folder.rglob("*.json*")}
+    assert load(folder).verdict.sentence == "a loses everything."
+    assert {path: path.read_bytes() for path in folder.rglob("*.json*")} == before
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Three sides: bf16 and q4 answer rightly, the candidate loses half of the facts."""
+    folder = tmp_path_factory.mktemp("roles") / "run"
+    cases = [{"id": f"f{i}", "messages": ask(f"Capital {i}?"), "expect": {"contains": ["Tokyo"]}} for i in range(60)]
+    facts = workload("factual", cases, gates=list(FACTS.gates))
+
+    def half(body):
+        number = int(body["messages"][-1]["content"].split()[-1].rstrip("?")) if "Capital" in str(body) else 1
+        return words("It is Tokyo." if number % 2 else "It is Rome.")
+
+    def right(body):
+        return words("It is Tokyo.")
+
+    with FakeServer(half) as a, FakeServer(right) as b, FakeServer(right) as c:
+        sides = [bench.Backend(name, server.url) for name, server in (("x", a), ("y", b), ("z", c))]
+        bench.run(sides, [facts], folder, warmup=0, runs=1, with_memory=False, reference="y", candidate="x")
+    return folder
+
+
+def test_the_same_answers_with_other_roles(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    bench_verdict = schema.read_bench(folder).verdict
+    assert (bench_verdict.candidate, bench_verdict.incumbent, bench_verdict.outcome) == ("x", "z", "loses")
+    judged = judging.judge_again(folder, schema.Roles(candidate="z", reference="y"))
+    assert (judged.verdict.candidate, judged.verdict.incumbent, judged.verdict.outcome) == ("z", "x", "keeps")
+    assert schema.read_bench(folder).verdict == bench_verdict, "nothing is written"
+    against = judging.judge_again(folder, schema.Roles(candidate="y", incumbent="x"))
+    assert against.aggregates.served["y"].paired["factual"].won == 30
+
+
+def test_roles_of_the_plug_in(run):
+    Run(run, candidate="z", reference="y").assert_gates()
+    with pytest.raises(AssertionError, match="factual: loses"):
+        Run(run).assert_gates()
+
+
+def test_a_role_of_a_report_that_names_no_side(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    done = CliRunner().invoke(cli, ["report", str(folder), "--candidate", "nvfp4"])
+    assert "--candidate nvfp4: no side has this name" in str(done.exception)
+    done = CliRunner().invoke(cli, ["report", str(folder), "--candidate", "x", "--incumbent", "x"])
+    assert "it is the candidate already" in str(done.exception)
+
+
+def test_a_run_of_failed_requests_fails_the_plug_in(tmp_path):
+    with FakeServer(lambda body: Script(status=500, error="no")) as a, FakeServer(lambda body: words("Tokyo")) as b:
+        sides = [bench.Backend("a", a.url), bench.Backend("b", b.url)]
+        bench.run(sides, [FACTS], tmp_path, warmup=0, runs=1, with_memory=False, reference="b")
+    with pytest.raises(AssertionError, match="requests failed"):
+        Run(tmp_path).assert_gates()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.files import sha256_text
 from annie_quant.progress import Progress
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import column_sweep, rounding_job
@@ -38,7 +39,8 @@ BROKEN = 1e6  # divergence of a recipe whose scores are not finite
 
 @dataclass(frozen=True)
 class Rounding:
-    """A way to round. plain: to nearest, as naive. served: by layer_rounding.py, on inputs that are rounded as a server does.
+    """A way to round. plain: to nearest, as naive. layers: by layer_rounding.py, on a GPU where there is one, else by gptq.py.
+    served: on inputs that are rounded as a server does.
 
     prompt, markup: weights of these tokens relative to others of answers. The rest are layer_rounding.Method's; gptq.py has
     the damping alone.
@@ -49,6 +51,7 @@ class Rounding:
     fold: str = "none"
     damping: float = 0.05
     plain: bool = False
+    layers: bool = False
     served: bool = False
     order: str = "blocks"
     codes: str = "near"
@@ -70,14 +73,14 @@ class Rounding:
     ) -> Plan:
         """Return the plan with all linears of `formats` rounded. name: of the layers' folder inside the job's."""
         fold = self.fold == "awq"
-        if not self.served:
+        if not self.layers:
             plan = Plan(dict(formats), scale="amax" if self.plain else job.scale)
             gptq.round_model(
                 folder, plan, samples, self.token_weights(), None if self.plain else self.damping, job, progress, fold
             )
             return plan
         candidates = column_sweep.ALL_CODES if self.codes == "all" else column_sweep.NEAR_CODES
-        method = Method(self.damping, self.order, candidates, self.cross or None, self.steps)
+        method = Method(self.damping, self.order, candidates, self.cross or None, self.steps, self.served)
         return rounding_job.round_model(
             folder, formats, samples, job, progress, method, self.token_weights(), fold, name
         )
@@ -90,13 +93,13 @@ INGREDIENTS: list[tuple[str, dict[str, Any], str]] = [
     ("prompt tokens at 0", {"prompt": 0.0}, "fast"),
     ("prompt tokens at 1", {"prompt": 1.0}, "normal"),
     ("prompt tokens at .03", {"prompt": 0.03}, "max"),
-    ("inputs rounded as served", {"served": True}, "normal"),
+    ("inputs rounded as served", {"layers": True, "served": True}, "normal"),
     ("damping .01", {"damping": 0.01}, "max"),
     ("damping .1", {"damping": 0.1}, "max"),
-    ("all block scales", {"served": True, "codes": "all"}, "max"),
-    ("correction across layers", {"served": True, "cross": 1.0}, "max"),
-    ("learned rounding, 100 steps", {"served": True, "steps": 100}, "normal"),
-    ("learned rounding, 1,000 steps", {"served": True, "steps": 1000}, "max"),
+    ("all block scales", {"layers": True, "codes": "all"}, "max"),
+    ("correction across layers", {"layers": True, "cross": 1.0}, "max"),
+    ("learned rounding, 100 steps", {"layers": True, "served": True, "steps": 100}, "normal"),
+    ("learned rounding, 1,000 steps", {"layers": True, "served": True, "steps": 1000}, "max"),
 ]
 
 
@@ -133,6 +136,8 @@ def choose(
         len({s.row for s in held}), sum(len(s.answer) for s in held), sum(sum(s.decides) for s in held)
     )
     progress.message(held_out_line(job.held_out, len({s.row for s in samples})))
+    if device == "cuda":
+        start = replace(start, layers=True)
     trials = Trials(folder, formats, learned, held, job, progress)
     tried = list(tried)
     count = len(tried) + 2
@@ -221,7 +226,9 @@ class Trials:
             if self.trial is None:
                 self.trial = Trial(self.folder, self.held, text.RESPONSE, TOKENS, cut=False)
             self.progress.message(f"recipe {title}")
-            plan = recipe.round(self.folder, self.formats, self.samples, self.job, self.progress, "trial")
+            # A name of its own: a run that is killed before the removal must not continue with another recipe's layers.
+            layers = f"trial-{sha256_text(key)[:12]}"
+            plan = recipe.round(self.folder, self.formats, self.samples, self.job, self.progress, layers)
             served = self.trial.divergence_of(plan, inputs=True)
             weights = served
             if NVFP4 in self.formats.values():
@@ -229,7 +236,7 @@ class Trials:
             pairs = zip(served, weights, strict=True)
             self.scores[key] = [[x if math.isfinite(x) else BROKEN for x in (*a, *b)] for a, b in pairs]
             self.file.save(self.scores)
-            self.job.remove("trial")
+            self.job.remove(layers)
         return self.scores[key]
 
 

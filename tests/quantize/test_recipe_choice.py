@@ -126,9 +126,16 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
     assert noise == pytest.approx((sum((r - mean) ** 2 for r in resampled) / 4000) ** 0.5, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "recipe", [Rounding(), Rounding(plain=True), Rounding(fold="awq"), Rounding(served=True, fold="awq")]
-)
+RECIPES = {
+    "prompt": Rounding(),
+    "plain": Rounding(plain=True),
+    "awq": Rounding(fold="awq"),
+    "layers": Rounding(layers=True),
+    "served": Rounding(layers=True, served=True, fold="awq"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path: Path, recipe: Rounding) -> None:
     from annie_quant.quantize.export import export
     from annie_quant.quantize.runner import copy_companions

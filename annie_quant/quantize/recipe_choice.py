@@ -226,7 +226,7 @@ class Trials:
             if self.trial is None:
                 self.trial = Trial(self.folder, self.held, text.RESPONSE, TOKENS, cut=False)
             self.progress.message(f"recipe {title}")
-            # A name of its own: a run that is killed before the removal must not continue with another recipe's layers.
+            # Its own name: a run that is killed before the removal must not continue with the layers of another recipe.
             layers = f"trial-{sha256_text(key)[:12]}"
             plan = recipe.round(self.folder, self.formats, self.samples, self.job, self.progress, layers)
             served = self.trial.divergence_of(plan, inputs=True)

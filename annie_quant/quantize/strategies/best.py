@@ -99,7 +99,7 @@ STRATEGY = Strategy(
     name="best",
     summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
     formats=ALL_NVFP4,
-    # Memory as rounding_job.memory_needed counts it, with learned rounding. Of the passes, counted and not measured, 16 are trials of
+    # Memory as rounding_job.memory_needed counts it, with learned rounding. Of the passes (counted, not measured) 16 are trials of
     # inputs, 22 the search of folds, 8 GPTQ's recipes and the final one, 18 layers on served inputs and learned rounding.
     cost=Cost(rank=12, layerwise=True, passes=64, encode=SWEEP_TIME, column_feedback=True, bytes_per_layer_weight=44,
               hidden_copies=4, hessians=5, keeps_results=True, whole_model=whole_model_bytes),

@@ -16,6 +16,7 @@ from annie_quant.judge.tool_markup import PYTHON_TAG, Form
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _XML = re.compile(r"<function=(?P<name>[^>\n]+)|<parameter=(?P<key>.)[^>\n]*>\n?(?P<value>.)|</function>", re.DOTALL)
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)', re.DOTALL)  # its end may be missing: the answer was cut
 _SPACE = re.compile(r"\s*")
 _THOUGHTS = re.compile(r".*</think>\s*", re.DOTALL)
 _DECODER = json.JSONDecoder()
@@ -75,11 +76,8 @@ def _json_call(text: str, start: int) -> Iterator[int]:
     """Yield the points of {"name": NAME, "arguments": {...}}, whose brace follows at `start` or after white space."""
     for key, _, value in _members(text, _space(text, start)):
         if key == "name":
-            try:
-                end = _end(text, value)
-            except (ValueError, RecursionError):  # an answer that was cut inside its function's name
-                end = len(text) + 1
-            yield from range(value + 1, end - 1)
+            name = _STRING.match(text, value)
+            yield from range(*name.span(1)) if name else ()
         elif key in ARGUMENTS:
             for name, at, argument in _members(text, value):
                 if name is None:

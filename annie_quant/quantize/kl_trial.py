@@ -18,6 +18,7 @@ import torch
 from annie_quant import nvfp4
 from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.errors import CheckpointError
 from annie_quant.evaluate.engine import Engine, Row
 from annie_quant.hf import codec
 from annie_quant.hf.loading import load as load_model
@@ -37,6 +38,7 @@ class Trial:
     token_weights: how much a token counts, by its kind.
     tokens: of answers, scored at most; every trial is a pass over them, and their logits stay in memory.
     positions: of these answers with their prompts at most.  cut: cut answers that are longer than a LEAST_ANSWERS-th of `tokens`.
+    Raises CheckpointError where the model's own probabilities are not finite.
     """
 
     def __init__(
@@ -69,6 +71,11 @@ class Trial:
                 self.sources.append(sample.row)
         # float16 halves the memory for large vocabularies; the reference is compared with its own rounded self, too.
         self.reference = {i: torch.log_softmax(logits, -1).half() for i, logits in self.engine.scores(self.rows)}
+        if any(bool(reference.isnan().any()) for reference in self.reference.values()):
+            raise CheckpointError(
+                f"{folder.path}: the probabilities of the calibration answers are not finite",
+                f"annie-quant audit {folder.path}",
+            )
 
     def divergences(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield index and KL(reference || model as it is now) of every row, in nats per token."""

@@ -40,7 +40,7 @@ RAISED = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # factors of the damping
 @dataclass(frozen=True)
 class Method:
     """How weights are rounded. damping, order, candidates: of the sweep.  cross: damping of the correction for the inputs'
-    difference, or None.  steps: of learned rounding.
+    difference, or None.  steps: of learned rounding.  served: rounded inputs enter the Hessians where a server has them.
     """
 
     damping: float = 0.05
@@ -48,6 +48,7 @@ class Method:
     candidates: Sequence[int] = column_sweep.NEAR_CODES
     cross: float | None = 0.1
     steps: int = 0
+    served: bool = True
 
 
 class Moments:
@@ -263,8 +264,8 @@ class LayerRounder:
         return result
 
     def round_inputs(self, group: Sequence[str]) -> None:
-        """Let the linears of a group round their inputs from now on, where a server does."""
-        for name in group:
+        """Let the linears of a group round their inputs from now on, where a server does and the method follows it."""
+        for name in group if self.method.served else ():
             if self.formats[f"{self.layer.name}.{name}"] == NVFP4 and (top := self.amax.get(name)):
                 self.linear(self.fake, name).register_forward_pre_hook(input_hook(fake_quant.nvfp4_input, top))
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
+from annie_quant.files import sha256_text
 from annie_quant.progress import Progress
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import column_sweep, rounding_job
 from annie_quant.quantize.calibration_samples import Sample, TokenWeights
+from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_rounding import Method
@@ -33,11 +34,13 @@ HELD_OUT = 4  # one of so many conversations at most
 DECISIONS = 2000  # tokens that decide: with fewer only large differences are seen
 POSITIONS = {"cpu": 8192, "cuda": 1 << 17}  # held-out tokens at most, prompts included
 TOKENS = 8192  # of answers, whose logits stay in memory
+BROKEN = 1e6  # divergence of a recipe whose scores are not finite
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """A way to round. plain: to nearest, as naive. served: by layer_rounding.py, on inputs that are rounded as a server does.
+    """A way to round. plain: to nearest, as naive. layers: by layer_rounding.py, on a GPU where there is one, else by gptq.py.
+    served: on inputs that are rounded as a server does.
 
     prompt, markup: weights of these tokens relative to others of answers. The rest are layer_rounding.Method's; gptq.py has
     the damping alone.
@@ -48,6 +51,7 @@ class Rounding:
     fold: str = "none"
     damping: float = 0.05
     plain: bool = False
+    layers: bool = False
     served: bool = False
     order: str = "blocks"
     codes: str = "near"
@@ -69,14 +73,14 @@ class Rounding:
     ) -> Plan:
         """Return the plan with all linears of `formats` rounded. name: of the layers' folder inside the job's."""
         fold = self.fold == "awq"
-        if not self.served:
+        if not self.layers:
             plan = Plan(dict(formats), scale="amax" if self.plain else job.scale)
             gptq.round_model(
                 folder, plan, samples, self.token_weights(), None if self.plain else self.damping, job, progress, fold
             )
             return plan
         candidates = column_sweep.ALL_CODES if self.codes == "all" else column_sweep.NEAR_CODES
-        method = Method(self.damping, self.order, candidates, self.cross or None, self.steps)
+        method = Method(self.damping, self.order, candidates, self.cross or None, self.steps, self.served)
         return rounding_job.round_model(
             folder, formats, samples, job, progress, method, self.token_weights(), fold, name
         )
@@ -89,13 +93,13 @@ INGREDIENTS: list[tuple[str, dict[str, Any], str]] = [
     ("prompt tokens at 0", {"prompt": 0.0}, "fast"),
     ("prompt tokens at 1", {"prompt": 1.0}, "normal"),
     ("prompt tokens at .03", {"prompt": 0.03}, "max"),
-    ("inputs rounded as served", {"served": True}, "normal"),
+    ("inputs rounded as served", {"layers": True, "served": True}, "normal"),
     ("damping .01", {"damping": 0.01}, "max"),
     ("damping .1", {"damping": 0.1}, "max"),
-    ("all block scales", {"served": True, "codes": "all"}, "max"),
-    ("correction across layers", {"served": True, "cross": 1.0}, "max"),
-    ("learned rounding, 100 steps", {"served": True, "steps": 100}, "normal"),
-    ("learned rounding, 1,000 steps", {"served": True, "steps": 1000}, "max"),
+    ("all block scales", {"layers": True, "codes": "all"}, "max"),
+    ("correction across layers", {"layers": True, "cross": 1.0}, "max"),
+    ("learned rounding, 100 steps", {"layers": True, "served": True, "steps": 100}, "normal"),
+    ("learned rounding, 1,000 steps", {"layers": True, "served": True, "steps": 1000}, "max"),
 ]
 
 
@@ -125,17 +129,19 @@ def choose(
     if not held:
         progress.message(
             f"recipes are not compared: {len({s.row for s in samples})} conversations, {LEAST_CONVERSATIONS} or more are needed "
-            "(annie-quant data, or init with --logs); gptq is used"
+            "(annie-quant data, or init with --logs); plain GPTQ is used"
         )
         return start
     job.held_out = HeldOut(
         len({s.row for s in held}), sum(len(s.answer) for s in held), sum(sum(s.decides) for s in held)
     )
     progress.message(held_out_line(job.held_out, len({s.row for s in samples})))
+    if device == "cuda":
+        start = replace(start, layers=True)
     trials = Trials(folder, formats, learned, held, job, progress)
     tried = list(tried)
     count = len(tried) + 2
-    best = Comparison("gptq", start, trials.score(start, f"1 of {count}, gptq"))
+    best = Comparison("GPTQ", start, trials.score(start, f"1 of {count}, GPTQ"))
     job.ingredients = [best.entry(None)]
     for number, (name, changes) in enumerate(tried, 2):
         if all(getattr(best.recipe, k) == v for k, v in changes.items()):
@@ -206,14 +212,8 @@ class Trials:
         job: Job,
         progress: Progress,
     ) -> None:
-        self.folder, self.formats, self.samples, self.held, self.job, self.progress = (
-            folder,
-            formats,
-            samples,
-            held,
-            job,
-            progress,
-        )
+        self.folder, self.formats, self.job, self.progress = folder, formats, job, progress
+        self.samples, self.held = samples, held
         job.work_folder()
         self.file = job.measurements("recipes.json")
         self.scores: dict[str, list[list[float]]] = self.file.load({})
@@ -223,22 +223,20 @@ class Trials:
         """Return per held-out conversation its parts of four figures: KL and decisions as served, and with no input rounded."""
         key = repr(recipe)
         if key not in self.scores:
-            self.progress.message(f"recipe {title}")
-            plan = recipe.round(self.folder, self.formats, self.samples, self.job, self.progress, "trial")
             if self.trial is None:
                 self.trial = Trial(self.folder, self.held, text.RESPONSE, TOKENS, cut=False)
+            self.progress.message(f"recipe {title}")
+            # Its own name: a run that is killed before the removal must not continue with the layers of another recipe.
+            layers = f"trial-{sha256_text(key)[:12]}"
+            plan = recipe.round(self.folder, self.formats, self.samples, self.job, self.progress, layers)
             served = self.trial.divergence_of(plan, inputs=True)
-            weights = (
-                self.trial.divergence_of(plan, inputs=False)
-                if any(f == "nvfp4" for f in self.formats.values())
-                else served
-            )
-            if not all(math.isfinite(x) for row in (*served, *weights) for x in row):
-                raise CheckpointError(f"{self.folder.path}: the held-out answers have scores that are not finite",
-                                      f"annie-quant audit {self.folder.path}")  # fmt: skip
-            self.scores[key] = [[*a, *b] for a, b in zip(served, weights, strict=True)]
+            weights = served
+            if NVFP4 in self.formats.values():
+                weights = self.trial.divergence_of(plan, inputs=False)
+            pairs = zip(served, weights, strict=True)
+            self.scores[key] = [[x if math.isfinite(x) else BROKEN for x in (*a, *b)] for a, b in pairs]
             self.file.save(self.scores)
-            self.job.remove("trial")
+            self.job.remove(layers)
         return self.scores[key]
 
 

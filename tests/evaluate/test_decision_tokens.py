@@ -32,6 +32,10 @@ PLANTED: list[tuple[Form, str]] = [
     ),
     ("hermes", '^<tool_call>\n{"name": "^f", "arguments": {"^q": ^"^say \\"no\\" }"^}}\n^</tool_call>'),
     ("hermes", '^<tool_call>{"name": "^f", "arguments": {"^q": ^"^cut'),
+    ("hermes", '^<tool_call>\n{"name": "^c^u^t'),
+    ("hermes", '^<tool_call>\n{"name": [1, "cut'),
+    ("hermes", '^<tool_call>{"name": "^f", "arguments": "cut'),
+    ("llama_json", '^{"name": "^c^u'),
     ("hermes", "^Hm.</think>\n\n^No."),
     (
         "qwen_xml",
@@ -59,6 +63,25 @@ def planted(marked: str) -> tuple[str, set[int]]:
 def test_the_planted_characters_decide_and_no_others(form: Form, marked: str) -> None:
     text, points = planted(marked)
     assert {p for p in deciding(text, form) if p < len(text)} == points
+
+
+WHOLE = [text.replace("^", "") for _, text in PLANTED]
+
+
+@given(
+    st.sampled_from(WHOLE),
+    st.integers(0, 100),
+    st.text('"\\{}[]:,', max_size=3),
+    st.sampled_from(["hermes", "qwen_xml", "llama_json"]),
+)
+def test_a_call_that_is_cut_or_broken_anywhere_has_the_points_before_its_fault(
+    text: str, at: int, inserted: str, form: Form
+) -> None:
+    for broken in (text[:at], text[:at] + inserted + text[at:]):
+        points = deciding(broken, form)
+        assert 0 in points and all(0 <= p <= len(broken) for p in points)
+    cut = deciding(text[:at], "hermes") & set(range(at - 1))
+    assert cut <= deciding(text, "hermes") | {at} or "</think>" in text
 
 
 @given(

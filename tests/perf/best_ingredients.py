@@ -44,6 +44,8 @@ RECIPES = {
     "fast": f"{FAST} prompt=0",
     "fast+p.1": f"{FAST} prompt=.1",
     "fast+p1": f"{FAST} prompt=1",
+    "fast+p.1+unrounded": f"{FAST} prompt=.1 inputs=unrounded",
+    "fast+p.1+unrounded+awq": f"{FAST} prompt=.1 inputs=unrounded fold=awq",
     "fast+p.1+awq": f"{FAST} prompt=.1 fold=awq",
     "fast+p.1+markup4": f"{FAST} prompt=.1 markup=4",
     "fast+p.1+natural": f"{FAST} prompt=.1 order=natural",

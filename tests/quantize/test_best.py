@@ -245,8 +245,9 @@ def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(
     assert dead in caplog.text
     assert "model.layers.2.mlp.gate_proj, model.layers.2.mlp.up_proj: " in caplog.text
     assert "calibration inputs hold NaN or inf; rounded without error correction" in caplog.text
-    with pytest.raises(CheckpointError, match="probabilities of the calibration answers are not finite"):
-        quantize.run("best", tmp_path / "model", tmp_path / "out", **options)
+    for settings in (options, {**options, "recipe": "measured", "activations": 4, "calib_samples": 10}):
+        with pytest.raises(CheckpointError, match="probabilities of the calibration answers are not finite"):
+            quantize.run("best", tmp_path / "model", tmp_path / "out", **settings)
 
 
 def test_a_mixture_is_rounded_with_its_experts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +265,7 @@ def test_a_mixture_is_rounded_with_its_experts(home: Path, monkeypatch: pytest.M
     of_experts = [{name.partition(".experts.")[2].partition(".")[0] for name in names} for names in solved]
     assert all(len(numbers) == 1 for numbers in of_experts), "the linears of one expert at a time"
     assert {n for numbers in of_experts for n in numbers} == {"", "0", "1", "3", "4", "5"}, "expert 2 saw no token"
-    coverage = json.loads((out / input_stats.FILE).read_text())
+    coverage = json.loads((out / input_stats.COVERAGE_FILE).read_text())
     assert len(coverage["tokens"]) == 4 and all(counts[2] == 0 for counts in coverage["tokens"].values())
     assert any(line.startswith("memory about") for line in lines)
     assert any(line.startswith("rounding: layer 4 of 4, ") and line.endswith(" s left") for line in lines)

@@ -62,7 +62,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, scores: dict[str, list[float]]) -> t
     def score(self: Trials, recipe: Rounding, title: str) -> list[list[float]]:
         name = title.partition(", ")[2]
         tried.append(name)
-        return [[d, 0.0, 0.0, 0.0] for d in scores.get(name, scores["gptq"])]
+        return [[d, 0.0, 0.0, 0.0] for d in scores.get(name, scores["GPTQ"])]
 
     monkeypatch.setattr(Trials, "__init__", lambda self, *args: None)
     monkeypatch.setattr(Trials, "score", score)
@@ -85,10 +85,10 @@ def test_an_ingredient_stays_only_where_the_divergence_falls_by_more_than_the_no
         [x - 0.2 + (1.5 if i % 2 else -1.5) for i, x in enumerate(base)],
     )
     recipe, job, lines = chosen(
-        monkeypatch, {"gptq": base, "prompt tokens at 0": better, "AWQ folds": noisy, "plain rounding": noisy}
+        monkeypatch, {"GPTQ": base, "prompt tokens at 0": better, "AWQ folds": noisy, "plain rounding": noisy}
     )
     used = {i.name: i.used for i in job.ingredients}
-    assert used["gptq"] and used["prompt tokens at 0"] and not used["AWQ folds"] and not used["plain rounding"]
+    assert used["GPTQ"] and used["prompt tokens at 0"] and not used["AWQ folds"] and not used["plain rounding"]
     assert recipe == Rounding(prompt=0.0)
     entry = job.ingredients[2]
     assert entry.kl == pytest.approx(sum(better)) and entry.change == pytest.approx(-1.05) and 0 < entry.noise < 0.05
@@ -99,7 +99,7 @@ def test_an_ingredient_stays_only_where_the_divergence_falls_by_more_than_the_no
 
 
 def test_plain_rounding_wins_where_everything_else_harms(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, job, _ = chosen(monkeypatch, {"gptq": [1.0] * 9 + [1.1], "plain rounding": [0.5] * 10})
+    recipe, job, _ = chosen(monkeypatch, {"GPTQ": [1.0] * 9 + [1.1], "plain rounding": [0.5] * 10})
     assert recipe == Rounding(plain=True) and [i.used for i in job.ingredients][-1]
 
 
@@ -126,9 +126,16 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
     assert noise == pytest.approx((sum((r - mean) ** 2 for r in resampled) / 4000) ** 0.5, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "recipe", [Rounding(), Rounding(plain=True), Rounding(fold="awq"), Rounding(served=True, fold="awq")]
-)
+RECIPES = {
+    "prompt": Rounding(),
+    "plain": Rounding(plain=True),
+    "awq": Rounding(fold="awq"),
+    "layers": Rounding(layers=True),
+    "served": Rounding(layers=True, served=True, fold="awq"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path: Path, recipe: Rounding) -> None:
     from annie_quant.quantize.export import export
     from annie_quant.quantize.runner import copy_companions
@@ -179,7 +186,7 @@ def test_a_killed_run_keeps_its_scores_and_the_document_lists_what_was_tried(
     document = json.loads((whole / "annie_quant.json").read_text())
     assert document["held_out"]["conversations"] == 2
     names = [i["name"] for i in document["ingredients"]]
-    assert names[0] == "gptq" and names[-1] == "plain rounding" and "AWQ folds" in names
+    assert names[0] == "GPTQ" and names[-1] == "plain rounding" and "AWQ folds" in names
     divergence_of, calls = kl_trial.Trial.divergence_of, 0
 
     def dies(self, plan, inputs):

@@ -64,7 +64,7 @@ def test_the_order_of_a_search_is_that_of_the_ranks() -> None:
 
 def test_an_option_takes_the_type_of_its_default_and_explains_itself() -> None:
     gptq, qad = strategies.find("gptq"), strategies.find("qad")
-    assert gptq.settings({"damping": "0.1"}) == {"damping": 0.1, "prompt": 0.0, "activations": 4}
+    assert gptq.settings({"damping": "0.1"}) == {"damping": 0.1, "prompt": 0.1, "activations": 4}
     with pytest.raises(UsageError, match=r"damping=much: expected a value such as 0\.05") as refused:
         gptq.settings({"damping": "much"})
     assert "diagonal" in refused.value.hint

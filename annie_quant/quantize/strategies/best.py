@@ -54,11 +54,15 @@ def quantize(job: Job, progress: Progress) -> None:
     announce_size(folder, formats, job, progress)
     if options["recipe"] == "fixed":
         steps = options["steps"] if options["steps"] >= 0 else STEPS[options["effort"]]
-        recipe = recipe_choice.Rounding(served=True, steps=steps, **{n: options[n] for n in ROUNDING})
+        recipe = recipe_choice.Rounding(
+            layers=True, served=options["inputs"] == "served", steps=steps, **{n: options[n] for n in ROUNDING}
+        )
     else:
         own = {n: options[n] for n in ROUNDING if options[n] != STRATEGY.options[n].default}
         if options["steps"] >= 0:
             own |= {"steps": options["steps"], "served": bool(options["steps"])}
+        if own.keys() & {"order", "codes", "cross"} or own.get("served"):
+            own["layers"] = True
         start = recipe_choice.Rounding(**own)
         tried = recipe_choice.ingredients(options["effort"], own)
         recipe = recipe_choice.choose(folder, formats, samples, job, progress, start, tried)
@@ -95,9 +99,9 @@ STRATEGY = Strategy(
     name="best",
     summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
     formats=ALL_NVFP4,
-    # Memory as rounding_job.memory_needed counts it, with learned rounding. Half of the passes are trials: of some 60 prompts, for
-    # four groups of linears per layer.
-    cost=Cost(rank=12, layerwise=True, passes=32, encode=SWEEP_TIME, column_feedback=True, bytes_per_layer_weight=44,
+    # Memory as rounding_job.memory_needed counts it, with learned rounding. Of the passes (counted, not measured) 16 are trials of
+    # inputs, 22 the search of folds, 8 GPTQ's recipes and the final one, 18 layers on served inputs and learned rounding.
+    cost=Cost(rank=12, layerwise=True, passes=64, encode=SWEEP_TIME, column_feedback=True, bytes_per_layer_weight=44,
               hidden_copies=4, hessians=5, keeps_results=True, whole_model=whole_model_bytes),
     quantize=quantize,
     options={
@@ -108,6 +112,8 @@ STRATEGY = Strategy(
         "steps": Option(-1, "steps of learned rounding per layer, instead of those of the effort"),
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
         "cross": Option(0.0, "damping of the correction for inputs that the layers before changed; 0: no correction"),
+        "inputs": Option("served", "of a fixed recipe's Hessians: rounded as a server does, or unrounded",
+                         ("served", "unrounded")),
         "order": Option("blocks", "columns in natural order, by falling Hessian in blocks of 16, or one by one",
                         ("natural", "blocks", "columns")),
         "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),

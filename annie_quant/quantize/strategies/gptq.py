@@ -65,12 +65,16 @@ def round_model(
 
     fold: fold activation-aware scales into each layer first. Raises CheckpointError for a linear in no decoder layer.
     """
+    import torch
+
     from annie_quant.quantize import layerwise, shared_text
     from annie_quant.quantize.strategies import awq_lite
 
     text = shared_text.arrange(samples, share=not fold and shared_text.can_share(folder))
     model = layerwise.DecoderLayers(folder, text.batches, progress, "correcting errors")
     table = text.weight_table(token_weights, model.device)
+    if damping is None:  # only largest inputs are needed
+        table = torch.zeros_like(table)
     coverage, chosen = Coverage(), set(plan.formats)
     folded: dict[str, np.ndarray] = {}
     for layer in model:

@@ -84,6 +84,7 @@ class Strategy:
     resume_key: returns what must be equal for an interrupted run's shards to be kept; None keeps none.
     conservative: a search tries it next when a checkpoint answers gibberish.
     kv_cache: format of the KV cache that the checkpoint asks for unless --kv-cache is given.
+    any_family: it takes a family that is not known, although it computes single layers of the known ones.
     searched: whether a search over all strategies tries it. A vendor's recipe is tried by name.
     """
 
@@ -98,12 +99,13 @@ class Strategy:
     resume_key: Callable[[Job], dict[str, object]] | None = None
     conservative: bool = False
     kv_cache: str = "none"
+    any_family: bool = False
     searched: bool = True
 
     @property
     def needs_family(self) -> bool:
-        """Return whether it computes single decoder layers, which takes a family that is known (annie_quant.models)."""
-        return self.cost.layerwise and self.cost.passes > 0
+        """Return whether it has to compute single decoder layers, which takes a family that is known (annie_quant.models)."""
+        return self.cost.layerwise and self.cost.passes > 0 and not self.any_family
 
     def bits(self, kind: str) -> float:
         """Return the bits per weight of a kind of part."""

@@ -115,13 +115,17 @@ def with_padding(table: torch.Tensor) -> torch.Tensor:
 
 
 class LargestInput:
-    """The largest |x| of each column of one input, from calls with x [n, K]. name: for messages."""
+    """The largest |x| of each column of one input, from calls with x [n, K] and kinds [n]. name: for messages."""
 
     def __init__(self, name: str) -> None:
         self.name, self.tokens = name, 0
         self.largest: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor, kinds: torch.Tensor | None = None) -> None:
+    def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
+        self.add(x)
+
+    def add(self, x: torch.Tensor) -> None:
+        """Take inputs [n, K] of any kind."""
         if not len(x):
             return
         self.tokens += len(x)
@@ -146,11 +150,10 @@ class InputObserver(LargestInput):
         self.table, self.weight = weight_table(token_weights, device), 0.0
         self.total: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor, kinds: torch.Tensor | None = None) -> None:
-        super().__call__(x)
+    def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
+        self.add(x)
         if not len(x):
             return
-        assert kinds is not None
         weight = self.table[kinds]
         squares = (x.float().square() * weight[:, None]).sum(0).double()
         self.total = squares if self.total is None else self.total + squares

@@ -60,7 +60,7 @@ def largest_inputs(
     samples = [Sample("", tuple(row), (CONTENT,) * len(row), ()) for row in ids]
     text = shared_text.arrange(samples, share=shared_text.can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
-    chosen, amax = set(linears), {}
+    chosen, amax = set(linears), dict[str, float]()
     for layer in model:
         groups = [[n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()]
         observers = {g[0]: LargestInput(f"{layer.name}.{g[0]}") for g in groups if g}
@@ -80,7 +80,7 @@ def largest_inputs_of_whole_model(
     observers = {name: LargestInput(name) for name in linears if name in modules}
 
     def before(observer: LargestInput, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        observer(args[0].reshape(-1, args[0].shape[-1]))
+        observer.add(args[0].reshape(-1, args[0].shape[-1]))
 
     for name, observer in observers.items():
         modules[name].register_forward_pre_hook(partial(before, observer))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
 KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
+FLOAT32_BYTES = 1 << 30  # models up to this size are computed in float32, one layer at a time
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 
 
@@ -48,7 +49,7 @@ class Cost:
     layerwise: one decoder layer is in memory at a time.
     passes: forward passes of the calibration text through the whole model, or their equivalent.
     encode: time of the codec relative to plain rounding.
-    column_feedback: each rounded column corrects those after it, on the CPU (two operations per weight and column).
+    column_feedback: Hessians are accumulated and factored, and each rounded column corrects those after it.
     bytes_per_weight: memory where the whole model is loaded.
     bytes_per_layer_weight, hidden_copies, hessians: memory where one layer is loaded: per weight of the layer, copies of the
         text's hidden states (by default a layer's inputs, outputs and gathered inputs), and float32 matrices of the widest input.

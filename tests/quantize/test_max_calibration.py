@@ -93,7 +93,7 @@ def test_modelopts_own_export(sources: dict[str, Path], tmp_path: Path, kind: st
 
 
 def assert_same_settings(ours: dict, theirs: dict, excluded: str, folder: ModelFolder) -> None:
-    """Equal but for the producer's version and for the spelling of the excluded modules, which cover the same ones."""
+    """Equal except for the producer's version and for the spelling of the excluded modules, which cover the same ones."""
     for settings in (ours, theirs):
         settings.pop("producer", None)
     patterns, expected = ours.pop(excluded), theirs.pop(excluded)

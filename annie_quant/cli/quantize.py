@@ -78,7 +78,7 @@ def quantize(
     options = dict(item.split("=", 1) for item in settings)
     if dry_run or estimate.is_large(model):
         try:
-            lines = estimate.estimate(model, strategy, calib_samples, options=options).lines()
+            lines = estimate.estimate(model, strategy, calib_samples, options=options, calib_data=calib_data).lines()
         except CheckpointError:
             if dry_run:
                 raise

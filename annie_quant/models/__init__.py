@@ -60,6 +60,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json's model_type names a family."""
+    return any(config.get("model_type") in family.model_types for family in families())
+
+
 def family_or_default(config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json, or for an unknown model type one with the names of every known layer.
 

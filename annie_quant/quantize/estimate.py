@@ -1,11 +1,14 @@
 """Estimate the size of a result, and the memory and time that it takes, before anything starts.
 
-Sizes are counted from the model's own tensors (or a published model's shapes) and the formats of a strategy. Times come
-from rates: measured on this machine in a second, or those of a DGX Spark.
+Sizes are counted from the model's own tensors (or a published model's shapes) and the formats of a strategy. Times are operations
+divided by rates: measured on this machine in a second, or those of a DGX Spark. The rates of a CPU are per processor second, so
+that other processes change them little: a crowded machine takes longer than estimated.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
 import time
@@ -16,35 +19,53 @@ from typing import Any
 
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError
 from annie_quant.models.family import ModelSize
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import PLAIN_BITS
+from annie_quant.quantize.strategy import FLOAT32_BYTES, Cost
 
 GB10_READ = 232e9  # bytes per second, measured (tests/perf/gemm.md)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine. flop_s: operations per second of a large bf16 matmul.  cpu_flop_s: of a float32 matmul on the CPU.
-    disk: bytes read per second.  encode: bytes of bf16 rounded to NVFP4 per second.  memory: free bytes.
-    description: one line.
+    """A machine. flop_s: operations per second of a large matmul in bf16, on a CPU in float32.  float32_flop_s: in float32.
+    cpu_flop_s: in float32 on the CPU.  copy: bytes that a copy in the device's memory reads and writes per second.
+    encode: bytes of bf16 rounded to NVFP4 per second.  memory: free bytes.  description: one line.
     """
 
     flop_s: float
-    disk: float
+    float32_flop_s: float
+    cpu_flop_s: float
+    copy: float
     encode: float
     memory: float
-    cpu_flop_s: float
     description: str
 
+    @property
+    def on_cpu(self) -> bool:
+        return self.flop_s == self.cpu_flop_s
 
-# The matmul was measured on a GB10 (tests/perf/gemm.md), the codec on two x86 cores; the disk is an assumption.
+
+# The matmul and the memory were measured on a GB10 (tests/perf/gemm.md), the codec on two x86 cores.
 SPARK = Rates(
-    91e12, 3e9, 12e9, 119e9, 5e11,
-    "DGX Spark: 91 bf16 TFLOP/s measured; 119 GB free, disk 3 GB/s, codec 12 GB/s and CPU 0.5 TFLOP/s assumed",
+    91e12, 20e12, 5e11, GB10_READ, 12e9, 119e9,
+    "DGX Spark: 91 bf16 TFLOP/s and 232 GB/s measured; 119 GB free, 20 float32 TFLOP/s, codec 12 GB/s and CPU 0.5 TFLOP/s assumed",
 )  # fmt: skip
-FORWARD_SHARE = 0.35  # of the matmul rate that a whole forward pass reaches
+# Shares of the matmul rate, measured on a CPU (SmolLM2-135M) and consistent with an H200 (Qwen2.5-Coder-0.5B and 1.5B).
+FORWARD_SHARE = 0.6
+HESSIAN_SHARE = 0.9
+FACTOR_SHARE = {True: 0.45, False: 0.01}  # on a CPU; on a GPU, of its float32 rate and with the copy to the host
+COLUMNS_SHARE = 0.75
+PER_COLUMN = 1500  # operations per weight that the rounding of columns takes at any width
+HESSIAN_TOKENS = 0.6  # share of the tokens that a Hessian multiplies (gptq_solver.Sampling)
+START_S = {True: 8.0, False: 20.0}  # imports and tokenizer; on a GPU also CUDA
+ROW_S = 0.01  # template and tokens of a conversation
+BATCH_S = 2e-3  # of one layer and batch
+DISK = 1e9  # bytes per second, assumed
+CHARACTERS = 6  # of a conversation's JSON per token
 BASE_BYTES = 0.4e9  # Python, torch, the mapped shard that is being read
 BATCH_TOKENS = 4096
 
@@ -95,10 +116,11 @@ def estimate(
     tokens: int = 600,
     rates: Rates | None = None,
     options: Mapping[str, Any] | None = None,
+    calib_data: Path | None = None,
 ) -> Estimate:
     """Estimate a strategy on a model folder, or on a published model ("9b", "27b").
 
-    samples, tokens: of calibration text, conversations and tokens per conversation.
+    samples, tokens: of calibration text, conversations and tokens per conversation.  calib_data: file to count them in instead.
     rates: by default measured here for a folder, those of a DGX Spark for a published model.
     options: of the strategy. Raises UsageError for one that it does not have.
     """
@@ -108,12 +130,14 @@ def estimate(
     if not published:
         strategies.check_family(part, ModelFolder(model).config)
     size = published or size_of_folder(Path(model))
-    rates = rates or (SPARK if published else measure(Path(model)))
+    rates = rates or (SPARK if published else measure())
     cost, counts = part.cost, size.counts
     size_bytes = sum(n * part.bits(kind) / 8 for kind, n in counts.items())
     weights = sum(counts.values())
     body = weights - counts.get("embedding", 0)
-    text = samples * tokens if cost.passes else 0
+    conversations, text = samples, samples * tokens if cost.passes else 0
+    if cost.passes and calib_data:
+        conversations, text = text_of_file(calib_data, samples, share=rates.on_cpu)
     if cost.layerwise:
         layer = cost.bytes_per_layer_weight * (body - counts.get("head", 0)) / max(1, size.layers)
         peak = BASE_BYTES + (layer + cost.hidden_copies * text * size.hidden_size * 2 if cost.passes else 0)
@@ -127,17 +151,57 @@ def estimate(
     rounded = sum(n for kind, n in counts.items() if part.bits(kind) < PLAIN_BITS)
     if whole:
         peak = max(peak, BASE_BYTES + whole * rounded + 2 * (weights - rounded))
-    columns = 2 * rounded * size.hidden_size if cost.column_feedback else 0
     seconds = {
-        "read": 2 * weights / rates.disk,
-        "text": cost.passes * 2 * body * text / (rates.flop_s * FORWARD_SHARE),
+        "read": 2 * weights / DISK,
         "encode": cost.encode * 2 * rounded / rates.encode,
-        "columns": columns / (rates.cpu_flop_s * FORWARD_SHARE),
-        "write": size_bytes / rates.disk,
+        "write": size_bytes / DISK,
     }
+    if cost.passes:
+        seconds |= calibration_seconds(cost, size, rates, conversations, text, rounded)
     read_bytes = size_bytes - counts.get("embedding", 0) * 2
     return Estimate(part.name, size.label, weights, round(size_bytes), 8 * size_bytes / weights, round(read_bytes),
                     round(peak), cost.layerwise and not whole, seconds, rates)  # fmt: skip
+
+
+def text_of_file(file: Path, samples: int, share: bool) -> tuple[int, int]:
+    """Return the number of conversations of a file that are used, and about how many tokens they have.
+
+    share: tokens of a shared beginning count once, as they are computed on a CPU (shared_text.py).
+    """
+    from annie_quant.evaluate.engine import common_prefix
+
+    rows = read_conversations(file, samples)
+    texts = sorted(json.dumps([row.get("tools"), row["messages"]]) for row in rows)
+    shared = sum(common_prefix(a, b) for a, b in itertools.pairwise(texts)) if share else 0
+    return len(rows), (sum(map(len, texts)) - shared) // CHARACTERS
+
+
+def calibration_seconds(
+    cost: Cost, size: ModelSize, rates: Rates, conversations: int, text: int, rounded: int
+) -> dict[str, float]:
+    """Return the durations of what calibration does. text: tokens.  rounded: number of weights that are rounded."""
+    hidden, width, layers, mlp = size.hidden_size, size.intermediate_size, size.layers, size.counts.get("mlp", 0)
+    body = sum(size.counts.values()) - size.counts.get("embedding", 0) - size.counts.get("head", 0)
+    small = rates.on_cpu or 2 * sum(size.counts.values()) < FLOAT32_BYTES
+    rate = rates.float32_flop_s if small else rates.flop_s
+    activations = 4 * text * layers * (20 * hidden + 6 * width)  # bytes that norms, attention and gates read and write
+    batches = 1 + text / BATCH_TOKENS
+    seconds = {
+        "start": START_S[rates.on_cpu] + ROW_S * conversations,
+        "text": cost.passes
+        * (2 * body * text / (rate * FORWARD_SHARE) + activations / rates.copy + layers * batches * BATCH_S),
+    }
+    if cost.column_feedback:
+        groups = layers * (3 * hidden**2 + width**2)
+        experts = max(layers, mlp / (3 * hidden * width))
+        cubes = layers * 2 * hidden**3 + experts * (hidden**3 + width**3)
+        columns = mlp / 3 * (width + PER_COLUMN) + (rounded - mlp / 3) * (hidden + PER_COLUMN)
+        seconds |= {
+            "Hessians": 2 * HESSIAN_TOKENS * text * groups / (rates.float32_flop_s * HESSIAN_SHARE),
+            "factors": 4 / 3 * cubes / (rates.float32_flop_s * FACTOR_SHARE[rates.on_cpu]),
+            "columns": columns / (rates.cpu_flop_s * COLUMNS_SHARE),
+        }
+    return seconds
 
 
 def is_large(model: Path) -> bool:
@@ -168,18 +232,26 @@ def size_of_folder(folder: Path) -> ModelSize:
     return ModelSize(folder.name, counts, layers, hidden, width)
 
 
-def measure(folder: Path) -> Rates:
-    """Measure this machine's rates in about a second: a matmul, the codec, the model's disk, the free memory."""
+def measure() -> Rates:
+    """Measure this machine's rates in about a second: matmul, a copy, the codec, the free memory."""
     import psutil
+    import torch
 
-    cpu, device = _matmul("cpu"), _device()
-    flop_s = cpu if device == "cpu" else _matmul(device)
-    disk, encode, free = _disk(folder), _encode(), _free(device, psutil.virtual_memory().available)
+    threads, device = torch.get_num_threads(), _device()
+    torch.set_num_threads(1)
+    try:
+        cpu, copy, encode = _matmul("cpu") * threads, _copy("cpu"), _encode() * threads
+    finally:
+        torch.set_num_threads(threads)
+    flop_s = float32 = cpu
+    if device != "cpu":
+        flop_s, float32, copy = _matmul(device, "bfloat16"), _matmul(device), _copy(device)
+    free = _free(device, psutil.virtual_memory().available)
     description = (
-        f"measured here on {device}: matmul {flop_s / 1e12:,.2f} TFLOP/s, codec {encode / 1e9:,.1f} GB/s, "
-        f"disk {disk / 1e9:,.1f} GB/s"
+        f"measured here on {device}: matmul {flop_s / 1e12:,.2f} TFLOP/s, memory {copy / 1e9:,.0f} GB/s, "
+        f"codec {encode / 1e9:,.1f} GB/s"
     )
-    return Rates(flop_s, disk, encode, free, cpu, description)
+    return Rates(flop_s, float32, cpu, copy, encode, free, description)
 
 
 def _free(device: str, host: float) -> float:
@@ -197,54 +269,51 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _matmul(device: str) -> float:
-    """Return operations per second: bf16 on a GPU, float32 on a CPU."""
+def _matmul(device: str, dtype: str = "float32") -> float:
+    """Return operations per second, of one thread on a CPU."""
     import torch
 
-    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
-    a = torch.randn(size, size, device=device, dtype=dtype)
+    size = 8192 if device == "cuda" else 1024
+    a = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
+    return 2 * size**3 / fastest(lambda: a @ a, device)
 
-    def once() -> None:
-        _ = a @ a
-        if device == "cuda":
-            torch.cuda.synchronize()
 
-    return 2 * size**3 / fastest(once)
+def _copy(device: str) -> float:
+    """Return the bytes that a copy reads and writes per second."""
+    import torch
+
+    source = torch.zeros(1 << 24, device=device)
+    target = torch.ones_like(source)
+    return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
 
 
 def _encode() -> float:
+    """Return bytes of bf16 rounded per processor second."""
     import ml_dtypes
     import numpy as np
 
-    w = np.random.default_rng(0).standard_normal((2048, 4096), np.float32).astype(ml_dtypes.bfloat16)
-    return w.nbytes / fastest(lambda: nvfp4.pack(w))
+    w = np.random.default_rng(0).standard_normal((1024, 2048), np.float32).astype(ml_dtypes.bfloat16)
+    return w.nbytes / fastest(lambda: nvfp4.pack(w), "cpu")
 
 
-def _disk(folder: Path) -> float:
-    """Return bytes per second read from the model's largest file, past the page cache where the system allows it."""
-    file = max(folder.glob("*.safetensors"), key=lambda f: f.stat().st_size)
-    size = min(file.stat().st_size, 256 << 20)
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(handle, 0, size, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        position = 0
-        while position < size and (read := len(os.pread(handle, 8 << 20, position))):
-            position += read
-        return position / max(time.perf_counter() - start, 1e-9)
-    finally:
-        os.close(handle)
-
-
-def fastest(work: Callable[[], object], times: int = 3) -> float:
-    """Return the seconds of the fastest of a few runs."""
+def fastest(work: Callable[[], object], device: str, times: int = 3) -> float:
+    """Return the seconds of the fastest of a few runs, on a CPU processor seconds of all threads."""
     least = math.inf
     for _ in range(times):
-        start = time.perf_counter()
+        start = clock(device)
         work()
-        least = min(least, time.perf_counter() - start)
-    return least
+        least = min(least, clock(device) - start)
+    return max(least, 1e-9)
+
+
+def clock(device: str) -> float:
+    """Return the processor time of this process, or the time after all work of the GPU."""
+    if device == "cpu":
+        return time.process_time()
+    import torch
+
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _bytes(n: float) -> str:

@@ -43,9 +43,16 @@ def export(
 
 
 def excluded_names(folder: ModelFolder, plan: Plan) -> list[str]:
-    """Return the names that settings list as excluded: linears, and for the experts of a layer all of them at once."""
+    """Return the names that settings list as excluded: modules with a matrix, and for the experts of a layer all of them at once.
+
+    ModelOpt lists embeddings, convolutions and a tied head as well, and shortens names to prefixes ("model.layers.0.self_attn*").
+    """
     experts, names = folder.family.experts, set()
-    for module in all_linears(folder):
+    tied = (
+        ["lm_head"] if folder.text_config.get("tie_word_embeddings", folder.config.get("tie_word_embeddings")) else []
+    )
+    other = [n.removesuffix(".weight") for n in folder if n.endswith(".weight") and len(folder.info(n).shape) > 1]
+    for module in {*tied, *other, *all_linears(folder)}:
         if module in plan.formats:
             continue
         expert = experts.split(module) if experts else None

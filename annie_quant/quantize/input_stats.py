@@ -31,13 +31,9 @@ FEW = 16  # tokens; as many as a block has columns
 
 @dataclass
 class Coverage:
-    """tokens: module of a layer's experts ("model.layers.3.mlp.experts") → expert → tokens that it saw.
-
-    counted: False where only 1 for any number of tokens is known.
-    """
+    """tokens: module of a layer's experts ("model.layers.3.mlp.experts") → expert → tokens that it saw."""
 
     tokens: dict[str, dict[int, int]] = field(default_factory=dict)
-    counted: bool = True
 
     def add(self, layer: str, groups: Sequence[Sequence[str]], tokens: Mapping[str, int]) -> None:
         """Add the tokens that experts saw.
@@ -63,15 +59,14 @@ class Coverage:
             folder / COVERAGE_FILE,
             {
                 "schema_version": 1,
-                "counted": self.counted,
+                "counted": True,
                 "tokens": {m: [n for _, n in sorted(of_layer.items())] for m, of_layer in self.tokens.items()},
                 "unseen": unseen,
                 "rule": "an unseen expert has its layer's largest input scale; its weights are rounded without statistics",
             },
         )
-        least = FEW if self.counted else 1
         progress.message(
-            f"expert coverage: {sum(n >= least for n in counts)} of {len(counts)} experts saw {least} tokens or more"
+            f"expert coverage: {sum(n >= FEW for n in counts)} of {len(counts)} experts saw {FEW} tokens or more"
             + (
                 f"; {sum(map(len, unseen.values()))} saw none ({example(unseen)}), see {COVERAGE_FILE}"
                 if unseen
@@ -119,33 +114,50 @@ def with_padding(table: torch.Tensor) -> torch.Tensor:
     return torch.cat([table, table.new_zeros(1)])
 
 
-class InputObserver:
-    """Accumulates the statistics of one input from calls with x [n, K] and kinds [n]. name: for messages."""
+class LargestInput:
+    """The largest |x| of each column of one input, from calls with x [n, K] and kinds [n]. name: for messages."""
 
-    def __init__(self, token_weights: TokenWeights, device: str, name: str = "a linear") -> None:
-        self.table, self.name = weight_table(token_weights, device), name
-        self.weight, self.tokens = 0.0, 0
-        self.total: torch.Tensor | None = None
+    def __init__(self, name: str) -> None:
+        self.name, self.tokens = name, 0
         self.largest: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
+        self.add(x)
+
+    def add(self, x: torch.Tensor) -> None:
+        """Take inputs [n, K] of any kind."""
         if not len(x):
             return
         self.tokens += len(x)
         top = x.abs().amax(0).float()
         self.largest = top if self.largest is None else torch.maximum(self.largest, top)
-        weight = self.table[kinds]
-        squares = (x.float().square() * weight[:, None]).sum(0).double()
-        self.total = squares if self.total is None else self.total + squares
-        self.weight += float(weight.sum())
 
     def amax(self, scale: torch.Tensor | None = None) -> float:
-        """Return the largest |x|, or |x / scale| for a scale [K]. Raises CheckpointError for NaN and inf."""
-        assert self.largest is not None
+        """Return the largest |x|, or |x / scale| for a scale [K]; 0 before any token. Raises CheckpointError for NaN and inf."""
+        if self.largest is None:
+            return 0.0
         top = float((self.largest if scale is None else self.largest / scale).max())
         if not np.isfinite(top):
             raise CheckpointError(f"{self.name}: NaN or inf among its inputs", "annie-quant audit the model")
         return top
+
+
+class InputObserver(LargestInput):
+    """Accumulates the statistics of one input from calls with x [n, K] and kinds [n]. name: for messages."""
+
+    def __init__(self, token_weights: TokenWeights, device: str, name: str = "a linear") -> None:
+        super().__init__(name)
+        self.table, self.weight = weight_table(token_weights, device), 0.0
+        self.total: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
+        self.add(x)
+        if not len(x):
+            return
+        weight = self.table[kinds]
+        squares = (x.float().square() * weight[:, None]).sum(0).double()
+        self.total = squares if self.total is None else self.total + squares
+        self.weight += float(weight.sum())
 
     def second(self) -> np.ndarray:
         """Return the weighted mean of x_k^2, float32 [K]."""

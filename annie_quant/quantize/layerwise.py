@@ -34,10 +34,10 @@ from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX
 from annie_quant.progress import SILENT, Progress
 from annie_quant.quantize import delta_rule
 from annie_quant.quantize.calibration_samples import PADDING, Batch
+from annie_quant.quantize.strategy import FLOAT32_BYTES
 
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
 DELTA_CHUNK = 20  # steps, about, of DeltaNet on a CPU; chunks of equal length leave little padding
-FLOAT32_BYTES = 1 << 30  # models up to this size are computed in float32
 
 
 def device_and_dtype(folder: ModelFolder) -> tuple[str, torch.dtype]:

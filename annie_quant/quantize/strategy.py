@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
 KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
+FLOAT32_BYTES = 1 << 30  # models up to this size are computed in float32, one layer at a time
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 
 
@@ -48,7 +49,7 @@ class Cost:
     layerwise: one decoder layer is in memory at a time.
     passes: forward passes of the calibration text through the whole model, or their equivalent.
     encode: time of the codec relative to plain rounding.
-    column_feedback: each rounded column corrects those after it, on the CPU (two operations per weight and column).
+    column_feedback: Hessians are accumulated and factored, and each rounded column corrects those after it.
     bytes_per_weight: memory where the whole model is loaded.
     bytes_per_layer_weight, hidden_copies, hessians: memory where one layer is loaded: per weight of the layer, copies of the
         text's hidden states (by default a layer's inputs, outputs and gathered inputs), and float32 matrices of the widest input.
@@ -84,6 +85,7 @@ class Strategy:
     resume_key: returns what must be equal for an interrupted run's shards to be kept; None keeps none.
     conservative: a search tries it next when a checkpoint answers gibberish.
     kv_cache: format of the KV cache that the checkpoint asks for unless --kv-cache is given.
+    any_family: it takes a family that is not known, although it computes single layers of the known ones.
     searched: whether a search over all strategies tries it. A vendor's recipe is tried by name.
     """
 
@@ -98,12 +100,13 @@ class Strategy:
     resume_key: Callable[[Job], dict[str, object]] | None = None
     conservative: bool = False
     kv_cache: str = "none"
+    any_family: bool = False
     searched: bool = True
 
     @property
     def needs_family(self) -> bool:
-        """Return whether it computes single decoder layers, which takes a family that is known (annie_quant.models)."""
-        return self.cost.layerwise and self.cost.passes > 0
+        """Return whether it has to compute single decoder layers, which takes a family that is known (annie_quant.models)."""
+        return self.cost.layerwise and self.cost.passes > 0 and not self.any_family
 
     def bits(self, kind: str) -> float:
         """Return the bits per weight of a kind of part."""

@@ -46,14 +46,3 @@ def test_arguments_become_a_dict_and_the_row_stays_as_it_is() -> None:
     messages = template_messages(row)
     assert messages[0]["tool_calls"][0]["function"]["arguments"] == {"query": "robot"}
     assert call["function"]["arguments"] == '{"query": "robot"}'
-
-
-def test_batches_hold_equal_lengths_and_lose_no_row() -> None:
-    pytest.importorskip("modelopt", reason="the quantize extra is not installed")
-    from annie_quant.quantize.modelopt import MAX_BATCH_TOKENS, batches_of_equal_length
-
-    ids = [[i] * n for i, n in enumerate([3, 5, 3, 5000, 5000, 5, 3])] + [[]]
-    batches = batches_of_equal_length(ids)
-    assert sorted(r for b in batches for r in b) == sorted(r for r in ids if r)
-    assert all(len({len(r) for r in b}) == 1 for b in batches)
-    assert all(len(b) == 1 or len(b) * len(b[0]) <= MAX_BATCH_TOKENS for b in batches)

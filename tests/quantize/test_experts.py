@@ -59,8 +59,6 @@ def dequantized(codes: np.ndarray, scale: np.ndarray, tensor_scale: np.ndarray) 
 
 @pytest.mark.parametrize("strategy", ["direct", "manners", "gptq", "w4a16_mixed", "naive", "mlp_only", "awq_lite"])
 def test_every_expert_is_quantized(home: Path, strategy: str) -> None:
-    if strategy in ("naive", "mlp_only"):
-        pytest.importorskip("modelopt", reason="it runs on ModelOpt: pip install annie-quant[quantize]")
     folder = run(home, strategy)
     quantized = checkpoint.dialects.linears(ModelFolder(folder))
     experts = {n for n in quantized if ".experts." in n}
@@ -122,7 +120,7 @@ def test_scales_are_shared_as_servers_need_them(home: Path) -> None:
 def test_an_expert_without_tokens_is_reported(home: Path, strategy: str) -> None:
     report = json.loads((run(home, strategy) / "expert_coverage.json").read_text())
     assert report["unseen"] == {f"model.layers.{i}.mlp.experts": [UNUSED] for i in range(4)}
-    assert report["counted"] == (strategy != "naive")
+    assert report["counted"]
     for counts in report["tokens"].values():
         assert len(counts) == EXPERTS and counts[UNUSED] == 0 and sum(map(bool, counts)) == EXPERTS - 1
 

@@ -145,7 +145,9 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     producer = {"name": NAME, "version": "annie_quant"}
     algorithms = {m: ALGORITHMS[f] for m, f in sorted(formats.items())}
     kinds = set(algorithms.values())
-    common = {"kv_cache_scheme": KV_SCHEME if kv_cache == "FP8" else None, "producer": producer, "quant_method": NAME}
+    common = {"producer": producer, "quant_method": NAME} | (
+        {"kv_cache_scheme": KV_SCHEME} if kv_cache == "FP8" else {}
+    )
     inline: dict[str, Any]
     companion: dict[str, Any] = {"kv_cache_quant_algo": kv_cache}
     if len(kinds) > 1 or kinds & {"FP8", FP8_DYNAMIC}:

@@ -202,7 +202,7 @@ STRATEGY = Strategy(
     summary="error feedback column by column under the codec's block scales, Hessian over responses and prompts; W4A4",
     formats=ALL_NVFP4,
     cost=Cost(
-        rank=50, layerwise=True, passes=2, encode=SWEEP_TIME, column_feedback=True, hessians=2, kept_inputs=KEPT_INPUTS
+        rank=50, layerwise=True, passes=1, encode=SWEEP_TIME, column_feedback=True, hessians=2, kept_inputs=KEPT_INPUTS
     ),
     quantize=quantize,
     options={

@@ -9,27 +9,23 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.progress import Progress
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.job import Job
-from annie_quant.quantize.plan import announce_size
 from annie_quant.quantize.select import choose
 from annie_quant.quantize.strategy import Cost, Strategy
 
 
 def quantize(job: Job, progress: Progress) -> None:
-    import modelopt.torch.quantization as mtq
-
-    from annie_quant.quantize import modelopt
+    from annie_quant.quantize import max_calibration
 
     folder = ModelFolder(job.model)
-    formats = {n: NVFP4 for n in choose(folder, job.exclude) if folder.family.kind_of(n) == "mlp"}
-    announce_size(folder, formats, job, progress)
-    modelopt.quantize(job, mtq.NVFP4_MLP_ONLY_CFG, progress)
+    linears = [n for n in choose(folder, job.exclude) if folder.family.kind_of(n) == "mlp"]
+    max_calibration.quantize(job, folder, linears, progress)
 
 
 STRATEGY = Strategy(
     name="mlp_only",
     summary="B: ModelOpt's NVFP4_MLP_ONLY_CFG: MLP in NVFP4, attention and DeltaNet stay bf16",
     formats={"mlp": NVFP4},
-    cost=Cost(rank=80, passes=1),
+    cost=Cost(rank=80, layerwise=True, passes=1),
     quantize=quantize,
-    requires=("torch", "transformers", "modelopt"),
+    any_family=True,
 )

@@ -1,0 +1,180 @@
+"""naive and mlp_only against ModelOpt itself: bytes of weights and scales, input scales, and the settings files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_models import make
+from paths import CALIBRATION, TINY_ANNIE
+
+from annie_quant import quantize
+from annie_quant.checkpoint.linears import covering_pattern
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data.rows import read_conversations
+
+torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
+transformers = pytest.importorskip("transformers", reason="models are loaded with transformers")
+
+ROWS = 6
+BF16_STEP = 2.0**-7  # largest relative distance of two neighbours in bf16
+CONFIGS = {"naive": "NVFP4_DEFAULT_CFG", "mlp_only": "NVFP4_MLP_ONLY_CFG"}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("sources")
+    return {"tiny-annie": TINY_ANNIE} | {kind: make(home / kind, kind) for kind in ("qwen2-tied", "llama-bias")}
+
+
+def texts(source: Path) -> Iterator[torch.Tensor]:
+    """Yield the conversations as the model's own template writes them, one row each."""
+    from annie_quant.quantize.calibration_samples import token_ids
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    for ids in token_ids(tokenizer, read_conversations(CALIBRATION, ROWS)):
+        yield torch.tensor([ids])
+
+
+def quantize_by_modelopt(source: Path, strategy: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """Let ModelOpt calibrate a model that computes in `dtype`, one conversation at a time."""
+    mtq = pytest.importorskip("modelopt.torch.quantization", reason="the reference: pip install annie-quant[quantize]")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+        mtq.quantize(model, copy.deepcopy(getattr(mtq, CONFIGS[strategy])), lambda m: [m(ids) for ids in texts(source)])
+    return model
+
+
+def export_by_modelopt(source: Path, target: Path, strategy: str) -> Path:
+    """Let ModelOpt quantize a model in bf16 and export it."""
+    model = quantize_by_modelopt(source, strategy, torch.bfloat16)
+    from modelopt.torch.export import export_hf_checkpoint
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        export_hf_checkpoint(model, export_dir=target)
+    return target
+
+
+def input_scales(folder: Path) -> dict[str, float]:
+    shards = ModelFolder(folder)
+    return {n: float(shards.tensor(n)) for n in shards if n.endswith("input_scale")}
+
+
+@pytest.mark.parametrize("strategy", CONFIGS)
+@pytest.mark.parametrize("kind", ["tiny-annie", "qwen2-tied", "llama-bias"])
+def test_modelopts_own_export(sources: dict[str, Path], tmp_path: Path, kind: str, strategy: str) -> None:
+    """All bytes but those of input scales are equal; these are within two steps of bf16, in which ModelOpt computes."""
+    source = sources[kind]
+    theirs = export_by_modelopt(source, tmp_path / "theirs", strategy)
+    quantize.run(strategy, source, tmp_path / "ours", calib_data=CALIBRATION, calib_samples=ROWS)
+    a, b = ModelFolder(tmp_path / "ours"), ModelFolder(theirs)
+    assert set(a) == set(b)
+    for name in b:
+        assert a.info(name).dtype == b.info(name).dtype and a.info(name).shape == b.info(name).shape, name
+        if not name.endswith("input_scale"):
+            assert a.tensor(name).tobytes() == b.tensor(name).tobytes(), name
+    ours, reference = input_scales(tmp_path / "ours"), input_scales(theirs)
+    assert ours.keys() == reference.keys() and len(ours) >= 2 * 3
+    assert max(abs(ours[n] / reference[n] - 1) for n in ours) < 2 * BF16_STEP
+    expected, written = (json.loads((f / "config.json").read_text()) for f in (theirs, tmp_path / "ours"))
+    assert_same_settings(written.pop("quantization_config"), expected.pop("quantization_config"), "ignore", b)
+    assert written == expected
+    expected, written = (json.loads((f / "hf_quant_config.json").read_text()) for f in (theirs, tmp_path / "ours"))
+    assert_same_settings(written["quantization"], expected["quantization"], "exclude_modules", b)
+
+
+def assert_same_settings(ours: dict, theirs: dict, excluded: str, folder: ModelFolder) -> None:
+    """Equal except for the producer's version and for the spelling of the excluded modules, which cover the same ones."""
+    for settings in (ours, theirs):
+        settings.pop("producer", None)
+    patterns, expected = ours.pop(excluded), theirs.pop(excluded)
+    assert ours == theirs
+    modules = {n.removesuffix(".weight") for n in folder if n.endswith(".weight")} | {"lm_head"}
+    assert {m for m in modules if covering_pattern(m, expected)} - norms(folder) == {
+        m for m in modules if covering_pattern(m, patterns)
+    }
+
+
+def norms(folder: ModelFolder) -> set[str]:
+    return {n.removesuffix(".weight") for n in folder if n.endswith(".weight") and len(folder.info(n).shape) == 1}
+
+
+@pytest.mark.parametrize("kind", ["tiny-annie", "qwen2-tied", "llama-bias"])
+def test_input_scales_are_those_of_modelopt_where_both_compute_in_float32(
+    sources: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """Shared prefixes and padding change no maximum: what differs in the test above is ModelOpt's rounding to bf16."""
+    modules = dict(quantize_by_modelopt(sources[kind], "naive", torch.float32).named_modules())
+    quantize.run("naive", sources[kind], tmp_path / "ours", calib_data=CALIBRATION, calib_samples=ROWS)
+    for name, scale in input_scales(tmp_path / "ours").items():
+        largest = float(modules[name.removesuffix(".input_scale")].input_quantizer.amax)
+        assert scale == pytest.approx(largest / (6 * 448), rel=1e-4), name
+
+
+def test_a_batch_of_rows_has_the_largest_inputs_of_its_rows(
+    sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: whole rows, padded; the padding repeats text, and its inputs count for nothing."""
+    from annie_quant.progress import SILENT
+    from annie_quant.quantize import max_calibration, shared_text
+    from annie_quant.quantize.input_stats import Coverage
+
+    folder, ids = ModelFolder(sources["qwen2-tied"]), [[5, 9, 200, 31] * n for n in (2, 7, 11)]
+    linears = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "mlp.down_proj")]
+    alone = [max_calibration.largest_inputs(folder, linears, [row], Coverage(), SILENT) for row in ids]
+    monkeypatch.setattr(shared_text, "can_share", lambda folder: False)
+    together = max_calibration.largest_inputs(folder, linears, ids, Coverage(), SILENT)
+    for name in linears:
+        assert together[name] == pytest.approx(max(a[name] for a in alone), rel=1e-5)
+
+
+def test_naive_runs_without_modelopt(sources: dict[str, Path], tmp_path: Path) -> None:
+    """In a process that cannot import it."""
+    program = f"""
+import sys
+sys.modules["modelopt"] = None
+from annie_quant import quantize
+for strategy in ("naive", "mlp_only"):
+    quantize.run(strategy, {str(sources["qwen2-tied"])!r}, {str(tmp_path)!r} + "/" + strategy,
+                 calib_data={str(CALIBRATION)!r}, calib_samples=2)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "mlp_only" / "hf_quant_config.json").is_file()
+
+
+def test_a_family_that_is_not_known_is_calibrated_as_a_whole(tmp_path: Path) -> None:
+    """Mistral: transformers computes it in bf16 as ModelOpt does, so that all bytes are ModelOpt's."""
+    source = make(tmp_path / "mistral", "mistral")
+    theirs = export_by_modelopt(source, tmp_path / "theirs", "naive")
+    quantize.run("naive", source, tmp_path / "ours", calib_data=CALIBRATION, calib_samples=ROWS)
+    a, b = ModelFolder(tmp_path / "ours"), ModelFolder(theirs)
+    assert set(a) == set(b) and len(input_scales(theirs)) == 2 * 7
+    assert all(a.tensor(n).tobytes() == b.tensor(n).tobytes() for n in b)
+
+
+def test_inputs_with_nan_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    from annie_quant.errors import CheckpointError
+
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    for file in sources["qwen2-tied"].iterdir():
+        (bad / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(bad / "model.safetensors")
+    norm = tensors["model.layers.1.input_layernorm.weight"]
+    norm[3] = np.array(np.nan, norm.dtype)
+    save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj: NaN or inf among its inputs"):
+        quantize.run("naive", bad, tmp_path / "out", calib_data=CALIBRATION, calib_samples=1)
+    assert not (tmp_path / "out").exists()

@@ -59,7 +59,9 @@ ROLES_SWAPPED = ORIGINAL.replace("'user'", "'USER'").replace('"user"', '"USER"')
 FAULTS = {
     "800 ids exchanged": (tokenizer(exchange), "tokenizer_differs", "another id: 800"),
     "two merges exchanged": (
-        tokenizer(lambda d: d["model"]["merges"].insert(0, d["model"]["merges"].pop(700))), "tokenizer_differs", "number 1 is the first",
+        tokenizer(lambda d: d["model"]["merges"].insert(0, d["model"]["merges"].pop(700))),
+        "tokenizer_differs",
+        "number 1 is the first",
     ),
     "a token is missing": (tokenizer(lambda d: d["added_tokens"].pop(4)), "tokenizer_differs", "missing: 1 ('</tool_call>')"),
     "a token is added": (

@@ -40,6 +40,7 @@ def test_importing_needs_no_torch_and_no_module():
 def test_a_check_that_was_not_made_is_not_passed(monkeypatch):
     """Where the C codec was not built, its comparison counted as passed."""
     from annie_quant.cli import validate_gpu
+
     validate = importlib.import_module("annie_quant.gemm.validate")
     monkeypatch.delattr(aq, "nvfp4", raising=False)
     monkeypatch.setitem(sys.modules, "annie_quant.nvfp4", None)  # its import fails

@@ -221,7 +221,14 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
 
     def answer(backend, i):
         passed = i >= lost if backend == "mlp_only" else not lost <= i < lost + won
-        fields = {"backend": backend, "workload": "w", "case": str(i), "status": 200, "text": "x", "finish_reason": "stop"}
+        fields = {
+            "backend": backend,
+            "workload": "w",
+            "case": str(i),
+            "status": 200,
+            "text": "x",
+            "finish_reason": "stop",
+        }
         return schema.RequestRecord(id=f"{backend}/{i}", checks={"tool_call": passed and i < 88 + won + lost}, **fields)
 
     records = [answer(backend, i) for i in range(100) for backend in ("mlp_only", "q4_k_m")]

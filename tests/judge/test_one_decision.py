@@ -174,7 +174,13 @@ def test_a_benchmark_decides_as_an_evaluation_does(counts, verdict, tmp_path):
     """The same checks as answers of two servers, and as an evaluation without a server."""
     records = [
         RequestRecord(
-            id=f"{backend}/{i}", backend=backend, workload="w", case=str(i), text="x", finish_reason="stop", checks=checks
+            id=f"{backend}/{i}",
+            backend=backend,
+            workload="w",
+            case=str(i),
+            text="x",
+            finish_reason="stop",
+            checks=checks,
         )
         for i, pair in enumerate(rows(counts))
         for backend, checks in zip(("bf16", "nvfp4"), pair, strict=True)

@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from annie_quant import judge
 from annie_quant.data import load_persona
@@ -28,9 +29,11 @@ def gate_row(gate, passes, n):
 
 def pair(gate, passes, n, won=0):
     """The counts of a checkpoint whose reference passes every prompt but the won ones, judged."""
-    pairs = {gate: PairedGate(n, n - passes, won)}
-    judge.judge_members({"w4a4": pairs})
-    return pairs[gate]
+    return judged({"w4a4": {gate: PairedGate(n, n - passes, won)}})["w4a4"][gate]
+
+
+def judged(members):
+    return decision.judge_gates(members)[0]
 
 
 @pytest.mark.parametrize("lost", range(0, 31))
@@ -59,7 +62,7 @@ def test_a_strategy_without_a_difference_is_dropped_early_in_at_most_five_percen
     for _ in range(1000):
         changed = [rng.choice((-1, 1)) for _ in range(30) if rng.random() < 0.04]
         counts = PairedGate(30, changed.count(-1), changed.count(1))
-        judge.judge_members({"w4a4": {"tool_call": counts}})
+        counts = judged({"w4a4": {"tool_call": counts}})["w4a4"]["tool_call"]
         dropped += bool(decision.cannot_keep("tool_call", counts, 240, 2))
     assert dropped / 1000 <= 0.05
 
@@ -85,7 +88,14 @@ def tables(**gates):
 
 def sides(w4a4, w4a16=None):
     kinds = {"w4a4": w4a4, "w4a16": w4a16 or dict.fromkeys(w4a4, (100, 100))}
+    return judged_sides(kinds)
+
+
+def judged_sides(kinds):
+    """Return the verdict over the numerics, and their results."""
     results = {kind: numerics_result(gates) for kind, gates in kinds.items()}
+    gates = judged({kind: side.paired for kind, side in results.items()})
+    results = {kind: replace(side, paired=gates[kind]) for kind, side in results.items()}
     return judge.judge_members({kind: side.paired for kind, side in results.items()}), results
 
 
@@ -99,7 +109,7 @@ def test_passing_needs_every_gate_under_every_required_numerics():
     assert "weight-only" in decision.final_reasons(good[0], weight_only, both_numerics)[0]
     assert decision.final_reasons(good[0], weight_only, ("w4a16",)) == []
     nothing = judge.judge_members({"w4a16": {}})
-    assert "no gate was compared" in decision.final_reasons(nothing, weight_only, ("w4a16",))[0]
+    assert "no gate tests anything" in decision.final_reasons(nothing, weight_only, ("w4a16",))[0]
 
 
 def test_a_base_model_instead_of_the_fine_tune_is_reported():
@@ -226,9 +236,8 @@ class FakeStages:
         strategy, _, part = name.partition("-")
         entry = self.tables[strategy]
         gates = entry.get("smoke", both(factual=(1, 1))) if part == "smoke" else entry["all"]
-        numerics = {kind: numerics_result(table) for kind, table in gates.items()}
-        verdict = judge.judge_members({kind: side.paired for kind, side in numerics.items()})
-        return SimpleNamespace(numerics=numerics, members={}, verdict=verdict)
+        verdict, numerics = judged_sides(gates)
+        return SimpleNamespace(numerics=numerics, members={}, verdict=verdict, checkpoint_files=None)
 
 
 def numerics_result(gates):

@@ -24,8 +24,9 @@ AGAIN = """
     import gc
     first = load()
     block = first.run((), concurrency=1, deadline_ns=0, max_event_bytes=9, max_answer_bytes=9, max_answer_events=9,
-                      cancel_fd=-1, signal_fd=-1, forward_fd=-1, http=0, fresh_connections=False, kernel_stamps=False, realtime=False, verify_tls=False, unix_socket=None,
-                      proxy=None, ca_file=None, user_agent=None)[0]
+                      cancel_fd=-1, signal_fd=-1, forward_fd=-1, http=0, fresh_connections=False,
+                      kernel_stamps=False, realtime=False, verify_tls=False, unix_socket=None, proxy=None,
+                      ca_file=None, user_agent=None)[0]
     def kb():
         return int(open("/proc/self/statm").read().split()[1]) * 4
     for i in range(2000):
@@ -66,7 +67,8 @@ WORK = """
     request = ("http://127.0.0.1:" + sys.argv[2] + "/", "GET", (), None, -1, 10**10, 10**10)
     result = module.run((request,), concurrency=1, deadline_ns=0,
         max_event_bytes=10**6, max_answer_bytes=10**6, max_answer_events=99, cancel_fd=-1, signal_fd=-1, forward_fd=-1,
-        http=0, fresh_connections=False, kernel_stamps=True, realtime=False, verify_tls=False, unix_socket=None, proxy=None, ca_file=None, user_agent=None)
+        http=0, fresh_connections=False, kernel_stamps=True, realtime=False, verify_tls=False, unix_socket=None,
+        proxy=None, ca_file=None, user_agent=None)
     assert b"Hello" in bytes(result[3]), bytes(result[4])
     try:
         module.check((("http://h/", "G T", (), None, -1, 1, 1),))

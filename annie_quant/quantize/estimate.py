@@ -126,9 +126,11 @@ def estimate(
     """
     part = strategies.find(strategy)
     whole = part.cost.whole_model(part.settings(options or {}))
-    published = published_sizes().get(str(model))
+    published, layerwise = published_sizes().get(str(model)), part.cost.layerwise
     if not published:
-        strategies.check_family(part, ModelFolder(model).config)
+        config = ModelFolder(model).config
+        strategies.check_family(part, config)
+        layerwise &= not part.any_family or models.is_known(config)
     size = published or size_of_folder(Path(model))
     rates = rates or (SPARK if published else measure())
     cost, counts = part.cost, size.counts
@@ -138,7 +140,7 @@ def estimate(
     conversations, text = samples, samples * tokens if cost.passes else 0
     if cost.passes and calib_data:
         conversations, text = text_of_file(calib_data, samples, share=rates.on_cpu)
-    if cost.layerwise:
+    if layerwise:
         layer = cost.bytes_per_layer_weight * (body - counts.get("head", 0)) / max(1, size.layers)
         peak = BASE_BYTES + (layer + cost.hidden_copies * text * size.hidden_size * 2 if cost.passes else 0)
         peak += cost.hessians * 4 * size.intermediate_size**2
@@ -160,7 +162,7 @@ def estimate(
         seconds |= calibration_seconds(cost, size, rates, conversations, text, rounded)
     read_bytes = size_bytes - counts.get("embedding", 0) * 2
     return Estimate(part.name, size.label, weights, round(size_bytes), 8 * size_bytes / weights, round(read_bytes),
-                    round(peak), cost.layerwise and not whole, seconds, rates)  # fmt: skip
+                    round(peak), layerwise and not whole, seconds, rates)  # fmt: skip
 
 
 def text_of_file(file: Path, samples: int, share: bool) -> tuple[int, int]:

@@ -25,7 +25,7 @@ def pairs(n, ratio, spread, seed=0):
 
 
 def test_a_large_difference_is_decided_and_a_small_one_needs_more():
-    assert growth_to_decide(pairs(40, 1.5, 0.05), "ab", {"w"}) == 1
+    assert growth_to_decide(pairs(60, 1.5, 0.05), "ab", {"w"}) == 1
     assert growth_to_decide(pairs(5, 1.5, 0.05), "ab", {"w"}) is None, "too few to predict"
     assert growth_to_decide(pairs(200, 1.0, 0.02), "ab", {"w"}) == 1, "equivalent"
     small = growth_to_decide(pairs(12, 1.03, 0.15, seed=4), "ab", {"w"})
@@ -70,7 +70,7 @@ def test_the_text_names_minutes_until_decided():
     text = outlook_after(records, stop_early=True, seconds=600, done=30)
     assert text == f"about {round(10 * (growth - 1))} more minutes until decided" and growth > 1.3
     assert outlook_after(records, seconds=600, done=30) == f"{text}, 1.5 hours in all"
-    assert outlook_after(pairs(40, 1.5, 0.05)) == "decided; about 9 minutes left"
+    assert outlook_after(pairs(60, 1.5, 0.05)) == "decided; about 9 minutes left"
     assert outlook_after([]) == "about 9 minutes left"
     assert outlook_after(pairs(10, 1.02, 0.4, seed=3)).endswith("then still undecided")
     assert Outlook(["a"]).text(3, 10) == "", "the first update has no speed"

@@ -144,7 +144,7 @@ def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatc
         gate = {"verdict": "pass", "passes": 2, "n": 2, "low": 0.3, "high": 1.0}
         verdict = SimpleNamespace(verdict=verdicts[-1])
         document = {"numerics": {"bf16": {"gates": {"factual": gate}}}}
-        return SimpleNamespace(verdict=verdict, notes=[], to_dict=lambda: document)
+        return SimpleNamespace(verdict=verdict, notes=[], blocking=[], to_dict=lambda: document)
 
     monkeypatch.setattr(job, "run", run)
     tiny = str(TINY_ANNIE)

@@ -85,8 +85,6 @@ def test_a_plain_norm_is_folded_as_w_over_s(sources: dict[str, Path], tmp_path: 
 def test_the_other_strategies_know_biases_and_tied_heads(
     sources: dict[str, Path], tmp_path: Path, kind: str, strategy: str
 ) -> None:
-    if strategy != "best":
-        pytest.importorskip("modelopt", reason="naive and mlp_only run on ModelOpt: pip install annie-quant[quantize]")
     options = {"steps": 2} if strategy == "best" else {}
     source = sources[kind]
     quantize.run(strategy, source, tmp_path / "out", calib_data=CALIBRATION, calib_samples=4, **options)
@@ -101,11 +99,10 @@ def test_the_other_strategies_know_biases_and_tied_heads(
 
 
 @pytest.mark.parametrize(("kind", "tensors"), [("qwen2", 2 * (7 * 3 + 3 + 2) + 3), ("gemma3", 6 * (7 * 3 + 6) + 2)])
-def test_direct_writes_the_bytes_of_modelopt_s_own_export(
+def test_direct_and_naive_write_the_same_weights(
     sources: dict[str, Path], tmp_path: Path, kind: str, tensors: int
 ) -> None:
-    """Same rule, same scales that q, k and v share: `naive` is written by ModelOpt's exporter, `direct` by ours."""
-    pytest.importorskip("modelopt", reason="naive runs on ModelOpt: pip install annie-quant[quantize]")
+    """Same rule, same scales that q, k and v share; tests/quantize/test_max_calibration.py compares naive with ModelOpt."""
     for strategy in ("naive", "direct"):
         quantize.run(strategy, sources[kind], tmp_path / strategy, calib_data=CALIBRATION, calib_samples=2)
     naive, direct = ModelFolder(tmp_path / "naive"), ModelFolder(tmp_path / "direct")
@@ -139,8 +136,6 @@ def test_a_config_that_contradicts_its_tensors_is_one_line(
     sources: dict[str, Path], tmp_path: Path, strategy: str, changes: dict[str, object], problem: str
 ) -> None:
     """transformers leaves a bias out, or fills a matrix with random numbers, and continues."""
-    if strategy == "naive":
-        pytest.importorskip("modelopt", reason="naive runs on ModelOpt: pip install annie-quant[quantize]")
     folder = shutil.copytree(sources["llama-bias"], tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))

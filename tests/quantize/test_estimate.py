@@ -83,6 +83,18 @@ def test_distillation_needs_the_whole_model():
         estimate.estimate("9b", "best", options={"nope": "1"})
 
 
+def test_a_family_that_is_not_known_is_in_memory_as_a_whole(tmp_path):
+    """naive computes it with transformers."""
+    known = estimate.estimate(TINY_ANNIE, "naive", rates=estimate.SPARK)
+    config = json.loads((TINY_ANNIE / "config.json").read_text()) | {"model_type": "mistral"}
+    for file in TINY_ANNIE.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert known.layerwise and not estimate.estimate(tmp_path, "naive", rates=estimate.SPARK).layerwise
+    assert estimate.estimate(tmp_path, "direct", rates=estimate.SPARK).layerwise
+
+
 def test_a_configuration_without_sizes_is_named(tmp_path):
     """GPT-2 calls them n_layer and n_embd."""
     folder = zoo.bf16(tmp_path / "m")

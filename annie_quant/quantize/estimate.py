@@ -31,7 +31,7 @@ GB10_READ = 232e9  # bytes per second, measured (tests/perf/gemm.md)
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine. flop_s: operations per second of a large matmul in bf16, on a CPU in float32.  float32_flop_s: in float32.
+    """A machine. flop_s: operations per second of a large matmul in bf16.  float32_flop_s: in float32.
     cpu_flop_s: in float32 on the CPU.  copy: bytes that a copy in the device's memory reads and writes per second.
     encode: bytes of bf16 rounded to NVFP4 per second.  memory: free bytes.  description: one line.
     """
@@ -46,7 +46,7 @@ class Rates:
 
     @property
     def on_cpu(self) -> bool:
-        return self.flop_s == self.cpu_flop_s
+        return self.float32_flop_s == self.cpu_flop_s
 
 
 # The matmul and the memory were measured on a GB10 (tests/perf/gemm.md), the codec on two x86 cores.
@@ -184,8 +184,7 @@ def calibration_seconds(
     """Return the durations of what calibration does. text: tokens.  rounded: number of weights that are rounded."""
     hidden, width, layers, mlp = size.hidden_size, size.intermediate_size, size.layers, size.counts.get("mlp", 0)
     body = sum(size.counts.values()) - size.counts.get("embedding", 0) - size.counts.get("head", 0)
-    small = rates.on_cpu or 2 * sum(size.counts.values()) < FLOAT32_BYTES
-    rate = rates.float32_flop_s if small else rates.flop_s
+    rate = rates.float32_flop_s if 2 * sum(size.counts.values()) < FLOAT32_BYTES else rates.flop_s
     activations = 4 * text * layers * (20 * hidden + 6 * width)  # bytes that norms, attention and gates read and write
     batches = 1 + text / BATCH_TOKENS
     seconds = {
@@ -242,16 +241,17 @@ def measure() -> Rates:
     threads, device = torch.get_num_threads(), _device()
     torch.set_num_threads(1)
     try:
-        cpu, copy, encode = _matmul("cpu") * threads, _copy("cpu"), _encode() * threads
+        cpu, flop_s = _matmul("cpu") * threads, _matmul("cpu", "bfloat16") * threads
+        copy, encode = _copy("cpu"), _encode() * threads
     finally:
         torch.set_num_threads(threads)
-    flop_s = float32 = cpu
+    float32 = cpu
     if device != "cpu":
         flop_s, float32, copy = _matmul(device, "bfloat16"), _matmul(device), _copy(device)
     free = _free(device, psutil.virtual_memory().available)
     description = (
-        f"measured here on {device}: matmul {flop_s / 1e12:,.2f} TFLOP/s, memory {copy / 1e9:,.0f} GB/s, "
-        f"codec {encode / 1e9:,.1f} GB/s"
+        f"measured here on {device}: matmul {flop_s / 1e12:,.2f} TFLOP/s (float32 {float32 / 1e12:,.2f}), "
+        f"memory {copy / 1e9:,.0f} GB/s, codec {encode / 1e9:,.1f} GB/s"
     )
     return Rates(flop_s, float32, cpu, copy, encode, free, description)
 

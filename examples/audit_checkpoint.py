@@ -6,7 +6,7 @@ import annie_quant as aq
 
 audit = aq.checkpoint.audit(sys.argv[1], source=sys.argv[2] if len(sys.argv) > 2 else None)
 for title, value in audit.to_dict()["summary"].items():
-    print(f"{title}: {', '.join(value) if isinstance(value, list) else value}")
+    print(f"{title}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
 for finding in audit.findings:
     print(f"✗ {finding.code} {finding.tensor}: {finding.message}")
 compared = [t for t in audit.tensors if t.rel_l2 is not None]

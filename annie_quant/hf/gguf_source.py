@@ -58,12 +58,16 @@ def convert(path: Path, output: Path | None, force: bool = False, progress: Prog
     progress.message(f"{path.name}: {architecture}, {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}")
     with staged(target, force=force, inputs=(path,)) as part, one_line_errors(path):
         tokenizer = read_tokenizer(path, reader)
-        options: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
-        config = AutoConfig.from_pretrained(path.parent, **options)
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         if hasattr(config, "head_dim") and (width := value(reader, f"{architecture}.attention.key_length")):
             config.head_dim = width  # transformers 5.14 takes the class's default
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path.parent, config=config, dtype=torch.bfloat16, output_loading_info=True, **options
+            path.parent,
+            config=config,
+            dtype=torch.bfloat16,
+            output_loading_info=True,
+            gguf_file=path.name,
+            trust_remote_code=False,
         )
         model, info = loaded
         check_names(path, info)

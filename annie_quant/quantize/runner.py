@@ -112,10 +112,10 @@ def run(
         work=output.with_name(f".{output.name}.work"),
     )
     # What needs no library is reported before libraries and the model are loaded.
-    strategies.check_family(part, read_object(model / "config.json") or {})
     check_output(output, force or rank() > 0, (model, job.calib_data))
     if part.cost.passes:
         _ = job.conversations
+    strategies.check_family(part, read_object(model / "config.json") or {})
     prompts = prompt_provenance.of_data(job.calib_data, persona, allow_prompt_mismatch)
     for package in part.requires:
         need(package, "quantize")

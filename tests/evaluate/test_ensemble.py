@@ -24,6 +24,7 @@ from annie_quant.hf.emulation import USUAL, SumOrder, emulate  # noqa: E402
 from annie_quant.hf.nvfp4_linear import nvfp4_linears  # noqa: E402
 from annie_quant.hf.profiles import find_profile  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
+from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
 from annie_quant.schema import Evaluation  # noqa: E402
 
 
@@ -54,10 +55,15 @@ def test_members_and_their_outcomes(models: tuple[Path, Path], tmp_path: Path) -
     suffixes = {"w4a4": ("bf16", "perm1", "cut16"), "vllm-cutlass": ("float32", "perm1", "cut16")}
     assert list(result.members) == [f"{name}+{s}" for name, own in suffixes.items() for s in own]
     for side in (result.numerics | result.members).values():
-        for gate, own in side.outcomes.items():
-            changes = [a + b for a, b in zip(result.reference_outcomes[gate], own, strict=True) if b != "-"]
-            row = side.paired[gate]
-            assert (len(changes), changes.count("10"), changes.count("01")) == (row.n, row.lost, row.won)
+        for gate, row in side.paired.items():
+            before = result.floor_outcomes if gate in REFERENCE_GATES else result.reference_outcomes
+            pairs = zip(result.reference_outcomes[gate], before[gate], side.outcomes[gate], strict=True)
+            changes = [(old == "1", new == "1") for counts, old, new in pairs if counts in "01"]
+            assert (len(changes), changes.count((True, False)), changes.count((False, True))) == (
+                row.n,
+                row.lost,
+                row.won,
+            )
     assert len(result.prompts["non_empty"]) == 14 and result.prompts["non_empty"][-1] == "talk/t/2"
     for name, figures in result.ensemble.items():
         assert figures.n == 14 and figures.noise > 0

@@ -109,7 +109,7 @@ def test_the_references_answers_are_cached_and_a_killed_run_resumes(
     generated.clear()
     again = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path)
     assert generated == []
-    (cache,) = tmp_path.glob("answers-*.jsonl")
+    (cache,) = tmp_path.glob("answers-*-float32.jsonl")
     lines = cache.read_text().splitlines(keepends=True)
     cache.write_text("".join(lines[:3]) + lines[3][: len(lines[3]) // 2])  # killed in the middle of a line
     resumed = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path)

@@ -66,7 +66,7 @@ def test_from_200_chats_to_a_verdict_in_three_commands(model, mine, tmp_path):
     (side,) = result["numerics"].values()
     assert set(result["workloads"]) == {"answers", "calls", "results"}
     deciding = {name: g for name, g in side["gates"].items() if not g["advisory"]}
-    assert set(deciding) <= set(REFERENCE_GATES) and {g["basis"] for g in deciding.values()} == {"reference"}
+    assert set(deciding) <= {*REFERENCE_GATES, "call_rate", "logged_tool"}
     assert deciding["same_tool"]["n"] >= 20 and deciding["same_tool"]["verdict"] != "fail"
     assert code == (1 if result["verdict"]["verdict"] in ("loses", "fragile") else 0)
     # bf16 passes a gate that compares with its own answers by definition, in every member of the ensemble
@@ -76,11 +76,9 @@ def test_from_200_chats_to_a_verdict_in_three_commands(model, mine, tmp_path):
     for member in members:
         gates = {name: pair for name, pair in member["paired"].items() if name in REFERENCE_GATES}
         assert {"same_tool", "same_arguments", "same_length"} <= set(gates)
-        assert all(
-            pair["won"] == 0 and pair["n"] <= bf16[name]["passes"] == bf16[name]["n"] for name, pair in gates.items()
-        )
-        assert all(gates[name]["lost"] == member["outcomes"][name].count("0") for name in gates)
-        assert member["pooled"] is None
+        assert all(pair["n"] <= bf16[name]["passes"] == bf16[name]["n"] for name, pair in gates.items())
+        # "lost" are changes that bf16's own second arithmetic does not make
+        assert all(pair["lost"] <= sum(member["outcomes"][name].count(c) for c in "0-") for name, pair in gates.items())
 
 
 def test_a_model_that_lost_its_manners_fails_the_gates_without_labels(base, mine):

@@ -430,7 +430,11 @@ def apply(table: Mapping[str, GateResult], paired: Gates) -> dict[str, GateResul
 
 def _with_verdict(name: str, result: GateResult, gate: PairedGate | None) -> GateResult:
     result = msgspec.structs.replace(result, meets=result.verdict if result.meets is None else result.meets)
-    if gate is None or result.advisory or name not in deciding({name: gate}):
+    if gate is None or result.advisory or not decides(name):
+        return result
+    if not is_tested(name, gate):
+        result.verdict, result.n_to_decide = "undecided", None
+        result.rule = f"it tests nothing: the reference passes {gate.passed} of {gate.n}"
         return result
     result.verdict, result.n_to_decide = OUTCOMES[gate.verdict], gate.n_to_decide
     result.rule = (

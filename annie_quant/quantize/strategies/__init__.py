@@ -29,8 +29,8 @@ def by_rank() -> list[Strategy]:
 
 def check_family(strategy: Strategy, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError where a strategy cannot take the family of a config.json, with the commands that can."""
-    if not strategy.needs_family:
-        return
+    if not strategy.needs_family or config.get("auto_map"):
+        return  # a checkpoint with code of its own is refused when it is loaded
     try:
         models.family_of(config)
     except CheckpointError as error:

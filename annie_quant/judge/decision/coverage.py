@@ -13,7 +13,7 @@ from annie_quant.schema import PairedGate
 
 LEAST_ANSWERS = 52  # without a loss: score_interval(0, 0, 52) is above -0.05, score_interval(0, 0, 51) is not
 RARE_ANSWERS = 10  # of a behaviour that bf16 shows so rarely that more of the same prompts would not test it
-LEAST_SHARE = 0.1  # of its prompts: what bf16 passes less often says nothing about the checkpoint
+LEAST_SHARE = 0.1  # of its prompts: what bf16 passes less often tests nothing
 
 
 def is_tested(name: str, gate: PairedGate) -> bool:

@@ -142,11 +142,10 @@ def test_a_planted_loss_of_tool_calls_fails_and_none_passes():
 
 def test_what_bf16_rarely_shows_stands_in_no_verdicts_way_until_it_is_lost():
     references = [call(room="a")] * 3 + [WORDS] * 80
-    kept, gates, _ = paired(references, references)
-    assert gates["same_arguments"].n == 3 and kept.verdict == "keeps"
-    assert (
-        "right arguments" in kept.not_tested and "right arguments" in kept.sentence and "(3 answers)" in kept.sentence
-    )
+    verdict, gates, _ = paired(references, references)
+    assert gates["same_arguments"].n == 3 and verdict.verdict == "keeps"
+    assert "right arguments" in verdict.not_tested and "right arguments" in verdict.sentence
+    assert "(3 answers)" in verdict.sentence
     lost, _, _ = paired([call(room="b"), *references[1:]], references)
     assert lost.verdict == "undecided" and lost.coverage["right arguments"] == 3
 

@@ -76,8 +76,8 @@ def _json_call(text: str, start: int) -> Iterator[int]:
     """Yield the points of {"name": NAME, "arguments": {...}}, whose brace follows at `start` or after white space."""
     for key, _, value in _members(text, _space(text, start)):
         if key == "name":
-            name = _STRING.match(text, value)
-            yield from range(*name.span(1)) if name else ()
+            function = _STRING.match(text, value)
+            yield from range(*function.span(1)) if function else ()
         elif key in ARGUMENTS:
             for name, at, argument in _members(text, value):
                 if name is None:

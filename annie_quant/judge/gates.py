@@ -48,6 +48,11 @@ def _rate(least_n: int, rate: float) -> Threshold:
     return Threshold("rate", least_n, rate)
 
 
+def _same(name: str, title: str, rate: float, check: Check, *behaviours: str) -> Gate:
+    """Return a gate that compares with the bf16 model's own answer."""
+    return Gate(name, title, _rate(10, rate), check, basis="reference", behaviours=behaviours)
+
+
 _ZERO, _ALL = Threshold("zero", 25), Threshold("all", 5)
 
 CALL, DECLINE, FUNCTION, ARGUMENTS, SEVERAL, RESULT, CONTENT, FORM, STOP, THINKING = BEHAVIOURS = (
@@ -78,59 +83,17 @@ GATES: dict[str, Gate] = {
         Gate("reasoning", "reasoning", _ALL, statements.contains, "R26", behaviours=(CONTENT,)),
         Gate("recall", "right in conversation", _rate(10, 0.8), statements.contains, behaviours=(CONTENT,)),
         Gate("repetition", "no repetition or garble", _ALL, content.repetition, basis="rule", behaviours=(FORM,)),
-        Gate(
-            "same_arguments",
-            "arguments as bf16",
-            _rate(10, 0.8),
-            reference.same_arguments,
-            basis="reference",
-            behaviours=(CALL, FUNCTION, ARGUMENTS),
-        ),
-        Gate(
-            "same_decline",
-            "no call as bf16",
-            _rate(10, 0.9),
-            reference.same_decline,
-            basis="reference",
-            behaviours=(DECLINE,),
-        ),
-        Gate("same_language", "language as bf16", _rate(10, 0.9), reference.same_language, basis="reference"),
-        Gate(
-            "same_length",
-            "length as bf16",
-            _rate(10, 0.8),
-            reference.same_length,
-            basis="reference",
-            behaviours=(FORM,),
-        ),
-        Gate(
-            "same_markdown",
-            "markdown as bf16",
-            _rate(10, 0.9),
-            reference.same_markdown,
-            basis="reference",
-            behaviours=(FORM,),
-        ),
-        Gate(
-            "same_several",
-            "several calls as bf16",
-            _rate(10, 0.8),
-            reference.same_several,
-            basis="reference",
-            behaviours=(SEVERAL,),
-        ),
-        Gate("same_stop", "stops as bf16", _rate(10, 0.9), reference.same_stop, basis="reference", behaviours=(STOP,)),
-        Gate("same_text", "words as bf16", _rate(10, 0.9), reference.same_text, basis="reference", behaviours=(FORM,)),
-        Gate(
-            "same_thinking",
-            "no thinking, as bf16",
-            _rate(10, 0.9),
-            reference.same_thinking,
-            basis="reference",
-            behaviours=(THINKING,),
-        ),
-        Gate("same_tool", "tool or none as bf16", _rate(10, 0.9), reference.same_tool, basis="reference"),
-        Gate("same_validity", "valid calls as bf16", _rate(10, 0.9), reference.same_validity, basis="reference"),
+        _same("same_arguments", "arguments as bf16", 0.8, reference.same_arguments, CALL, FUNCTION, ARGUMENTS),
+        _same("same_decline", "no call as bf16", 0.9, reference.same_decline, DECLINE),
+        _same("same_language", "language as bf16", 0.9, reference.same_language),
+        _same("same_length", "length as bf16", 0.8, reference.same_length, FORM),
+        _same("same_markdown", "markdown as bf16", 0.9, reference.same_markdown, FORM),
+        _same("same_several", "several calls as bf16", 0.8, reference.same_several, SEVERAL),
+        _same("same_stop", "stops as bf16", 0.9, reference.same_stop, STOP),
+        _same("same_text", "words as bf16", 0.9, reference.same_text, FORM),
+        _same("same_thinking", "no thinking, as bf16", 0.9, reference.same_thinking, THINKING),
+        _same("same_tool", "tool or none as bf16", 0.9, reference.same_tool),
+        _same("same_validity", "valid calls as bf16", 0.9, reference.same_validity),
         Gate("several_calls", "several calls", _rate(10, 0.6), calls.several_calls, behaviours=(SEVERAL,)),
         Gate("stop", "stops by itself", _ALL, content.stop, basis="rule", behaviours=(STOP,)),
         Gate(

@@ -86,29 +86,6 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
     not_tested: list[str] = []
 
 
-class VarianceComponent(msgspec.Struct):
-    """What a factor, or an interaction, adds to the spread. variance: of one outcome. of_mean: of the mean over all levels."""
-
-    variance: float
-    of_mean: float
-
-
-class Spread(msgspec.Struct, kw_only=True):
-    """A pass rate, or a difference of two, with the spread over all that was sampled (judge/variance.py).
-
-    levels: factor → number of levels. se: standard error of the mean over other prompts, draws, ... low, high: 95 % interval.
-    freedom: its degrees of freedom. components: by factor, by interaction ("prompts × calibration"), "residual".
-    """
-
-    levels: dict[str, int]
-    mean: float
-    se: float
-    freedom: float
-    low: float
-    high: float
-    components: dict[str, VarianceComponent] = {}
-
-
 class GateResult(msgspec.Struct, kw_only=True):
     """One gate over many answers.
 

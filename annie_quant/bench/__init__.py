@@ -2,7 +2,7 @@
 
     run([Backend(name, url), ...], workloads, output)   measure, or resume; returns what bench.json holds (schema.Bench)
     aggregate(folder)                                    records to percentiles, gates, paired comparisons, turns
-    export(folder)                                       results.csv, vLLM's keys, AIPerf's summary, Prometheus text
+    export(folder)                                       results.csv, vLLM's keys, AIPerf's and GuideLLM's reports
     regression(before, after)                            what got significantly worse against a stored run
 
 Nothing here imports torch. The stream client (annie_quant.stream) is imported when a run starts.

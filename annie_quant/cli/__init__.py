@@ -11,7 +11,6 @@ import click
 from annie_quant.cli import (
     audit,
     bench,
-    capacity,
     compare,
     convert,
     data,
@@ -69,7 +68,7 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
 for command in (
     demo.demo, record.record_command, init.init, data.data, quantize.quantize, audit.audit, convert.convert,
     compare.compare, evaluate.evaluate, harness.lm_eval, retention.retention, search.search, serve.serve, doctor.doctor,
-    validate_gpu.validate_gpu, bench.bench, capacity.capacity, report.report,
+    validate_gpu.validate_gpu, bench.bench, report.report,
     export.export, publish.publish, explain.explain,
 ):  # fmt: skip
     cli.add_command(command)

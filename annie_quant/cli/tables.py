@@ -6,16 +6,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from annie_quant import schema
 from annie_quant.judge.decision import POOLED, member_verdict
 from annie_quant.judge.decision.paired import points, title
-from annie_quant.judge.metrics import three_digits
 from annie_quant.schema import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates, ServedSide
-
-if TYPE_CHECKING:
-    from annie_quant.bench.exchange import ReportRow
 
 WIDTH = 80
 BASES = {"reference": "bf16", "label": "label", "rule": "rule"}
@@ -276,56 +272,3 @@ def wrap_tree(line: str, width: int = WIDTH) -> list[str]:
     return textwrap.wrap(
         line[at:], width, initial_indent=line[:at], subsequent_indent=" " * at, break_on_hyphens=False
     ) or [line]
-
-
-def report_lines(rows: Sequence[ReportRow], width: int = WIDTH) -> list[str]:
-    """Return one row per side of each run or report: medians, and the interval of the TTFT where the tool reports one.
-
-    Verdict and lost gates follow on the next line. A name that does not fit is cut at its front. What each tool calls a
-    first token is a footnote.
-    """
-    header = ["run", "side", "n", "failed", "TTFT ms", "ITL ms", "TPOT ms", "E2E ms"]
-    body = [
-        [
-            row.source,
-            row.side + row.load if row.load.startswith("@") else row.side,
-            str(row.requests),
-            str(row.errors or ""),
-            _number(row.ttft_ms) + _range(row.ttft_low, row.ttft_high),
-            *(_number(value) for value in (row.itl_ms, row.tpot_ms, row.e2e_ms)),
-        ]
-        for row in rows
-    ]
-    columns = [list(column) for column in zip(header, *body, strict=True)]
-    columns = [column for column in columns if any(cell not in ("", "–") for cell in column[1:])]
-    used = sum(_width(column) + 1 for column in columns[2:])
-    columns[1] = [_cut(cell, max(6, (width - used) // 3)) for cell in columns[1]]
-    columns[0] = [_cut(cell, max(12, width - used - _width(columns[1]) - 1)) for cell in columns[0]]
-    widths = [_width(column) for column in columns]
-    lines = []
-    for index, cells in enumerate(zip(*columns, strict=True)):
-        padded = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        lines.append(" ".join(padded).rstrip())
-        row = rows[index - 1] if index else None
-        if row and (row.verdict or row.gates_lost):
-            lost = f"loses {', '.join(title(gate) for gate in row.gates_lost)}" if row.gates_lost else ""
-            text = "; ".join(part for part in (row.verdict, lost) if part)
-            lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
-    kinds: dict[str, list[str]] = {}
-    for row in rows:
-        if row.ttft and row.tool not in kinds.setdefault(row.ttft, []):
-            kinds[row.ttft].append(row.tool)
-    notes = "; ".join(f"{', '.join(tools)}: {kind}" for kind, tools in kinds.items())
-    return [*lines, *wrap(f"first token of {notes}", width)] if notes else lines
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else three_digits(value)
-
-
-def _range(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f" [{_number(low)}, {_number(high)}]"
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"

@@ -97,15 +97,6 @@ def test_the_original_plans_results(folder, records):
     assert tests["multi_turn_5"]["ttft_ms_p50"] == pytest.approx(statistics.median(times))
 
 
-def test_prometheus_text(folder):
-    lines = (folder / "exports" / "metrics.prom").read_text().splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert float(values['annie_quant_gate_share{backend="q4",gate="factual"}']) == 1.0
-    assert 0 < float(values['annie_quant_ttft_content_seconds{backend="q4",workload="factual",quantile="0.5"}']) < 1
-    documented = {line.split()[2] for line in lines if line.startswith("# TYPE")}
-    assert {name.split("{")[0] for name in values} == documented
-
-
 def test_aggregates_can_be_computed_again_from_the_folder(folder):
     assert bench.aggregate(folder) == schema.read_bench(folder).aggregates
 

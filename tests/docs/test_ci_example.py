@@ -22,7 +22,7 @@ def test_the_workflow_is_valid_and_its_commands_exist():
     steps = workflow["jobs"]["benchmark"]["steps"]
     scripts = "\n".join(step.get("run", "") for step in steps).replace("\\\n", " ")
     used = re.findall(r"annie-quant ([a-z]+)([^\n|]*)", scripts)
-    assert {name for name, _ in used} == {"bench", "compare"}
+    assert {name for name, _ in used} == {"bench", "report"}
     for name, rest in used:
         known = {option for p in cli.commands[name].params for option in p.opts}
         assert set(re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0])) <= known

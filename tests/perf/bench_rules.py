@@ -1,6 +1,6 @@
-"""Simulate the statistical rules of a benchmark: noise floor, drift and throttling, depth, capacity. Prints one table each.
+"""Simulate the statistical rules of a benchmark: noise floor, drift and throttling, depth. Prints one table each.
 
-    python tests/perf/bench_rules.py [--runs 400] [--only noise|drift|depth|capacity]
+    python tests/perf/bench_rules.py [--runs 400] [--only noise|drift|depth]
 
 Times are log-normal with a spread per prompt and per request; correlated noise is AR(1) over the requests, as bursts of other
 work make it. Every rule is run as the benchmark calls it.
@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from annie_quant.bench import capacity, depth, drift, noise
+from annie_quant.bench import depth, drift, noise
 from annie_quant.judge.statistics import compare, wilson
 from annie_quant.schema import Comparison, RequestRecord
 
@@ -166,61 +166,7 @@ def simulate_depth(runs):
         print(f"  {name}, {prompts} prompts x 5, sigma {sigma}: {rate(hits, runs)}")
 
 
-def sojourns(rng, rate, count, service, servers):
-    """Time in the system of `count` Poisson arrivals, first come first served, from an empty system."""
-    free = np.zeros(servers)
-    arrivals = np.cumsum(rng.exponential(1 / rate, count))
-    times = np.empty(count)
-    for i, (arrival, work) in enumerate(zip(arrivals, service(rng, count), strict=True)):
-        server = int(free.argmin())
-        free[server] = max(free[server], arrival) + work
-        times[i] = free[server] - arrival
-    return times
-
-
-def simulate_capacity(runs):
-    print("capacity: does the interval hold the known capacity (95 % of requests within the limit; target ≥ 95 %)")
-    exponential = lambda rng, n: rng.exponential(1.0, n)  # noqa: E731
-    constant = lambda rng, n: np.ones(n)  # noqa: E731
-    for name, service, servers, limit, known in (
-        ("M/M/1, limit 10 services", exponential, 1, 10.0, 1 - math.log(20) / 10),
-        ("M/M/1, limit 6 services", exponential, 1, 6.0, 1 - math.log(20) / 6),
-        ("M/D/1, limit 5 services", constant, 1, 5.0, None),
-        ("M/M/4, limit 4.5 services", exponential, 4, 4.5, None),
-    ):
-        known = known or long_run_capacity(service, servers, limit)
-        covered, widths, requests, errors = 0, [], [], []
-        for run in range(runs):
-            rng = np.random.default_rng([run, servers, int(limit)])
-            sent = [0]
-
-            def send(rate, batch, count, rng=rng, sent=sent, limit=limit, service=service, servers=servers):
-                sent[0] += count
-                return (sojourns(rng, rate, count, service, servers) <= limit).tolist()
-
-            result = capacity.search(send, capacity.Limits(ttft_ms=1e3 * limit), alone_s=2.0)
-            covered += result.low <= known <= (result.high or math.inf)
-            widths.append((result.high or math.inf) / max(result.low, 1e-9))
-            requests.append(sent[0])
-            errors.append((result.estimate or math.nan) / known - 1)
-        print(
-            f"  {name}: capacity {known:.3f}, covered {rate(covered, runs)}, high / low {np.median(widths):.2f}, "
-            f"estimate {np.nanmedian(errors):+.1%} (quartiles {np.nanquantile(errors, 0.25):+.1%}, "
-            f"{np.nanquantile(errors, 0.75):+.1%}), {np.median(requests):.0f} requests"
-        )
-
-
-def long_run_capacity(service, servers, limit, count=100_000):
-    """The rate at which 95 % of a long run's requests are within the limit, by bisection."""
-    low, high = 0.1 * servers, 1.0 * servers
-    for _ in range(12):
-        middle = (low + high) / 2
-        times = sojourns(np.random.default_rng(1), middle, count, service, servers)
-        low, high = (middle, high) if (times <= limit).mean() >= 0.95 else (low, middle)
-    return (low + high) / 2
-
-
-SIMULATIONS = {"noise": simulate_noise, "drift": simulate_drift, "depth": simulate_depth, "capacity": simulate_capacity}
+SIMULATIONS = {"noise": simulate_noise, "drift": simulate_drift, "depth": simulate_depth}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -60,15 +60,3 @@ def test_a_refusal_of_an_image_prints_no_key(tmp_path):
     assert where(tmp_path, *printed) == []
 
 
-def test_capacity_stores_no_key_and_neither_do_its_exports(tmp_path):
-    run = tmp_path / "run"
-    with FakeServer(lambda body: Script(content=[f"Paris {KEY}"])) as server:
-        printed = [*command(
-            "capacity", "--backend-a", "a", server.url, "--ttft-ms", "1e-6", "--workload", "factual", "--output", run,
-            "--budget-s", "1", "--key-env", "PLANTED_KEY", "--json",
-        )]  # fmt: skip
-    assert '"complete": ' in printed[0], printed
-    printed += [*command("compare", run), *command("export", run)]
-    records = (run / "records.jsonl").read_text()
-    assert "Paris" in records
-    assert where(run, *printed) == []

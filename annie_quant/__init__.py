@@ -15,7 +15,6 @@
     aq.bench       timing two or more servers against each other
     aq.report      HTML and Markdown reports
     aq.publish     model card and upload
-    aq.notebook    how tensors, audits and timings are displayed in Jupyter
 
 Each part is imported on first use. Importing the package itself imports no third-party package.
 """
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
         hf,
         judge,
         kquant,
-        notebook,
         nvfp4,
         publish,
         quantize,
@@ -57,7 +55,6 @@ __all__ = [
     "hf",
     "judge",
     "kquant",
-    "notebook",
     "nvfp4",
     "publish",
     "quantize",

@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report", "doctor"),
     ("publish", "runtime"),
     ("pipeline",),
-    ("cli", "notebook", "pytest_plugin"),
+    ("cli", "pytest_plugin"),
     ("__main__",),  # prepares the process, then starts cli
 )
 # Libraries that a part may not import, because it must start fast and run where they are not installed.

@@ -61,7 +61,7 @@ def in_one_line(error: Exception) -> str:
 def take(layer: Any, logger: str) -> str:
     """Repack a layer's weight for our kernel. Returns why it stays as it is, "" if it was repacked.
 
-    layer: with the names of vLLM and SGLang: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_global_scale,
+    layer: with vLLM's names: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_global_scale,
     params_dtype. Repacked, it has weight uint8 [bytes] and annie_scale, and no weight_scale.
     logger: whose handlers the server prints
     """

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from annie_quant.stream.arrivals import burst, constant, poisson, trace
 from annie_quant.stream.client import Cancel, Request, chat, run, run_async
-from annie_quant.stream.replay import ReplayServer
 from annie_quant.stream.timings import Timings
 
 __all__ = [
     "Cancel",
-    "ReplayServer",
     "Request",
     "Timings",
     "burst",

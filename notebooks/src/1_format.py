@@ -9,9 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import annie_quant as aq
-from annie_quant import notebook
 
-notebook.register()
 rng = np.random.default_rng(0)
 w = rng.normal(0, 0.02, (64, 256)).astype(np.float32)
 t = aq.nvfp4.pack(w)

@@ -10,16 +10,17 @@ import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import pandas as pd
 
 import annie_quant as aq
-from annie_quant import notebook
 
-notebook.register()
 os.environ["TQDM_DISABLE"] = "1"  # transformers shows a bar for each model that it loads
 tiny = Path(aq.__file__).parent / "assets" / "tiny-annie"
 folder = Path(tempfile.mkdtemp())
 aq.quantize.run("direct", tiny, folder / "w4a16")
-aq.checkpoint.audit(folder / "w4a16", source=tiny)
+audit = aq.checkpoint.audit(folder / "w4a16", source=tiny)
+assert audit.ok
+audit.summary
 
 # %%
 workloads = aq.judge.sample(
@@ -27,7 +28,8 @@ workloads = aq.judge.sample(
 )  # use more than 4 for figures to quote
 result = aq.runtime.evaluate(folder / "w4a16", tiny, workloads, numerics=("w4a16",), cache=folder / "cache")
 kl = result["numerics"]["w4a16"]["kl"]
-notebook.Gates({"bf16": result["reference_gates"], "NVFP4, W4A16": result["numerics"]["w4a16"]["gates"]})
+sides = {"bf16": result["reference_gates"], "NVFP4, W4A16": result["numerics"]["w4a16"]["gates"]}
+pd.DataFrame({side: {gate: f"{g['passes']} of {g['n']}" for gate, g in gates.items()} for side, gates in sides.items()})
 
 # %% [markdown]
 # ## By kind of token

@@ -12,9 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import annie_quant as aq
-from annie_quant import notebook
 
-notebook.register()
 folder = Path(tempfile.mkdtemp())
 tiny = Path(aq.__file__).parent / "assets" / "tiny-annie"
 aq.checkpoint.convert(tiny, to="gguf", output=folder / "tiny.gguf", type="Q4_K_M")
@@ -33,7 +31,7 @@ requests = [
 ]  # fmt: skip
 timings = aq.stream.run(requests, concurrency=1, warmup=requests[:1])
 server.stop()
-timings
+timings.to_pandas("records")[["tag", "first_content_ms", "tpot_ms", "e2e_ms", "completion_tokens", "finish_reason"]]
 
 # %% [markdown]
 # ## Kernel and user

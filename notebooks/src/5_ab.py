@@ -10,9 +10,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import pandas as pd
 
 import annie_quant as aq
-from annie_quant import notebook
 
 tiny = Path(aq.__file__).parent / "assets" / "tiny-annie"
 folder = Path(tempfile.mkdtemp())
@@ -33,7 +33,8 @@ try:
 finally:
     for s in servers.values():
         s.stop()
-notebook.Gates({name: side.gates for name, side in done.aggregates.served.items()})
+served = done.aggregates.served.items()
+pd.DataFrame({name: {gate: f"{g.passes} of {g.n}" for gate, g in side.gates.items()} for name, side in served})
 
 # %% [markdown]
 # ## The paired difference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from paths import DATA
+from replay_server import ReplayServer
 
 _stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
 
@@ -44,7 +45,7 @@ def test_the_recorded_bytes_can_be_split_anywhere(recorded: aq.stream.Timings) -
 
 
 def test_a_replay_gives_the_same_records(recorded: aq.stream.Timings) -> None:
-    with aq.stream.ReplayServer(recorded, speed=1000) as server:
+    with ReplayServer(recorded, speed=1000) as server:
         again = aq.stream.run([aq.stream.Request(server.url, json={}, timeout_s=10)] * 3).records()
     for first, second in zip(recorded.records(), again, strict=False):
         for same in ("text", "reasoning", "usage", "server_timings", "finish_reason", "error"):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replay_server import ReplayServer
 from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
 
 _stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
@@ -325,14 +326,14 @@ def test_replay_gives_the_same_records_at_the_same_pace() -> None:
 
     with RawServer(respond) as server:
         recorded = aq.stream.run([Request(server.url, json={})] * 2)
-    with aq.stream.ReplayServer(recorded) as replay:
+    with ReplayServer(recorded) as replay:
         again = aq.stream.run([Request(replay.url, json={})] * 2)
     for first, second in zip(recorded.records(), again.records(), strict=True):
         for same in ("text", "usage", "finish_reason", "status", "error"):
             assert second[same] == first[same]
         assert second["first_content_ms"] == pytest.approx(first["first_content_ms"], abs=25)
     assert again.body(0) == recorded.body(0)
-    with aq.stream.ReplayServer(recorded, speed=100) as replay:
+    with ReplayServer(recorded, speed=100) as replay:
         fast = aq.stream.run([Request(replay.url, json={})]).records()[0]
     assert fast["e2e_ms"] < 60 and fast["text"] == "Hello there."
 
@@ -344,7 +345,7 @@ def test_replay_repeats_a_fault() -> None:
 
     with RawServer(respond) as server:
         recorded = aq.stream.run([Request(server.url, json={})])
-    with aq.stream.ReplayServer(recorded) as replay:
+    with ReplayServer(recorded) as replay:
         record = aq.stream.run([Request(replay.url, json={})]).records()[0]
     assert record["cause"] == recorded.records()[0]["cause"] == "truncated" and record["text"] == "Hi"
 

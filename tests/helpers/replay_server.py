@@ -1,4 +1,4 @@
-"""A server that answers with a recording: its bytes, its order and its gaps. For tests."""
+"""A server that answers with a recording: its bytes, its order and its gaps."""
 
 from __future__ import annotations
 

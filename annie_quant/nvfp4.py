@@ -7,9 +7,8 @@ Microscaling Formats v1.0 for E2M1 and E4M3, ModelOpt's qtensor/nvfp4_tensor.py 
     t = pack(w)                      # codes uint8 [..., K/2], block_scale float8_e4m3fn [..., K/16], tensor_scale
     w = unpack(t, dtype="bfloat16")
 
-Inputs are NumPy arrays of float32, float16 or ml_dtypes.bfloat16, or any object with `__dlpack__` (torch tensors, no
-copy). All leading dimensions are free. `DLPackArray` passes results to other libraries without a copy. The work is done
-by the C module _nvfp4 in several threads with the GIL released.
+Inputs are NumPy arrays of float32, float16 or ml_dtypes.bfloat16, or torch tensors on the CPU (no copy). All leading
+dimensions are free. The work is done by the C module _nvfp4 in several threads with the GIL released.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from annie_quant.codec_arrays import (
     BFLOAT16,
     E4M3,
     FLOAT_KINDS,
-    DLPackArray,
     as_bytes,
     byte_array,
     finite_amax,
@@ -39,7 +37,6 @@ __all__ = [
     "E2M1_VALUES",
     "E4M3",
     "E4M3_VALUES",
-    "DLPackArray",
     "Encoding",
     "Scale",
     "Tensor",

@@ -1,12 +1,11 @@
 """CUDA arrays of any library as pointer, shape and type, and plain device memory that needs no other library.
 
-Protocols in the order of preference: `data_ptr` (torch and compatible libraries), `__cuda_array_interface__`,
-`__dlpack__`. No framework is imported.
+Protocols in the order of preference: `data_ptr` (torch and compatible libraries), `__cuda_array_interface__`. No framework is
+imported.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import weakref
 from collections.abc import Iterable
@@ -21,7 +20,6 @@ from annie_quant.native import load
 CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as AQ_F32, AQ_F16, AQ_BF16 in csrc/gemm/gemm.h
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}
 _TYPESTRS = {"f4": "float32", "f2": "float16", "V2": "bfloat16", "u1": "uint8", "V1": "float8_e4m3fn"}
-_DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (1, 8): "uint8", (10, 8): "float8_e4m3fn"}
 
 
 class CudaArrayInterface(TypedDict):
@@ -102,11 +100,8 @@ def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def view(array: Any, name: str, stream: int | None = None) -> View:
-    """Return a View of a CUDA array. UsageError: a host array, or a dtype that no kernel supports.
-
-    stream: where the caller will use the array, if that is known; a DLPack exporter makes its writes precede it.
-    """
+def view(array: Any, name: str) -> View:
+    """Return a View of a CUDA array. UsageError: a host array, or a dtype that no kernel supports."""
     if isinstance(array, DeviceArray):
         strides = _packed_strides(array.shape)
         return View(array.ptr, array.shape, strides, array.dtype, array.device, array, array.stream)
@@ -121,11 +116,9 @@ def view(array: Any, name: str, stream: int | None = None) -> View:
         result = View(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype, array.device.index, array)
     elif hasattr(array, "__cuda_array_interface__"):
         result = _from_interface(array, name)
-    elif hasattr(array, "__dlpack__"):
-        result = _from_dlpack(array, name, stream)
     else:
         raise UsageError(
-            f"{name} is a {type(array).__name__}; a CUDA array (DLPack or __cuda_array_interface__) is expected"
+            f"{name} is a {type(array).__name__}; a CUDA array (__cuda_array_interface__) is expected"
         )
     if result.dtype not in SIZES:
         raise UsageError(f"{name} has dtype {result.dtype}; expected one of {', '.join(SIZES)}")
@@ -152,37 +145,6 @@ def _from_interface(array: Any, name: str) -> View:
         array,
         0 if stream == 1 else stream,
     )
-
-
-class _DLTensor(ctypes.Structure):
-    """dlpack.h, version 0.x: the struct that a capsule named "dltensor" begins with."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-def _from_dlpack(array: Any, name: str, stream: int | None) -> View:
-    """Read the capsule without consuming it: its own destructor frees it, and `owner` keeps the array alive."""
-    capsule = array.__dlpack__() if stream is None else array.__dlpack__(stream=stream or 1)  # 1: the default stream
-    get = ctypes.pythonapi.PyCapsule_GetPointer
-    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    t = _DLTensor.from_address(get(capsule, b"dltensor"))
-    if t.device_type not in (2, 13):  # kDLCUDA, kDLCUDAManaged
-        raise UsageError(f"{name} is on DLPack device type {t.device_type}; a CUDA array (2) is expected")
-    shape = tuple(t.shape[i] for i in range(t.ndim))
-    strides = tuple(t.strides[i] for i in range(t.ndim)) if t.strides else _packed_strides(shape)
-    dtype = _DLPACK.get((t.code, t.bits), f"DLPack code {t.code}, {t.bits} bits")
-    return View((t.data or 0) + t.byte_offset, shape, strides, dtype, t.device_id, array)
 
 
 def launch_stream(views: Iterable[View], stream: int | None = None) -> int:

@@ -46,14 +46,9 @@ def _disjoint(written: dict[str, View], read: dict[str, View]) -> None:
 
 
 def _matrix(
-    array: Any,
-    name: str,
-    dtypes: tuple[str, ...],
-    shape: tuple[int | None, int | None],
-    align: int = 16,
-    stream: int | None = None,
+    array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, int | None], align: int = 16
 ) -> View:
-    v = view(array, name, stream)
+    v = view(array, name)
     if v.dtype not in dtypes:
         raise UsageError(f"{name} has dtype {v.dtype}; expected {' or '.join(dtypes)}")
     if len(v.shape) != 2 or any(w is not None and w != s for w, s in zip(shape, v.shape, strict=True)):
@@ -64,14 +59,12 @@ def _matrix(
     return v
 
 
-def _codes_and_scales(
-    codes: Any, block_scale: Any, name: str, stream: int | None = None
-) -> tuple[View, View, int, int]:
-    c = _matrix(codes, f"{name}codes", ("uint8",), (None, None), stream=stream)
+def _codes_and_scales(codes: Any, block_scale: Any, name: str) -> tuple[View, View, int, int]:
+    c = _matrix(codes, f"{name}codes", ("uint8",), (None, None))
     n, k = c.shape[0], c.shape[1] * 2
     if k == 0 or n == 0 or k % GROUP:
         raise UsageError(f"{name}codes has shape {list(c.shape)}, K = {k}; K must be a positive multiple of {GROUP}")
-    s = _matrix(block_scale, f"{name}block_scale", ("uint8", "float8_e4m3fn"), (n, k // GROUP), 4, stream)
+    s = _matrix(block_scale, f"{name}block_scale", ("uint8", "float8_e4m3fn"), (n, k // GROUP), 4)
     for v, what in ((c, "codes"), (s, "block_scale")):
         if not v.contiguous:
             raise UsageError(
@@ -105,13 +98,13 @@ class Weight:
         fault: str | None = None,
     ) -> None:
         need_device()
-        c, s, self.n, self.k = _codes_and_scales(codes, block_scale, "", stream)
+        c, s, self.n, self.k = _codes_and_scales(codes, block_scale, "")
         self.tensor_scale = _positive(tensor_scale, "tensor_scale")
         self.device = _same_device({"codes": c, "block_scale": s})
         module, on = native(), launch_stream((c, s), stream)
         size = module.packed_bytes(self.n, self.k)
         self.packed = DeviceArray((size,), "uint8", self.device) if memory is None else memory
-        to = view(self.packed, "memory", stream)
+        to = view(self.packed, "memory")
         if (to.dtype, to.shape, to.device, to.ptr % 16) != ("uint8", (size,), self.device, 0):
             raise UsageError(f"memory is {to.dtype} {list(to.shape)} on {to.device}; expected {size} aligned bytes")
         _disjoint({"memory": to}, {"codes": c, "block_scale": s})
@@ -176,7 +169,7 @@ def w4a16(
     Returns `out` without waiting for the kernel. The first call can be captured in a CUDA graph. UsageError: arrays or a
     plan that do not fit the product.
     """
-    xv = _matrix(x, "x", ("bfloat16", "float16"), (None, weight.k), stream=stream)
+    xv = _matrix(x, "x", ("bfloat16", "float16"), (None, weight.k))
     m = xv.shape[0]
     if path not in PATHS:
         raise UsageError(f"path is {path!r}; expected one of {', '.join(PATHS)}")
@@ -186,7 +179,7 @@ def w4a16(
         )
     if out is None:
         out = DeviceArray((m, weight.n), xv.dtype, xv.device)
-    ov = _matrix(out, "out", tuple(CODES), (m, weight.n), 4, stream)
+    ov = _matrix(out, "out", tuple(CODES), (m, weight.n), 4)
     if not ov.contiguous:
         raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
     packed = view(weight.packed, "weight")
@@ -196,7 +189,7 @@ def w4a16(
     plan = plan or weight.plan(m, path)
     views, written, memory, size = [xv, ov], {"out": ov}, 0, 0
     if workspace is not None:
-        ws = _workspace(workspace, stream)
+        ws = _workspace(workspace)
         views.append(ws)
         written["workspace"] = ws
         memory, size = ws.ptr, math.prod(ws.shape)
@@ -231,8 +224,8 @@ def w4a16(
     return out
 
 
-def _workspace(workspace: Any, stream: int | None) -> View:
-    v = view(workspace, "workspace", stream)
+def _workspace(workspace: Any) -> View:
+    v = view(workspace, "workspace")
     if v.dtype != "uint8" or not v.contiguous or v.ptr % 16:
         raise UsageError(f"workspace is {v.dtype} {list(v.shape)}; expected contiguous, aligned uint8 memory")
     return v
@@ -263,8 +256,8 @@ def w4a4(
     runs on any GPU; "auto" is native where possible. Returns `out` without waiting for the kernel.
     """
     need_device()
-    a, sa, m, k = _codes_and_scales(a_codes, a_scale, "a_", stream)
-    w, sw, n, kw = _codes_and_scales(w_codes, w_scale, "w_", stream)
+    a, sa, m, k = _codes_and_scales(a_codes, a_scale, "a_")
+    w, sw, n, kw = _codes_and_scales(w_codes, w_scale, "w_")
     if k != kw:
         raise UsageError(f"a_codes has K = {k} and w_codes has K = {kw}; they must be equal")
     alpha = _positive(a_tensor_scale, "a_tensor_scale") * _positive(w_tensor_scale, "w_tensor_scale")
@@ -272,7 +265,7 @@ def w4a4(
         raise UsageError(f"mode is {mode!r}; expected auto, native or emulated")
     if out is None:
         out = DeviceArray((m, n), "bfloat16", a.device)
-    ov = _matrix(out, "out", tuple(CODES), (m, n), 4, stream)
+    ov = _matrix(out, "out", tuple(CODES), (m, n), 4)
     if not ov.contiguous:
         raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
     device = _same_device({"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw, "out": ov})
@@ -290,8 +283,8 @@ def w4a4(
     return out
 
 
-def _blocks(x: Any, name: str, stream: int | None) -> tuple[View, int]:
-    v = view(x, name, stream)
+def _blocks(x: Any, name: str) -> tuple[View, int]:
+    v = view(x, name)
     if v.dtype not in CODES:
         raise UsageError(f"{name} has dtype {v.dtype}; expected {', '.join(CODES)}")
     if not v.shape or v.shape[-1] == 0 or v.shape[-1] % GROUP:
@@ -308,7 +301,7 @@ def pack(x: Any, tensor_scale: float, *, stream: int | None = None) -> tuple[Dev
     first position, as in aq.nvfp4.pack.
     """
     need_device()
-    v, blocks = _blocks(x, "x", stream)
+    v, blocks = _blocks(x, "x")
     scale = _positive(tensor_scale, "tensor_scale")
     codes = DeviceArray((*v.shape[:-1], v.shape[-1] // 2), "uint8", v.device)
     scales = DeviceArray((*v.shape[:-1], v.shape[-1] // GROUP), "float8_e4m3fn", v.device)
@@ -342,7 +335,7 @@ def unpack(
         raise UsageError(f"dtype is {dtype!r}; expected one of {', '.join(CODES)}")
     if nan not in ("raise", "keep"):
         raise UsageError(f"nan is {nan!r}; expected raise or keep")
-    c, s, n, k = _codes_and_scales(codes, block_scale, "", stream)
+    c, s, n, k = _codes_and_scales(codes, block_scale, "")
     scale, device = _positive(tensor_scale, "tensor_scale"), _same_device({"codes": c, "block_scale": s})
     out = DeviceArray((n, k), dtype, device)
     on = launch_stream((c, s), stream)
@@ -364,11 +357,11 @@ def _position(index: int, shape: tuple[int, ...]) -> list[int]:
 def fake_quant(x: Any, tensor_scale: float, out: Any = None, *, stream: int | None = None) -> Any:
     """Quantize and dequantize x [..., K] per 16 columns in its own dtype: ModelOpt's dynamic activation op, to the bit."""
     need_device()
-    v, blocks = _blocks(x, "x", stream)
+    v, blocks = _blocks(x, "x")
     scale = _positive(tensor_scale, "tensor_scale")
     if out is None:
         out = DeviceArray(v.shape, v.dtype, v.device)
-    o, _ = _blocks(out, "out", stream)
+    o, _ = _blocks(out, "out")
     if (o.shape, o.dtype) != (v.shape, v.dtype):
         raise UsageError(f"out is {o.dtype} {list(o.shape)}; expected {v.dtype} {list(v.shape)}")
     device = _same_device({"x": v, "out": o})

@@ -5,7 +5,6 @@
  * the number of threads, both atomic.
  */
 #include "common/buffers.h"
-#include "exchange.h"
 #include "gemv.h"
 #include "gptq.h"
 #include "layout.h"
@@ -489,8 +488,6 @@ static PyMethodDef methods[] = {
     {"gemv", py_gemv, METH_VARARGS, "gemv(x, kind, columns, codes, scales, group, divides, tensor_scale, y): y = x W^T"},
     {"gptq", py_gptq, METH_VARARGS,
      "gptq(w, columns, factor, group, choice, tensor_scale, largest_code, importance, codes, scales) -> all finite?"},
-    {"from_dlpack", py_from_dlpack, METH_O, "from_dlpack(capsule) -> owner, address, type code, bits, shape, strides"},
-    {"to_dlpack", py_to_dlpack, METH_VARARGS, "to_dlpack(buffer, type code, bits, shape) -> capsule"},
     {"to_ggml", py_to_ggml, METH_VARARGS, "to_ggml(codes, scales, out)"},
     {"from_ggml", py_from_ggml, METH_VARARGS, "from_ggml(blocks, codes, scales)"},
     {"swizzle", py_swizzle, METH_VARARGS, "swizzle(scales, rows, columns, out)"},
@@ -507,7 +504,7 @@ static PyMethodDef methods[] = {
 
 static PyModuleDef_Slot slots[] = {
 #if PY_VERSION_HEX >= 0x030c0000
-    /* A DLPack capsule keeps a buffer of the interpreter that made it, and its consumer may release it in any other. */
+    /* Not tested there: NumPy, whose arrays it takes, does not load in sub-interpreters with a GIL per interpreter. */
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
 #if PY_VERSION_HEX >= 0x030d0000

@@ -62,9 +62,9 @@ def codec(seconds: int) -> Row:
     flags = ["-std=c11", "-g", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", f"-I{ROOT}/csrc",
              "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]  # fmt: skip
     skipped = (
-        ("module.c", "exchange.c", "_neon.c")
+        ("module.c", "_neon.c")
         if os.uname().machine == "x86_64"
-        else ("module.c", "exchange.c", "_avx2.c", "_avx512.c")
+        else ("module.c", "_avx2.c", "_avx512.c")
     )
     objects = []
     for source in [

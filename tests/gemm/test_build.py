@@ -100,18 +100,6 @@ def test_a_cuda_array_is_read_by_interface():
         assert (actual.shape, actual.strides, actual.dtype, actual.contiguous) == ((4, 6), (12, 1), "float16", False)
 
 
-def test_a_host_dlpack_array_is_refused():
-    class Exporter:
-        def __init__(self):
-            self.array = np.zeros((2, 3), np.float32)
-
-        def __dlpack__(self):
-            return self.array.__dlpack__()
-
-    with pytest.raises(UsageError, match="DLPack device type 1"):
-        arrays.view(Exporter(), "x")
-
-
 def test_torch_operator_has_a_fake_kernel():
     torch = pytest.importorskip("torch")
     from annie_quant.gemm import torch_op

@@ -126,20 +126,6 @@ def test_stream_0_is_ambiguous_in_the_interface(recorder):
         arrays.view(array_on(0), "x")
 
 
-def test_dlpack_gets_the_stream_of_the_launch(recorder):
-    calls = []
-
-    class Exporter:
-        def __dlpack__(self, **more):
-            calls.append(more)
-            return np.zeros((2, 3), np.float32).__dlpack__()
-
-    for stream in (None, 0, 5):
-        with pytest.raises(UsageError, match="device type 1"):
-            arrays.view(Exporter(), "x", stream)
-    assert calls == [{}, {"stream": 1}, {"stream": 5}]
-
-
 def test_a_call_has_no_memory_of_its_own_in_python(recorder):
     """The workspace is allocated per launch in C; 0.1 kept one per stream, which two threads shared."""
     layer, x = weight(), array_on(None)

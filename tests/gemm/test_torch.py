@@ -1,4 +1,4 @@
-"""The torch operator and other libraries' arrays on a CUDA GPU: torch.compile, CUDA graphs, DLPack, the caller's stream."""
+"""The torch operator and other libraries' arrays on a CUDA GPU: torch.compile, CUDA graphs, the caller's stream."""
 
 from types import SimpleNamespace
 
@@ -148,23 +148,19 @@ def test_the_self_check_passes_and_finds_planted_faults(layer, dtype):
             assert worst <= 1 if fault is None else worst > 10
 
 
-class OnlyDLPack:
-    """A tensor of another library that has only the DLPack protocol."""
+class OtherLibrary:
+    """A tensor of another library, which has only the CUDA array interface. It announces no stream."""
 
     def __init__(self, tensor):
-        self.tensor = tensor
-
-    def __dlpack__(self, **more):
-        return self.tensor.__dlpack__(**more)
-
-    def __dlpack_device__(self):
-        return self.tensor.__dlpack_device__()
+        self.tensor = tensor if tensor.dtype != torch.bfloat16 else tensor.view(torch.int16)
+        face = dict(self.tensor.__cuda_array_interface__)
+        self.__cuda_array_interface__ = face | ({"typestr": "<V2"} if tensor.dtype == torch.bfloat16 else {})
 
 
 @pytest.mark.parametrize("m", [1, 64])
 def test_other_libraries_arrays_on_the_callers_stream(layer, m):
     weight = gemm.Weight(
-        OnlyDLPack(torch.from_numpy(layer.codes).cuda()), OnlyDLPack(torch.from_numpy(layer.scales).cuda()), 0.0173
+        OtherLibrary(torch.from_numpy(layer.codes).cuda()), OtherLibrary(torch.from_numpy(layer.scales).cuda()), 0.0173
     )
     stream = torch.cuda.Stream()
     source, x, out = tokens(m, 2), torch.zeros(m, K, dtype=torch.bfloat16, device="cuda"), None
@@ -173,7 +169,7 @@ def test_other_libraries_arrays_on_the_callers_stream(layer, m):
         torch.cuda._sleep(20_000_000)  # the copy below is delayed: a launch on another stream would read zeros
         x.copy_(source)
         out = torch.empty(m, N, dtype=torch.bfloat16, device="cuda")
-        gemm.w4a16(OnlyDLPack(x), weight, OnlyDLPack(out), stream=stream.cuda_stream)
+        gemm.w4a16(OtherLibrary(x), weight, OtherLibrary(out), stream=stream.cuda_stream)
     stream.synchronize()
     assert within(out, source, layer.weight)
     half = source.to(torch.float16)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-import sys
-import textwrap
-
 import numpy as np
 import pytest
 
@@ -116,57 +111,3 @@ def test_fake_quant_of_zeros_has_a_computed_scale():
     x = np.zeros((2, 32), np.float32)
     np.testing.assert_array_equal(nvfp4.fake_quant(x), x)
     np.testing.assert_array_equal(nvfp4.fake_quant(x, 0.0), x)
-
-
-def test_a_dlpack_capsule_can_be_released_in_a_sub_interpreter():
-    """Where a sub-interpreter can import the module at all, dropping its capsule neither aborts nor hangs; and a consumer
-    may call the deleter in a thread without Python."""
-    program = """
-        try:
-            import _interpreters as interpreters
-        except ImportError:
-            import _xxsubinterpreters as interpreters
-        code = '''if True:
-            try:
-                from annie_quant import _nvfp4
-            except ImportError as error:
-                assert "subinterpreters" in str(error), error
-            else:
-                capsule = _nvfp4.to_dlpack(bytearray(16), 1, 8, (16,))
-                del capsule
-        '''
-        one = interpreters.create()
-        failure = interpreters.run_string(one, code)
-        assert failure is None, failure
-        interpreters.destroy(one)
-        print("released")
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], timeout=60, capture_output=True, text=True, check=False
-    )
-    if "No module named '_xxsubinterpreters'" in done.stderr:
-        pytest.skip("this Python has no sub-interpreter module")
-    assert done.returncode == 0 and done.stdout == "released\n", done.stderr
-
-
-def test_a_dlpack_tensor_is_released_by_a_thread_without_python():
-    """The consumer's deleter in a thread that pthread_create made: it has no Python thread state."""
-    owner = bytearray(16)
-    capsule = _nvfp4.to_dlpack(owner, 1, 8, (16,))
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    rename = ctypes.pythonapi.PyCapsule_SetName
-    rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    managed = pointer(capsule, b"dltensor")
-    used = ctypes.c_char_p(b"used_dltensor")
-    rename(capsule, used)
-    del capsule
-    with pytest.raises(BufferError):
-        owner.extend(b"x")  # the tensor still holds the buffer
-    # dl_managed: a tensor of 48 bytes, the context, the deleter.
-    deleter = ctypes.cast(managed + 56, ctypes.POINTER(ctypes.c_void_p))[0]
-    libc = ctypes.CDLL(None)
-    thread = ctypes.c_ulong()
-    assert libc.pthread_create(ctypes.byref(thread), None, ctypes.c_void_p(deleter), ctypes.c_void_p(managed)) == 0
-    assert libc.pthread_join(thread, None) == 0
-    owner.extend(b"x")

@@ -29,7 +29,7 @@ JUDGED_BATCHES = 4  # of BATCH_TOKENS, on which steps are compared
 HELD_OUT = 4  # one in so many rows of a batch is judged and not learned from, at most
 JUDGEMENTS = 5  # comparisons after the start
 TRAVEL = 0.5  # how far v and m can move in all
-MULTIPLIER = (0.5, 1.5)  # limits of m
+LIMITS = ((-0.5, 0.5), (0.5, 1.5))  # of v and m, the parameters of each weight in this order
 
 
 class RoundE2M1(torch.autograd.Function):
@@ -53,25 +53,15 @@ def spacing(x: torch.Tensor) -> torch.Tensor:
 
 
 class LearnedWeight(nn.Module):
-    """The rounding of one weight [N, K]: `v` [N, K] in units of the distance between codes, `m` [N, K/16].
+    """The rounding of one weight [N, K]: `v` [N, K] in units of the distance between codes, `m` [N, K/16]. dtype: of the weight."""
 
-    rounding: learn v; otherwise the codes stay.  dtype: of the weight.
-    """
-
-    def __init__(
-        self, start: Rounded, tensor_scale: float, rounding: bool = True, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, start: Rounded, tensor_scale: float, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.dtype = dtype
         self.rows, self.columns = start.codes.shape
         self.tensor_scale = tensor_scale
         self.start = start.start
-        self.rounding = rounding
         self.scale = start.scale_codes.view(torch.float8_e4m3fn).float()
-        if not rounding:
-            self.base = self.blocks(start.codes)
-            self.m = nn.Parameter(torch.ones_like(self.scale))
-            return
         # Where the value that was rounded does not give the code again (rounding of the division), the code is the start.
         scaled = self.blocks(start.start) / start.step[..., None]
         settled = column_sweep.e2m1(scaled) == self.blocks(start.codes)
@@ -80,10 +70,6 @@ class LearnedWeight(nn.Module):
         self.v = nn.Parameter(torch.zeros_like(self.base))
         self.m = nn.Parameter(torch.ones_like(self.scale))
 
-    def limits(self) -> list[tuple[float, float]]:
-        """Return the limits of every parameter, in the order of parameters()."""
-        return [(-0.5, 0.5), MULTIPLIER] if self.rounding else [MULTIPLIER]
-
     def blocks(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(self.rows, self.columns // GROUP, GROUP)
 
@@ -91,14 +77,12 @@ class LearnedWeight(nn.Module):
         """Return E2M1 values [N, K/16, 16] and the E4M3 block scale's value [N, K/16]."""
         raw = (self.scale * self.m).clamp(2.0**-9, 448.0)
         scale = raw + (raw.detach().to(torch.float8_e4m3fn).float() - raw.detach())
-        if not self.rounding:
-            return self.base, scale
         scaled = self.base * (self.scale / scale)[..., None] + self.v * self.unit
         return RoundE2M1.apply(scaled), scale
 
     def forward(self) -> torch.Tensor:
         """Return the weight [N, K]."""
-        if self.rounding and self.v.is_cuda and column_sweep.has_triton():
+        if self.v.is_cuda and column_sweep.has_triton():
             from annie_quant.quantize.weight_kernel import FusedWeight
 
             fused: torch.Tensor = FusedWeight.apply(
@@ -151,7 +135,6 @@ def learn(
         lambda: text.loss(weights, text.draw(generator)),
         lambda: text.judge(weights),
         steps,
-        TRAVEL,
         tf32=dtype == torch.bfloat16,
     )
     if learned.best:
@@ -161,51 +144,27 @@ def learn(
 
 
 def follow_signs(
-    weights: Sequence[LearnedWeight],
-    loss: Callable[[], torch.Tensor],
-    judge: Callable[[], float],
-    steps: int,
-    travel: float,
-    report: Callable[[int, float], None] = lambda step, loss: None,
-    tf32: bool = False,
+    weights: Sequence[LearnedWeight], loss: Callable[[], torch.Tensor], judge: Callable[[], float], steps: int, tf32: bool
 ) -> Learned:
     """Move the parameters of several weights by the signs of a loss's gradients, and leave them at the best step.
 
-    loss: of one random batch.  judge: loss on a fixed part of the text, for the start and JUDGEMENTS later steps.  travel: how
-    far a parameter can move in all; the rate falls linearly.  report: called after each later comparison with step and loss.
+    loss: of one random batch.  judge: loss on a fixed part of the text, for the start and JUDGEMENTS later steps.
     tf32: of a GPU's float32 products in the backward pass.
     """
     parameters = [p for weight in weights for p in weight.parameters()]
-    limits = [pair for weight in weights for pair in weight.limits()]
-
-    def move(step: int) -> None:
-        value = loss()
-        with tensor_cores(tf32):
-            gradients = torch.autograd.grad(value, parameters)
-        rate = 2 * travel * (1 - step / steps) / steps
-        with torch.no_grad():
-            for parameter, gradient, (low, high) in zip(parameters, gradients, limits, strict=True):
-                parameter.add_(gradient.sign_(), alpha=-rate).clamp_(low, high)
-
-    return keep_best(parameters, move, judge, steps, report)
-
-
-def keep_best(
-    parameters: Sequence[nn.Parameter],
-    move: Callable[[int], None],
-    judge: Callable[[], float],
-    steps: int,
-    report: Callable[[int, float], None],
-) -> Learned:
-    """Call `move` for every step, and leave the parameters as they were at the best comparison; see follow_signs."""
     chosen = [p.detach().clone() for p in parameters]
     losses, best = [judge()], 0
     marks = {round(steps * (i + 1) / JUDGEMENTS) for i in range(JUDGEMENTS)}
     for step in range(steps):
-        move(step)
+        batch_loss = loss()
+        with tensor_cores(tf32):
+            gradients = torch.autograd.grad(batch_loss, parameters)
+        rate = 2 * TRAVEL * (1 - step / steps) / steps  # falls linearly, to TRAVEL in all
+        with torch.no_grad():
+            for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                parameter.add_(gradient.sign_(), alpha=-rate).clamp_(*LIMITS[index % len(LIMITS)])
         if step + 1 in marks:
             losses.append(judge())
-            report(step + 1, losses[-1])
             if losses[-1] < losses[best]:
                 best = len(losses) - 1
                 chosen = [p.detach().clone() for p in parameters]

@@ -13,7 +13,7 @@ import runtime_models
 from annie_quant import checkpoint, nvfp4, quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.errors import CheckpointError
 from annie_quant.quantize import calibration_samples
 
 torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
@@ -128,18 +128,6 @@ def test_other_settings_do_not_continue_an_interrupted_run(home: Path, monkeypat
         run(home, "other", steps=0)
     run(home, "other", steps=0, damping=0.1)
     assert len(calls) == 2 + LAYERS
-
-
-def test_codes_learned_through_the_whole_model_keep_the_scales_and_need_no_fold(home: Path) -> None:
-    folders = [run(home, "whole0", steps=0), run(home, "whole2", steps=0, distil=2, distilled="rounding")]
-    before, after = (ModelFolder(f) for f in folders)
-    scales = [n for n in before if n.endswith("_scale") or n.endswith("_scale_2")]
-    assert scales and set(before) == set(after)
-    for name in scales:
-        assert before.tensor(name).tobytes() == after.tensor(name).tobytes()
-    with pytest.raises(UsageError, match="fold"):
-        run(home, "folded", fold="awq", distil=2, distilled="rounding")
-    assert not (home / "folded").exists()
 
 
 def test_learning_starts_from_gptq_and_never_ends_worse(home: Path) -> None:

@@ -37,12 +37,6 @@ def quantize(job: Job, progress: Progress) -> None:
     from annie_quant.quantize.export import export
 
     options = job.options
-    rounding = options["distilled"] == "rounding"
-    if options["distil"] and rounding and (options["fold"] != "none" or options["recipe"] == "measured"):
-        raise UsageError(
-            "distilled=rounding starts from the source's weights, which fold changes",
-            "--set distilled=scales, or --set recipe=fixed with fold=none",
-        )
     if not 0 <= options["share"] <= 1:
         raise UsageError(f"share={options['share']}: expected a share of 0 to 1", "--set share=0.05")
     folder = ModelFolder(job.model)
@@ -67,32 +61,12 @@ def quantize(job: Job, progress: Progress) -> None:
         tried = recipe_choice.ingredients(options["effort"], own)
         recipe = recipe_choice.choose(folder, formats, samples, job, progress, start, tried)
     plan = recipe.round(folder, formats, samples, job, progress)
-    if options["distil"]:
-        from annie_quant.quantize import distillation
-
-        responses = {**recipe.token_weights(), text.PROMPT: 0.0}
-        learned = distillation.distil(
-            folder,
-            plan,
-            samples,
-            responses,
-            options["distil"],
-            rounding=rounding,
-            seed=job.seed,
-            progress=progress,
-        )
-        progress.message(
-            f"distilled {options['distilled']}: KL {learned.losses[0]:.4g} to {learned.losses[learned.best]:.4g} nats"
-        )
     export(folder, job, plan)
 
 
 def whole_model_bytes(options: Mapping[str, Any]) -> float:
-    """Return the bytes per weight of the steps with the whole model: trials in bf16, and a distillation with what it learns."""
-    trials = 2.0 if options["activations"] == "mixed" or options["recipe"] == "measured" else 0.0
-    if not options["distil"]:
-        return trials
-    return 20.0 if options["distilled"] == "rounding" else 3.0
+    """Return the bytes per weight of the trials with the whole model, in bf16."""
+    return 2.0 if options["activations"] == "mixed" or options["recipe"] == "measured" else 0.0
 
 
 STRATEGY = Strategy(
@@ -119,8 +93,6 @@ STRATEGY = Strategy(
         "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),
         "prompt": Option(0.1, "weight of a prompt's token relative to a response's"),
         "markup": Option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens"),
-        "distil": Option(0, "steps learned by KL through the whole model, which is in memory then"),
-        "distilled": Option("scales", "what these steps learn: block scales, or codes near a border", ("scales", "rounding")),
         "fold": Option("none", "fold activation-aware scales into the layer first", ("none", "awq")),
         "activations": Option("mixed", "bits of the inputs: 4 or 16 of all linears, or 4 for the most weights that `share` allows",
                               ("mixed", "4", "16")),

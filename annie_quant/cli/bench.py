@@ -15,7 +15,6 @@ import annie_quant
 from annie_quant.cli import tables
 from annie_quant.cli.common import console, emit, json_option, persona_option, role_options, workloads_option
 from annie_quant.errors import UsageError
-from annie_quant.schema import Roles
 
 SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 
@@ -125,8 +124,6 @@ def bench(
     """
     from annie_quant import bench as timing
     from annie_quant.bench import traces
-    from annie_quant.bench.outlook import Outlook
-    from annie_quant.bench.progress_table import ProgressTable
     from annie_quant.data.resolve import resolve
     from annie_quant.pipeline.run_directory import RunDirectory
     from annie_quant.report.judging import write_judgement
@@ -163,14 +160,10 @@ def bench(
             "runs": max(2, math.ceil(SUSTAINED_PER_S * sustain_s / requests)),
         }
     settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)
-    names = [b.name for b in backends]
-    greedy = {w.name for w in chosen if not w.temperature}
     directory = RunDirectory(output)
-    stated = {role: name for role in ("candidate", "reference", "incumbent") if (name := settings[role]) in names}
-    table = ProgressTable(names, Outlook(names, greedy, settings["stop_early"], roles=Roles(**stated)))
     with directory.locked():
-        with table.shown(console):
-            done = timing.run(backends, chosen, output, progress=table, watch=table.add, **settings)
+        with console.task("bench") as step:
+            done = timing.run(backends, chosen, output, progress=step, **settings)
         directory.write_run(done.config, done.aggregates, done.verdict, done.environment)
         verdict = done.verdict
         if any(output.glob("eval/*.json")):  # evaluations without a server are part of the verdict

@@ -144,7 +144,7 @@ class Console:
     @contextlib.contextmanager
     def task(self, title: str) -> Iterator[Step]:
         """Show a progress bar while the block runs; on a pipe, print a line every HEARTBEAT_S and one at its end."""
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich import progress
 
         if is_secondary_process():
             yield Step(None, None, title)
@@ -152,13 +152,14 @@ class Console:
         start = time.monotonic()
         if self.err.is_terminal:
             columns = (
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
+                progress.SpinnerColumn(),
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(bar_width=24),
+                progress.MofNCompleteColumn(),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
             )
-            with Progress(*columns, console=self.err, transient=True) as bar:
+            with progress.Progress(*columns, console=self.err, transient=True) as bar:
                 yield Step(bar, bar.add_task(literal(title), total=None), title)
         else:
             step = Step(None, None, title)

@@ -150,23 +150,6 @@ class Timings:
             return pandas.DataFrame(self.records())
         return pandas.DataFrame(self.columns(table), copy=False)
 
-    def to_arrow(self, table: str = "events") -> Any:
-        """Return a pyarrow Table. Raw frames are not copied; numbers are, because Arrow's columns must be contiguous."""
-        arrow = need("pyarrow", "notebooks")
-        if table == "records":
-            return arrow.Table.from_pylist(self.records())
-        columns = {name: arrow.array(np.ascontiguousarray(c)) for name, c in self.columns(table).items()}
-        if table == "events":
-            ends = np.append(self.events["offset"], np.uint64(self.frames.size)).astype(np.int64)
-            columns["raw"] = arrow.LargeBinaryArray.from_buffers(
-                arrow.large_binary(), len(self.events), [None, arrow.py_buffer(ends), arrow.py_buffer(self.frames)]
-            )
-        return arrow.table(columns)
-
-    def to_polars(self, table: str = "events") -> Any:
-        """Return a polars DataFrame over to_arrow's memory."""
-        return need("polars", "notebooks").from_arrow(self.to_arrow(table))
-
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write folder/timings.npz: raw frames, stamps, response headers. The requests' secrets are not in it."""
         from annie_quant.files import replacing  # imports hashlib: 3 MB that a run does not need

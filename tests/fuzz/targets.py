@@ -289,20 +289,19 @@ def tiny_recording() -> bytes:
 
 
 def chunks(raw: bytes) -> None:
-    """A stream's events from any server, as server-sent events and as lines: there is always a record, text fields are text."""
+    """A stream's events from any server, as server-sent events: there is always a record, text fields are text."""
     from annie_quant import _stream as native
     from annie_quant.stream import decode
 
-    for as_lines in (False, True):
-        frames = []
-        for kind, flags, lines, start, size, frame in native.cut((raw,), 1 << 20, as_lines):
-            data = frame[start : start + size] if lines <= 1 else decode.joined_data(frame, start)
-            frames.append(decode.Frame(len(frames) + 1, kind, flags, 0, frame, data))
-        answer = decode.read_answer(frames)
-        assert all(isinstance(t, str) for t in (*answer.text, *answer.reasoning))
-        calls = [[c.id, c.name, c.arguments] for c in answer.calls.values()]
-        json.dumps([calls, answer.usage, answer.server_timings, answer.model, answer.warnings])
-        decode.token_times(answer, 0)
+    frames = []
+    for kind, flags, lines, start, size, frame in native.cut((raw,), 1 << 20):
+        data = frame[start : start + size] if lines <= 1 else decode.joined_data(frame, start)
+        frames.append(decode.Frame(len(frames) + 1, kind, flags, 0, frame, data))
+    answer = decode.read_answer(frames)
+    assert all(isinstance(t, str) for t in (*answer.text, *answer.reasoning))
+    calls = [[c.id, c.name, c.arguments] for c in answer.calls.values()]
+    json.dumps([calls, answer.usage, answer.server_timings, answer.model, answer.warnings])
+    decode.token_times(answer, 0)
 
 
 def chunk_seeds() -> Iterable[bytes]:

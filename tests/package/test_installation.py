@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from paths import ROOT
 
@@ -145,11 +144,10 @@ def test_version_json_agrees_with_what_can_be_imported() -> None:
 
 def test_a_module_that_is_not_built_names_its_requirement_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "annie_quant._gemm", None)  # makes its import fail
-    installation = version.inspect()
-    info = msgspec.to_builtins(installation)
+    info = version.inspect()
     assert info["modules"]["_gemm"]["loaded"] is False and "nvcc" in info["modules"]["_gemm"]["why"]
     assert "a clone, or an unpacked source" in info["fixes"]["_gemm"]  # a wheel has no _gemm
-    text = "\n".join(version.lines(installation))
+    text = "\n".join(version.lines(info))
     assert "all else works" in text and info["fixes"]["_gemm"] in text
 
 
@@ -170,7 +168,7 @@ def test_extras_are_read_from_the_metadata() -> None:
         'ruff; extra == "dev"',
     ]
     assert version.inspect_extras(requirements) == {
-        "quantize": version.ExtraInfo({"scipy": importlib.metadata.version("scipy")}, ["No-Such_Library.here"])
+        "quantize": {"installed": {"scipy": importlib.metadata.version("scipy")}, "missing": ["No-Such_Library.here"]}
     }
 
 

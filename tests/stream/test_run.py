@@ -390,18 +390,6 @@ def test_pandas_uses_the_same_memory() -> None:
     assert list(timings.to_pandas("records")["text"]) == ["Hello there."]
 
 
-def test_arrow_and_polars_do_not_copy_raw_frames() -> None:
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    with RawServer(stream(HELLO)) as server:
-        timings = aq.stream.run([Request(server.url, json={})])
-    table = timings.to_arrow()
-    assert [v.as_py() for v in table["raw"]] == HELLO
-    assert table["raw"].chunk(0).buffers()[2].address == timings.frames.ctypes.data
-    assert timings.to_arrow("records")["text"].to_pylist() == ["Hello there."]
-    pytest.importorskip("polars", reason="polars is not installed")
-    assert timings.to_polars()["user_ns"].to_list() == timings.events["user_ns"].tolist()
-
-
 LEAK = """
     import os, resource, sys
     import annie_quant as aq

@@ -3,7 +3,7 @@
     weight = aq.gemm.Weight(codes, block_scale, tensor_scale)     # repacked once from the checkpoint's layout
     out = aq.gemm.w4a16(x, weight)                                # bf16 / fp16 activations, any M
     out = aq.gemm.w4a4(a_codes, a_scale, a_ts, codes, block_scale, tensor_scale)
-    aq.gemm.pack / unpack / fake_quant                            # the C codec's bytes, on the GPU
+    aq.gemm.fake_quant                                            # the C codec's values, on the GPU
     aq.gemm.validate()                                            # annie-quant validate-gpu
 
 Arrays are CUDA arrays of any library. Importing this package needs neither a GPU nor a driver.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from annie_quant.gemm import oracle
 from annie_quant.gemm.arrays import DeviceArray, device_count, to_device
-from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, pack, unpack, w4a4, w4a16
+from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, w4a4, w4a16
 from annie_quant.gemm.plans import GroupedPlan, SkinnyPlan, TiledPlan, WgmmaPlan
 from annie_quant.gemm.validate import validate
 
@@ -28,9 +28,7 @@ __all__ = [
     "fake_quant",
     "fp4_native",
     "oracle",
-    "pack",
     "to_device",
-    "unpack",
     "validate",
     "w4a4",
     "w4a16",

@@ -294,66 +294,6 @@ def _blocks(x: Any, name: str) -> tuple[View, int]:
     return v, math.prod(v.shape) // GROUP
 
 
-def pack(x: Any, tensor_scale: float, *, stream: int | None = None) -> tuple[DeviceArray, DeviceArray]:
-    """Return (codes uint8 [..., K/2], block_scale float8_e4m3fn [..., K/16]) of x [..., K].
-
-    The bytes are those of aq.nvfp4.pack with scale="amax". Waits for the kernel. ValueError: NaN or inf in x, with the
-    first position, as in aq.nvfp4.pack.
-    """
-    need_device()
-    v, blocks = _blocks(x, "x")
-    scale = _positive(tensor_scale, "tensor_scale")
-    codes = DeviceArray((*v.shape[:-1], v.shape[-1] // 2), "uint8", v.device)
-    scales = DeviceArray((*v.shape[:-1], v.shape[-1] // GROUP), "float8_e4m3fn", v.device)
-    if blocks:
-        on = launch_stream((v,), stream)
-        with CurrentDevice(v.device):
-            bad = native().pack(v.ptr, CODES[v.dtype], blocks, scale, codes.ptr, scales.ptr, on)
-        if bad is not None:
-            raise ValueError(
-                f"{bad[0]} values are NaN or inf, the first at {_position(bad[1], v.shape)}, expected finite weights"
-            )
-    return codes, scales
-
-
-def unpack(
-    codes: Any,
-    block_scale: Any,
-    tensor_scale: float,
-    dtype: str = "bfloat16",
-    *,
-    nan: str = "raise",
-    stream: int | None = None,
-) -> DeviceArray:
-    """Return [N, K] of `dtype` from codes uint8 [N, K/2] and scales [N, K/16]; the bytes are those of aq.nvfp4.unpack.
-
-    nan  "raise": wait for the kernel; ValueError that names the first block whose scale is NaN
-         "keep": decode such a block to NaN, without waiting
-    """
-    need_device()
-    if dtype not in CODES:
-        raise UsageError(f"dtype is {dtype!r}; expected one of {', '.join(CODES)}")
-    if nan not in ("raise", "keep"):
-        raise UsageError(f"nan is {nan!r}; expected raise or keep")
-    c, s, n, k = _codes_and_scales(codes, block_scale, "")
-    scale, device = _positive(tensor_scale, "tensor_scale"), _same_device({"codes": c, "block_scale": s})
-    out = DeviceArray((n, k), dtype, device)
-    on = launch_stream((c, s), stream)
-    with CurrentDevice(device):
-        bad = native().unpack(c.ptr, s.ptr, n * k // GROUP, scale, out.ptr, CODES[dtype], nan == "raise", on)
-    _wrote(out, on)
-    if bad is not None:
-        first = _position(bad[1], (n, k // GROUP))
-        raise ValueError(
-            f"block_scale: {bad[0]} blocks have the scale NaN (0x7F), the first at {first}; quantize again"
-        )
-    return out
-
-
-def _position(index: int, shape: tuple[int, ...]) -> list[int]:
-    return [int(i) for i in np.unravel_index(index, shape)]
-
-
 def fake_quant(x: Any, tensor_scale: float, out: Any = None, *, stream: int | None = None) -> Any:
     """Quantize and dequantize x [..., K] per 16 columns in its own dtype: ModelOpt's dynamic activation op, to the bit."""
     need_device()

@@ -15,7 +15,7 @@ import numpy as np
 
 from annie_quant.gemm import oracle
 from annie_quant.gemm.arrays import DeviceArray, native, need_device, to_device
-from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, pack, unpack, w4a4, w4a16
+from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, w4a4, w4a16
 from annie_quant.gemm.stack_check import StackResult
 
 PLANTED_FAULTS = ("nibbles", "scales", "fragment", "lane")
@@ -148,28 +148,19 @@ def _w4a4(has_native: bool) -> Iterator[Check]:
 
 
 def _codec() -> Iterator[Check]:
-    """The GPU's bytes compared with the C codec, if that is built here."""
+    """The GPU's values compared with the C codec, if that is built here."""
     try:
         from annie_quant import nvfp4
     except ImportError:
         skipped = "not compared: annie_quant._nvfp4 is not built here (python setup.py build_ext --inplace)"
-        yield Check("GPU pack, unpack and fake quant against the C codec", None, skipped)
+        yield Check("GPU fake quant equals the C codec", None, skipped)
         return
     x = np.random.default_rng(3).standard_normal((64, 1024)).astype(np.float32)
     x[:8] = np.random.default_rng(4).choice([0.25, 0.75, 1.25, 2.5, 5.0, 6.0, 0.0], (8, 1024))
     ts = float(np.float32(np.abs(x).max()) / np.float32(2688))
-    expected = nvfp4.pack(x, tensor_scale=ts)
-    codes, scales = pack(to_device(x), ts)
-    same = (codes.host() == expected.codes).all() and (
-        scales.host().view(np.uint8) == expected.block_scale.view(np.uint8)
-    ).all()
-    yield Check("GPU pack equals the C codec", bool(same), "64 x 1024, including ties")
-    unpacked = unpack(codes, scales, ts, "float32").host()
-    same = bool((unpacked == nvfp4.unpack(expected, dtype="float32")).all())
-    yield Check("GPU unpack equals the C codec", same, "float32")
     fake = fake_quant(to_device(x), ts).host()
     same = bool((fake == nvfp4.fake_quant(x, tensor_scale=ts)).all())
-    yield Check("GPU fake quant equals the C codec", same, "float32")
+    yield Check("GPU fake quant equals the C codec", same, "64 x 1024 of float32, including ties")
 
 
 def _controls() -> Iterator[Check]:

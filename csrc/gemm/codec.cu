@@ -1,6 +1,6 @@
-// Pack, unpack and fake quantization on the GPU in ModelOpt's encoding, with the same bytes as the C codec (csrc/nvfp4).
+// Fake quantization on the GPU in ModelOpt's encoding, with the same values as the C codec (csrc/nvfp4).
 // All steps use round-to-nearest intrinsics: a fused multiply-add or an approximate division would change near-ties.
-// Source of the order of operations: ModelOpt qtensor/nvfp4_tensor.py (pack) and kernels/quantization (fake quant).
+// Source of the order of operations: ModelOpt's kernels/quantization.
 #include <cuda_fp8.h>
 
 #include "gemm/numerics.cuh"
@@ -30,16 +30,6 @@ __device__ float widen<__half>(__half v) { return __half2float(v); }
 template <>
 __device__ float widen<__nv_bfloat16>(__nv_bfloat16 v) { return __bfloat162float(v); }
 
-// NaN as the C codec writes it: positive and quiet, without payload.
-template <typename T>
-__device__ T quiet_nan();
-template <>
-__device__ float quiet_nan<float>() { return __uint_as_float(0x7FC00000u); }
-template <>
-__device__ __half quiet_nan<__half>() { return __ushort_as_half(0x7E00u); }
-template <>
-__device__ __nv_bfloat16 quiet_nan<__nv_bfloat16>() { return __ushort_as_bfloat16(0x7FC0u); }
-
 template <typename T>
 __device__ float load_block(const T *x, float (&v)[kBlock]) {
     union {
@@ -55,55 +45,6 @@ __device__ float load_block(const T *x, float (&v)[kBlock]) {
         amax = fmaxf(amax, fabsf(v[i]));
     }
     return amax;
-}
-
-template <typename T>
-__global__ void pack_kernel(const T *x, int64_t blocks, float ts, uint8_t *codes, uint8_t *scales, DeviceReport *report) {
-    const int64_t b = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (b >= blocks) return;
-    float v[kBlock];
-    const float amax = load_block(x + b * kBlock, v);
-    uint32_t bad = 0;  // a bit per element that is NaN or infinite
-#pragma unroll
-    for (int i = 0; i < kBlock; i++) bad |= (uint32_t)!(fabsf(v[i]) <= 3.402823466e38f) << i;
-    if (bad) report_bad(report, (unsigned long long)(b * kBlock + __ffs((int)bad) - 1), (unsigned long long)__popc(bad));
-    float t = __fdiv_rn(amax, __fmul_rn(6.f, ts));
-    if (t == 0.f) t = 1.f;
-    const uint32_t s = e4m3_of(fminf(fmaxf(t, 1.f / 512), 448.f));
-    const float step = __fmul_rn(e4m3_value(s), ts);
-    uint32_t lo = 0, hi = 0;
-#pragma unroll
-    for (int i = 0; i < kBlock; i++) {
-        const float q = __fdiv_rn(v[i], step);
-        const uint32_t code = e2m1_magnitude(fabsf(q)) | (q < 0.f ? 8u : 0u);  // no sign if the quotient underflows to -0
-        if (i < 8) lo |= code << 4 * i;
-        else hi |= code << 4 * (i - 8);
-    }
-    *(uint2 *)(codes + b * (kBlock / 2)) = make_uint2(lo, hi);
-    scales[b] = (uint8_t)s;
-}
-
-template <typename T>
-__global__ void unpack_kernel(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float ts, T *out, DeviceReport *report) {
-    const int64_t b = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (b >= blocks) return;
-    if ((scales[b] & 0x7Fu) == 0x7Fu) report_bad(report, (unsigned long long)b, 1);
-    const uint2 c = *(const uint2 *)(codes + b * (kBlock / 2));
-    const float step = __fmul_rn(e4m3_value(scales[b]), ts);
-    union {
-        uint4 q[kBlock * sizeof(T) / 16];
-        T t[kBlock];
-    } u;
-#pragma unroll
-    for (int i = 0; i < kBlock; i++) {
-        const uint32_t code = (i < 8 ? c.x >> 4 * i : c.y >> 4 * (i - 8)) & 15u;
-        const float mag = e2m1_value(code & 7u);
-        const float v = __fmul_rn(code & 8u ? -mag : mag, step);
-        if (v == v) store_as(u.t + i, v);
-        else u.t[i] = quiet_nan<T>();  // the scale is NaN, or the step is infinite and the element zero
-    }
-#pragma unroll
-    for (int i = 0; i < (int)(kBlock * sizeof(T) / 16); i++) ((uint4 *)(out + b * kBlock))[i] = u.q[i];
 }
 
 // Dynamic activation quantization like ModelOpt's GPU op: no lower clamp on the scale byte, and steps under 1e-5 become 1.
@@ -134,39 +75,11 @@ constexpr int kThreads = 128;
 Launch grid(int64_t blocks, void *stream) { return Launch{dim3((unsigned)((blocks + kThreads - 1) / kThreads)), kThreads, 0, 1, false, (cudaStream_t)stream}; }
 
 template <typename T>
-int pack(const void *x, int64_t blocks, float ts, uint8_t *codes, uint8_t *scales, DeviceReport *report, void *stream) {
-    return launch<pack_kernel<T>>(grid(blocks, stream), (const T *)x, blocks, ts, codes, scales, report);
-}
-template <typename T>
-int unpack(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float ts, void *out, DeviceReport *report, void *stream) {
-    return launch<unpack_kernel<T>>(grid(blocks, stream), codes, scales, blocks, ts, (T *)out, report);
-}
-template <typename T>
 int fake_quant(const void *x, int64_t blocks, float ts, void *out, void *stream) {
     return launch<fake_quant_kernel<T>>(grid(blocks, stream), (const T *)x, blocks, ts, (T *)out);
 }
 
 }  // namespace
-
-extern "C" int aq_pack(const void *x, int type, int64_t blocks, float ts, uint8_t *codes, uint8_t *scales, aq_report *report, void *stream) {
-    ReportMemory memory(report, (cudaStream_t)stream);
-    int status = memory.prepare();
-    if (status) return status;
-    if (type == AQ_F32) status = pack<float>(x, blocks, ts, codes, scales, memory.get(), stream);
-    else if (type == AQ_F16) status = pack<__half>(x, blocks, ts, codes, scales, memory.get(), stream);
-    else status = pack<__nv_bfloat16>(x, blocks, ts, codes, scales, memory.get(), stream);
-    return status ? status : memory.read();
-}
-
-extern "C" int aq_unpack(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float ts, void *out, int type, aq_report *report, void *stream) {
-    ReportMemory memory(report, (cudaStream_t)stream);
-    int status = memory.prepare();
-    if (status) return status;
-    if (type == AQ_F32) status = unpack<float>(codes, scales, blocks, ts, out, memory.get(), stream);
-    else if (type == AQ_F16) status = unpack<__half>(codes, scales, blocks, ts, out, memory.get(), stream);
-    else status = unpack<__nv_bfloat16>(codes, scales, blocks, ts, out, memory.get(), stream);
-    return status ? status : memory.read();
-}
 
 extern "C" int aq_fake_quant(const void *x, int type, int64_t blocks, float ts, void *out, void *stream) {
     if (type == AQ_F32) return fake_quant<float>(x, blocks, ts, out, stream);

@@ -139,10 +139,6 @@ int aq_grouped(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed
 int aq_w4a4(const uint8_t *a, const uint8_t *a_scale, const uint8_t *w, const uint8_t *w_scale, float alpha, void *out, int64_t m,
             int64_t n, int64_t k, int out_type, int mode, int fault, void *stream);
 
-/* report: elements of x that are NaN or infinite. */
-int aq_pack(const void *x, int type, int64_t blocks, float tensor_scale, uint8_t *codes, uint8_t *scales, aq_report *report, void *stream);
-/* report: block scales that are NaN. */
-int aq_unpack(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float tensor_scale, void *out, int type, aq_report *report, void *stream);
 int aq_fake_quant(const void *x, int type, int64_t blocks, float tensor_scale, void *out, void *stream);
 
 #ifdef __cplusplus

@@ -266,28 +266,6 @@ static PyObject *py_w4a4(PyObject *module, PyObject *args) {
     return done(module, status);
 }
 
-static PyObject *py_pack(PyObject *module, PyObject *args) {
-    unsigned long long x, codes, scales, stream;
-    long long blocks;
-    float scale;
-    int type, status;
-    aq_report report;
-    if (!PyArg_ParseTuple(args, "KiLfKKK", &x, &type, &blocks, &scale, &codes, &scales, &stream)) return NULL;
-    CALL(status, aq_pack(ptr(x), type, blocks, scale, ptr(codes), ptr(scales), &report, ptr(stream)));
-    return report_or_none(module, status, &report);
-}
-
-static PyObject *py_unpack(PyObject *module, PyObject *args) {
-    unsigned long long codes, scales, out, stream;
-    long long blocks;
-    float scale;
-    int type, check, status;
-    aq_report report = {0, 0};
-    if (!PyArg_ParseTuple(args, "KKLfKipK", &codes, &scales, &blocks, &scale, &out, &type, &check, &stream)) return NULL;
-    CALL(status, aq_unpack(ptr(codes), ptr(scales), blocks, scale, ptr(out), type, check ? &report : NULL, ptr(stream)));
-    return report_or_none(module, status, &report);
-}
-
 static PyObject *py_fake_quant(PyObject *module, PyObject *args) {
     unsigned long long x, out, stream;
     long long blocks;
@@ -410,8 +388,6 @@ static PyMethodDef methods[] = {
     {"grouped", py_grouped, METH_VARARGS,
      "grouped(x, ldx, packed, packed_bytes, scales, sorted_pairs, tile_experts, padded, tiles, out, shape, type, fields, pdl, stream)"},
     {"w4a4", py_w4a4, METH_VARARGS, "w4a4(a, a_scale, w, w_scale, alpha, out, m, n, k, out_type, mode, fault, stream)"},
-    {"pack", py_pack, METH_VARARGS, "pack(x, type, blocks, scale, codes, scales, stream) -> None, or (count, first index) of NaN and inf"},
-    {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, blocks, scale, out, type, check, stream) -> None, or (count, first index) of NaN scales"},
     {"fake_quant", py_fake_quant, METH_VARARGS, "fake_quant(x, type, blocks, scale, out, stream)"},
     {"malloc", py_malloc, METH_VARARGS, "malloc(bytes) -> ptr"},
     {"free", py_free, METH_VARARGS, "free(ptr)"},

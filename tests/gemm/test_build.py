@@ -60,7 +60,6 @@ def test_without_a_gpu_every_function_raises_with_exit_code_3():
     calls = [
         lambda: aq.gemm.validate(),
         lambda: aq.gemm.Weight(None, None, 1.0),
-        lambda: aq.gemm.pack(None, 1.0),
         lambda: aq.gemm.fake_quant(None, 1.0),
         lambda: aq.gemm.fp4_native(),
     ]

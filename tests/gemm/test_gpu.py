@@ -283,14 +283,9 @@ def test_bad_input_is_refused_before_any_launch():
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float16), BF16])
-def test_codec_bytes_equal_modelopts_encoding(dtype):
+def test_fake_quant_equals_modelopts_encoding(dtype):
     x = adversarial(dtype)
     ts = np.float32(np.abs(x.astype(np.float32)).max() / np.float32(2688))
-    codes, scales, values, fake = encode(x, ts)
-    got_codes, got_scales = gemm.pack(gemm.to_device(x), float(ts))
-    assert (got_codes.host() == codes).all()
-    assert (got_scales.host().view(np.uint8) == scales).all()
-    back = gemm.unpack(got_codes, got_scales, float(ts), dtype.name).host()
-    assert (back.view(np.uint8) == values.astype(dtype).view(np.uint8)).all()
+    *_, fake = encode(x, ts)
     actual = gemm.fake_quant(gemm.to_device(x), float(ts)).host()
     assert (actual.view(np.uint8) == fake.astype(dtype).view(np.uint8)).all()

@@ -1,6 +1,5 @@
 """Launches on a CUDA GPU: threads that share a stream, first calls inside a CUDA graph, streams, errors, refused plans."""
 
-import dataclasses
 import subprocess
 import sys
 import threading
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from gemm_cases import encode, underflowing
 from gemm_module import count_devices
 from paths import ROOT
 
@@ -25,7 +23,6 @@ pytestmark = [
 HOPPER = COUNT > 0 and native().device_info(0)["major"] == 9
 hopper = pytest.mark.skipif(not HOPPER, reason="wgmma, the path with a workspace, is Hopper's")
 BF16 = np.dtype(ml_dtypes.bfloat16)
-TYPES = [np.dtype(np.float32), np.dtype(np.float16), BF16]
 PERMUTED = gemm.WgmmaPlan(32, 256, 4, 1, 2, 0, 1)  # two kernels, with the activations between them in the workspace
 STREAM_K = gemm.WgmmaPlan(32, 256, 6, 1, 3, 4, 1)  # three kernels
 
@@ -243,43 +240,3 @@ def test_a_small_workspace_is_refused():
     gemm.w4a16(x, weight, plan=PERMUTED, workspace=gemm.DeviceArray((size,), "uint8"))
     with pytest.raises((UsageError, native().CudaError), match="workspace"):
         gemm.w4a16(x, weight, plan=PERMUTED, workspace=gemm.DeviceArray((size - 16,), "uint8"))
-
-
-@pytest.mark.parametrize("factor", [1, 1e34])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_quotients_that_underflow_lose_their_sign_as_in_the_codec(dtype, factor):
-    x = underflowing(dtype)
-    ts = np.float32(np.abs(x.astype(np.float32)).max() / np.float32(2688)) * np.float32(factor)
-    codes, scales, *_ = encode(x, ts)
-    actual_codes, actual_scales = gemm.pack(gemm.to_device(x), float(ts))
-    assert (actual_codes.host() == codes).all()
-    assert (actual_scales.host().view(np.uint8) == scales).all()
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_pack_reports_nan_and_inf_with_the_first_position(dtype, bad):
-    x = np.random.default_rng(9).standard_normal((40, 320)).astype(dtype)
-    x[17, 33], x[17, 250], x[39, 319] = bad, bad, -bad
-    with pytest.raises(ValueError, match=r"3 values are NaN or inf, the first at \[17, 33\]"):
-        gemm.pack(gemm.to_device(x), 0.01)
-    with pytest.raises(ValueError, match=r"3 values are NaN or inf, the first at \[1, 17, 33\]"):
-        gemm.pack(gemm.to_device(np.concatenate([np.zeros_like(x), x]).reshape(2, 40, 320)), 0.01)
-    gemm.pack(gemm.to_device(np.ones_like(x)), 0.01)
-
-
-@pytest.mark.parametrize("tensor_scale", [None, 1e38])  # with 1e38 steps are infinite, and zeros decode to NaN
-@pytest.mark.parametrize("dtype", TYPES)
-def test_unpack_reports_nan_scales_and_decodes_them_to_the_codecs_bits(dtype, tensor_scale):
-    nvfp4 = pytest.importorskip("annie_quant.nvfp4", reason="needs annie_quant._nvfp4", exc_type=ImportError)
-    packed = nvfp4.pack(np.random.default_rng(10).standard_normal((40, 320)).astype(np.float32))
-    scales = packed.block_scale.view(np.uint8)
-    scales[3, 7], scales[20, 0] = 0x7F, 0xFF
-    if tensor_scale:
-        packed = dataclasses.replace(packed, tensor_scale=np.float32(tensor_scale))
-    codes, block_scale, ts = gemm.to_device(packed.codes), gemm.to_device(scales), float(packed.tensor_scale)
-    with pytest.raises(ValueError, match=r"2 blocks have the scale NaN \(0x7F\), the first at \[3, 7\]"):
-        gemm.unpack(codes, block_scale, ts, dtype.name)
-    expected = nvfp4.unpack(packed, dtype=dtype.name, nan="keep")
-    actual = gemm.unpack(codes, block_scale, ts, dtype.name, nan="keep").host()
-    assert (actual.view(np.uint8) == expected.view(np.uint8)).all()

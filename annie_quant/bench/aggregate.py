@@ -113,7 +113,7 @@ def aggregate_records(
             left_out_of_timings=len(own) - len(own_fit),
             gates=tabulate(checks_by_prompt(own, config.greedy).values()),
             speed_gates=_speed_gates(own_fit, config.with_thinking, config.seed),
-            workloads={label: _summaries(rows, config.seed) for label, rows in labelled(own_fit).items()},
+            workloads={label: summaries(rows, config.seed) for label, rows in labelled(own_fit).items()},
             verbosity=_verbosity(fit, roles.reference or config.reference, name),
             memory_bytes=_memory_bytes(memory.get(name)),
             memory=memory.get(name),
@@ -279,7 +279,7 @@ def summary(by_prompt: Values, seed: int = 0) -> MetricSummary | None:
     )
 
 
-def _summaries(records: Sequence[RequestRecord], seed: int) -> WorkloadSummary:
+def summaries(records: Sequence[RequestRecord], seed: int = 0) -> WorkloadSummary:
     metrics = {name: summary(values_by_prompt(records, name), seed) for name in METRICS}
     return WorkloadSummary(n=len(records), **metrics)
 

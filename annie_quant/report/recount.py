@@ -1,25 +1,23 @@
-"""Count the served figures of run.json again from records.jsonl, without the benchmark's code, and compare them.
+"""Count the served figures of run.json again from records.jsonl, and compare them.
 
-Every report makes this check and shows its result; `annie-quant report DIR --verify` prints it. Left out of times, as in
-the benchmark: failed and cold requests, answers with a stamp from before their request was sent, and stalls.
+Every report makes this check and shows its result; `annie-quant report DIR --verify` prints it.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+import numpy as np
+
+from annie_quant.bench.aggregate import gate_counts, labelled, summaries, timed, values_by_prompt
 from annie_quant.judge.gates import tabulate
-from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.schema import MetricSummary, RequestRecord, ServedSide, WorkloadSummary
+from annie_quant.judge.metrics import COMPARED
+from annie_quant.judge.pairing import checks_by_prompt
+from annie_quant.schema import RequestRecord, ServedSide
 
-K = TypeVar("K", bound=Hashable)
 Records = Sequence[RequestRecord]
 TOLERANCE = 1e-3  # relative; absolute below 1
-STALL_FACTOR, STALL_MS = 10.0, 1000.0  # a stall's first token takes ten times the median, and a second more
 LEAST_SERVER_SHARE = 0.8  # of the server's own time; two clocks may differ a little
 
 
@@ -56,80 +54,37 @@ class Recount:
 
 
 def check(reported: Mapping[str, ServedSide], measured: Records, sampled: Collection[str]) -> Recount:
-    """Compare passes and n of each gate, and the p50 of each metric. reported: by backend."""
-    result = Recount()
-    everything, timed = group(measured, lambda r: r.backend), group(timed_requests(measured), lambda r: r.backend)
+    """Compare passes and n of each gate, and the p50 of each metric. reported: by backend. sampled: workloads not greedy."""
+    result, fit = Recount(), timed(measured)
     for backend, side in reported.items():
-        checks = answer_checks(everything.get(backend, []), sampled)
+        counts = gate_counts([r for r in measured if r.backend == backend], _greedy(measured, sampled))
         for gate, row in side.gates.items():
-            outcomes = [answer[gate] for answer in checks if gate in answer]
-            result.compare(f"{backend}: {gate}, passes", row.passes, sum(outcomes) if outcomes else None)
-            result.compare(f"{backend}: {gate}, n", row.n, len(outcomes) or None)
-        by_label = group(timed.get(backend, []), label)
+            passes, n = counts.get(gate, (None, None))
+            result.compare(f"{backend}: {gate}, passes", row.passes, passes)
+            result.compare(f"{backend}: {gate}, n", row.n, n)
+        by_label = labelled(r for r in fit if r.backend == backend)
         for workload, summary in side.workloads.items():
             for metric in COMPARED:
-                row = getattr(summary, metric)
-                if row is not None:
-                    p50 = quantile(sorted(values(by_label.get(workload, []), metric)), 0.5)
-                    result.compare(f"{backend}: {workload}, {metric} p50", row.p50, p50)
+                if (figures := getattr(summary, metric)) is not None:
+                    p50 = quantile(values(by_label.get(workload, ()), metric), 0.5)
+                    result.compare(f"{backend}: {workload}, {metric} p50", figures.p50, p50)
     return result
 
 
 def served(measured: Records, sampled: Collection[str]) -> dict[str, ServedSide]:
-    """What records alone give of each backend: gates and percentiles, without intervals of medians."""
-    timed = group(timed_requests(measured), lambda r: r.backend)
-    return {
-        backend: ServedSide(
-            gates=tabulate(answer_checks(records, sampled)),
-            workloads={w: _summary(rows) for w, rows in group(timed.get(backend, []), label).items()},
+    """Return what records alone give of each backend: gates and percentiles."""
+    sides, fit = {}, timed(measured)
+    for backend in dict.fromkeys(r.backend for r in measured):
+        own = [r for r in measured if r.backend == backend]
+        sides[backend] = ServedSide(
+            gates=tabulate(checks_by_prompt(own, _greedy(measured, sampled)).values()),
+            workloads={w: summaries(rows) for w, rows in labelled(r for r in fit if r.backend == backend).items()},
         )
-        for backend, records in group(measured, lambda r: r.backend).items()
-    }
+    return sides
 
 
-def _summary(records: Records) -> WorkloadSummary:
-    summary = WorkloadSummary(n=len(records))
-    for metric in COMPARED:
-        ordered = sorted(values(records, metric))
-        if ordered:
-            p50, p90, p99 = (quantile(ordered, at) or 0.0 for at in (0.5, 0.9, 0.99))
-            prompts = len({r.prompt for r in records if values([r], metric)})
-            mean = statistics.fmean(ordered)
-            row = MetricSummary(
-                p50=p50, p90=p90, p99=p99, mean=mean, low=None, high=None, n=len(ordered), n_prompts=prompts
-            )
-            setattr(summary, metric, row)
-    return summary
-
-
-def label(record: RequestRecord) -> str:
-    """The workload with its load: "greeting@8"."""
-    return record.workload + record.load.label
-
-
-def group(records: Iterable[RequestRecord], key: Callable[[RequestRecord], K]) -> dict[K, list[RequestRecord]]:
-    groups: dict[K, list[RequestRecord]] = defaultdict(list)
-    for record in records:
-        groups[key(record)].append(record)
-    return groups
-
-
-def timed_requests(measured: Records) -> list[RequestRecord]:
-    """The requests whose times count."""
-    complete = [r for r in measured if not r.error and not r.cold and not _stamp_fault(r)]
-    stalled: set[int] = set()
-    for records in group(complete, lambda r: (r.backend, label(r), r.turn)).values():
-        firsts = [(r.first_token_ms, id(r)) for r in records if r.first_token_ms is not None]
-        if firsts:
-            median = statistics.median(first for first, _ in firsts)
-            limit = max(STALL_FACTOR * median, median + STALL_MS)
-            stalled.update(key for first, key in firsts if first > limit)
-    return [r for r in complete if id(r) not in stalled]
-
-
-def _stamp_fault(record: RequestRecord) -> bool:
-    first, sent = record.first_event_ms, record.sent_ms
-    return first is not None and sent is not None and first < sent
+def _greedy(measured: Records, sampled: Collection[str]) -> set[str]:
+    return {r.workload for r in measured} - set(sampled)
 
 
 def before_server(measured: Records) -> int:
@@ -144,30 +99,10 @@ def before_server(measured: Records) -> int:
 
 
 def values(records: Iterable[RequestRecord], metric: str) -> list[float]:
-    """All values of a metric in the order of the records; itl_ms gives every gap of every stream."""
-    definition, numbers = METRICS[metric], []
-    for record in records:
-        value = getattr(record, definition.field)
-        if value is not None and not (definition.server_counted and record.tokens_estimated):
-            numbers += value if isinstance(value, list) else [value]
-    return numbers
-
-
-def answer_checks(records: Records, sampled: Collection[str]) -> list[dict[str, bool]]:
-    """The checks of each answer. Repeats of a greedy prompt are one answer, which passes if all of them do."""
-    answers: dict[Hashable, dict[str, bool]] = defaultdict(dict)
-    for index, record in enumerate(records):
-        answer = answers[record.prompt, index if record.workload in sampled else None]
-        for gate, passed in record.checks.items():
-            answer[gate] = answer.get(gate, True) and passed
-    return list(answers.values())
+    """Return all values of a metric, sorted; itl_ms gives every gap of every stream."""
+    return sorted(value for some in values_by_prompt(records, metric).values() for value in some)
 
 
 def quantile(ordered: Sequence[float], at: float) -> float | None:
-    """Linear between the values of a sorted sample; None of an empty one."""
-    if not ordered:
-        return None
-    place = at * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    """Return a quantile, linear between the values of a sample; None of an empty one."""
+    return float(np.quantile(ordered, at)) if len(ordered) else None

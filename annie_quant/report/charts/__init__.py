@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from annie_quant.report import recount
+from annie_quant.bench.aggregate import timed
 from annie_quant.report.charts.figure import Figure
 from annie_quant.report.run import LoadedRun
 
@@ -10,7 +10,7 @@ from annie_quant.report.run import LoadedRun
 def draw(run: LoadedRun) -> list[Figure]:
     from annie_quant.report.charts import gates, kl_divergence, latency
 
-    timed = recount.timed_requests(run.measured)
+    fit = timed(run.measured)
     return [
         gates.gate_rates(run),
         gates.offline_and_served(run),
@@ -18,8 +18,8 @@ def draw(run: LoadedRun) -> list[Figure]:
         gates.size_and_gates(run),
         gates.calls_by_tools(run),
         latency.by_turn(run),
-        latency.distributions(run, timed),
-        latency.token_streams(run, timed),
+        latency.distributions(run, fit),
+        latency.token_streams(run, fit),
         latency.by_length(run),
         latency.server_memory(run),
     ]

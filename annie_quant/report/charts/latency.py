@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import statistics
 
+from annie_quant.bench.aggregate import labelled
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.figure import WIDE, WIDTH, Axis, Figure, Point, line_chart
 from annie_quant.report.charts.svg import Canvas
 from annie_quant.report.format import ends, name, significant, size
-from annie_quant.report.recount import group, label, quantile, values
+from annie_quant.report.recount import quantile, values
 from annie_quant.report.run import Backend, LoadedRun
 from annie_quant.schema import RequestRecord
 
@@ -58,11 +59,11 @@ def distributions(run: LoadedRun, timed: list[RequestRecord]) -> Figure:
         "for inter-token latency every gap of every stream counts). Curves of 100 "
         "values and more end at their 99th percentile; fewer than five values are no distribution and are left out.",
     )
-    groups = group(timed, lambda r: (r.backend, label(r)))
-    labels = sorted({label(r) for r in timed})
+    groups = {s.name: labelled(r for r in timed if r.backend == s.name) for s in run.served}
+    labels = sorted({label for group in groups.values() for label in group})
     for metric, title in TIMES.items():
         for workload in labels:
-            curves = [(s, sorted(values(groups.get((s.name, workload), []), metric))) for s in run.served]
+            curves = [(s, values(groups[s.name].get(workload, ()), metric)) for s in run.served]
             curves = [(side, ordered) for side, ordered in curves if len(ordered) >= FEWEST]
             if curves:
                 figure.panels.append((f"{metric}.{workload}", _panel(run, workload, title, curves)))

@@ -16,9 +16,8 @@ import msgspec
 
 from annie_quant.bench import confounds, depth, drift, memory_growth, noise
 from annie_quant.bench.confounds import impossible, stalls
-from annie_quant.bench.records import read_records
+from annie_quant.bench.records import read_records, read_unanswered
 from annie_quant.bench.reference_answers import RECORDED, stored_reference
-from annie_quant.bench.unanswered import read_unanswered
 from annie_quant.errors import UsageError
 from annie_quant.judge import decision
 from annie_quant.judge.gates import count, tabulate

@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import urllib.parse
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
-from annie_quant.bench import endpoints, weights
-from annie_quant.errors import UsageError
+from annie_quant.bench import endpoints
+from annie_quant.errors import AnnieError, UsageError
 from annie_quant.schema import Identity, limited_identity
 from annie_quant.stream.fetch import fetch
 from annie_quant.stream.redact import refuse_secrets_in, safe_url
@@ -138,7 +140,7 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
             "model_meta": limited(_field(first, "meta", dict, "/v1/models", caveats)),
             "chat_template_sha256": _sha256(template) if template else None,
             "sampling_defaults": {k: limited(v) for k, v in sampling.items() if k in _SAMPLING},
-            "format": backend.meta.get("format") or weights.served_format(backend.url, props, first),
+            "format": backend.meta.get("format") or served_format(backend.url, props, first),
             "max_model_len": first.get("max_model_len") or settings.get("n_ctx"),
             "meta": {k: v for k, v in backend.meta.items() if "key" not in k.lower() and "token" not in k.lower()},
             "caveats": caveats,
@@ -203,3 +205,62 @@ def _runtime(owner: str, has_build: bool, has_version: bool) -> str | None:
 def _sha256(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---- the format of the weights behind a server: from the model's own file, if it is on this machine; never from a name
+
+PLAIN = ("BF16", "F16", "F32", "F64")
+MAX_CONFIG_BYTES = 1 << 22
+
+
+def served_format(url: str, props: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """Return the format of the file that a server names: llama.cpp's /props (model_path), vLLM's and SGLang's /v1/models (root).
+
+    None where the server is on another machine, or names no model file or folder that can be read here.
+    """
+    from annie_quant.data.record.proxy import is_local
+
+    named = props.get("model_path") or model.get("root")
+    if not isinstance(named, str) or not is_local(urllib.parse.urlsplit(url).hostname or ""):
+        return None
+    path = Path(named)
+    try:
+        if path.is_dir():
+            return folder_format(path)
+        return gguf_format(path) if path.is_file() else None
+    except (AnnieError, OSError, ValueError):
+        return None
+
+
+def folder_format(folder: Path) -> str | None:
+    """Return the quantization that config.json names, else the dtype of most of the weights: "BF16"."""
+    from annie_quant.checkpoint import ModelFolder
+
+    with (folder / "config.json").open("rb") as file:
+        config = decode_json(file.read(MAX_CONFIG_BYTES))
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    if isinstance(quantization, dict):
+        names = (quantization.get(key) for key in ("quant_algo", "format", "quant_method"))
+        return next((name[:100].upper() for name in names if isinstance(name, str) and name), "quantized")
+    if (folder / "hf_quant_config.json").exists():
+        return "quantized"
+    sizes: Counter[str] = Counter()
+    for tensor in ModelFolder(folder).tensors.values():
+        sizes[tensor.dtype] += tensor.size_bytes
+    return most(sizes)
+
+
+def gguf_format(path: Path) -> str | None:
+    """Return the type of most of a GGUF file's quantized values, else of most of its values: "Q4_K", "BF16"."""
+    from annie_quant.checkpoint.gguf.reader import open_gguf
+
+    sizes: Counter[str] = Counter()
+    for tensor in open_gguf(path).values():
+        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+    return most(sizes)
+
+
+def most(sizes: Mapping[str, int]) -> str | None:
+    """Return the largest format: of the quantized ones, if there are any."""
+    quantized = {name: size for name, size in sizes.items() if name not in PLAIN}
+    return max(quantized or sizes, key=lambda name: sizes[name], default=None)

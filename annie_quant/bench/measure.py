@@ -17,12 +17,9 @@ from annie_quant import judge, schema
 from annie_quant.bench import endpoints, memory, sequential
 from annie_quant.bench.acceptance import Acceptance
 from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend, alive, identity
-from annie_quant.bench.context_size import sized
-from annie_quant.bench.load_profile import arrival_times
-from annie_quant.bench.plan import Visit, choose, plan, warmups
-from annie_quant.bench.records import Records
+from annie_quant.bench.plan import Visit, arrival_times, choose, plan, sized, warmups
+from annie_quant.bench.records import HUNG, NOT_SENT, Records, hangs, write_unanswered
 from annie_quant.bench.reference_answers import mark
-from annie_quant.bench.unanswered import HUNG, NOT_SENT, hangs, write_unanswered
 from annie_quant.errors import ServerError
 from annie_quant.files import sha256_text
 from annie_quant.host import gpu_energy_joules, load_per_core, machine_state

@@ -7,12 +7,22 @@ for two backends), so that a slow drift of the machine affects all of them alike
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from annie_quant.bench.load_profile import ALONE, applies, requests_together
+import msgspec
+
+from annie_quant import schema
+from annie_quant.files import sha256_text
+from annie_quant.judge.context_text import context_text
+from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.schema import BenchConfig, Load
+
+ALONE = Load()
+OPEN_LOOP_REQUESTS = 32  # of an open loop, before the next backend's requests
 
 
 @dataclass(frozen=True)
@@ -85,3 +95,74 @@ def warmups(backends: Sequence[str], workloads: Sequence[Workload], config: Benc
         for i in range(config.warmup)
         for name in backends
     ]
+
+
+# ---- loads: a number of requests in flight (closed loop), or a rate of arrivals (open loop)
+
+
+def requests_together(load: Load) -> int:
+    """How many requests are sent to one backend before the next backend's requests."""
+    return load.concurrency or OPEN_LOOP_REQUESTS
+
+
+def applies(load: Load, workload: Workload) -> bool:
+    """Whether a workload is measured under a load: a trace under its own arrivals alone, anything else under the others."""
+    return workload.has_arrivals == (load.trace_speed is not None)
+
+
+def arrival_times(load: Load, prompts: Sequence[str], cases: Sequence[Case]) -> list[float] | None:
+    """Start times in seconds of an open loop's requests; None in a closed loop.
+
+    The prompts seed a rate's arrivals, so that every backend gets the same. A trace's are those of its cases, the first at 0.
+    """
+    from annie_quant.stream import arrivals
+
+    if load.trace_speed is not None:
+        return arrivals.trace([case.arrival_s or 0.0 for case in cases], load.trace_speed)
+    if load.rate_per_s is None:
+        return None
+    seed = int(sha256_text("\n".join(prompts))[:8], 16)
+    return arrivals.poisson(len(prompts), load.rate_per_s, seed)
+
+
+# ---- contexts: the first server is asked once per run how many words of the text make a token; all servers get the same text
+
+SAMPLE_WORDS = 600
+LOWEST, HIGHEST = 0.1, 2.0
+
+
+class ContextSize(msgspec.Struct, kw_only=True):
+    """context.json of a run directory."""
+
+    words_per_token: float
+
+
+def sized(
+    workloads: Sequence[Workload], folder: Path, prompt_tokens: Callable[[dict[str, Any]], int | None]
+) -> list[Workload]:
+    """Return the workloads with words_per_token as measured, in this run or when it was started.
+
+    prompt_tokens: sends a chat completion's body and returns usage.prompt_tokens; None leaves the workloads' own figure.
+    """
+    if not any(w.context is not None and (w.context.tokens or any(c.blocks for c in w.cases)) for w in workloads):
+        return list(workloads)
+    path = folder / "context.json"
+    if path.exists():
+        measured = schema.decode(ContextSize, path).words_per_token
+    else:
+        tokens = prompt_tokens(_sample())
+        if not tokens:
+            return list(workloads)
+        measured = min(HIGHEST, max(LOWEST, SAMPLE_WORDS / tokens))
+        schema.write(path, ContextSize(words_per_token=measured))
+    return [
+        w if w.context is None else replace(w, context=msgspec.structs.replace(w.context, words_per_token=measured))
+        for w in workloads
+    ]
+
+
+def _sample() -> dict[str, Any]:
+    """Return the request whose prompt is SAMPLE_WORDS words of the context text."""
+    case = {"id": "words", "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}]}
+    workload = build_workload({"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]})
+    return workload.request(workload.cases[0])

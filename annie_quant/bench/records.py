@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
 from annie_quant import schema
+from annie_quant.bench.confounds import SLOW_FACTOR, SLOW_MS
 from annie_quant.files import replacing
 from annie_quant.resume import JsonLines
 from annie_quant.schema import RequestRecord
@@ -53,3 +55,30 @@ def read_records(path: str | os.PathLike[str]) -> list[RequestRecord]:
 
 def _decode(path: Path, lines: Iterable[tuple[int, bytes]]) -> list[RequestRecord]:
     return [schema.decode(RequestRecord, line, f"{path}: line {number}", hint=_HINT) for number, line in lines]
+
+
+# ---- requests that a backend left unanswered when it hung; in their own file, because a resumed run sends them again
+
+FILE = "unanswered.jsonl"
+HUNG, NOT_SENT = "hung", "not_sent"  # RequestRecord.cause
+
+
+def hangs(elapsed_s: float, answered: Iterable[RequestRecord]) -> bool:
+    """Return whether a request that was stopped after elapsed_s took ten times the median of its backend's others, and 1 s more."""
+    times = [r.e2e_ms for r in answered if r.e2e_ms is not None and not r.error]
+    median_ms = statistics.median(times) if times else 0.0
+    return 1000 * elapsed_s > max(SLOW_FACTOR * median_ms, median_ms + SLOW_MS)
+
+
+def write_unanswered(folder: Path, records: Iterable[RequestRecord]) -> None:
+    """Write the records of a run's unanswered requests; without any, remove those of an earlier part of the run."""
+    rows = list(records)
+    if rows:
+        write_records(folder / FILE, rows)
+    else:
+        (folder / FILE).unlink(missing_ok=True)
+
+
+def read_unanswered(folder: Path) -> list[RequestRecord]:
+    path = folder / FILE
+    return read_records(path) if path.is_file() else []

@@ -16,12 +16,11 @@ from annie_quant.bench import endpoints, memory_growth, server_metrics
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.export import export
-from annie_quant.bench.load_profile import applies
 from annie_quant.bench.measure import Measurement, OnRecord
-from annie_quant.bench.records import Records, write_records
+from annie_quant.bench.plan import applies
+from annie_quant.bench.records import Records, read_unanswered, write_records
 from annie_quant.bench.reference_answers import STORED, store_reference, stored_reference
 from annie_quant.bench.run_config import backend_settings, prepare_folder, workload_settings
-from annie_quant.bench.unanswered import read_unanswered
 from annie_quant.errors import UsageError
 from annie_quant.host import environment
 from annie_quant.judge import decision

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,7 +29,6 @@ from annie_quant.checkpoint import (
     dialects,
     folding_check,
     quantized_tensors,
-    restore,
     runtime_names,
     settings_checks,
     source_diff,
@@ -36,18 +36,19 @@ from annie_quant.checkpoint import (
 )
 from annie_quant.checkpoint.audit import audit
 from annie_quant.checkpoint.convert import QUANTIZER
-from annie_quant.checkpoint.dialects import fp8, modelopt
-from annie_quant.checkpoint.linears import Linear, excluded_module
+from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
+from annie_quant.checkpoint.linears import Linear, covering_pattern, excluded_module
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.checkpoint.staging import staged
 from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.files import write_json
 from annie_quant.schema import Audit, Finding
 
 # Beginnings of the codes of findings about settings, names and input scales, which are fixed without the source.
 WITHOUT_SOURCE = (
     "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
 )  # fmt: skip
-LOST = ("mtp_missing", "vision_missing")  # findings that restore.py fixes in every layout
+LOST = ("mtp_missing", "vision_missing")  # findings that `restore` fixes in every layout
 UNREPAIRED = ("decoder_incomplete", "duplicate_tensor", "index_mismatch")
 
 
@@ -83,7 +84,7 @@ def repair(
         original = ModelFolder(source) if source else None
         if original is not None and names is None and (lost := auxiliary_checks.missing_tensors(folder, original)):
             with staged(target, force=force, inputs=(path, source)) as part:
-                actions = restore.restore(folder, original, lost, part)
+                actions = restore(folder, original, lost, part)
             return RepairResult(str(target), actions, audit(target, source=source).findings)
         quoted = shlex.quote(str(path))
         first = (
@@ -255,7 +256,7 @@ class Repair:
             if module := excluded_module(self.folder, name):
                 excluded.append(self.naming.name(module))
         for name in self.lost_tensors():
-            plan += restore.copies(self.source, [name])
+            plan += copies(self.source, [name])
             if module := excluded_module(self.source, name):
                 excluded.append(self.naming.name(module))
         four_bit = "nvfp4" if self.inputs else "w4a16"
@@ -265,7 +266,7 @@ class Repair:
             self.actions.append("config.json and hf_quant_config.json written from what is on disk")
         config = self.naming.config()
         if self._source is not None:
-            self.actions += restore.lost_settings(self.source, config, self.naming.multimodal)
+            self.actions += lost_settings(self.source, config, self.naming.multimodal)
         writer.write(target, [replace(t, name=self.naming.name(t.name)) for t in plan])
         writer.copy_small_files(self.folder, target)
         self.naming.write_small_files(target)
@@ -277,7 +278,7 @@ class Repair:
         if self._source is None:
             return []
         lost = auxiliary_checks.missing_tensors(self.folder, self.source)
-        self.actions += restore.describe_lost(self.folder, lost)
+        self.actions += describe_lost(self.folder, lost)
         for module in sorted(self.restored):
             self.actions.append(f"{module}: taken from the source, in 16 bits")
         return lost + [f"{m}.weight" for m in sorted(self.restored)]
@@ -356,3 +357,66 @@ class Repair:
                 self.actions.append(f"{name}: taken from the source")
                 return writer.Planned(name, theirs.dtype, theirs.shape, partial(source.tensor, original))
         return writer.Planned(name, info.dtype, info.shape, partial(self.folder.tensor, name))
+
+
+# ---- the source's MTP head and vision tower, put back into a checkpoint of any layout; all other tensors keep bytes and names
+
+
+def restore(folder: ModelFolder, source: ModelFolder, lost: list[str], target: Path) -> list[str]:
+    """Write a copy of `folder` with the lost tensors of `source`, their settings, and their entries of excluded linears.
+
+    lost: of auxiliary_checks.missing_tensors. Returns what was done, one sentence each.
+    """
+    config = dict(folder.config)
+    actions = describe_lost(folder, lost)
+    actions += lost_settings(source, config, runtime_names.is_multimodal(folder))
+    modules = sorted({m for name in lost if (m := excluded_module(source, name))})
+    actions += exclude(folder, config, modules)
+    writer.write(target, [*copies(folder, folder), *copies(source, lost)])
+    writer.copy_small_files(folder, target)
+    exported = folder.json(modelopt.HF_QUANT_CONFIG)
+    if exported is not None:
+        write_json(target / modelopt.HF_QUANT_CONFIG, exported)
+    write_json(target / "config.json", config)
+    return actions
+
+
+def copies(owner: ModelFolder, names: Iterable[str]) -> list[writer.Planned]:
+    """Plan tensors as a folder has them."""
+    infos = map(owner.info, names)
+    return [writer.Planned(i.name, i.dtype, i.shape, partial(owner.pieces, i.name)) for i in infos]
+
+
+def describe_lost(folder: ModelFolder, lost: Sequence[str]) -> list[str]:
+    """Return one sentence for the MTP head and one for the vision tower, where tensors of them are lost."""
+    return [
+        f"{part}*: {count} missing tensors taken from the source"
+        for part in (folder.family.mtp, folder.family.vision)
+        if (count := sum(part in name for name in lost))
+    ]
+
+
+def lost_settings(source: ModelFolder, config: dict[str, Any], multimodal: bool) -> list[str]:
+    """Set in `config` what config.json lost of the head and, in a multimodal form, of the tower. Returns what was done."""
+    actions = []
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        inner = config["text_config"] = dict(inner)
+    for field, values in (("mtp_num_hidden_layers", source.text_config), ("vision_config", source.config)):
+        target = inner if isinstance(inner, dict) and field.startswith("mtp") else config
+        applies = field.startswith("mtp") or multimodal
+        if applies and target.get(field) in (None, 0) and values.get(field) not in (None, target.get(field)):
+            target[field] = values[field]
+            actions.append(f"config.json: {field} taken from the source")
+    return actions
+
+
+def exclude(folder: ModelFolder, config: dict[str, Any], modules: list[str]) -> list[str]:
+    """List linears in the `ignore` of compressed-tensors' settings that no entry covers. Returns what was done."""
+    quant = config.get("quantization_config")
+    if dialects.of(folder) is not compressed_tensors or not isinstance(quant, dict):
+        return []
+    ignore = [e for e in quant.get("ignore") or [] if isinstance(e, str)]
+    added = [m for m in modules if not covering_pattern(m, ignore)]
+    config["quantization_config"] = quant | {"ignore": [*ignore, *added]}
+    return [f"config.json: {len(added)} linears of them added to ignore"] if added else []

@@ -18,7 +18,6 @@ from annie_quant.cli import (
     doctor,
     evaluate,
     explain,
-    export,
     harness,
     init,
     publish,
@@ -69,7 +68,7 @@ for command in (
     demo.demo, record.record_command, init.init, data.data, quantize.quantize, audit.audit, convert.convert,
     compare.compare, evaluate.evaluate, harness.lm_eval, retention.retention, search.search, serve.serve, doctor.doctor,
     validate_gpu.validate_gpu, bench.bench, report.report,
-    export.export, publish.publish, explain.explain,
+    report.export, publish.publish, explain.explain,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -67,3 +67,13 @@ def _verify(run_dirs: tuple[Path, ...]) -> None:
             echo(f"  {difference.message}")
     if any(check.differences for _, check in checks):
         sys.exit(1)
+
+
+@click.command()
+@click.argument("run_dir", type=PATH)
+def export(run_dir: Path) -> None:
+    """Write a benchmark's results.csv and exports/ again (GuideLLM, AIPerf, vLLM, the original plan's script)."""
+    from annie_quant import bench
+
+    for path in bench.export(run_dir):
+        echo(str(path))

@@ -83,7 +83,7 @@ class LearnedWeight(nn.Module):
     def forward(self) -> torch.Tensor:
         """Return the weight [N, K]."""
         if self.v.is_cuda and column_sweep.has_triton():
-            from annie_quant.quantize.weight_kernel import FusedWeight
+            from annie_quant.quantize.block_kernel import FusedWeight
 
             fused: torch.Tensor = FusedWeight.apply(
                 self.base, self.v, self.scale, self.m, self.tensor_scale, self.dtype

@@ -26,7 +26,7 @@ class ModelMeta(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Identity(msgspec.Struct, kw_only=True):
     """What a server reports about itself, cut to the limits of the types. meta: what the caller knows beforehand.
 
-    format: of the weights, from the caller, or from the model's file where that is on this machine (bench/weights.py).
+    format: of the weights, from the caller, or from the model's file where that is on this machine (bench/backend.py).
     caveats: what of it could not be read, or was cut.
     """
 

@@ -54,7 +54,7 @@ class ContextFile(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
     tokens: about how many; usage.prompt_tokens has the true depth. prefix: "miss": each prompt starts with a different text, so
     that no server can reuse an earlier one; "hit": all prompts start with the same text, and warm-ups have sent it before.
-    words_per_token: of the model's tokenizer over this text; a benchmark measures it first (bench/context_size.py).
+    words_per_token: of the model's tokenizer over this text; a benchmark measures it first (bench/plan.py).
     """
 
     tokens: Annotated[int, Meta(ge=0, le=1 << 20)]

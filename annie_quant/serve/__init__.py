@@ -9,12 +9,13 @@ write_recipe(model, "annie.yaml", runtime="vllm")     the recipe as a file for s
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from annie_quant import registry
-from annie_quant.errors import UsageError
+from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.progress import SILENT, Progress
 from annie_quant.serve import runtimes
 from annie_quant.serve.server import Server
@@ -50,14 +51,42 @@ def command(model_path: str | os.PathLike, runtime: str = "llama.cpp", port: int
     return find_runtime(runtime).command(Path(model_path), port=port, **options)
 
 
-def check(model_path: str | os.PathLike, runtime: str = "llama.cpp", **options: Any) -> list[str]:
-    """Return notes on serving this model: the recipe, its date and source, and findings of its audit.
+def check(model_path: str | os.PathLike, runtime: str = "llama.cpp", recipe: str | None = None) -> list[str]:
+    """Audit a model for one runtime; reads every tensor of a model folder. recipe: its name; None: the newest. llama.cpp has none.
 
-    Raises an AnnieError where the runtime does not load the model. Reads every tensor of a model folder.
+    Returns notes for the user: the recipe with its date and who ran it, and findings that the runtime tolerates.
+    Raises UsageError where it is not what the runtime serves (llama.cpp: a GGUF file), CheckpointError where it is not loaded by
+    the rules of annie_quant.checkpoint.loader_support.
     """
-    from annie_quant.serve.load_check import check_loadable
+    from annie_quant import checkpoint
+    from annie_quant.serve import recipes
 
-    return check_loadable(Path(model_path), find_runtime(runtime).NAME, **options)
+    model, module = Path(model_path), find_runtime(runtime)
+    if not hasattr(module, "write"):
+        module.check_file(model)
+        return []
+    name, chosen = recipes.choose(module.NAME, recipe)
+    quoted = shlex.quote(str(model))
+    if not (model / "config.json").is_file():
+        raise UsageError(f"{model} is not a model folder", f"{module.NAME} serves a safetensors checkpoint")
+    audit = checkpoint.audit(model)
+    support = next((s for s in audit.summary.servers if s.server.lower() == module.NAME), None)
+    if support is None:  # its files cannot be read
+        first = f": {audit.findings[0].message}" if audit.findings else ""
+        raise CheckpointError(f"{model} cannot be served{first}", f"annie-quant audit {quoted}")
+    if support.loads == "no":
+        raise CheckpointError(f"{module.NAME} does not load {model}: {support.note}", f"annie-quant audit {quoted}")
+    notes = [f"recipe {module.NAME} {name}: {chosen.note} (source: {chosen.source})"]
+    if chosen.image and chosen.tag_moves:
+        notes.append(
+            f"the tag of {chosen.image} moves to newer images; the one that is here: "
+            f"docker inspect --format '{{{{index .RepoDigests 0}}}}' {chosen.image}"
+        )
+    if support.note:
+        notes.append(f"{module.NAME} loads it: {str(support).partition(': ')[2]}")
+    if audit.findings:
+        notes.append(f"{len(audit.findings)} findings in {model}: annie-quant audit {quoted}")
+    return notes
 
 
 def write_recipe(

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +19,6 @@ import numpy as np
 
 from annie_quant import __version__, native
 from annie_quant.errors import UsageError
-from annie_quant.stream.ca_bundle import system_ca_file
 from annie_quant.stream.errors import RequestError
 from annie_quant.stream.redact import Redactor, safe_url, secrets_of
 from annie_quant.stream.timings import PlannedRequest, Timings
@@ -154,7 +154,7 @@ def run(
     warmup: requests to run first, one after the other on separate connections; they are not in the result.
     deadline_s: the run is stopped after this time; records of requests that were in flight or not started state it.
     http: "1.1", "2" (over TLS, if the server supports it) or "2-prior-knowledge".
-    ca_file: certificates that verify the server. None: the system's (annie_quant.stream.ca_bundle).
+    ca_file: certificates that verify the server. None: the system's (system_ca_file).
     proxy: URL of a proxy. The environment's proxies are never used.
     realtime: the loop's thread requests SCHED_FIFO at the lowest real-time priority and resets it at the end. Without it,
         a busy machine makes the loop read its sockets late. Root may use it; other users need one command in the shell
@@ -291,3 +291,18 @@ def _ns(name: str, seconds: float) -> int:
         where = " is before the run's start" if name == "start_s" and seconds < 0 else " is not a time"
         raise RequestError(f"{name}={seconds}{where}", "use 0 or more seconds, or None for no limit")
     return min(_FOREVER_NS, round(seconds * _NS_PER_S))
+
+
+# The package ca-certificates of each distribution installs its bundle at one of these paths.
+CA_PATHS = (
+    "/etc/ssl/certs/ca-certificates.crt",  # Debian, Ubuntu, DGX OS, Arch, Alpine
+    "/etc/pki/tls/certs/ca-bundle.crt",  # Fedora, RHEL and its derivatives
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",  # Fedora without its old links
+    "/etc/ssl/ca-bundle.pem",  # openSUSE
+    "/etc/ssl/cert.pem",  # macOS, the BSDs
+)
+
+
+def system_ca_file() -> str | None:
+    """Return SSL_CERT_FILE (as OpenSSL and Python do), else the system's bundle, else None for libcurl's own default."""
+    return os.environ.get("SSL_CERT_FILE") or next((path for path in CA_PATHS if Path(path).is_file()), None)

@@ -346,17 +346,17 @@ def test_the_format_is_that_of_the_file_behind_a_local_server(tmp_path):
     import numpy as np
     from safetensors.numpy import save_file
 
-    from annie_quant.bench import weights
+    from annie_quant.bench import backend
 
     (tmp_path / "config.json").write_text("{}")
     save_file({"w": np.zeros((8, 8), np.float16)}, tmp_path / "model.safetensors")
     local = "http://127.0.0.1:8000"
-    assert weights.served_format(local, {}, {"root": str(tmp_path)}) == "F16"
+    assert backend.served_format(local, {}, {"root": str(tmp_path)}) == "F16"
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_algo": "NVFP4"}}')
-    assert weights.served_format(local, {}, {"root": str(tmp_path)}) == "NVFP4"
-    assert weights.served_format("http://10.0.0.1:8000", {}, {"root": str(tmp_path)}) is None
-    assert weights.served_format(local, {"model_path": str(tmp_path / "none.gguf")}, {}) is None
-    assert weights.most({"F32": 10, "BF16": 1000}) == "BF16" and weights.most({"BF16": 1000, "Q4_K": 10}) == "Q4_K"
+    assert backend.served_format(local, {}, {"root": str(tmp_path)}) == "NVFP4"
+    assert backend.served_format("http://10.0.0.1:8000", {}, {"root": str(tmp_path)}) is None
+    assert backend.served_format(local, {"model_path": str(tmp_path / "none.gguf")}, {}) is None
+    assert backend.most({"F32": 10, "BF16": 1000}) == "BF16" and backend.most({"BF16": 1000, "Q4_K": 10}) == "Q4_K"
 
 
 def test_a_verdict_changes_no_counts():

@@ -12,7 +12,7 @@ from fake_server import FakeServer, Script, words
 from annie_quant import bench, host, judge
 from annie_quant.bench import sequential
 from annie_quant.bench.aggregate import labelled, tool_surface
-from annie_quant.bench.load_profile import ALONE
+from annie_quant.bench.plan import ALONE
 from annie_quant.bench.records import read_records
 from annie_quant.errors import UsageError
 from annie_quant.judge import decision

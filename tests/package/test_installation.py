@@ -17,7 +17,7 @@ from annie_quant import files, native
 from annie_quant.cli import version
 from annie_quant.errors import EnvironmentFault, UsageError, need
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.stream.ca_bundle import system_ca_file
+from annie_quant.stream.client import system_ca_file
 
 
 def python(code: str) -> str:

@@ -17,7 +17,7 @@ def test_one_launch_gives_the_weight_and_its_gradients(dtype: torch.dtype, monke
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("without a GPU: TRITON_INTERPRET=1 python -m pytest")
-    from annie_quant.quantize.weight_kernel import FusedWeight
+    from annie_quant.quantize.block_kernel import FusedWeight
 
     generator = torch.Generator().manual_seed(0)
     source = (

@@ -7,7 +7,7 @@ NVFP4 codes and block scales are stored bit for bit in ggml's layout; the tensor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from annie_quant import kquant, nvfp4
-from annie_quant.checkpoint.gguf import experts, names, vocabulary
+from annie_quant.checkpoint.gguf import names, vocabulary
+from annie_quant.checkpoint.gguf.names import Layout
 from annie_quant.checkpoint.gguf.settings import Settings
 from annie_quant.checkpoint.gguf.settings import read as read_settings
 from annie_quant.checkpoint.linears import Linear, owned_tensors
@@ -169,7 +170,7 @@ class Plan:
             part for name in self.folder if name not in owned for part in self.folder.parts_of(name) or [name]
         ]
         of_experts = {n for n in weights if family and family.split(n)} if family else set()
-        for stack in experts.stacks(self.folder, self.layout, [n for n in weights if n in of_experts]):
+        for stack in stacks(self.folder, self.layout, [n for n in weights if n in of_experts]):
             yield from self._stack(stack)
         for linear in self.linears.values():
             if linear.weight not in of_experts:
@@ -250,7 +251,7 @@ class Plan:
                 array = np.array([scale.multiplier], np.float32)
                 yield Entry(stored.removesuffix(".weight") + suffix, "F32", (1,), partial(iter, [array]))
 
-    def _stack(self, stack: experts.Stack) -> Iterator[Entry]:
+    def _stack(self, stack: Stack) -> Iterator[Entry]:
         """Plan the experts of one layer and linear: NVFP4 as they are where ggml has their layout, else as numbers."""
         linears = stack.linears(self.linears)
         shapes: set[tuple[int, ...]] = {x.shape(self.folder) for x in linears}
@@ -394,3 +395,43 @@ def add_expert_metadata(writer: Any, settings: Settings) -> None:
     writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
     if settings.shared_expert_intermediate_size is not None:
         writer.add_expert_shared_feed_forward_length(settings.shared_expert_intermediate_size)
+
+
+# ---- experts: llama.cpp has one tensor [experts, out, in] per linear, gate and up apart (conversion/qwen.py, Qwen2MoeModel)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One tensor of the file. stored: its name.  modules: the linear of every expert, in order."""
+
+    stored: str
+    modules: list[str]
+
+    def linears(self, linears: Mapping[str, Linear]) -> list[Linear]:
+        """Return the quantized linears of all experts; [] where they are plain. Raises CheckpointError for a mixture."""
+        quantized = [linears[m] for m in self.modules if m in linears]
+        if quantized and len(quantized) < len(self.modules):
+            plain = next(m for m in self.modules if m not in linears)
+            raise CheckpointError(f"{plain} is not quantized, and other experts of its layer are", "annie-quant audit")
+        return quantized
+
+
+def stacks(folder: ModelFolder, layout: Layout, names: Iterable[str]) -> list[Stack]:
+    """Return the tensors that hold the experts with these weights, in file order.
+
+    names: of weights of single experts, those inside merged tensors included.
+    Raises CheckpointError where a layer has other experts than 0 to the configuration's number.
+    """
+    experts = layout.family.experts
+    by_name: dict[str, dict[int, str]] = {}
+    for name in names:
+        expert, stored = experts.split(name) if experts else None, layout.name(name)
+        if expert and stored:
+            by_name.setdefault(stored, {})[expert[1]] = name.removesuffix(".weight")
+    count = folder.text_config.get(experts.count) if experts else None
+    for stored, modules in by_name.items():
+        if sorted(modules) != list(range(count if isinstance(count, int) and count < 1 << 20 else len(modules))):
+            raise CheckpointError(
+                f"{stored}: {len(modules)} experts, and config.json has {count}", "annie-quant audit the checkpoint"
+            )
+    return [Stack(stored, [m for _, m in sorted(modules.items())]) for stored, modules in by_name.items()]

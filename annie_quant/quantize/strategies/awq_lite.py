@@ -3,7 +3,7 @@
 For each foldable activation s = (mean |x|)^alpha, or that divided by (mean |w|)^(1 - alpha). It is searched for the least error
 of the linears that read it, with weights and activations rounded as a W4A4 kernel does, over as many tokens of prompts as of
 responses: an input that only prompts have must not become an outlier of all blocks. ModelOpt's own search is the same idea, but
-its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj; see awq_folding.py.
+its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj.
 Every layer is verified before it is kept: with folded, unrounded weights its outputs must be the source's.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from annie_quant.models import LinearInput
+    from annie_quant.models import Family, LinearInput
     from annie_quant.quantize.input_stats import InputSampler
     from annie_quant.quantize.layerwise import DecoderLayer
 
@@ -67,7 +67,6 @@ def fold_layer(
     Nothing is folded into routed experts: the norm before them is read by the router, too.
     """
     from annie_quant.hf.codec import to_numpy
-    from annie_quant.quantize import awq_folding
     from annie_quant.quantize.calibration_samples import PROMPT, RESPONSE
     from annie_quant.quantize.input_stats import InputObserver, InputSampler
 
@@ -92,7 +91,7 @@ def fold_layer(
             continue
         s = search_scale(site, readers, samplers[site.linears[0]], before)
         stored = None if site.fold == "rows" else norm_dtype(folder, f"{layer.name}.{site.producer}.weight")
-        scales[site.linears[0]] = awq_folding.fold(after, family, site, s, stored)
+        scales[site.linears[0]] = fold(after, family, site, s, stored)
     if scales:
         verify(layer, state, before, after)
     if not advance:
@@ -121,7 +120,6 @@ def search_scale(
 
     from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
     from annie_quant.quantize import fake_quant
-    from annie_quant.quantize.awq_folding import shape_of_scale
 
     x, mean = sampler.inputs(), sampler.mean()
     mean = mean.clamp_min(WEAKEST * float(mean.mean())).clamp_min(1e-8)
@@ -174,3 +172,47 @@ STRATEGY = Strategy(
     cost=Cost(rank=30, layerwise=True, passes=22, encode=20),
     quantize=quantize,
 )
+
+
+# ---- folding: what produces an activation, and how it takes a scale, is in the family's description (annie_quant.models)
+
+MAX_ROUNDING = 1.25  # an element whose rounded norm divides by more or less than s by this factor takes no scale
+
+
+def shape_of_scale(site: LinearInput, s: torch.Tensor, producer: torch.Tensor) -> torch.Tensor:
+    """Return s as it can be folded: heads that share a norm's weight get the geometric mean of their scales."""
+    return s.reshape(-1, producer.numel()).log().mean(0).exp() if site.per_head else s
+
+
+def fold(
+    weights: dict[str, torch.Tensor], family: Family, site: LinearInput, s: torch.Tensor, stored: torch.dtype | None
+) -> torch.Tensor:
+    """Fold s (float32, of shape_of_scale) into `weights`, the layer's tensors in float32, in place.
+
+    With x' = x / s from its producer and W' = W diag(s) a linear's result is the same. A norm's weight is stored in 16 bits, so the
+    new one is rounded first, and s is what it then divides by: the fold is exact in what is stored. Linears that read the same
+    activation and are not quantized take s, too.
+
+    stored: the dtype that a norm is written in, or None where it is not rounded.
+    Returns the scale that was folded, [K] of the linears.
+    """
+    import torch
+
+    name = f"{site.producer}.weight"
+    producer = weights[name]
+    if site.fold == "rows":
+        weights[name] = producer / s[:, None]
+        if (bias := f"{site.producer}.bias") in weights:
+            weights[bias] = weights[bias] / s
+    else:
+        one = 1.0 if family.adds_one(name) else 0.0
+        new = (producer + one) / s - one
+        new = new if stored is None else new.to(stored).float()
+        exact = (producer + one) / (new + one)
+        valid = torch.isfinite(exact) & (exact > s / MAX_ROUNDING) & (exact < s * MAX_ROUNDING)
+        weights[name] = torch.where(valid, new, producer)
+        s = torch.where(valid, exact, torch.ones_like(s))
+    for reader in site.linears:
+        columns = weights[f"{reader}.weight"].shape[1]
+        weights[f"{reader}.weight"] = weights[f"{reader}.weight"] * s.repeat(columns // len(s))
+    return s.repeat(weights[f"{site.linears[0]}.weight"].shape[1] // len(s))

@@ -1,7 +1,7 @@
 """Facts about this machine: processors, memory, processes, GPUs, package versions. No secrets and no user paths.
 
-Memory and processes come from psutil. GPU figures come from NVML where the package nvidia-ml-py (extra `gpu`) is
-installed, else from nvidia-smi.
+Memory and processes come from psutil, GPUs from nvidia-smi. What is sampled during a run comes from NVML where the package
+nvidia-ml-py (extra `gpu`) is installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from annie_quant.schema import Environment
 
 _PACKAGES = ("annie-quant", "numpy", "scipy", "xllamacpp", "vllm", "sglang", "transformers", "torch", "nvidia-modelopt")
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "clocks.sm", "clocks.mem", "power.limit")
-UNKNOWN = "[N/A]"  # as nvidia-smi prints a value that the driver does not report
 
 
 @dataclass(frozen=True)
@@ -150,32 +149,7 @@ def nvml_devices() -> tuple[Any, list[Any]]:
 
 def gpus() -> list[dict[str, str]]:
     """Return one dict per GPU, with nvidia-smi's names and formats: {"name": "NVIDIA GB10", "clocks.sm": "2418 MHz", ...}."""
-    nvml, devices = nvml_devices()
-    if nvml is None:
-        return _smi("gpu", _GPU_FIELDS) or []
-
-    def read(function: str, *arguments: Any) -> Any:
-        value = _nvml_value(nvml, function, *arguments)
-        return value.decode() if isinstance(value, bytes) else value
-
-    def text(value: Any, template: str = "{}") -> str:
-        return UNKNOWN if value is None else template.format(value)
-
-    rows = []
-    for device in devices:
-        capability = read("nvmlDeviceGetCudaComputeCapability", device)
-        limit_mw = read("nvmlDeviceGetPowerManagementLimit", device)
-        rows.append(
-            {
-                "name": text(read("nvmlDeviceGetName", device)),
-                "driver_version": text(read("nvmlSystemGetDriverVersion")),
-                "compute_cap": text(capability and ".".join(map(str, capability))),
-                "clocks.sm": text(read("nvmlDeviceGetClockInfo", device, 1), "{} MHz"),  # NVML_CLOCK_SM
-                "clocks.mem": text(read("nvmlDeviceGetClockInfo", device, 2), "{} MHz"),  # NVML_CLOCK_MEM
-                "power.limit": text(None if limit_mw is None else limit_mw / 1e3, "{:.2f} W"),
-            }
-        )
-    return rows
+    return _smi("gpu", _GPU_FIELDS) or []
 
 
 def _nvml_value(nvml: Any, function: str, *arguments: Any) -> Any:

@@ -67,17 +67,3 @@ def random_weight(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray
     """Return (codes uint8 [n, k/2], scales uint8 [n, k/16]) with all codes and a wide range of scales."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, 256, (n, k // 2), dtype=np.uint8), rng.integers(0x20, 0x50, (n, k // GROUP), dtype=np.uint8)
-
-
-def ue4m3(scales: np.ndarray) -> np.ndarray:
-    """Return unsigned E4M3 bytes as float64, as the mma instruction reads them: the sign bit is ignored."""
-    return np.abs(e4m3(scales))
-
-
-def grouped(x: np.ndarray, weights: np.ndarray, chosen: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return, per pair of a token and its expert, (row @ weight.T, |row| @ |weight|.T) in float64 [pairs, N].
-
-    x: [tokens, K].  weights: [experts, N, K].  chosen: the expert of each pair; pair p has row p // top_k of x.
-    """
-    rows = [linear(x[p // top_k : p // top_k + 1], weights[e]) for p, e in enumerate(np.ravel(chosen))]
-    return tuple(np.concatenate(part) for part in zip(*rows, strict=True))  # type: ignore[return-value]

@@ -413,3 +413,10 @@ QWEN_EXPERTS = Experts(
 COMMON_UNQUANTIZED = (
     "*lm_head", "*embed_tokens*", "*mlp.gate", "*router*", "*shared_expert_gate", "mtp.*", "*visual*", "*vision*",
 )  # fmt: skip
+
+
+def dense(name: str, class_name: str, model_type: str, **gguf: Any) -> Family:
+    """Return a family with four linears of attention, a gated MLP and plain norms. gguf: further fields of GGUFNames."""
+    names = GGUFNames(architecture=model_type, top=GGUF_TOP, layer=GGUF_LAYER, mtp={}, **gguf)
+    form = Form(class_name, model_type)
+    return Family(name, form, DENSE_INPUTS, DENSE_FUSED, DENSE_KINDS, COMMON_UNQUANTIZED, gguf=names)

@@ -5,30 +5,11 @@ Sources: transformers' modeling_llama.py; llama.cpp's conversion/llama.py for th
 
 from __future__ import annotations
 
-from annie_quant.models.family import (
-    COMMON_UNQUANTIZED,
-    DENSE_FUSED,
-    DENSE_INPUTS,
-    DENSE_KINDS,
-    GGUF_LAYER,
-    GGUF_TOP,
-    Family,
-    Form,
-    GGUFNames,
-)
+from annie_quant.models.family import dense
 
-FAMILY = Family(
-    name="Llama",
-    text=Form("LlamaForCausalLM", "llama"),
-    inputs=DENSE_INPUTS,
-    fused=DENSE_FUSED,
-    kinds=DENSE_KINDS,
-    unquantized=COMMON_UNQUANTIZED,
-    gguf=GGUFNames(
-        architecture="llama",
-        top=GGUF_TOP,
-        layer=GGUF_LAYER,
-        mtp={},
-        interleaved={"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"},
-    ),
+FAMILY = dense(
+    "Llama",
+    "LlamaForCausalLM",
+    "llama",
+    interleaved={"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"},
 )

@@ -12,10 +12,13 @@ from dataclasses import replace
 from annie_quant.models import qwen3
 from annie_quant.models.family import QWEN_EXPERTS, Form
 
+GGUF = qwen3.FAMILY.gguf
+assert GGUF is not None
+
 FAMILY = replace(
     qwen3.FAMILY,
     name="Qwen3 MoE",
     text=Form("Qwen3MoeForCausalLM", "qwen3_moe"),
     experts=QWEN_EXPERTS,
-    gguf=qwen3.GGUF.with_experts("qwen3moe", QWEN_EXPERTS),
+    gguf=GGUF.with_experts("qwen3moe", QWEN_EXPERTS),
 )

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from gemm_cases import adversarial, encode
+from gemm_cases import adversarial, encode, ue4m3
 from gemm_module import count_devices
 
 from annie_quant.errors import UsageError
@@ -251,7 +251,7 @@ def test_emulated_w4a4_is_the_documented_arithmetic(m, n, k):
 def documented_w4a4(a, sa, w, sw):
     """acc = acc + T_b in fp32 for blocks b in ascending order, T_b exact (computed here in float64)."""
     ea, ew = oracle.e2m1(a), oracle.e2m1(w)
-    fa, fw = oracle.ue4m3(sa), oracle.ue4m3(sw)
+    fa, fw = ue4m3(sa), ue4m3(sw)
     acc = np.zeros((a.shape[0], w.shape[0]), np.float32)
     for b in range(fa.shape[1]):
         term = (ea[:, 16 * b : 16 * b + 16] @ ew[:, 16 * b : 16 * b + 16].T) * (fa[:, b, None] * fw[None, :, b])

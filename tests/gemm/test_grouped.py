@@ -7,6 +7,7 @@ import itertools
 import emulated_gemm
 import numpy as np
 import pytest
+from gemm_cases import grouped_products
 from gemm_module import DEVICES, module, needs_module
 
 from annie_quant.errors import UsageError
@@ -130,7 +131,7 @@ def ratio(layer, x: torch.Tensor, chosen: torch.Tensor, top_k: int, aligned: gro
     """Return the largest error in units of what rounding allows; above 1 is wrong."""
     prepared, weights = layer
     out = torch.ops.annie_quant.nvfp4_experts(x, *prepared, *aligned, top_k, tile)
-    exact, magnitude = oracle.grouped(x.double().numpy(), weights, chosen.numpy(), top_k)
+    exact, magnitude = grouped_products(x.double().numpy(), weights, chosen.numpy(), top_k)
     return oracle.worst(out.double().numpy(), exact, oracle.bound(exact, magnitude, x.shape[1], "bfloat16"))
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from gemm_cases import grouped_products
 from gemm_module import count_devices
 
 gemm = pytest.importorskip("annie_quant.gemm")
@@ -44,7 +45,7 @@ def inputs(tokens, k, dtype, seed=0):
 
 
 def ratio(layer, out, x, chosen, top_k):
-    exact, magnitude = gemm.oracle.grouped(x.double().cpu().numpy(), layer.weights, chosen.cpu().numpy(), top_k)
+    exact, magnitude = grouped_products(x.double().cpu().numpy(), layer.weights, chosen.cpu().numpy(), top_k)
     limit = gemm.oracle.bound(exact, magnitude, layer.k, str(x.dtype).removeprefix("torch."))
     return gemm.oracle.worst(out.double().cpu().numpy(), exact, limit)
 

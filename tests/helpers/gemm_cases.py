@@ -54,3 +54,17 @@ def encode(x, ts):
     fake = np.where(b >= 0, fake, np.float32(0) - fake)  # ModelOpt's op: a value that rounds to zero gives +0.0
     codes = nibble[:, ::2] | nibble[:, 1::2] << 4
     return codes, s.view(np.uint8)[..., 0], value.reshape(x.shape), fake.reshape(x.shape)
+
+
+def ue4m3(scales):
+    """Return unsigned E4M3 bytes as float64, as the mma instruction reads them: the sign bit is ignored."""
+    return np.abs(oracle.e4m3(scales))
+
+
+def grouped_products(x, weights, chosen, top_k):
+    """Return, per pair of a token and its expert, (row @ weight.T, |row| @ |weight|.T) in float64 [pairs, N].
+
+    x: [tokens, K].  weights: [experts, N, K].  chosen: the expert of each pair; pair p has row p // top_k of x.
+    """
+    rows = [oracle.linear(x[p // top_k : p // top_k + 1], weights[e]) for p, e in enumerate(np.ravel(chosen))]
+    return tuple(np.concatenate(part) for part in zip(*rows, strict=True))

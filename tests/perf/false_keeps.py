@@ -5,8 +5,8 @@
     python tests/perf/false_keeps.py table runs/*.jsonl
 
 MODEL: a bf16 folder, the reference. --workloads, --persona: as for `annie-quant eval`; --n: prompts per gate of the verdict. All
-other prompts are the truth, computed in the same arithmetic. With --checkpoint, an NVFP4 folder of any quantizer is judged as
-it is, once per numerics. Without, a variant is the model with its weights changed in memory:
+other prompts are the truth of a damaged variant, computed in the same arithmetic. With --checkpoint, an NVFP4 folder of any
+quantizer is judged as it is, once per numerics. Without, a variant is the model with its weights changed in memory:
 
 harmless  rounding noise of 2^-9 of each weight, the channels of each MLP in another order (the same function, other sums)
 damaged   noise on all linears, on one layer, on the head's rows of the tokens that open calls; block scales off by a
@@ -43,6 +43,7 @@ from annie_quant.data.resolve import resolve
 from annie_quant.evaluate.evaluation import evaluate_pair
 from annie_quant.evaluate.pair import ModelPair
 from annie_quant.judge import Workload
+from annie_quant.judge.decision import RULE
 from annie_quant.judge.decision.coverage import LEAST_ANSWERS
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.schema import Evaluation, NumericsResult
@@ -277,22 +278,18 @@ def run(arguments: argparse.Namespace) -> None:
     def measure(pair: ModelPair, variant: str, harmless: bool, numerics: str) -> None:
         start = time.monotonic()
         judged = evaluate_pair(pair, test, [numerics])
-        actual = evaluate_pair(pair, truth, [numerics], with_ensemble=False)
-        losses = true_losses(next(iter(actual.numerics.values())))
-        row = {
-            "variant": variant,
-            "harmless": harmless,
-            "n_test": judged.n_answers,
-            "n_truth": actual.n_answers,
-            **figures(judged),
-            "losses": {gate: round(value, 4) for gate, value in losses.items()},
-            "true_loss": round(max(losses.values(), default=0.0), 4),
-            "seconds": round(time.monotonic() - start, 1),
-        }
+        row = {"variant": variant, "harmless": harmless, "rule": RULE, "n_test": judged.n_answers, **figures(judged)}
+        if not harmless:
+            actual = evaluate_pair(pair, truth, [numerics], with_ensemble=False)
+            losses = true_losses(next(iter(actual.numerics.values())))
+            row["n_truth"] = actual.n_answers
+            row["losses"] = {gate: round(value, 4) for gate, value in losses.items()}
+            row["true_loss"] = round(max(losses.values(), default=0.0), 4)
+        row["seconds"] = round(time.monotonic() - start, 1)
         rows.append(row)
         with arguments.output.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(f"{variant}: {row['verdict']}, true loss {row['true_loss']:.3f}, {row['seconds']} s", flush=True)
+        print(f"{variant}: {row['verdict']}, true loss {row.get('true_loss')}, {row['seconds']} s", flush=True)
 
     with torch.no_grad(), ModelPair(arguments.checkpoint or arguments.model, arguments.model, **options) as pair:
         if arguments.checkpoint:
@@ -333,15 +330,18 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 def table(arguments: argparse.Namespace) -> int:
     rows = [row for file in arguments.files for row in read_rows(file)]
-    lossy = [r for r in rows if r["true_loss"] >= TRUE_LOSS]
+    if other := {r["rule"] for r in rows} - {RULE}:
+        sys.exit(f"verdicts of rule {', '.join(map(str, other))}, this is rule {RULE}: run those variants again")
+    damaged = [r for r in rows if not r["harmless"]]
+    lossy = [r for r in damaged if r["true_loss"] >= TRUE_LOSS]
     false_keeps = [r for r in lossy if r["verdict"] == "keeps"]
     harmless = [r for r in rows if r["harmless"]]
     alarms = [r for r in harmless if r["verdict"] in ("loses", "fragile")]
     print("| | n | keeps | undecided | loses or fragile |\n|---|---|---|---|---|")
     for title, group in (
         ("harmless", harmless),
-        ("damaged, true loss below 5 points", [r for r in rows if not r["harmless"] and r["true_loss"] < 0.05]),
-        ("damaged, 5 to 10 points", [r for r in rows if not r["harmless"] and 0.05 <= r["true_loss"] < TRUE_LOSS]),
+        ("damaged, true loss below 5 points", [r for r in damaged if r["true_loss"] < 0.05]),
+        ("damaged, 5 to 10 points", [r for r in damaged if 0.05 <= r["true_loss"] < TRUE_LOSS]),
         ("damaged, 10 points or more", lossy),
     ):
         counts = [
@@ -350,9 +350,8 @@ def table(arguments: argparse.Namespace) -> int:
         print(f"| {title} | {len(group)} | {' | '.join(map(str, counts))} |")
     print(f"\nfalse keeps: {len(false_keeps)} of {len(lossy)}; false loses: {len(alarms)} of {len(harmless)}")
     for row in (*false_keeps, *alarms):
-        worst = max(row["losses"], key=row["losses"].get, default="")
-        print(f"  {row['variant']}: {row['verdict']}, {worst} {row['true_loss']:.3f}, loses {', '.join(row['loses'])}")
-    damaged = [r for r in rows if not r["harmless"]]
+        worst = max(row.get("losses", {}).items(), key=lambda loss: loss[1], default="")
+        print(f"  {row['variant']}: {row['verdict']}, {worst}, loses {', '.join(row['loses'])}")
     for name in ("kl", "flips", "kl_decisions", "flips_decisions"):
         known = [r for r in damaged if r.get(name) is not None]
         if len(known) > 5:

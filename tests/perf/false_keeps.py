@@ -17,18 +17,21 @@ damaged   noise on all linears, on one layer, on the head's rows of the tokens t
 --share I/N: this process computes every N-th variant from I on, so that several share one GPU (each with its own --output).
 One JSON line per variant, written at once; a killed run resumes. The true loss is the largest of (lost - won) / n over the
 gates with a label or a rule that bf16 passes in at least 52 of the other prompts, and of the change of the call rate. A false
-"keeps" has a true loss of 10 points or more.
+"keeps" has a true loss of 10 points or more. --trials: a damaged variant is also judged on that many other choices of --n
+prompts per gate from all of them, each without the further arithmetics, which could only add losses.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import random
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +45,7 @@ from annie_quant import judge
 from annie_quant.data.resolve import resolve
 from annie_quant.evaluate.evaluation import evaluate_pair
 from annie_quant.evaluate.pair import ModelPair
-from annie_quant.judge import Workload
+from annie_quant.judge import Workload, evidence
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.decision.coverage import LEAST_ANSWERS
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
@@ -262,11 +265,49 @@ def figures(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
+def resampled(parts: list[Evaluation], workloads: list[Workload], n: int, trials: int) -> Counter[str]:
+    """Return how often each verdict is the result for other choices of n prompts per gate, in one arithmetic.
+
+    parts: evaluations of one variant over different prompts of the workloads.
+    """
+    whole = copy.deepcopy(parts[0])
+    (side,) = whole.numerics.values()
+    whole.members, whole.ensemble, results = {}, {}, Counter()
+    for part in parts[1:]:
+        (other,) = part.numerics.values()
+        pairs = ((whole.prompts, part.prompts), (side.outcomes, other.outcomes))
+        for mine, more in (
+            *pairs,
+            (whole.reference_outcomes, part.reference_outcomes),
+            (whole.floor_outcomes, part.floor_outcomes),
+        ):
+            for gate, values in more.items():
+                mine[gate] = mine[gate] + values if gate in mine else values  # type: ignore[operator, assignment]
+    for seed in range(1, trials + 1):
+        cases = {(w.name, case.id) for w in judge.sample(workloads, n, seed) for case in w.cases}
+        trial = copy.deepcopy(whole)
+        for gate, prompts in whole.prompts.items():
+            picked = [i for i, prompt in enumerate(prompts) if tuple(prompt.split("/")[:2]) in cases]
+            trial.prompts[gate] = [prompts[i] for i in picked]
+            for outcomes in (
+                trial.reference_outcomes,
+                trial.floor_outcomes,
+                next(iter(trial.numerics.values())).outcomes,
+            ):
+                if gate in outcomes:
+                    outcomes[gate] = "".join(outcomes[gate][i] for i in picked)
+        verdict = evidence.recounted(trial).verdict
+        assert verdict is not None
+        results[verdict.verdict] += 1
+    return results
+
+
 def run(arguments: argparse.Namespace) -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     rows = read_rows(arguments.output) if arguments.output.exists() else []
     done = {row["variant"] for row in rows}
-    test, truth = split(resolve(arguments.persona, arguments.workloads), arguments.n, arguments.truth)
+    everything = resolve(arguments.persona, arguments.workloads)
+    test, truth = split(everything, arguments.n, arguments.truth)
     if arguments.max_tokens:
         test, truth = (
             [replace(w, max_tokens=min(w.max_tokens, arguments.max_tokens)) for w in part] for part in (test, truth)
@@ -285,6 +326,8 @@ def run(arguments: argparse.Namespace) -> None:
             row["n_truth"] = actual.n_answers
             row["losses"] = {gate: round(value, 4) for gate, value in losses.items()}
             row["true_loss"] = round(max(losses.values(), default=0.0), 4)
+            if arguments.trials:
+                row["trials"] = resampled([judged, actual], everything, arguments.n, arguments.trials)
         row["seconds"] = round(time.monotonic() - start, 1)
         rows.append(row)
         with arguments.output.open("a") as file:
@@ -349,6 +392,8 @@ def table(arguments: argparse.Namespace) -> int:
         ]
         print(f"| {title} | {len(group)} | {' | '.join(map(str, counts))} |")
     print(f"\nfalse keeps: {len(false_keeps)} of {len(lossy)}; false loses: {len(alarms)} of {len(harmless)}")
+    trials = sum((Counter(r.get("trials", {})) for r in lossy), Counter())
+    print(f"other choices of prompts for damage of 10 points or more: {trials['keeps']} of {trials.total()} keep")
     for row in (*false_keeps, *alarms):
         worst = max(row.get("losses", {}).items(), key=lambda loss: loss[1], default="")
         print(f"  {row['variant']}: {row['verdict']}, {worst}, loses {', '.join(row['loses'])}")
@@ -369,6 +414,9 @@ def main() -> None:
     one.add_argument("--workloads")
     one.add_argument("--persona")
     one.add_argument("--numerics", default="w4a4,w4a16", help="of --checkpoint")
+    one.add_argument(
+        "--trials", type=int, default=20, help="further choices of prompts that a damaged variant is judged on"
+    )
     one.add_argument("--dtype", choices=["float32", "bfloat16"])
     one.add_argument("--rows", type=int, default=128, help="answers per batch")
     one.add_argument("--max-tokens", type=int, help="per answer, at most")

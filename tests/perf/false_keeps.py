@@ -1,31 +1,38 @@
 """False "keeps" and false "loses": damaged and harmless variants of a model, judged on few prompts, and the truth on many others.
 
     python tests/perf/false_keeps.py run MODEL --workloads W --n 100 --output runs/false_keeps.jsonl
-    python tests/perf/false_keeps.py table runs/false_keeps.jsonl
+    python tests/perf/false_keeps.py run MODEL --checkpoint NVFP4 --numerics w4a4,w4a16 --output runs/exports.jsonl
+    python tests/perf/false_keeps.py table runs/*.jsonl
 
-MODEL: a bf16 folder, the reference. --checkpoint: start from this NVFP4 checkpoint instead of from the model itself. --workloads,
---persona: as for `annie-quant eval`; --n: prompts per gate of the verdict. All other prompts are the truth, computed in the same
-arithmetic. A variant is the model with its weights changed in memory:
+MODEL: a bf16 folder, the reference. --workloads, --persona: as for `annie-quant eval`; --n: prompts per gate of the verdict. All
+other prompts are the truth of a damaged variant, computed in the same arithmetic. With --checkpoint, an NVFP4 folder of any
+quantizer is judged as it is, once per numerics. Without, a variant is the model with its weights changed in memory:
 
 harmless  rounding noise of 2^-9 of each weight, the channels of each MLP in another order (the same function, other sums)
 damaged   noise on all linears, on one layer, on the head's rows of the tokens that open calls; block scales off by a
-          factor of two; one layer's output scaled; rows of a layer set to zero; experts exchanged. Graded, so that losses of 5
-          to 30 points occur
+          factor of two; one layer's output scaled; rows of a layer set to zero; half of the layers rounded to NVFP4 with
+          noise; experts exchanged. The strength of each kind follows its earlier results, so that true losses between 10 and 40
+          points are frequent
 
+--share I/N: this process computes every N-th variant from I on, so that several share one GPU (each with its own --output).
 One JSON line per variant, written at once; a killed run resumes. The true loss is the largest of (lost - won) / n over the
 gates with a label or a rule that bf16 passes in at least 52 of the other prompts, and of the change of the call rate. A false
-"keeps" has a true loss of 10 points or more.
+"keeps" has a true loss of 10 points or more. --trials: a damaged variant is also judged on that many other choices of --n
+prompts per gate from all of them, each without the further arithmetics, which could only add losses.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
 import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,14 +45,17 @@ from annie_quant import judge
 from annie_quant.data.resolve import resolve
 from annie_quant.evaluate.evaluation import evaluate_pair
 from annie_quant.evaluate.pair import ModelPair
-from annie_quant.judge import Workload
+from annie_quant.judge import Workload, evidence
+from annie_quant.judge.decision import RULE
 from annie_quant.judge.decision.coverage import LEAST_ANSWERS
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.schema import Evaluation, NumericsResult
 
 TRUE_LOSS = 0.10
 OPENING = ("<tool_call>", "</tool_call>", "<|im_end|>", "{", "<function", "name")
-GRADES = (0.03, 0.05, 0.08, 0.12, 0.2, 0.3)
+AIMED_LOSS = (0.10, 0.40)  # where a kind's strength stays
+LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # E2M1's
+MIDPOINTS = (LEVELS[1:] + LEVELS[:-1]) / 2
 Damage = Callable[[nn.Module, random.Random], None]
 
 
@@ -61,8 +71,8 @@ def linears(module: nn.Module) -> list[nn.Linear]:
 
 def add_noise(weight: torch.Tensor, share: float, seed: int) -> None:
     """Add normal noise with this share of the weight's root mean square."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    noise = torch.randn(weight.shape, generator=generator).to(weight.device, torch.float32)
+    generator = torch.Generator(device=weight.device).manual_seed(seed)
+    noise = torch.randn(weight.shape, generator=generator, device=weight.device)
     weight.add_((noise * weight.float().pow(2).mean().sqrt() * share).to(weight.dtype))
 
 
@@ -118,6 +128,29 @@ def zero_rows(share: float) -> Damage:
     return apply
 
 
+def rounded(share: float) -> Damage:
+    """Round a random half of the layers to NVFP4 (block and tensor maximum), with noise of this share of each block's step."""
+
+    def apply(model: nn.Module, rng: random.Random) -> None:
+        layers = decoder_layers(model)
+        for layer in rng.sample(layers, math.ceil(len(layers) / 2)):
+            for linear in linears(layer):
+                weight = linear.weight.float()
+                rows, columns = weight.shape
+                if columns % 16:
+                    continue
+                generator = torch.Generator(device=weight.device).manual_seed(rng.getrandbits(31))
+                blocks = weight.reshape(rows, -1, 16)
+                step = blocks.abs().amax(-1, keepdim=True) / 6
+                noise = (torch.rand(blocks.shape, generator=generator, device=weight.device) - 0.5) * 8 * share
+                scaled = (blocks / step.clamp_min(1e-12)).add_(noise).clamp_(-6, 6)
+                place = torch.bucketize(scaled.abs(), MIDPOINTS.to(weight.device))
+                values = LEVELS.to(weight.device)[place] * scaled.sign() * step
+                linear.weight.copy_(values.reshape(rows, columns))
+
+    return apply
+
+
 def head_rows(tokens: list[int], share: float) -> Damage:
     """Shrink the head's rows of the tokens that open and close calls; a tied embedding is untied first."""
 
@@ -151,9 +184,10 @@ def exchanged_experts(share: float) -> Damage:
 def rounding(model: nn.Module, rng: random.Random) -> None:
     for layer in decoder_layers(model):
         for linear in linears(layer):
-            generator = torch.Generator().manual_seed(rng.getrandbits(31))
-            factor = 1 + (torch.rand(linear.weight.shape, generator=generator) - 0.5) * 2**-8
-            linear.weight.mul_(factor.to(linear.weight.device, linear.weight.dtype))
+            weight = linear.weight
+            generator = torch.Generator(device=weight.device).manual_seed(rng.getrandbits(31))
+            factor = 1 + (torch.rand(weight.shape, generator=generator, device=weight.device) - 0.5) * 2**-8
+            weight.copy_(weight.float() * factor)  # of a model in bfloat16: half of its last digit at most
 
 
 def permuted_mlp(model: nn.Module, rng: random.Random) -> None:
@@ -170,25 +204,29 @@ def permuted_mlp(model: nn.Module, rng: random.Random) -> None:
         mlp.down_proj.weight.copy_(mlp.down_proj.weight[:, order])
 
 
-def variants(pair: ModelPair, damaged: int, harmless: int) -> Iterator[tuple[str, bool, Damage]]:
-    """Yield (name, harmless, damage); kinds and grades in turn."""
+def kinds_of(pair: ModelPair) -> dict[str, tuple[float, Callable[[float], Damage]]]:
+    """Return the kinds of damage that the model can have, each with its first strength."""
     tokens = sorted({t for text in OPENING for t in pair.template.ids(text)[:1]})
-    kinds: dict[str, Callable[[float], Damage]] = {
-        "noise": all_noise,
-        "layer": layer_noise,
-        "scales": block_scales,
-        "head": lambda share: head_rows(tokens, share),
-        "scaled": scaled_layer,
-        "zero": zero_rows,
+    kinds: dict[str, tuple[float, Callable[[float], Damage]]] = {
+        "noise": (0.12, all_noise),
+        "layer": (0.12, layer_noise),
+        "scales": (0.12, block_scales),
+        "head": (0.12, lambda share: head_rows(tokens, share)),
+        "scaled": (0.2, scaled_layer),
+        "zero": (0.12, zero_rows),
+        "rounded": (0.1, rounded),
     }
     if any("experts" in name for name, _ in pair.model.named_parameters()):
-        kinds["experts"] = exchanged_experts
-    for i in range(harmless):
-        yield f"harmless-{('rounding', 'permuted')[i % 2]}-{i}", True, (rounding, permuted_mlp)[i % 2]
-    for i in range(damaged):
-        kind = list(kinds)[i % len(kinds)]
-        share = GRADES[(i // len(kinds)) % len(GRADES)]
-        yield f"{kind}-{share}-{i}", False, kinds[kind](share)
+        kinds["experts"] = (0.3, exchanged_experts)
+    return kinds
+
+
+def strength(first: float, losses: list[float], rng: random.Random) -> float:
+    """Return the next strength of a kind whose variants had these true losses: more after a small one, less after a large one."""
+    share = first
+    for loss in losses:
+        share *= 1.5 if loss < AIMED_LOSS[0] else 0.7 if loss > AIMED_LOSS[1] else 1
+    return round(min(share, 1.0) * rng.uniform(0.85, 1.15), 4)
 
 
 def split(workloads: list[Workload], n: int, truth: int) -> tuple[list[Workload], list[Workload]]:
@@ -227,60 +265,126 @@ def figures(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
+def resampled(parts: list[Evaluation], workloads: list[Workload], n: int, trials: int) -> Counter[str]:
+    """Return how often each verdict is the result for other choices of n prompts per gate, in one arithmetic.
+
+    parts: evaluations of one variant over different prompts of the workloads.
+    """
+    whole = copy.deepcopy(parts[0])
+    (side,) = whole.numerics.values()
+    whole.members, whole.ensemble, results = {}, {}, Counter()
+    for part in parts[1:]:
+        (other,) = part.numerics.values()
+        pairs = ((whole.prompts, part.prompts), (side.outcomes, other.outcomes))
+        for mine, more in (
+            *pairs,
+            (whole.reference_outcomes, part.reference_outcomes),
+            (whole.floor_outcomes, part.floor_outcomes),
+        ):
+            for gate, values in more.items():
+                mine[gate] = mine[gate] + values if gate in mine else values  # type: ignore[operator, assignment]
+    for seed in range(1, trials + 1):
+        cases = {(w.name, case.id) for w in judge.sample(workloads, n, seed) for case in w.cases}
+        trial = copy.deepcopy(whole)
+        for gate, prompts in whole.prompts.items():
+            picked = [i for i, prompt in enumerate(prompts) if tuple(prompt.split("/")[:2]) in cases]
+            trial.prompts[gate] = [prompts[i] for i in picked]
+            for outcomes in (
+                trial.reference_outcomes,
+                trial.floor_outcomes,
+                next(iter(trial.numerics.values())).outcomes,
+            ):
+                if gate in outcomes:
+                    outcomes[gate] = "".join(outcomes[gate][i] for i in picked)
+        verdict = evidence.recounted(trial).verdict
+        assert verdict is not None
+        results[verdict.verdict] += 1
+    return results
+
+
 def run(arguments: argparse.Namespace) -> None:
-    done = (
-        {json.loads(line)["variant"] for line in arguments.output.read_text().splitlines()}
-        if arguments.output.exists()
-        else set()
-    )
-    workloads = resolve(arguments.persona, arguments.workloads)
-    test, truth = split(workloads, arguments.n, arguments.truth)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    rows = read_rows(arguments.output) if arguments.output.exists() else []
+    done = {row["variant"] for row in rows}
+    everything = resolve(arguments.persona, arguments.workloads)
+    test, truth = split(everything, arguments.n, arguments.truth)
+    if arguments.max_tokens:
+        test, truth = (
+            [replace(w, max_tokens=min(w.max_tokens, arguments.max_tokens)) for w in part] for part in (test, truth)
+        )
     end = time.monotonic() + arguments.seconds
     label = arguments.label or f"{arguments.model.name}-{arguments.persona or arguments.workloads or 'annie'}"
-    checkpoint = arguments.checkpoint or arguments.model
-    with ModelPair(checkpoint, arguments.model, cache=arguments.cache) as pair, torch.no_grad():
+    options = {"cache": arguments.cache, "dtype": arguments.dtype, "rows": arguments.rows}
+
+    def measure(pair: ModelPair, variant: str, harmless: bool, numerics: str) -> None:
+        start = time.monotonic()
+        judged = evaluate_pair(pair, test, [numerics])
+        row = {"variant": variant, "harmless": harmless, "rule": RULE, "n_test": judged.n_answers, **figures(judged)}
+        if not harmless:
+            actual = evaluate_pair(pair, truth, [numerics], with_ensemble=False)
+            losses = true_losses(next(iter(actual.numerics.values())))
+            row["n_truth"] = actual.n_answers
+            row["losses"] = {gate: round(value, 4) for gate, value in losses.items()}
+            row["true_loss"] = round(max(losses.values(), default=0.0), 4)
+            if arguments.trials:
+                row["trials"] = resampled([judged, actual], everything, arguments.n, arguments.trials)
+        row["seconds"] = round(time.monotonic() - start, 1)
+        rows.append(row)
+        with arguments.output.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{variant}: {row['verdict']}, true loss {row.get('true_loss')}, {row['seconds']} s", flush=True)
+
+    with torch.no_grad(), ModelPair(arguments.checkpoint or arguments.model, arguments.model, **options) as pair:
+        if arguments.checkpoint:
+            for numerics in arguments.numerics.split(","):
+                if (variant := f"{label}/{arguments.checkpoint.name}-{numerics}") not in done:
+                    measure(pair, variant, False, numerics)
+            return
         saved = {name: parameter.detach().clone() for name, parameter in pair.model.named_parameters()}
         head = pair.model.get_output_embeddings().weight  # type: ignore[operator]
-        for name, harmless, damage in variants(pair, arguments.damaged, arguments.harmless):
-            variant = f"{label}/{name}"
+        kinds = kinds_of(pair)
+        first, step = map(int, arguments.share.split("/"))
+        count = max(arguments.damaged, arguments.harmless)
+        every = [(i, harmless) for i in range(count) for harmless in (True, False)]
+        selected = [(i, h) for i, h in every if i < (arguments.harmless if h else arguments.damaged)]
+        for i, harmless in selected[first::step]:
+            kind = ("rounding", "permuted")[i // 2 % 2] if harmless else list(kinds)[i % len(kinds)]
+            variant = f"{label}/{'harmless-' * harmless}{kind}-{i}"
             if variant in done:
                 continue
             if time.monotonic() > end:
                 break
-            start = time.monotonic()
-            damage(pair.model, random.Random(variant))
-            judged = evaluate_pair(pair, test, arguments.numerics.split(","))
-            actual = evaluate_pair(pair, truth, arguments.numerics.split(","), with_ensemble=False)
-            losses = true_losses(next(iter(actual.numerics.values())))
-            row = {
-                "variant": variant,
-                "harmless": harmless,
-                "n_test": judged.n_answers,
-                "n_truth": actual.n_answers,
-                **figures(judged),
-                "losses": {gate: round(value, 4) for gate, value in losses.items()},
-                "true_loss": round(max(losses.values(), default=0.0), 4),
-                "seconds": round(time.monotonic() - start, 1),
-            }
-            with arguments.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{variant}: {row['verdict']}, true loss {row['true_loss']:.3f}, {row['seconds']} s", flush=True)
+            rng = random.Random(variant)
+            if harmless:
+                (rounding if kind == "rounding" else permuted_mlp)(pair.model, rng)
+            else:
+                start, damage = kinds[kind]
+                losses = [r["true_loss"] for r in rows if r["variant"].startswith(f"{label}/{kind}-")]
+                damage(strength(start, losses, rng))(pair.model, rng)
+            measure(pair, variant, harmless, "bf16")
             pair.model.get_output_embeddings().weight = head  # type: ignore[operator]
             for key, parameter in pair.model.named_parameters():
                 parameter.copy_(saved[key])
 
 
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def table(arguments: argparse.Namespace) -> int:
-    rows = [json.loads(line) for file in arguments.files for line in file.read_text().splitlines()]
-    lossy = [r for r in rows if r["true_loss"] >= TRUE_LOSS]
+    rows = [row for file in arguments.files for row in read_rows(file)]
+    if other := {r["rule"] for r in rows} - {RULE}:
+        sys.exit(f"verdicts of rule {', '.join(map(str, other))}, this is rule {RULE}: run those variants again")
+    damaged = [r for r in rows if not r["harmless"]]
+    lossy = [r for r in damaged if r["true_loss"] >= TRUE_LOSS]
     false_keeps = [r for r in lossy if r["verdict"] == "keeps"]
     harmless = [r for r in rows if r["harmless"]]
     alarms = [r for r in harmless if r["verdict"] in ("loses", "fragile")]
     print("| | n | keeps | undecided | loses or fragile |\n|---|---|---|---|---|")
     for title, group in (
         ("harmless", harmless),
-        ("damaged, true loss below 5 points", [r for r in rows if not r["harmless"] and r["true_loss"] < 0.05]),
-        ("damaged, 5 to 10 points", [r for r in rows if not r["harmless"] and 0.05 <= r["true_loss"] < TRUE_LOSS]),
+        ("damaged, true loss below 5 points", [r for r in damaged if r["true_loss"] < 0.05]),
+        ("damaged, 5 to 10 points", [r for r in damaged if 0.05 <= r["true_loss"] < TRUE_LOSS]),
         ("damaged, 10 points or more", lossy),
     ):
         counts = [
@@ -288,10 +392,11 @@ def table(arguments: argparse.Namespace) -> int:
         ]
         print(f"| {title} | {len(group)} | {' | '.join(map(str, counts))} |")
     print(f"\nfalse keeps: {len(false_keeps)} of {len(lossy)}; false loses: {len(alarms)} of {len(harmless)}")
+    trials = sum((Counter(r.get("trials", {})) for r in lossy), Counter())
+    print(f"other choices of prompts for damage of 10 points or more: {trials['keeps']} of {trials.total()} keep")
     for row in (*false_keeps, *alarms):
-        worst = max(row["losses"], key=row["losses"].get, default="")
-        print(f"  {row['variant']}: {row['verdict']}, {worst} {row['true_loss']:.3f}, loses {', '.join(row['loses'])}")
-    damaged = [r for r in rows if not r["harmless"]]
+        worst = max(row.get("losses", {}).items(), key=lambda loss: loss[1], default="")
+        print(f"  {row['variant']}: {row['verdict']}, {worst}, loses {', '.join(row['loses'])}")
     for name in ("kl", "flips", "kl_decisions", "flips_decisions"):
         known = [r for r in damaged if r.get(name) is not None]
         if len(known) > 5:
@@ -308,7 +413,14 @@ def main() -> None:
     one.add_argument("--checkpoint", type=Path)
     one.add_argument("--workloads")
     one.add_argument("--persona")
-    one.add_argument("--numerics", default="bf16", help="of --checkpoint: w4a4 or w4a16")
+    one.add_argument("--numerics", default="w4a4,w4a16", help="of --checkpoint")
+    one.add_argument(
+        "--trials", type=int, default=20, help="further choices of prompts that a damaged variant is judged on"
+    )
+    one.add_argument("--dtype", choices=["float32", "bfloat16"])
+    one.add_argument("--rows", type=int, default=128, help="answers per batch")
+    one.add_argument("--max-tokens", type=int, help="per answer, at most")
+    one.add_argument("--share", default="0/1", help="I/N: every N-th variant from I on")
     one.add_argument("--n", type=int, default=100, help="prompts per gate of the verdict")
     one.add_argument("--truth", type=int, default=500, help="further prompts per gate, at most")
     one.add_argument("--damaged", type=int, default=36)

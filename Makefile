@@ -13,7 +13,7 @@ APT_PY  = $(shell $(PYTHON) tools/debian_packages.py || echo python3 python3-ven
 APT_SAFE := clang libclang-rt-14-dev libomp-14-dev clang-tidy-14 cppcheck
 APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 # In the layout of .clang-format; to format them: clang-format -i FILES.
-FORMATTED := $(wildcard csrc/common/*.[ch] csrc/nvfp4/*.[ch] csrc/stream/*.[ch])
+FORMATTED := $(wildcard csrc/common/*.[ch] csrc/nvfp4/*.[ch] csrc/stream/*.[ch] csrc/gemm/*.[ch] csrc/gemm/*.cu csrc/gemm/*.cuh)
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
 .PHONY: demo test test-quick lint format perf docs sbom audit clean setup

@@ -41,7 +41,9 @@ extern "C" int aq_stream_after(void *stream, void *earlier) {
     const int destroyed = status_of(cudaEventDestroy(event));
     return status ? status : destroyed;
 }
-extern "C" int aq_capture_begin(void *stream) { return status_of(cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal)); }
+extern "C" int aq_capture_begin(void *stream) {
+    return status_of(cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal));
+}
 
 extern "C" int aq_capture_end(void *stream, void **exec) {
     cudaGraph_t graph = nullptr;

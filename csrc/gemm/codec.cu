@@ -24,11 +24,17 @@ __device__ float e2m1_value(uint32_t idx) {  // 0, .5, then (1 + m/2) * 2^(e - 1
 template <typename T>
 __device__ float widen(T v);
 template <>
-__device__ float widen<float>(float v) { return v; }
+__device__ float widen<float>(float v) {
+    return v;
+}
 template <>
-__device__ float widen<__half>(__half v) { return __half2float(v); }
+__device__ float widen<__half>(__half v) {
+    return __half2float(v);
+}
 template <>
-__device__ float widen<__nv_bfloat16>(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ float widen<__nv_bfloat16>(__nv_bfloat16 v) {
+    return __bfloat162float(v);
+}
 
 template <typename T>
 __device__ float load_block(const T *x, float (&v)[kBlock]) {
@@ -72,7 +78,9 @@ __global__ void fake_quant_kernel(const T *x, int64_t blocks, float ts, T *out) 
 
 // A thread per block of 16 elements.
 constexpr int kThreads = 128;
-Launch grid(int64_t blocks, void *stream) { return Launch{dim3((unsigned)((blocks + kThreads - 1) / kThreads)), kThreads, 0, 1, false, (cudaStream_t)stream}; }
+Launch grid(int64_t blocks, void *stream) {
+    return Launch{dim3((unsigned)((blocks + kThreads - 1) / kThreads)), kThreads, 0, 1, false, (cudaStream_t)stream};
+}
 
 template <typename T>
 int fake_quant(const void *x, int64_t blocks, float ts, void *out, void *stream) {

@@ -21,7 +21,9 @@ constexpr int kRows = 16, kCols = 128, kChunk = 1152, kCodes = 1024, kBlockTiles
 
 AQ_HD int row_tiles(int64_t n) { return (int)((n + 31) / 32) * 2; }
 AQ_HD int column_chunks(int64_t k) { return (int)((k + kCols - 1) / kCols); }
-AQ_HD int tiles_in_block(int block, int tiles) { return tiles - block * kBlockTiles < kBlockTiles ? tiles - block * kBlockTiles : kBlockTiles; }
+AQ_HD int tiles_in_block(int block, int tiles) {
+    return tiles - block * kBlockTiles < kBlockTiles ? tiles - block * kBlockTiles : kBlockTiles;
+}
 // byte offset of a chunk
 AQ_HD int64_t chunk_at(int tile, int chunk, int tiles, int chunks) {
     const int block = tile / kBlockTiles;
@@ -81,13 +83,17 @@ AQ_HD int permute_target(int w, int h) { return w ^ 4 * h; }
 
 // ---- stream-K: some tiles are divided among all blocks, in equal shares of their chunks ----
 // First chunk of block b's share; it ends where the next share begins.
-AQ_HD int share_begin(int b, int blocks, int stream_k_tiles, int chunks) { return (int)((uint32_t)stream_k_tiles * (uint32_t)chunks * (uint32_t)b / (uint32_t)blocks); }
+AQ_HD int share_begin(int b, int blocks, int stream_k_tiles, int chunks) {
+    return (int)((uint32_t)stream_k_tiles * (uint32_t)chunks * (uint32_t)b / (uint32_t)blocks);
+}
 // The block whose share has chunk u (every share has at least one chunk).
 AQ_HD int share_owner(int u, int blocks, int stream_k_tiles, int chunks) {
     return (int)((((uint32_t)u + 1) * (uint32_t)blocks - 1) / ((uint32_t)stream_k_tiles * (uint32_t)chunks));
 }
 // Whether the products above do not overflow.
-AQ_HD bool shares_fit(int blocks, int stream_k_tiles, int chunks) { return (uint64_t)stream_k_tiles * (uint64_t)chunks * ((uint64_t)blocks + 1) < (1ull << 31); }
+AQ_HD bool shares_fit(int blocks, int stream_k_tiles, int chunks) {
+    return (uint64_t)stream_k_tiles * (uint64_t)chunks * ((uint64_t)blocks + 1) < (1ull << 31);
+}
 
 // ---- mma.m16n8k64, e2m1 x e2m1 with block scales ----
 AQ_HD int fp4_a_row(int lane, int i) { return (lane >> 2) + 8 * (i & 1); }

@@ -26,11 +26,11 @@ enum { AQ_FAULT_NONE = 0, AQ_FAULT_NIBBLES = 1, AQ_FAULT_SCALES = 2, AQ_FAULT_FR
 
 /* What a plan depends on. */
 typedef struct {
-    int sms;         /* multiprocessors */
-    int smem_bytes;  /* dynamic shared memory that a block can have */
-    int major;       /* compute capability */
-    int wgmma;       /* 1 if the code for the device has wgmma and the driver can make tensor maps */
-    int native_fp4;  /* 1 if the code for the device has the FP4 instruction */
+    int sms;        /* multiprocessors */
+    int smem_bytes; /* dynamic shared memory that a block can have */
+    int major;      /* compute capability */
+    int wgmma;      /* 1 if the code for the device has wgmma and the driver can make tensor maps */
+    int native_fp4; /* 1 if the code for the device has the FP4 instruction */
 } aq_limits;
 
 /* Up to 16 tokens: a block has all tokens and a share of the row tiles of 16 rows. */
@@ -50,8 +50,8 @@ typedef struct {
 
 /* Tiles of tile_rows x tile_tokens by wgmma. */
 typedef struct {
-    int tile_tokens;    /* 16, 32, 64 or 128 */
-    int tile_rows;      /* 256, 192, or 128 (its block computes two parts of K in parallel) */
+    int tile_tokens; /* 16, 32, 64 or 128 */
+    int tile_rows;   /* 256, 192, or 128 (its block computes two parts of K in parallel) */
     int blocks;
     int cluster_size;   /* blocks that share K, 1 or 2 */
     int stages;         /* pipeline stages of a block */
@@ -95,14 +95,15 @@ int aq_current_limits(aq_limits *out);
 /* The functions with a report wait for the stream if the report is not NULL. */
 size_t aq_packed_bytes(int64_t n, int64_t k);
 /* report: block scales that are NaN or negative. */
-int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, int fault, aq_report *report, void *stream);
+int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, int fault, aq_report *report,
+              void *stream);
 
 int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, const aq_limits *limits, aq_plan *plan);
 /* Return NULL and set *needs if the plan can compute this product on such a device, else what is wrong with it. */
 const char *aq_plan_problem(int64_t m, int64_t n, int64_t k, const aq_limits *limits, const aq_plan *plan, aq_needs *needs);
 /* workspace: NULL for memory that is allocated and freed in the order of the stream, also in a stream that is captured. */
-int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, void *workspace, int64_t workspace_bytes, int64_t m,
-             int64_t n, int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl, void *stream);
+int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, void *workspace, int64_t workspace_bytes,
+             int64_t m, int64_t n, int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl, void *stream);
 
 /* The same for a layer, with x and out of one type: plans are kept per device and shape, and programmatic dependence on the kernel before
  * is used where the device and a stream's capture allow it: the weight is read before the stream's previous kernel has ended, which

@@ -98,27 +98,48 @@ int run_tiles(const GroupedProduct &p, const aq_grouped_plan &plan, const aq_nee
     const aq_grouped_shape &s = p.shape;
     const Shape each = shape_of_expert(s);
     const bool half = p.type == AQ_F16;
-    const TiledArgs a{p.packed, p.x, p.out, p.ldx, s.n, half ? 1.f : kUndo, (int)s.pairs, (int)s.k, (int)((s.n + kTiledRows - 1) / kTiledRows),
-                      (int)p.tiles, each.tiles, each.chunks, plan.cluster_size, plan.stages, p.type, p.pdl};
-    const Experts of{p.scales, p.sorted_pairs, p.tile_experts, p.padded, (int64_t)aq_packed_bytes(s.n, s.k), (int)s.pairs, (int)s.top_k, (int)s.experts};
+    const TiledArgs a{p.packed,
+                      p.x,
+                      p.out,
+                      p.ldx,
+                      s.n,
+                      half ? 1.f : kUndo,
+                      (int)s.pairs,
+                      (int)s.k,
+                      (int)((s.n + kTiledRows - 1) / kTiledRows),
+                      (int)p.tiles,
+                      each.tiles,
+                      each.chunks,
+                      plan.cluster_size,
+                      plan.stages,
+                      p.type,
+                      p.pdl};
+    const Experts of{p.scales,     p.sorted_pairs, p.tile_experts, p.padded, (int64_t)aq_packed_bytes(s.n, s.k),
+                     (int)s.pairs, (int)s.top_k,   (int)s.experts};
     const auto how = [&](int warps) {
         return Launch{dim3((unsigned)tiled_blocks(s, plan, p.tiles)), 32 * warps, needs.smem_bytes, plan.cluster_size, p.pdl, p.stream};
     };
-    if (plan.tile_tokens == 64) return half ? launch<tiled_kernel<8, 2, 2, 8, true, Experts>>(how(Tokens64::kWarps), a, of) : launch<tiled_kernel<8, 2, 2, 8, false, Experts>>(how(Tokens64::kWarps), a, of);
-    return half ? launch<tiled_kernel<8, 1, 2, 16, true, Experts>>(how(Tokens128::kWarps), a, of) : launch<tiled_kernel<8, 1, 2, 16, false, Experts>>(how(Tokens128::kWarps), a, of);
+    if (plan.tile_tokens == 64)
+        return half ? launch<tiled_kernel<8, 2, 2, 8, true, Experts>>(how(Tokens64::kWarps), a, of)
+                    : launch<tiled_kernel<8, 2, 2, 8, false, Experts>>(how(Tokens64::kWarps), a, of);
+    return half ? launch<tiled_kernel<8, 1, 2, 16, true, Experts>>(how(Tokens128::kWarps), a, of)
+                : launch<tiled_kernel<8, 1, 2, 16, false, Experts>>(how(Tokens128::kWarps), a, of);
 }
 
 const char *shape_problem(const aq_grouped_shape &s) {
     constexpr int64_t kMost = 1ll << 30;
-    if (s.pairs < 1 || s.experts < 1 || s.top_k < 1 || s.n < 1 || s.k < 16 || s.k % 16) return "the shape must be positive, K a multiple of 16";
-    if (s.pairs > kMost || s.experts > kMost || s.n > kMost || s.k > kMost || s.top_k > s.pairs) return "the shape is too large, or top_k exceeds the pairs";
+    if (s.pairs < 1 || s.experts < 1 || s.top_k < 1 || s.n < 1 || s.k < 16 || s.k % 16)
+        return "the shape must be positive, K a multiple of 16";
+    if (s.pairs > kMost || s.experts > kMost || s.n > kMost || s.k > kMost || s.top_k > s.pairs)
+        return "the shape is too large, or top_k exceeds the pairs";
     return nullptr;
 }
 
 // As aq_grouped_problem, for an alignment with space for `tiles` tiles of tokens.
 const char *problem_of(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs) {
     if (const char *problem = shape_problem(s)) return problem;
-    if (plan.tile_tokens == 8 || plan.tile_tokens == 16 || plan.tile_tokens == 32) return grouped_skinny_problem(s, limits, plan, tiles, needs);
+    if (plan.tile_tokens == 8 || plan.tile_tokens == 16 || plan.tile_tokens == 32)
+        return grouped_skinny_problem(s, limits, plan, tiles, needs);
     if (plan.tile_tokens == 64 || plan.tile_tokens == 128) return tiles_problem(s, limits, plan, tiles, needs);
     return "tile_tokens must be 8, 16, 32, 64 or 128";
 }
@@ -149,13 +170,14 @@ extern "C" int64_t aq_grouped_tiles(const aq_grouped_shape *shape, int tile_toke
     return std::min(shape->pairs, shape->experts) + shape->pairs / tile_tokens;
 }
 
-extern "C" const char *aq_grouped_problem(const aq_grouped_shape *shape, const aq_limits *limits, const aq_grouped_plan *plan, aq_needs *needs) {
+extern "C" const char *aq_grouped_problem(const aq_grouped_shape *shape, const aq_limits *limits, const aq_grouped_plan *plan,
+                                          aq_needs *needs) {
     return problem_of(*shape, *limits, *plan, aq_grouped_tiles(shape, std::max(plan->tile_tokens, 1)), needs);
 }
 
-extern "C" int aq_grouped(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, const float *scales, const int32_t *sorted_pairs,
-                          const int32_t *tile_experts, const int32_t *padded, int64_t tiles, void *out, const aq_grouped_shape *shape, int type,
-                          const aq_grouped_plan *plan, int pdl, void *stream) {
+extern "C" int aq_grouped(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, const float *scales,
+                          const int32_t *sorted_pairs, const int32_t *tile_experts, const int32_t *padded, int64_t tiles, void *out,
+                          const aq_grouped_shape *shape, int type, const aq_grouped_plan *plan, int pdl, void *stream) {
     DeviceState state;
     int status = current_device(&state);
     if (status) return status;
@@ -164,6 +186,7 @@ extern "C" int aq_grouped(const void *x, int64_t ldx, const uint8_t *packed, int
     if (packed_bytes != (int64_t)aq_packed_bytes(shape->n, shape->k) * shape->experts) return AQ_GEMM_OTHER_SHAPE;
     bool programmatic = pdl > 0;
     if (pdl < 0 && (status = programmatic_possible(state.limits, (cudaStream_t)stream, &programmatic))) return status;
-    const GroupedProduct p{*shape, (const uint16_t *)x, ldx, packed, scales, sorted_pairs, tile_experts, padded, tiles, out, type, programmatic, (cudaStream_t)stream};
+    const GroupedProduct p{*shape,       (const uint16_t *)x, ldx, packed, scales, sorted_pairs, tile_experts, padded, tiles, out, type,
+                           programmatic, (cudaStream_t)stream};
     return plan->tile_tokens <= 32 ? run_grouped_skinny(p, *plan, state.limits, needs) : run_tiles(p, *plan, needs);
 }

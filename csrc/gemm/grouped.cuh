@@ -17,5 +17,6 @@ struct GroupedProduct {
     cudaStream_t stream;
 };
 
-const char *grouped_skinny_problem(const aq_grouped_shape &shape, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs);
+const char *grouped_skinny_problem(const aq_grouped_shape &shape, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles,
+                                   aq_needs *needs);
 int run_grouped_skinny(const GroupedProduct &product, const aq_grouped_plan &plan, const aq_limits &limits, const aq_needs &needs);

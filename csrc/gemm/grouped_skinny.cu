@@ -26,7 +26,8 @@ int groups_of(const aq_grouped_shape &s, const aq_grouped_plan &plan) { return (
 
 }  // namespace
 
-const char *grouped_skinny_problem(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs) {
+const char *grouped_skinny_problem(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles,
+                                   aq_needs *needs) {
     if (plan.stages != 1) return "stages must be 1 for up to 32 tokens";
     if (plan.step_tiles != 2 && (plan.step_tiles != 4 || plan.tile_tokens != 16)) return "step_tiles must be 2, or 4 for 16 tokens";
     if (plan.cluster_size != 1) return "cluster_size must be 1 for up to 32 tokens";
@@ -35,7 +36,8 @@ const char *grouped_skinny_problem(const aq_grouped_shape &s, const aq_limits &l
     constexpr int64_t kMost = 1ll << 32;
     const int64_t groups = groups_of(s, plan), all = tiles * groups, blocks = limits.sms, chunks = column_chunks(s.k);
     const int64_t steps = (all / blocks + 1) * chunks;
-    if (all * std::max(blocks, groups) >= kMost || steps * chunks >= kMost || steps * (kSkinnyWarps + 16) >= kMost / 2 || s.pairs * s.top_k >= kMost)
+    if (all * std::max(blocks, groups) >= kMost || steps * chunks >= kMost || steps * (kSkinnyWarps + 16) >= kMost / 2 ||
+        s.pairs * s.top_k >= kMost)
         return "the product has too many tiles of up to 32 tokens";
     const int bytes = plan.tile_tokens == 8    ? GroupedSkinnyShape<1, 1>::kBytes
                       : plan.tile_tokens == 32 ? GroupedSkinnyShape<4, 1>::kBytes
@@ -49,11 +51,14 @@ int run_grouped_skinny(const GroupedProduct &p, const aq_grouped_plan &plan, con
     const aq_grouped_shape &s = p.shape;
     const bool half = p.type == AQ_F16;
     GroupedSkinnyArgs a{};
-    a.packed = p.packed, a.x = p.x, a.out = p.out, a.scales = p.scales, a.sorted_pairs = p.sorted_pairs, a.tile_experts = p.tile_experts, a.padded = p.padded;
+    a.packed = p.packed, a.x = p.x, a.out = p.out, a.scales = p.scales, a.sorted_pairs = p.sorted_pairs, a.tile_experts = p.tile_experts,
+    a.padded = p.padded;
     a.ldx = p.ldx, a.n = s.n, a.expert_bytes = (int64_t)aq_packed_bytes(s.n, s.k), a.scale = half ? 1.f : kUndo;
-    a.pairs = (int)s.pairs, a.experts = (int)s.experts, a.most_tiles = (int)p.tiles, a.k = (int)s.k, a.tiles = row_tiles(s.n), a.chunks = column_chunks(s.k);
+    a.pairs = (int)s.pairs, a.experts = (int)s.experts, a.most_tiles = (int)p.tiles, a.k = (int)s.k, a.tiles = row_tiles(s.n),
+    a.chunks = column_chunks(s.k);
     a.groups = groups_of(s, plan), a.pdl = p.pdl;
-    a.by_chunks = reciprocal(a.chunks), a.by_groups = reciprocal(a.groups), a.by_blocks = reciprocal(limits.sms), a.by_top_k = reciprocal((int)s.top_k);
+    a.by_chunks = reciprocal(a.chunks), a.by_groups = reciprocal(a.groups), a.by_blocks = reciprocal(limits.sms),
+    a.by_top_k = reciprocal((int)s.top_k);
     const Launch how{dim3((unsigned)limits.sms), 0, needs.smem_bytes, 1, p.pdl, p.stream};
     if (plan.tile_tokens == 8) return launch_type<1>(a, plan, how, half);
     return plan.tile_tokens == 16 ? launch_type<2>(a, plan, how, half) : launch_type<4>(a, plan, how, half);

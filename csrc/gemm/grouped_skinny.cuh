@@ -18,15 +18,16 @@ struct GroupedSkinnyArgs {
     int64_t ldx, n, expert_bytes;
     float scale;
     int pairs, experts, most_tiles, k, tiles, chunks, groups, pdl;  // groups: of one tile of tokens
-    uint32_t zero;  // 0; the compiler must not know its value
-    uint32_t by_chunks, by_groups, by_blocks, by_top_k;  // reciprocals (skinny.cuh)
+    uint32_t zero;                                                  // 0; the compiler must not know its value
+    uint32_t by_chunks, by_groups, by_blocks, by_top_k;             // reciprocals (skinny.cuh)
 };
 
 // Shared memory of a block: each warp's one pipeline stage, in which it leaves the sums of a group that it only began; the sums of a group
 // that it did not begin; which pairs and which scale the begun group has; the barriers.
 template <int NT, int G>
 struct GroupedSkinnyShape {
-    static constexpr int kWarps = NT == 4 ? 12 : 16, kTokens = 8 * NT, kStageBytes = 2 * kChunk, kPitch = 32 * G + 4, kSlotBytes = kTokens * kPitch * 4;
+    static constexpr int kWarps = NT == 4 ? 12 : 16, kTokens = 8 * NT, kStageBytes = 2 * kChunk, kPitch = 32 * G + 4,
+                         kSlotBytes = kTokens * kPitch * 4;
     static constexpr int kStage = kStageBytes > kSlotBytes ? kStageBytes : kSlotBytes;
     static constexpr int kHeads = kWarps * kStage, kTables = kHeads + kWarps * kSlotBytes, kTable = kTokens + 1;
     static constexpr int kBarriers = (kTables + kWarps * kTable * 4 + 7) / 8 * 8, kBytes = kBarriers + kWarps * 8;
@@ -39,7 +40,8 @@ template <int NT, bool HALF, int G, bool WHOLE>
 __global__ void __launch_bounds__(32 * GroupedSkinnyShape<NT, G>::kWarps, 1) grouped_skinny_kernel(const GroupedSkinnyArgs a) {
     using Shape = GroupedSkinnyShape<NT, G>;
     using Out = std::conditional_t<HALF, __half, __nv_bfloat16>;
-    constexpr int kWarps = Shape::kWarps, kStageBytes = Shape::kStageBytes, kPitch = Shape::kPitch, kChains = Shape::kChains, kTokens = Shape::kTokens;
+    constexpr int kWarps = Shape::kWarps, kStageBytes = Shape::kStageBytes, kPitch = Shape::kPitch, kChains = Shape::kChains,
+                  kTokens = Shape::kTokens;
     extern __shared__ __align__(128) uint8_t smem[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0);
     const uint32_t stage = smem_at(smem) + warp * Shape::kStage, bar = smem_at(smem) + Shape::kBarriers + warp * 8;
@@ -66,7 +68,8 @@ __global__ void __launch_bounds__(32 * GroupedSkinnyShape<NT, G>::kWarps, 1) gro
     const auto seek = [&](int at_chunk) {
         const int expert = a.tile_experts[fetch_tile], first = 2 * G * fetch_group;
         // of an expert of another rank nothing is stored
-        from = a.packed + ((unsigned)expert < (unsigned)a.experts ? expert : 0) * a.expert_bytes + chunk_at(first, at_chunk, a.tiles, a.chunks);
+        from = a.packed + ((unsigned)expert < (unsigned)a.experts ? expert : 0) * a.expert_bytes +
+               chunk_at(first, at_chunk, a.tiles, a.chunks);
         fetch_stride = tiles_in_block(first / kBlockTiles, a.tiles) * kChunk;
         second_bytes = first + 2 < a.tiles ? kStageBytes : 0;
         fetch_left = a.chunks - at_chunk;
@@ -93,7 +96,7 @@ __global__ void __launch_bounds__(32 * GroupedSkinnyShape<NT, G>::kWarps, 1) gro
     int pair[NT] = {}, next_pair[NT] = {};  // of token 8 t + g of the tile; -1: nothing to store
     float scale = 0.f, next_scale = 0.f;
     // The tokens of a tile: their rows of x from now on; what its stores need, into two of the variables above.
-    const auto enter = [&](int of_tile, int (&pair_of)[NT], float &scale_of) {
+    const auto enter = [&](int of_tile, int(&pair_of)[NT], float &scale_of) {
         const int expert = a.tile_experts[of_tile];
         const bool here = (unsigned)expert < (unsigned)a.experts;
         int row0 = 0;
@@ -162,7 +165,8 @@ __global__ void __launch_bounds__(32 * GroupedSkinnyShape<NT, G>::kWarps, 1) gro
         });
     };
     uint32_t parity = 0;
-    const auto half_step = [&](auto which, int next, bool more_steps) {  // one pair of row tiles; the last pair of a step reloads the activations
+    const auto half_step = [&](auto which, int next,
+                               bool more_steps) {  // one pair of row tiles; the last pair of a step reloads the activations
         constexpr int h = decltype(which)::value;
         pipeline_wait<1>(bar, parity);
         SkinnyCodes codes;
@@ -209,7 +213,8 @@ __global__ void __launch_bounds__(32 * GroupedSkinnyShape<NT, G>::kWarps, 1) gro
     // The group in which this warp's part began, unless a warp before it began in the same group, too: that one adds it.
     const int of_block = divide(begin, a.by_chunks), start = of_block * a.chunks;
     if (begin == start || begin == end) return;
-    const int lane_begin = total_steps * lane / kWarps, lane_end = total_steps * (lane + 1) / kWarps;  // lane i has warp i's part of the steps
+    const int lane_begin = total_steps * lane / kWarps,
+              lane_end = total_steps * (lane + 1) / kWarps;  // lane i has warp i's part of the steps
     const uint32_t contributors = __ballot_sync(~0u, lane < kWarps && max(lane_begin, start) < min(lane_end, start + a.chunks));
     const uint32_t others = contributors & (contributors - 1);
     if (__ffs((int)others) - 1 != warp) return;

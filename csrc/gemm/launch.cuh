@@ -7,7 +7,7 @@
 
 #include "gemm/gemm.h"
 
-constexpr int kMaxDevices = 64;             // with state of their own; for more, the state is read at each call
+constexpr int kMaxDevices = 64;  // with state of their own; for more, the state is read at each call
 constexpr int kSharedWithoutOptIn = 48 << 10;
 
 // The status of a CUDA call. An error is cleared, because the runtime would also report it at a later call.

@@ -58,8 +58,8 @@ extern "C" int aq_linear_workspace(int64_t m, int64_t n, int64_t k, int64_t *byt
     return status;
 }
 
-extern "C" int aq_linear(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, float tensor_scale, void *out, void *workspace,
-                         int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int type, void *stream) {
+extern "C" int aq_linear(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, float tensor_scale, void *out,
+                         void *workspace, int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int type, void *stream) {
     if (n < 1 || k < 1 || packed_bytes != (int64_t)aq_packed_bytes(n, k)) return AQ_GEMM_OTHER_SHAPE;
     DeviceState state;
     Entry entry;

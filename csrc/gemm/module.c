@@ -21,11 +21,11 @@ static PyObject *raise_status(PyObject *module, int status) {
 }
 
 /* Run one call without the GIL; the value of `expr` is its status. */
-#define CALL(status, expr)             \
-    do {                               \
-        Py_BEGIN_ALLOW_THREADS         \
-        (status) = (expr);             \
-        Py_END_ALLOW_THREADS           \
+#define CALL(status, expr)                                                                                                                 \
+    do {                                                                                                                                   \
+        Py_BEGIN_ALLOW_THREADS(status)                                                                                                     \
+        = (expr);                                                                                                                          \
+        Py_END_ALLOW_THREADS                                                                                                               \
     } while (0)
 
 static PyObject *done(PyObject *module, int status) {
@@ -94,7 +94,8 @@ static PyObject *py_repack(PyObject *module, PyObject *args) {
 
 /* limits: None for those of the current device, or (sms, smem_bytes, major, wgmma, native_fp4). */
 static int parse_limits(PyObject *module, PyObject *limits, aq_limits *out) {
-    if (limits != Py_None) return PyArg_ParseTuple(limits, "iiipp", &out->sms, &out->smem_bytes, &out->major, &out->wgmma, &out->native_fp4);
+    if (limits != Py_None)
+        return PyArg_ParseTuple(limits, "iiipp", &out->sms, &out->smem_bytes, &out->major, &out->wgmma, &out->native_fp4);
     int status;
     CALL(status, aq_current_limits(out));
     if (status) raise_status(module, status);
@@ -123,7 +124,8 @@ static PyObject *plan_to_tuple(const aq_plan *p) {
     case AQ_PATH_SKINNY: return Py_BuildValue("(iiii)", s->blocks, s->cluster_size, s->warp_stages, s->step_tiles);
     case AQ_PATH_TILED: return Py_BuildValue("(iii)", t->tile_tokens, t->cluster_size, t->stages);
     default:
-        return Py_BuildValue("(iiiiiii)", w->tile_tokens, w->tile_rows, w->blocks, w->cluster_size, w->stages, w->stream_k_tiles, w->permute_first);
+        return Py_BuildValue("(iiiiiii)", w->tile_tokens, w->tile_rows, w->blocks, w->cluster_size, w->stages, w->stream_k_tiles,
+                             w->permute_first);
     }
 }
 
@@ -136,8 +138,8 @@ static int plan_from_tuple(int path, PyObject *fields, aq_plan *p) {
     case AQ_PATH_SKINNY: return PyArg_ParseTuple(fields, "iiii", &s->blocks, &s->cluster_size, &s->warp_stages, &s->step_tiles);
     case AQ_PATH_TILED: return PyArg_ParseTuple(fields, "iii", &t->tile_tokens, &t->cluster_size, &t->stages);
     case AQ_PATH_WGMMA:
-        return PyArg_ParseTuple(fields, "iiiiiii", &w->tile_tokens, &w->tile_rows, &w->blocks, &w->cluster_size, &w->stages, &w->stream_k_tiles,
-                                &w->permute_first);
+        return PyArg_ParseTuple(fields, "iiiiiii", &w->tile_tokens, &w->tile_rows, &w->blocks, &w->cluster_size, &w->stages,
+                                &w->stream_k_tiles, &w->permute_first);
     default: PyErr_Format(PyExc_ValueError, "path %d, expected 1 to 3", path); return 0;
     }
 }
@@ -161,7 +163,8 @@ static PyObject *py_plan_needs(PyObject *module, PyObject *args) {
     aq_limits limits;
     aq_plan p;
     aq_needs needs;
-    if (!PyArg_ParseTuple(args, "LLLiO!|O", &m, &n, &k, &path, &PyTuple_Type, &fields, &of) || !plan_from_tuple(path, fields, &p)) return NULL;
+    if (!PyArg_ParseTuple(args, "LLLiO!|O", &m, &n, &k, &path, &PyTuple_Type, &fields, &of) || !plan_from_tuple(path, fields, &p))
+        return NULL;
     if (!parse_limits(module, of, &limits)) return NULL;
     const char *problem = aq_plan_problem(m, n, k, &limits, &p, &needs);
     if (problem) return PyErr_Format(PyExc_ValueError, "%s", problem);
@@ -175,11 +178,12 @@ static PyObject *py_w4a16(PyObject *module, PyObject *args) {
     int x_type, out_type, path, pdl, status;
     PyObject *fields;
     aq_plan p;
-    if (!PyArg_ParseTuple(args, "KLKfKKLLLLiiiO!iK", &x, &ldx, &packed, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k, &x_type, &out_type, &path,
-                          &PyTuple_Type, &fields, &pdl, &stream) ||
+    if (!PyArg_ParseTuple(args, "KLKfKKLLLLiiiO!iK", &x, &ldx, &packed, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k, &x_type,
+                          &out_type, &path, &PyTuple_Type, &fields, &pdl, &stream) ||
         !plan_from_tuple(path, fields, &p))
         return NULL;
-    CALL(status, aq_w4a16(ptr(x), ldx, ptr(packed), scale, ptr(out), ptr(workspace), workspace_bytes, m, n, k, x_type, out_type, &p, pdl, ptr(stream)));
+    CALL(status, aq_w4a16(ptr(x), ldx, ptr(packed), scale, ptr(out), ptr(workspace), workspace_bytes, m, n, k, x_type, out_type, &p, pdl,
+                          ptr(stream)));
     return done(module, status);
 }
 
@@ -196,9 +200,11 @@ static PyObject *py_linear(PyObject *module, PyObject *args) {
     long long ldx, packed_bytes, workspace_bytes, m, n, k;
     float scale;
     int type, status;
-    if (!PyArg_ParseTuple(args, "KLKLfKKLLLLiK", &x, &ldx, &packed, &packed_bytes, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k, &type, &stream))
+    if (!PyArg_ParseTuple(args, "KLKLfKKLLLLiK", &x, &ldx, &packed, &packed_bytes, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k,
+                          &type, &stream))
         return NULL;
-    CALL(status, aq_linear(ptr(x), ldx, ptr(packed), packed_bytes, scale, ptr(out), ptr(workspace), workspace_bytes, m, n, k, type, ptr(stream)));
+    CALL(status,
+         aq_linear(ptr(x), ldx, ptr(packed), packed_bytes, scale, ptr(out), ptr(workspace), workspace_bytes, m, n, k, type, ptr(stream)));
     return done(module, status);
 }
 
@@ -219,7 +225,8 @@ static PyObject *py_plan_grouped(PyObject *module, PyObject *args) {
     aq_limits limits;
     aq_grouped_plan p;
     int tile_tokens, status;
-    if (!PyArg_ParseTuple(args, "O!i|O", &PyTuple_Type, &of_shape, &tile_tokens, &of) || !parse_grouped_shape(of_shape, &shape) || !parse_limits(module, of, &limits))
+    if (!PyArg_ParseTuple(args, "O!i|O", &PyTuple_Type, &of_shape, &tile_tokens, &of) || !parse_grouped_shape(of_shape, &shape) ||
+        !parse_limits(module, of, &limits))
         return NULL;
     CALL(status, aq_plan_grouped(&shape, tile_tokens, &limits, &p));
     return status ? raise_status(module, status) : Py_BuildValue("(iiii)", p.tile_tokens, p.cluster_size, p.stages, p.step_tiles);
@@ -231,8 +238,8 @@ static PyObject *py_grouped_needs(PyObject *module, PyObject *args) {
     aq_limits limits;
     aq_grouped_plan p;
     aq_needs needs;
-    if (!PyArg_ParseTuple(args, "O!O!|O", &PyTuple_Type, &of_shape, &PyTuple_Type, &fields, &of) || !parse_grouped_shape(of_shape, &shape) ||
-        !parse_grouped_plan(fields, &p) || !parse_limits(module, of, &limits))
+    if (!PyArg_ParseTuple(args, "O!O!|O", &PyTuple_Type, &of_shape, &PyTuple_Type, &fields, &of) ||
+        !parse_grouped_shape(of_shape, &shape) || !parse_grouped_plan(fields, &p) || !parse_limits(module, of, &limits))
         return NULL;
     const char *problem = aq_grouped_problem(&shape, &limits, &p, &needs);
     if (problem) return PyErr_Format(PyExc_ValueError, "%s", problem);
@@ -246,12 +253,12 @@ static PyObject *py_grouped(PyObject *module, PyObject *args) {
     PyObject *of_shape, *fields;
     aq_grouped_shape shape;
     aq_grouped_plan p;
-    if (!PyArg_ParseTuple(args, "KLKLKKKKLKO!iO!iK", &x, &ldx, &packed, &packed_bytes, &scales, &sorted_pairs, &tile_experts, &padded, &tiles, &out,
-                          &PyTuple_Type, &of_shape, &type, &PyTuple_Type, &fields, &pdl, &stream) ||
+    if (!PyArg_ParseTuple(args, "KLKLKKKKLKO!iO!iK", &x, &ldx, &packed, &packed_bytes, &scales, &sorted_pairs, &tile_experts, &padded,
+                          &tiles, &out, &PyTuple_Type, &of_shape, &type, &PyTuple_Type, &fields, &pdl, &stream) ||
         !parse_grouped_shape(of_shape, &shape) || !parse_grouped_plan(fields, &p))
         return NULL;
-    CALL(status, aq_grouped(ptr(x), ldx, ptr(packed), packed_bytes, ptr(scales), ptr(sorted_pairs), ptr(tile_experts), ptr(padded), tiles, ptr(out), &shape,
-                            type, &p, pdl, ptr(stream)));
+    CALL(status, aq_grouped(ptr(x), ldx, ptr(packed), packed_bytes, ptr(scales), ptr(sorted_pairs), ptr(tile_experts), ptr(padded), tiles,
+                            ptr(out), &shape, type, &p, pdl, ptr(stream)));
     return done(module, status);
 }
 
@@ -373,7 +380,8 @@ static PyMethodDef methods[] = {
     {"pointer_device", py_pointer_device, METH_VARARGS, "pointer_device(ptr) -> device, or -1 for host memory"},
     {"use_device", py_use_device, METH_VARARGS, "use_device(device) -> the previous device"},
     {"packed_bytes", py_packed_bytes, METH_VARARGS, "packed_bytes(n, k) -> bytes of the repacked weight"},
-    {"repack", py_repack, METH_VARARGS, "repack(codes, scales, packed, n, k, fault, stream) -> None, or (count, first index) of NaN and negative scales"},
+    {"repack", py_repack, METH_VARARGS,
+     "repack(codes, scales, packed, n, k, fault, stream) -> None, or (count, first index) of NaN and negative scales"},
     {"limits", py_limits, METH_NOARGS, "limits() -> (sms, smem_bytes, major, wgmma, native_fp4) of the current device"},
     {"plan", py_plan, METH_VARARGS, "plan(m, n, k, path, limits=None) -> (path, fields)"},
     {"plan_needs", py_plan_needs, METH_VARARGS,
@@ -381,8 +389,11 @@ static PyMethodDef methods[] = {
     {"w4a16", py_w4a16, METH_VARARGS,
      "w4a16(x, ldx, packed, scale, out, workspace or 0, workspace_bytes, m, n, k, x_type, out_type, path, fields, pdl, stream)"},
     {"linear_workspace", py_linear_workspace, METH_VARARGS, "linear_workspace(m, n, k) -> bytes"},
-    {"linear", py_linear, METH_VARARGS, "linear(x, ldx, packed, packed_bytes, scale, out, workspace or 0, workspace_bytes, m, n, k, type, stream)"},
-    {"plan_grouped", py_plan_grouped, METH_VARARGS, "plan_grouped(shape, tile_tokens, limits=None) -> fields of a grouped plan; shape: (pairs, experts, top_k, n, k); tile_tokens: 0 for the best"},
+    {"linear", py_linear, METH_VARARGS,
+     "linear(x, ldx, packed, packed_bytes, scale, out, workspace or 0, workspace_bytes, m, n, k, type, stream)"},
+    {"plan_grouped", py_plan_grouped, METH_VARARGS,
+     "plan_grouped(shape, tile_tokens, limits=None) -> fields of a grouped plan; shape: (pairs, experts, top_k, n, k); tile_tokens: 0 for "
+     "the best"},
     {"grouped_needs", py_grouped_needs, METH_VARARGS,
      "grouped_needs(shape, fields, limits=None) -> (shared memory per block, most tiles); ValueError: what is wrong"},
     {"grouped", py_grouped, METH_VARARGS,
@@ -444,8 +455,8 @@ static PyModuleDef_Slot slots[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_gemm", "NVFP4 GEMM kernels; use annie_quant.gemm.", sizeof(module_state), methods, slots,
-    module_traverse, module_clear, module_free,
+    PyModuleDef_HEAD_INIT, "_gemm",     "NVFP4 GEMM kernels; use annie_quant.gemm.", sizeof(module_state), methods, slots, module_traverse,
+    module_clear,          module_free,
 };
 
 PyMODINIT_FUNC PyInit__gemm(void) { return PyModuleDef_Init(&definition); }

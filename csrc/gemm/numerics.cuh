@@ -34,11 +34,17 @@ __device__ __forceinline__ uint32_t bf16x2_to_f16x2(uint32_t v) {
 template <typename T>
 __device__ __forceinline__ void store_as(T *p, float v);
 template <>
-__device__ __forceinline__ void store_as<float>(float *p, float v) { *p = v; }
+__device__ __forceinline__ void store_as<float>(float *p, float v) {
+    *p = v;
+}
 template <>
-__device__ __forceinline__ void store_as<__half>(__half *p, float v) { *p = __float2half_rn(v); }
+__device__ __forceinline__ void store_as<__half>(__half *p, float v) {
+    *p = __float2half_rn(v);
+}
 template <>
-__device__ __forceinline__ void store_as<__nv_bfloat16>(__nv_bfloat16 *p, float v) { *p = __float2bfloat16_rn(v); }
+__device__ __forceinline__ void store_as<__nv_bfloat16>(__nv_bfloat16 *p, float v) {
+    *p = __float2bfloat16_rn(v);
+}
 // One of the three output types, chosen at run time: epilogues are short, so templates would add code and no speed.
 __device__ __forceinline__ void store_typed(void *out, int64_t at, float v, int type) {
     if (type == 0) store_as((float *)out + at, v);

@@ -32,7 +32,8 @@ bool plan_skinny(const Shape &shape, const aq_limits &limits, aq_skinny_plan *be
                 if (skinny_problem(shape, limits, plan, &needs)) continue;
                 // In units of tiles x chunks that an SM streams and decodes, plus measured costs: twice as many loads of activations,
                 // a cluster, and about one microsecond per additional wave.
-                const double cost = (.5 * rows * columns + steps) * waves * (pairs == 1 ? 1.04 : 1.) + (size > 1 ? 35. : 0.) + 30. * (waves - 1);
+                const double cost =
+                    (.5 * rows * columns + steps) * waves * (pairs == 1 ? 1.04 : 1.) + (size > 1 ? 35. : 0.) + 30. * (waves - 1);
                 if (cost < best_cost) {
                     best_cost = cost;
                     *best = plan;
@@ -80,8 +81,8 @@ constexpr WgmmaCost kWgmmaCosts[] = {
     {16, .58, .54, .02, 0., 4.2}, {32, .60, .58, .03, .12, 4.2}, {64, .84, .655, .09, .4, 4.1}, {128, 1.36, 0., 0., 0., 5.5}};
 
 constexpr double kWgmmaStart = 3.2, kWgmmaPermute = 1.2, kWgmmaCluster = 2.8;
-constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.5;  // per part of a stream-K tile; if the parts are not equal
-constexpr int kFewSteps = 16, kFewStages = 4;  // if a block has few steps, more stages than that all arrive late
+constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.5;        // per part of a stream-K tile; if the parts are not equal
+constexpr int kFewSteps = 16, kFewStages = 4;                 // if a block has few steps, more stages than that all arrive late
 constexpr int kWgmmaMaxStages = 16, kPermuteResident = 4096;  // shared memory of the permutation kernel, which is resident at the same time
 // Microseconds of the few-token kernel for 9 to 16 tokens on an H200, by the packed weights' size. Up to 8 tokens it is always faster.
 double skinny_us(const Shape &shape) { return 3. + .272e-6 * (double)shape.tiles * shape.chunks * kChunk; }
@@ -94,8 +95,10 @@ double plan_wgmma(const Shape &shape, const aq_limits &limits, aq_wgmma_plan *be
         if (m_tiles * (tiles + 15) / 16 * chunks > INT32_MAX / 4) continue;
         const auto consider = [&](int cluster_size, int rows, int permute_first, int blocks, int stream_k_tiles, double us) {
             if (us >= best_us) return;
-            const int halves = rows == 128 ? 2 : 1, taken = kWgmmaHead + wgmma_reduce_bytes(c.tokens, cluster_size, halves) + (permute_first ? kPermuteResident : 0);
-            const bool few = cluster_size == 1 && c.tokens == 64 && stream_k_tiles > 0 && (int64_t)stream_k_tiles * chunks <= (int64_t)kFewSteps * blocks;
+            const int halves = rows == 128 ? 2 : 1,
+                      taken = kWgmmaHead + wgmma_reduce_bytes(c.tokens, cluster_size, halves) + (permute_first ? kPermuteResident : 0);
+            const bool few = cluster_size == 1 && c.tokens == 64 && stream_k_tiles > 0 &&
+                             (int64_t)stream_k_tiles * chunks <= (int64_t)kFewSteps * blocks;
             const int stages = std::min(few ? kFewStages : kWgmmaMaxStages, (limits.smem_bytes - taken) / wgmma_stage(c.tokens, halves));
             const aq_wgmma_plan plan{c.tokens, rows, blocks, cluster_size, stages, stream_k_tiles, permute_first};
             aq_needs needs;
@@ -113,9 +116,12 @@ double plan_wgmma(const Shape &shape, const aq_limits &limits, aq_wgmma_plan *be
             }
             const int64_t all = (tiles + kBlockTiles - 1) / kBlockTiles * m_tiles;
             const auto shares = [&](int blocks, int stream_k_tiles) {
-                const int64_t steps = (all - stream_k_tiles + blocks - 1) / blocks * chunks + ((int64_t)stream_k_tiles * chunks + blocks - 1) / blocks;
-                const double more = stream_k_tiles ? c.add + kWgmmaPart * blocks / stream_k_tiles + (blocks % stream_k_tiles ? kWgmmaUneven : 0.) : 0.;
-                consider(1, 256, permute_first, blocks, stream_k_tiles, start + (double)steps * (c.step + (permute_first ? 0. : c.permute)) + more);
+                const int64_t steps =
+                    (all - stream_k_tiles + blocks - 1) / blocks * chunks + ((int64_t)stream_k_tiles * chunks + blocks - 1) / blocks;
+                const double more =
+                    stream_k_tiles ? c.add + kWgmmaPart * blocks / stream_k_tiles + (blocks % stream_k_tiles ? kWgmmaUneven : 0.) : 0.;
+                consider(1, 256, permute_first, blocks, stream_k_tiles,
+                         start + (double)steps * (c.step + (permute_first ? 0. : c.permute)) + more);
             };
             const int64_t waves = (all + sms - 1) / sms;
             shares((int)((all + waves - 1) / waves), 0);
@@ -123,7 +129,9 @@ double plan_wgmma(const Shape &shape, const aq_limits &limits, aq_wgmma_plan *be
             if (all % sms && all > sms) shares(sms, (int)(all % sms) + sms);
             if (all <= sms / 2) shares((int)(sms / all * all), (int)all);
             const int64_t lower = (tiles + 11) / 12 * m_tiles, low_waves = (lower + sms - 1) / sms;
-            if (c.tokens < 128) consider(1, 192, permute_first, (int)((lower + low_waves - 1) / low_waves), 0, start + (double)low_waves * chunks * (c.low + (permute_first ? 0. : c.permute)));
+            if (c.tokens < 128)
+                consider(1, 192, permute_first, (int)((lower + low_waves - 1) / low_waves), 0,
+                         start + (double)low_waves * chunks * (c.low + (permute_first ? 0. : c.permute)));
         }
     }
     return best_us;
@@ -131,7 +139,8 @@ double plan_wgmma(const Shape &shape, const aq_limits &limits, aq_wgmma_plan *be
 
 const char *product_problem(int64_t m, int64_t n, int64_t k, const aq_limits &limits) {
     constexpr int64_t kMost = (1ll << 31) - kBlockTiles * kRows;  // rows and columns are counted in 32 bits
-    if (m < 1 || n < 1 || k < 16 || k % 16 || m > kMost || n > kMost || k > kMost) return "the shape must be positive, K a multiple of 16, and all below 2^31";
+    if (m < 1 || n < 1 || k < 16 || k % 16 || m > kMost || n > kMost || k > kMost)
+        return "the shape must be positive, K a multiple of 16, and all below 2^31";
     const Shape shape(m, n, k);
     if ((int64_t)shape.tiles * shape.chunks >= 1ll << 31) return "the weight has too many chunks";
     return limits.sms < 1 ? "the device must have a multiprocessor" : nullptr;
@@ -171,15 +180,26 @@ extern "C" const char *aq_plan_problem(int64_t m, int64_t n, int64_t k, const aq
     }
 }
 
-extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, void *workspace, int64_t workspace_bytes, int64_t m,
-                        int64_t n, int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl, void *stream) {
+extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, void *workspace,
+                        int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl,
+                        void *stream) {
     DeviceState state;
     int status = current_device(&state);
     if (status) return status;
     aq_needs needs;
     if (aq_plan_problem(m, n, k, &state.limits, plan, &needs)) return AQ_GEMM_BAD_PLAN;
     if (workspace && workspace_bytes < needs.workspace_bytes) return AQ_GEMM_SMALL_WORKSPACE;
-    Product p{Shape(m, n, k), (const uint16_t *)x, ldx, packed, x_type == AQ_F16 ? tensor_scale : tensor_scale * kUndo, out, workspace, x_type, out_type, pdl != 0, (cudaStream_t)stream};
+    Product p{Shape(m, n, k),
+              (const uint16_t *)x,
+              ldx,
+              packed,
+              x_type == AQ_F16 ? tensor_scale : tensor_scale * kUndo,
+              out,
+              workspace,
+              x_type,
+              out_type,
+              pdl != 0,
+              (cudaStream_t)stream};
     StreamMemory own(p.stream);
     if (!workspace && needs.workspace_bytes) {
         if ((status = own.allocate((size_t)needs.workspace_bytes))) return status;

@@ -19,7 +19,7 @@
 #define AQ_WGMMA 0
 #endif
 // sm_120a and sm_121a only: the FP4 multiplication with block scales.
-#if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL) || \
+#if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL) ||                                                          \
     (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1200)
 #define AQ_NATIVE_FP4 1
 #else
@@ -57,7 +57,10 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
 #endif
     uint32_t done;
     do {
-        asm volatile("{ .reg .pred p; mbarrier." AQ_TRY ".parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+        asm volatile("{ .reg .pred p; mbarrier." AQ_TRY ".parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(bar), "r"(parity)
+                     : "memory");
     } while (!done);
 #undef AQ_TRY
 }
@@ -72,7 +75,9 @@ __device__ __forceinline__ void copy_async_arrive(uint32_t bar) {
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
-__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+__device__ __forceinline__ void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 #if AQ_HOPPER
 // After the initialisation of mbarriers, before other blocks and the copy engine use them.
@@ -88,17 +93,18 @@ constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;
 template <bool EVICT_FIRST = false>
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t bar) {
     if constexpr (EVICT_FIRST)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
-                     "r"(bytes), "r"(bar), "l"(kEvictFirst)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                     "l"(from), "r"(bytes), "r"(bar), "l"(kEvictFirst)
                      : "memory");
     else
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(bar)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                     "r"(bytes), "r"(bar)
                      : "memory");
 }
 // A box of a two-dimensional tensor, its first element at (column, row); map is a CUtensorMap in parameter memory.
 __device__ __forceinline__ void tensor_copy(uint32_t to, const void *map, int column, int row, uint32_t bar) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map),
-                 "r"(column), "r"(row), "r"(bar)
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+                 "l"(map), "r"(column), "r"(row), "r"(bar)
                  : "memory");
 }
 #endif
@@ -161,7 +167,9 @@ __device__ __forceinline__ float4 load_peer16(uint32_t at) {
     asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
     return v;
 }
-__device__ __forceinline__ void store_peer4(uint32_t at, float v) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
+__device__ __forceinline__ void store_peer4(uint32_t at, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+}
 __device__ __forceinline__ void store_peer16(uint32_t at, float x, float y, float z, float w) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
@@ -197,13 +205,13 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 #if AQ_NATIVE_FP4
-__device__ __forceinline__ void mma_fp4_m16n8k64(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t scale_a, uint32_t scale_b) {
-    asm volatile(
-        "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%11,%12}, {%13}, {%14,%15};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "h"((uint16_t)0), "h"((uint16_t)0), "r"(scale_b),
-          "h"((uint16_t)0), "h"((uint16_t)0));
+__device__ __forceinline__ void mma_fp4_m16n8k64(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t scale_a,
+                                                 uint32_t scale_b) {
+    asm volatile("mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%11,%12}, {%13}, {%14,%15};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "h"((uint16_t)0), "h"((uint16_t)0),
+                   "r"(scale_b), "h"((uint16_t)0), "h"((uint16_t)0));
 }
 #endif
 
@@ -212,41 +220,56 @@ __device__ __forceinline__ void mma_fp4_m16n8k64(float (&d)[4], const uint32_t (
 // As mbarrier_wait, but the compiler does not see the loop: then the multiplication's loop has the code that tests/perf/gemm.md measured. Around the
 // other form it releases a stage 28 instructions later at 128 tokens. The few-token kernel would spill with this form on sm_121a.
 __device__ __forceinline__ void mbarrier_wait_hidden_loop(uint32_t bar, uint32_t parity) {
-    asm volatile("{ .reg .pred p;\n AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n @p bra DONE;\n bra AGAIN;\n DONE: }" ::"r"(bar), "r"(parity) : "memory");
+    asm volatile(
+        "{ .reg .pred p;\n AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n @p bra DONE;\n bra AGAIN;\n DONE: }" ::"r"(bar),
+        "r"(parity)
+        : "memory");
 }
 template <int REGISTERS>
-__device__ __forceinline__ void raise_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+__device__ __forceinline__ void raise_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 template <int REGISTERS>
-__device__ __forceinline__ void lower_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+__device__ __forceinline__ void lower_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 template <int BARRIER, int THREADS>
-__device__ __forceinline__ void named_barrier() { asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void named_barrier() {
+    asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+}
 __device__ __forceinline__ void store_matrices_transposed(uint32_t at, const uint32_t (&v)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
 }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 
 // Shared-memory operand: rows of 128 bytes, 128-byte swizzle, 8 rows = 1024 bytes apart.
 // The low half of the matrix descriptor; the high half is 64 | 1 << 30.
 __device__ __forceinline__ uint32_t operand_at(uint32_t smem) { return (smem & 0x3FFFF) >> 4 | 1u << 16; }
 
-#define AQ_D8(d, i) \
+#define AQ_D8(d, i)                                                                                                                        \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define AQ_D16(d, i) AQ_D8(d, i), AQ_D8(d, i + 8)
 #define AQ_D32(d, i) AQ_D16(d, i), AQ_D16(d, i + 16)
-#define AQ_WGMMA_ASM(N, TYPE, REGS, A0, A1, A2, A3, B, ...)                                                                  \
-    asm volatile("{ .reg .b64 b; mov.b64 b, {" B ", 0x40000040}; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, {" A0 "," A1 "," A2 "," A3 "}, b, 1, 1, 1, 0; }" \
-                 : __VA_ARGS__                                                                                                  \
+#define AQ_WGMMA_ASM(N, TYPE, REGS, A0, A1, A2, A3, B, ...)                                                                                \
+    asm volatile("{ .reg .b64 b; mov.b64 b, {" B ", 0x40000040}; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS  \
+                 "}, {" A0 "," A1 "," A2 "," A3 "}, b, 1, 1, 1, 0; }"                                                                      \
+                 : __VA_ARGS__                                                                                                             \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
-#define AQ_WGMMA_BOTH(N, ...)                               \
-    if constexpr (HALF) AQ_WGMMA_ASM(N, "f16", __VA_ARGS__); \
+#define AQ_WGMMA_BOTH(N, ...)                                                                                                              \
+    if constexpr (HALF) AQ_WGMMA_ASM(N, "f16", __VA_ARGS__);                                                                               \
     else AQ_WGMMA_ASM(N, "bf16", __VA_ARGS__)
 #define AQ_L8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define AQ_L16 AQ_L8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define AQ_L32 AQ_L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define AQ_L64 AQ_L32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define AQ_L64                                                                                                                             \
+    AQ_L32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"                                                              \
+           ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
 // d += A (16 x 16 per warp, registers) x B (16 columns of TOKENS tokens, shared memory); asynchronous.
 template <int TOKENS, bool HALF>

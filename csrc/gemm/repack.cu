@@ -58,7 +58,8 @@ __global__ void repack_kernel(Source s, uint8_t *packed, int tiles, int chunks, 
 
 extern "C" size_t aq_packed_bytes(int64_t n, int64_t k) { return (size_t)row_tiles(n) * (size_t)column_chunks(k) * kChunk; }
 
-extern "C" int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, int fault, aq_report *report, void *stream) {
+extern "C" int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, int fault, aq_report *report,
+                         void *stream) {
     const Source s{codes, scales, n, k, fault};
     const int tiles = row_tiles(n), chunks = column_chunks(k);
     ReportMemory memory(report, (cudaStream_t)stream);

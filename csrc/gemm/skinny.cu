@@ -34,12 +34,14 @@ int64_t shared_bytes(int64_t m, int row_tiles_of_a_block, int cluster_size) {
 
 const char *skinny_problem(const Shape &shape, const aq_limits &limits, const aq_skinny_plan &plan, aq_needs *needs) {
     if (shape.m < 1 || shape.m > 16) return "it has more than 16 tokens";
-    if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8) return "cluster_size must be 1, 2, 4 or 8";
+    if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8)
+        return "cluster_size must be 1, 2, 4 or 8";
     if (!cluster_possible(limits, plan.cluster_size)) return "this device has no clusters: cluster_size must be 1";
     if (plan.warp_stages != 1 && plan.warp_stages != 2) return "warp_stages must be 1 or 2";
     if (plan.step_tiles != 2 && plan.step_tiles != 4) return "step_tiles must be 2 or 4";
     if (plan.warp_stages == 2 && shape.m > 8) return "warp_stages must be 1 for more than 8 tokens";
-    if (shape.k % kCols && (plan.warp_stages != 1 || plan.step_tiles != 2)) return "K is not a multiple of 128: warp_stages must be 1 and step_tiles 2";
+    if (shape.k % kCols && (plan.warp_stages != 1 || plan.step_tiles != 2))
+        return "K is not a multiple of 128: warp_stages must be 1 and step_tiles 2";
     if (plan.blocks < 1 || plan.blocks % plan.cluster_size) return "blocks must be a positive multiple of cluster_size";
     const int clusters = plan.blocks / plan.cluster_size, pairs = plan.step_tiles / 2;
     if (clusters > shape.tiles / 2) return "blocks is larger than cluster_size times the pairs of row tiles";
@@ -49,8 +51,10 @@ const char *skinny_problem(const Shape &shape, const aq_limits &limits, const aq
     if (steps * (chunks + 1) >= 1ll << 32 || steps * kSkinnyWarps >= 1ll << 31) return "blocks is too small for this shape";
     // The memory is that of the most tokens of the instantiation, so that a plan is valid for all of them.
     int64_t bytes;
-    if (shape.m > 8) bytes = pairs == 1 ? shared_bytes<2, 1, 1>(16, tiles, plan.cluster_size) : shared_bytes<2, 2, 1>(16, tiles, plan.cluster_size);
-    else if (plan.warp_stages == 1) bytes = pairs == 1 ? shared_bytes<1, 1, 1>(8, tiles, plan.cluster_size) : shared_bytes<1, 2, 1>(8, tiles, plan.cluster_size);
+    if (shape.m > 8)
+        bytes = pairs == 1 ? shared_bytes<2, 1, 1>(16, tiles, plan.cluster_size) : shared_bytes<2, 2, 1>(16, tiles, plan.cluster_size);
+    else if (plan.warp_stages == 1)
+        bytes = pairs == 1 ? shared_bytes<1, 1, 1>(8, tiles, plan.cluster_size) : shared_bytes<1, 2, 1>(8, tiles, plan.cluster_size);
     else bytes = pairs == 1 ? shared_bytes<1, 1, 2>(8, tiles, plan.cluster_size) : shared_bytes<1, 2, 2>(8, tiles, plan.cluster_size);
     if (bytes > limits.smem_bytes) return "blocks is too small: the partial sums do not fit into shared memory";
     *needs = aq_needs{(int)bytes, 0};
@@ -60,7 +64,8 @@ const char *skinny_problem(const Shape &shape, const aq_limits &limits, const aq
 int run_skinny(const Product &p, const aq_skinny_plan &plan, const aq_needs &needs) {
     const int clusters = plan.blocks / plan.cluster_size;
     SkinnyArgs a{};
-    a.packed = p.packed, a.x = p.x, a.out = p.out, a.ldx = p.ldx, a.n = p.shape.n, a.scale = p.scale, a.m = (int)p.shape.m, a.k = (int)p.shape.k;
+    a.packed = p.packed, a.x = p.x, a.out = p.out, a.ldx = p.ldx, a.n = p.shape.n, a.scale = p.scale, a.m = (int)p.shape.m,
+    a.k = (int)p.shape.k;
     a.tiles = p.shape.tiles, a.chunks = p.shape.chunks, a.cluster_size = plan.cluster_size, a.out_type = p.out_type, a.pdl = p.pdl;
     a.log_cluster = log2_of(plan.cluster_size);
     a.tiles_each = a.tiles / clusters, a.tiles_more = a.tiles % clusters;

@@ -38,7 +38,8 @@ struct SkinnyShape {
     // Groups of a block with this number of row tiles. A block may begin in the middle of a pair; then no block has one tile more.
     AQ_HD static int groups(int tiles) { return ((tiles + 1) / 2 + G - 1) / G; }
     static int64_t bytes(int m, int64_t groups, int cluster_size) {
-        return (int64_t)kSkinnyWarps * kRing + (groups + kSkinnyWarps) * kSlot * 4 + (cluster_size > 1 ? (groups * m * G + cluster_size) * 128 : 0);
+        return (int64_t)kSkinnyWarps * kRing + (groups + kSkinnyWarps) * kSlot * 4 +
+               (cluster_size > 1 ? (groups * m * G + cluster_size) * 128 : 0);
     }
 };
 
@@ -129,10 +130,12 @@ struct SkinnyCodes {
 template <int NT, bool HALF, int G, int STAGES, bool WHOLE>
 __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const SkinnyArgs a) {
     using Shape = SkinnyShape<NT, G, STAGES>;
-    constexpr int kWarps = kSkinnyWarps, kStageBytes = Shape::kStageBytes, kPitch = Shape::kPitch, kSlot = Shape::kSlot, kChains = Shape::kChains;
+    constexpr int kWarps = kSkinnyWarps, kStageBytes = Shape::kStageBytes, kPitch = Shape::kPitch, kSlot = Shape::kSlot,
+                  kChains = Shape::kChains;
     extern __shared__ __align__(128) uint8_t smem[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0);
-    const uint32_t ring = smem_at(smem) + warp * (STAGES * kStageBytes), bars = smem_at(smem) + kWarps * STAGES * kStageBytes + warp * (STAGES * 8);
+    const uint32_t ring = smem_at(smem) + warp * (STAGES * kStageBytes),
+                   bars = smem_at(smem) + kWarps * STAGES * kStageBytes + warp * (STAGES * 8);
     float *slots = (float *)(smem + kWarps * Shape::kRing);
     pipeline_init(bars, STAGES);
 #if AQ_HOPPER
@@ -145,7 +148,8 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
     const int chunk0 = rank * a.chunks_each + min(rank, a.chunks_more), wide = rank < a.chunks_more, chunks = a.chunks_each + wide;
     const int total_steps = groups * chunks;
     const int begin = total_steps * warp / kWarps, end = total_steps * (warp + 1) / kWarps;
-    int group = chunks ? divide(begin, wide ? a.by_chunks[1] : a.by_chunks[0]) : 0, chunk = begin - group * chunks;  // of the step computed next
+    int group = chunks ? divide(begin, wide ? a.by_chunks[1] : a.by_chunks[0]) : 0,
+        chunk = begin - group * chunks;  // of the step computed next
 
     // Only this block's tiles of a pair are fetched; results from the other tile's old bytes are not stored.
     int fetch_group = group, fetch_left = 0, to_fetch = end - begin;
@@ -186,7 +190,7 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
 
     const int g = lane >> 2, l = lane & 3;
     const int last = a.chunks - 1 - chunk0;  // unless WHOLE, the chunk that is partly filled
-    const uint16_t *x_row[NT], *x[NT];  // a lane without a token reads the last token; its column is not stored
+    const uint16_t *x_row[NT], *x[NT];       // a lane without a token reads the last token; its column is not stored
 #pragma unroll
     for (int t = 0; t < NT; t++) {
         x_row[t] = a.x + min(8 * t + g, a.m - 1) * a.ldx + chunk0 * kCols + l * 16;
@@ -267,7 +271,8 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
         const int n = (pair0 + t * G + item % G) * 32 + lane;
         if (n >= tile0 * kRows && n < tile1 * kRows && n < a.n) store_typed(a.out, token * a.n + n, sum * a.scale, a.out_type);
     };
-    const int lane_begin = total_steps * lane / kWarps, lane_end = total_steps * (lane + 1) / kWarps;  // lane i has warp i's part of the sequence
+    const int lane_begin = total_steps * lane / kWarps,
+              lane_end = total_steps * (lane + 1) / kWarps;  // lane i has warp i's part of the sequence
 #if AQ_HOPPER
     if (a.cluster_size > 1) cluster_wait();  // every block of the cluster has started
 #endif

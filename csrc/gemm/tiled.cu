@@ -9,13 +9,16 @@ namespace {
 constexpr int kMaxStages = 32;
 
 template <typename Tile>
-int64_t shared_bytes(int stages) { return OneProduct::kHead + std::max(stages * Tile::kStage, Tile::kOutBytes); }
+int64_t shared_bytes(int stages) {
+    return OneProduct::kHead + std::max(stages * Tile::kStage, Tile::kOutBytes);
+}
 
 }  // namespace
 
 const char *tiled_problem(const Shape &shape, const aq_limits &limits, const aq_tiled_plan &plan, aq_needs *needs) {
     if (plan.tile_tokens != 16 && plan.tile_tokens != 64 && plan.tile_tokens != 128) return "tile_tokens must be 16, 64 or 128";
-    if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8) return "cluster_size must be 1, 2, 4 or 8";
+    if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8)
+        return "cluster_size must be 1, 2, 4 or 8";
     if (!cluster_possible(limits, plan.cluster_size)) return "this device has no clusters: cluster_size must be 1";
     if (plan.cluster_size > shape.chunks) return "cluster_size is larger than the number of 128-column chunks";
     if (plan.stages < 2 || plan.stages > kMaxStages) return "stages must be 2 to 32";
@@ -30,14 +33,21 @@ const char *tiled_problem(const Shape &shape, const aq_limits &limits, const aq_
 }
 
 int run_tiled(const Product &p, const aq_tiled_plan &plan, const aq_needs &needs) {
-    const int n_tiles = (int)((p.shape.n + kTiledRows - 1) / kTiledRows), m_tiles = (int)((p.shape.m + plan.tile_tokens - 1) / plan.tile_tokens);
-    const TiledArgs a{p.packed, p.x, p.out, p.ldx, p.shape.n, p.scale, (int)p.shape.m, (int)p.shape.k, n_tiles, m_tiles, p.shape.tiles, p.shape.chunks,
-                      plan.cluster_size, plan.stages, p.out_type, p.pdl};
+    const int n_tiles = (int)((p.shape.n + kTiledRows - 1) / kTiledRows),
+              m_tiles = (int)((p.shape.m + plan.tile_tokens - 1) / plan.tile_tokens);
+    const TiledArgs a{p.packed, p.x,     p.out,         p.ldx,          p.shape.n,         p.scale,     (int)p.shape.m, (int)p.shape.k,
+                      n_tiles,  m_tiles, p.shape.tiles, p.shape.chunks, plan.cluster_size, plan.stages, p.out_type,     p.pdl};
     const auto how = [&](int warps) {
-        return Launch{dim3((unsigned)(n_tiles * m_tiles * plan.cluster_size)), 32 * warps, needs.smem_bytes, plan.cluster_size, p.pdl, p.stream};
+        return Launch{
+            dim3((unsigned)(n_tiles * m_tiles * plan.cluster_size)), 32 * warps, needs.smem_bytes, plan.cluster_size, p.pdl, p.stream};
     };
     const bool half = p.x_type == AQ_F16;
-    if (plan.tile_tokens == 16) return half ? launch<tiled_kernel<8, 2, 2, 2, true, OneProduct>>(how(Tokens16::kWarps), a, OneProduct{}) : launch<tiled_kernel<8, 2, 2, 2, false, OneProduct>>(how(Tokens16::kWarps), a, OneProduct{});
-    if (plan.tile_tokens == 64) return half ? launch<tiled_kernel<8, 2, 2, 8, true, OneProduct>>(how(Tokens64::kWarps), a, OneProduct{}) : launch<tiled_kernel<8, 2, 2, 8, false, OneProduct>>(how(Tokens64::kWarps), a, OneProduct{});
-    return half ? launch<tiled_kernel<8, 1, 2, 16, true, OneProduct>>(how(Tokens128::kWarps), a, OneProduct{}) : launch<tiled_kernel<8, 1, 2, 16, false, OneProduct>>(how(Tokens128::kWarps), a, OneProduct{});
+    if (plan.tile_tokens == 16)
+        return half ? launch<tiled_kernel<8, 2, 2, 2, true, OneProduct>>(how(Tokens16::kWarps), a, OneProduct{})
+                    : launch<tiled_kernel<8, 2, 2, 2, false, OneProduct>>(how(Tokens16::kWarps), a, OneProduct{});
+    if (plan.tile_tokens == 64)
+        return half ? launch<tiled_kernel<8, 2, 2, 8, true, OneProduct>>(how(Tokens64::kWarps), a, OneProduct{})
+                    : launch<tiled_kernel<8, 2, 2, 8, false, OneProduct>>(how(Tokens64::kWarps), a, OneProduct{});
+    return half ? launch<tiled_kernel<8, 1, 2, 16, true, OneProduct>>(how(Tokens128::kWarps), a, OneProduct{})
+                : launch<tiled_kernel<8, 1, 2, 16, false, OneProduct>>(how(Tokens128::kWarps), a, OneProduct{});
 }

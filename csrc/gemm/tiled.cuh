@@ -19,7 +19,7 @@ struct TiledArgs {
 };
 
 constexpr int kTilePitch = kCols * 2 + 16;  // bytes between tokens: shifts the banks by 16 bytes per token
-constexpr int kTiledRows = 256;              // rows per tile
+constexpr int kTiledRows = 256;             // rows per tile
 constexpr int kMGroup = 8;                  // tiles of tokens that run at the same time, so that they share weights in the L2
 
 // KS groups of WR warps; each warp has 16 TR rows and all 8 TC tokens; the groups share the columns of a chunk.
@@ -103,7 +103,9 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
 
     if (threadIdx.x == 0)
 #pragma unroll 1
-        for (int s = 0; s < a.stages; s++) mbarrier_init(smem_at(full + s), 32 * S::kWarps + kBulkArrivals), mbarrier_init(smem_at(empty + s), kReleaseArrivals * S::kWarps);
+        for (int s = 0; s < a.stages; s++)
+            mbarrier_init(smem_at(full + s), 32 * S::kWarps + kBulkArrivals),
+                mbarrier_init(smem_at(empty + s), kReleaseArrivals * S::kWarps);
 #if AQ_HOPPER
     mbarrier_init_fence();
     async_fence_shared();
@@ -166,7 +168,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
             for (int r = 0; r < TR; r++) scales[r] = *(const uint32_t *)(weights + r * kChunk + scale_at(0, lane));
 #pragma unroll
             for (int qq = 0; qq < 2 / KS; qq++)
-#pragma unroll(HALF && TC == 16 ? 1 : 2)  // fully unrolled, this instance spills registers on sm_12x
+#pragma unroll(HALF &&TC == 16 ? 1 : 2)  // fully unrolled, this instance spills registers on sm_12x
                 for (int h = 0; h < 2; h++) {
                     const int q = KS == 1 ? qq : part_of_k;
                     uint32_t f[TR][2][4];

@@ -20,7 +20,8 @@ struct WgmmaArgs {
     void *out;
     int64_t n;
     float scale;
-    int m, n_tiles, m_tiles, tiles, chunks, steps, halves, row_tiles, stream_k_tiles, stages, out_type, pdl;  // row_tiles: 16 rows each, per block
+    int m, n_tiles, m_tiles, tiles, chunks, steps, halves, row_tiles, stream_k_tiles, stages, out_type,
+        pdl;  // row_tiles: 16 rows each, per block
 };
 
 constexpr int kTokenGroup = 8;  // tiles of tokens that run at the same time, so that they share weights in the L2
@@ -34,7 +35,9 @@ constexpr int kWgmmaHead = 1024 + 512 * kWarps, kWeights = kWarps * kChunk;  // 
 constexpr int kPermuteWarps = 3, kRowsInFlight = 2;  // warps that permute the activations in place, and rows that each has in registers
 AQ_HD constexpr int wgmma_stage(int tokens, int halves) { return kWeights + tokens * 256 * halves; }
 // Shared memory for the reduction: the sums of the other half of a block, and those of the other block of a cluster.
-AQ_HD constexpr int wgmma_reduce_bytes(int tokens, int cluster_size, int halves) { return cluster_size == 1 ? 0 : halves == 1 ? 512 * tokens : 768 * tokens; }
+AQ_HD constexpr int wgmma_reduce_bytes(int tokens, int cluster_size, int halves) {
+    return cluster_size == 1 ? 0 : halves == 1 ? 512 * tokens : 768 * tokens;
+}
 
 // Bytes of the workspace: the permuted activations, and two partial tiles per block.
 struct WgmmaSpace {
@@ -61,8 +64,8 @@ struct TileAt {
 struct WorkItems {
     int at, end, next_whole, tile = 0, c0 = 0, c1 = 0;
     __device__ explicit WorkItems(const WgmmaArgs &a)
-        : at(share_begin(blockIdx.x, gridDim.x, a.stream_k_tiles, a.steps)), end(share_begin(blockIdx.x + 1, gridDim.x, a.stream_k_tiles, a.steps)),
-          next_whole(a.stream_k_tiles + blockIdx.x) {}
+        : at(share_begin(blockIdx.x, gridDim.x, a.stream_k_tiles, a.steps)),
+          end(share_begin(blockIdx.x + 1, gridDim.x, a.stream_k_tiles, a.steps)), next_whole(a.stream_k_tiles + blockIdx.x) {}
     __device__ bool next(const WgmmaArgs &a) {
         if (at < end) {
             tile = at / a.steps, c0 = at - tile * a.steps, c1 = min(a.steps, c0 + end - at);
@@ -142,7 +145,8 @@ struct Producer {
         } else if (a.image) {
             bulk_copy(to, a.image + ((int64_t)s.mt * a.chunks + s.step * halves()) * (TOKENS * 256), TOKENS * 256 * halves(), bar);
         } else {
-            for (int part = 0; part < 2 * halves(); part++) tensor_copy(to + part * (TOKENS * 128), map, (s.step * halves() * 2 + part) * 64, s.mt * TOKENS, bar);
+            for (int part = 0; part < 2 * halves(); part++)
+                tensor_copy(to + part * (TOKENS * 128), map, (s.step * halves() * 2 + part) * 64, s.mt * TOKENS, bar);
         }
     }
     // Before the block's first barrier. Two steps only: with more in flight, all of them arrive late.
@@ -286,11 +290,13 @@ __device__ __forceinline__ void cluster_reduce(float (&v)[COUNT], uint32_t at, i
 
 // A cluster has one tile. If a block computed two parts of K in parallel, its warps first divide the tokens between them in the same way.
 template <int TOKENS>
-__device__ void finish_in_cluster(const WgmmaArgs &a, uint32_t at, float (&acc)[TOKENS / 2], uint8_t *scratch, int warp, int lane, const TileAt &tile) {
+__device__ void finish_in_cluster(const WgmmaArgs &a, uint32_t at, float (&acc)[TOKENS / 2], uint8_t *scratch, int warp, int lane,
+                                  const TileAt &tile) {
     const int rank = (int)cluster_rank();
     if (a.halves == 1) {
         cluster_reduce(acc, at, warp, lane);
-        store_rows<TOKENS / 2>(a, (int64_t)(tile.nt * kWarps + warp) * 16, tile.mt * TOKENS + rank * (TOKENS / 2), *(float(*)[TOKENS / 4])acc, scratch, lane);
+        store_rows<TOKENS / 2>(a, (int64_t)(tile.nt * kWarps + warp) * 16, tile.mt * TOKENS + rank * (TOKENS / 2),
+                               *(float(*)[TOKENS / 4]) acc, scratch, lane);
         return;
     }
     if constexpr (TOKENS >= 32) {
@@ -308,7 +314,8 @@ __device__ void finish_in_cluster(const WgmmaArgs &a, uint32_t at, float (&acc)[
         add_floats<kHalf>(v, at + (warp ^ (kWarps / 2)) * size + lane * 16);
         cluster_reduce(v, at + kWarps * size, warp, lane);
         const int token0 = tile.mt * TOKENS + half * (TOKENS / 2) + rank * (TOKENS / 4);
-        store_rows<TOKENS / 4>(a, (int64_t)(tile.nt * (kWarps / 2) + warp % (kWarps / 2)) * 16, token0, *(float(*)[TOKENS / 8])v, scratch, lane);
+        store_rows<TOKENS / 4>(a, (int64_t)(tile.nt * (kWarps / 2) + warp % (kWarps / 2)) * 16, token0, *(float(*)[TOKENS / 8]) v, scratch,
+                               lane);
     }
 }
 
@@ -352,7 +359,8 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int clu
                 }
                 wgmma_fence();
 #pragma unroll
-                for (int i = 0; i < kPer; i++) wgmma<TOKENS, HALF>(acc, to[i], x + ((g * kPer + i) / 4 * (TOKENS * 128) + (g * kPer + i) % 4 * 32) / 16);
+                for (int i = 0; i < kPer; i++)
+                    wgmma<TOKENS, HALF>(acc, to[i], x + ((g * kPer + i) / 4 * (TOKENS * 128) + (g * kPer + i) % 4 * 32) / 16);
                 wgmma_commit();
             }
             before = ring.slot;
@@ -361,7 +369,8 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int clu
         if (lane < kReleaseArrivals) mbarrier_arrive(ring.empty + before * 8);
         const TileAt at(a, p.tile);
         if constexpr (TOKENS < 128)
-            if (cluster_size > 1) return finish_in_cluster<TOKENS>(a, ring.stages + ring.count * ring.stage, acc, scratch + warp * 512, warp, lane, at);
+            if (cluster_size > 1)
+                return finish_in_cluster<TOKENS>(a, ring.stages + ring.count * ring.stage, acc, scratch + warp * 512, warp, lane, at);
         if (p.c1 - p.c0 < a.steps) {
             float4 *to = partial_tile<TOKENS>(a, blockIdx.x, gridDim.x, p.tile, warp, lane);
 #pragma unroll
@@ -405,7 +414,8 @@ __launch_bounds__(32)
     } else {
         lower_registers<producer_registers(TOKENS)>();
         if (warp != kWarps) {
-            if constexpr (TOKENS < 128) if (!a.image) permute_in_place<TOKENS>(a, ring, warp - kWarps - 1, threadIdx.x & 31);
+            if constexpr (TOKENS < 128)
+                if (!a.image) permute_in_place<TOKENS>(a, ring, warp - kWarps - 1, threadIdx.x & 31);
         } else if (threadIdx.x == 32 * kWarps) {
             Producer<TOKENS>{a, &map, ring}.run();
         }
@@ -422,7 +432,8 @@ __global__ void __launch_bounds__(32 * kFixupWarps, 16) fixup_kernel(const Wgmma
     __shared__ __align__(16) uint8_t scratch[kFixupWarps * 512];
     const int lane = threadIdx.x & 31, unit = blockIdx.x * kFixupWarps + (threadIdx.x >> 5);
     const int part = unit % (TOKENS / 16), warp = unit / (TOKENS / 16) % kWarps, tile = unit / (TOKENS / 16 * kWarps);
-    const int first = share_owner(tile * a.steps, blocks, a.stream_k_tiles, a.steps), last = share_owner(tile * a.steps + a.steps - 1, blocks, a.stream_k_tiles, a.steps);
+    const int first = share_owner(tile * a.steps, blocks, a.stream_k_tiles, a.steps),
+              last = share_owner(tile * a.steps + a.steps - 1, blocks, a.stream_k_tiles, a.steps);
     const TileAt at(a, tile);
     if (a.pdl) allow_next_kernel();
     wait_for_previous_kernel();
@@ -434,6 +445,7 @@ __global__ void __launch_bounds__(32 * kFixupWarps, 16) fixup_kernel(const Wgmma
         const float4 v = __ldcg(from), w = __ldcg(from + 32);
         sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w, sum[4] += w.x, sum[5] += w.y, sum[6] += w.z, sum[7] += w.w;
     }
-    store_rows<16>(a, (int64_t)(at.nt * kBlockTiles + warp) * 16, at.mt * TOKENS + part * 16, sum, scratch + (threadIdx.x >> 5) * 512, lane);
+    store_rows<16>(a, (int64_t)(at.nt * kBlockTiles + warp) * 16, at.mt * TOKENS + part * 16, sum, scratch + (threadIdx.x >> 5) * 512,
+                   lane);
 #endif
 }

@@ -49,6 +49,12 @@ perf: setup
 measured: setup
 	$(BIN)/python tools/make_measured.py $(ARGS)
 
+# The whole line on a real model: fetch, quantize, judge, serve, measure (tests/real/run.py). Resumes. ARGS: options of the script.
+MODEL ?= smollm2
+.PHONY: real
+real: setup
+	$(BIN)/python tests/real/run.py $(MODEL) $(ARGS)
+
 # Further checks of the C code and of the readers of untrusted bytes: docs/hardening.md.
 .PHONY: asan tsan analyze
 asan: setup

@@ -10,7 +10,10 @@ from paths import ROOT
 
 PROGRAMS = sorted(
     path
-    for folder in ("tests/perf", "tests/faults", "tests/fuzz", "tests/integration", "training/tiny_annie")
+    for folder in (
+        *("tests/perf", "tests/faults", "tests/fuzz", "tests/integration", "tests/real"),
+        *("training/tiny_annie", "training/real_annie"),
+    )
     for path in (ROOT / folder).glob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )

@@ -4,9 +4,11 @@
     completions  /v1/completions        the messages as plain text: no chat template, no tools
     responses    /v1/responses          OpenAI (also vLLM, llama.cpp)
     messages     /v1/messages           Anthropic (also vLLM, llama.cpp)
+    ollama       /api/chat              Ollama's own stream
 
-Fields that only some servers know (chat_template_kwargs, cache_prompt, ignore_eos) are passed on unchanged. Adding an API:
-one entry of ENDPOINTS, and how its events are read in annie_quant/stream.
+Fields that only some servers know (chat_template_kwargs, cache_prompt, ignore_eos) are passed on unchanged, except to Ollama,
+whose names for them are in `options` and `think`. Adding an API: one entry of ENDPOINTS, and how its events are read in
+annie_quant/stream.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from annie_quant.untrusted import decode_json
 
 Body = dict[str, Any]
 _CHAT_ONLY = ("messages", "tools", "tool_choice", "max_tokens", "stream_options")
+_OLLAMA_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,28 @@ def _messages(chat: Body) -> Body:
     return body
 
 
+def _ollama(chat: Body) -> Body:
+    messages: Sequence[Body] = [dict(m) for m in chat["messages"]]
+    for at, message in enumerate(messages):
+        if message.get("tool_calls"):
+            message["tool_calls"] = [
+                {"function": {"name": name, "arguments": _arguments(arguments)}}
+                for _, name, arguments in _calls(message, at)
+            ]
+        if message["role"] == "tool" and "name" in message:
+            message["tool_name"] = message.pop("name")
+    options = {name: chat[name] for name in _OLLAMA_OPTIONS if name in chat}
+    body: Body = {"model": chat.get("model", ""), "messages": messages, "stream": True, "think": _thinks(chat)}
+    body["options"] = options | {"num_predict": chat["max_tokens"]} | (chat.get("options") or {})
+    if chat.get("tools"):
+        body["tools"] = chat["tools"]
+    return body
+
+
 ENDPOINTS: dict[str, Endpoint] = {
     "chat": Endpoint("/v1/chat/completions", lambda chat: chat),
     "completions": Endpoint("/v1/completions", _completion, with_tools=False),
     "responses": Endpoint("/v1/responses", _responses),
     "messages": Endpoint("/v1/messages", _messages),
+    "ollama": Endpoint("/api/chat", _ollama),
 }

@@ -118,7 +118,7 @@ def _depth(name: str, rows: Records) -> Iterator[Confound]:
         if prompt < DEPTH_SHARE * depth:
             message = (
                 f"{name} read {prompt:.0f} tokens of a prompt of about {depth} in {workload}: its tokenizer needs fewer, or it "
-                "cuts prompts to its context"
+                "cuts prompts to its context (Ollama: num_ctx)"
             )
             yield _finding("depth_not_reached", "note", message, name)
 

@@ -18,7 +18,7 @@ from annie_quant.errors import UsageError
 
 SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 
-ENDPOINTS = ("chat", "completions", "responses", "messages")  # annie_quant.bench.endpoints, not imported here
+ENDPOINTS = ("chat", "completions", "responses", "messages", "ollama")  # annie_quant.bench.endpoints, not imported here
 MOST_CONVERSATIONS = 10_000
 
 

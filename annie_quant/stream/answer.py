@@ -118,7 +118,7 @@ def usage_as_chat(usage: dict[str, Any] | None) -> dict[str, Any] | None:
     prompt_tokens_details.cached_tokens. The server's own fields stay.
 
     Responses and Anthropic's messages have input_tokens and output_tokens; Anthropic's input_tokens is without the tokens that
-    were read from, or written to, its cache.
+    were read from, or written to, its cache. Ollama has prompt_eval_count and eval_count.
     """
     if not usage or "completion_tokens" in usage:
         return usage
@@ -126,8 +126,8 @@ def usage_as_chat(usage: dict[str, Any] | None) -> dict[str, Any] | None:
     read, written = (integer(usage.get(f"cache_{name}_input_tokens")) for name in ("read", "creation"))
     details = usage.get("input_tokens_details")
     cached = integer(details.get("cached_tokens")) if isinstance(details, dict) else read
-    prompt = integer(usage.get("input_tokens"))
-    generated = integer(usage.get("output_tokens"))
+    prompt = integer(usage.get("input_tokens", usage.get("prompt_eval_count")))
+    generated = integer(usage.get("output_tokens", usage.get("eval_count")))
     if prompt is not None:
         out["prompt_tokens"] = prompt + (read or 0) + (written or 0)
     if generated is not None:

@@ -11,7 +11,7 @@ A first chunk with only a role, an empty string and the usage chunk are events, 
 itl_ms: gaps between events with tokens. tpot_ms: (last - first token) / (n - 1), n from the server's own count.
 
 APIs, one module each: chat completions and completions (chat_chunks), OpenAI's responses (responses_chunks), Anthropic's
-messages (messages_chunks). All give the same record.
+messages (messages_chunks), Ollama's own (ollama_chunks). All give the same record.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.stream import chat_chunks, errors, messages_chunks, responses_chunks
+from annie_quant.stream import chat_chunks, errors, messages_chunks, ollama_chunks, responses_chunks
 from annie_quant.stream.answer import MAX_NAME, Answer, Frame, ToolCall, usage_as_chat
 from annie_quant.stream.sentence import first_sentence_ns
 from annie_quant.untrusted import decode_json, integer
@@ -141,7 +141,7 @@ def _event(answer: Answer, frame: Frame, number: int) -> None:
 
 def _chunk(answer: Answer, chunk: dict[str, Any], frame: Frame) -> None:
     """Add one event, in the form of the API that it is of: each form is recognised by its own fields."""
-    for api in (responses_chunks, messages_chunks):
+    for api in (responses_chunks, messages_chunks, ollama_chunks):
         if api.is_event(chunk):
             api.read_event(answer, chunk, frame)
             return

@@ -114,12 +114,14 @@ static bool is_type(const char *type, const char *expected)
     return type && text_begins((struct text){type, strlen(type)}, expected);
 }
 
-/* Servers are lenient about the content type of an event stream, but not about that of an error page. */
+/* Servers are lenient about the content type of an event stream, but not about that of an error page or of newline-delimited JSON. */
 void answer_begin_body(struct transfer *t, int status, const char *type)
 {
     t->status = status;
+    t->framer.lines = is_type(type, "application/x-ndjson") || is_type(type, "application/ndjson") || is_type(type, "application/jsonl");
+    /* is_type compares a prefix: application/jsonl begins with application/json */
     bool other = is_type(type, "application/json") || is_type(type, "text/html");
-    t->event_stream = status >= 200 && status < 300 && !other;
+    t->event_stream = status >= 200 && status < 300 && (t->framer.lines || !other);
     t->body_began = true;
 }
 

@@ -354,21 +354,24 @@ static int list_frame(void *context, const uint8_t *frame, size_t size, const st
     return failed ? -1 : 0;
 }
 
-PyDoc_STRVAR(cut_doc, "cut(reads, max_event_bytes) -> [(kind, flags, data_lines, data_start, data_size, frame)]\n\n"
-                      "The frames of a stream that was received as this tuple of bytes. ValueError if one is too large.");
+PyDoc_STRVAR(cut_doc, "cut(reads, max_event_bytes, lines=False) -> [(kind, flags, data_lines, data_start, data_size, frame)]\n\n"
+                      "The frames of a stream that was received as this tuple of bytes; lines: of newline-delimited JSON. "
+                      "ValueError if one is too large.");
 
 static PyObject *cut(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *reads;
     Py_ssize_t most;
-    if (!PyArg_ParseTuple(args, "O!n", &PyTuple_Type, &reads, &most))
+    int lines = 0;
+    if (!PyArg_ParseTuple(args, "O!n|p", &PyTuple_Type, &reads, &most, &lines))
         return NULL;
     PyObject *rows = PyList_New(0);
     if (!rows)
         return NULL;
     struct sse framer;
     sse_init(&framer, most > 0 ? (size_t)most : 1);
+    framer.lines = lines;
     int status = SSE_OK;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads) && status == SSE_OK; i++) {
         char *bytes;

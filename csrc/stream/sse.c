@@ -45,12 +45,12 @@ static void start_frame(struct sse *s)
     s->any_field = false;
 }
 
-/* Return the position of the first byte in [at, size) that ends a line, or size. */
-static size_t line_end(const uint8_t *bytes, size_t at, size_t size)
+/* Return the position of the first byte in [at, size) that ends a line, or size. A CR does not end a line of JSON. */
+static size_t line_end(const struct sse *s, const uint8_t *bytes, size_t at, size_t size)
 {
     const uint8_t *lf = memchr(bytes + at, '\n', size - at);
     size_t end = lf ? (size_t)(lf - bytes) : size;
-    const uint8_t *cr = memchr(bytes + at, '\r', end - at);
+    const uint8_t *cr = s->lines ? NULL : memchr(bytes + at, '\r', end - at);
     return cr ? (size_t)(cr - bytes) : end;
 }
 
@@ -92,7 +92,21 @@ static uint8_t kind_of(const struct sse *s, const uint8_t *bytes)
     return is_done ? SSE_DONE : SSE_DATA;
 }
 
-/* Read the whole line [line_start, end). Returns true if it ends a frame with content: a blank line. */
+/* Read one line of newline-delimited JSON: [start, end) of the frame. Returns true unless it is blank. */
+static bool read_record(struct sse *s, const uint8_t *bytes, size_t start, size_t end)
+{
+    while (end > start && (bytes[end - 1] == '\r' || bytes[end - 1] == ' ' || bytes[end - 1] == '\t'))
+        end--;
+    if (start == end)
+        return false;
+    s->any_field = true;
+    s->frame.data_start = (uint32_t)start;
+    s->frame.data_size = (uint32_t)(end - start);
+    s->frame.data_lines = 1;
+    return true;
+}
+
+/* Read the whole line [line_start, end). Returns true if it ends a frame with content: a blank line, or a line of JSON. */
 static bool read_line(struct sse *s, const uint8_t *bytes, size_t end)
 {
     size_t start = s->line_start;
@@ -101,6 +115,8 @@ static bool read_line(struct sse *s, const uint8_t *bytes, size_t end)
         if (end - start >= 3 && memcmp(bytes + start, "\xef\xbb\xbf", 3) == 0)
             start += 3;
     }
+    if (s->lines)
+        return read_record(s, bytes, start, end);
     if (start < end) {
         read_field(s, bytes, start, end);
         return false;
@@ -121,7 +137,7 @@ static int cut(struct sse *s, const uint8_t *bytes, size_t size, sse_emit emit, 
     for (;;) {
         const uint8_t *at = bytes + frame;
         size_t left = size - frame;
-        size_t end = line_end(at, s->scanned, left);
+        size_t end = line_end(s, at, s->scanned, left);
         if (end == left) {
             s->scanned = left;
             *used = frame;
@@ -129,7 +145,7 @@ static int cut(struct sse *s, const uint8_t *bytes, size_t size, sse_emit emit, 
         }
         bool whole = read_line(s, at, end);
         size_t next = end + 1;
-        if (at[end] == '\r') {
+        if (at[end] == '\r') { /* only in an event stream */
             if (next == left)
                 s->after_cr = true;
             else if (at[next] == '\n')

@@ -4,6 +4,9 @@
  * Reads may be split anywhere. An event is passed on with the read that completes it, so a CR that ends a blank line ends the event at
  * once; an LF that follows in the next read belongs to the next frame. Every byte is passed on exactly once and in order: the frames of
  * a stream, joined, are the stream.
+ *
+ * Newline-delimited JSON (Ollama's streams) is read by the same framer with `lines` set: every line that ends in LF or CRLF and is not
+ * blank is one event.
  */
 #ifndef AQ_STREAM_SSE_H
 #define AQ_STREAM_SSE_H
@@ -50,6 +53,7 @@ struct sse {
     bool after_cr;   /* the last byte was a CR that ended a line: a LF now belongs to it */
     bool first_line; /* a byte order mark may follow */
     bool any_field;  /* the frame has more than blank lines */
+    bool lines;      /* newline-delimited JSON; set it before the first read */
 };
 
 /* max_frame: limit of an event's size, at most 2^32 - 1. */

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from bench_cases import MEMORY, TALK, ask
 from bench_cases import workload as build
+from fake_server import FakeServer
 
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
 
@@ -71,6 +75,16 @@ def test_responses_have_items():
     assert body["tools"][0]["name"] == "search_memory" and body["tools"][0]["type"] == "function"
 
 
+def test_ollama_has_options_and_arguments_as_objects():
+    body = endpoints.request_body("ollama", CHAT)
+    assert body["options"] == {"temperature": 0.0, "num_predict": 50} and body["think"] is False
+    assert body["messages"][2]["tool_calls"][0] == {
+        "function": {"name": "search_memory", "arguments": {"query": "robot"}}
+    }
+    assert body["messages"][3]["tool_name"] == "search_memory" and "max_tokens" not in body
+    assert CHAT["messages"][2]["tool_calls"][0] is CALL, "the conversation itself is not changed"
+
+
 def test_completions_are_text_and_refuse_tools(tmp_path):
     body = endpoints.request_body("completions", CHAT)
     assert body["prompt"].startswith("You are Annie.\nUser: What of my robot?") and body["prompt"].endswith(
@@ -126,3 +140,57 @@ def test_the_real_llama_cpp_gives_the_same_records_through_each_api(tmp_path):
     assert len(texts) == 3 and all(
         r.error is None and r.completion_tokens and r.endpoint == "completions" for r in texts
     )
+
+
+class Ollama(FakeServer):
+    """Answers /api/chat as Ollama's documentation has it."""
+
+    def __init__(self):
+        super().__init__(answer=None, style="ollama", model="m")
+
+    def _add_routes(self, app):
+        app.router.add_post("/api/chat", self._chat)
+        app.router.add_get("/v1/models", self._models)
+
+    async def _chat(self, request):
+        body = await request.json()
+        self.bodies.append(body)
+        reply = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await reply.prepare(request)
+        if body.get("tools"):
+            call = {"function": {"name": "search_memory", "arguments": {"query": "robot project"}}}
+            pieces = [{"message": {"role": "assistant", "content": "", "tool_calls": [call]}, "done": False}]
+        else:
+            words = ("It", " is", " Tokyo", ".")
+            pieces = [{"message": {"role": "assistant", "content": w}, "done": False} for w in words]
+        for piece in pieces:
+            await reply.write(json.dumps({"model": "m", **piece}).encode() + b"\n")
+            await asyncio.sleep(0.005)
+        end = {"model": "m", "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "stop"}
+        end |= {
+            "prompt_eval_count": 12,
+            "eval_count": len(pieces) + 1,
+            "prompt_eval_duration": 10**6,
+            "eval_duration": 10**7,
+        }
+        await reply.write(json.dumps(end).encode() + b"\n")
+        await reply.write_eof()
+        return reply
+
+
+def test_ollamas_native_stream_is_measured(tmp_path):
+    with Ollama() as server:
+        side = bench.Backend("ollama", server.url, endpoint="ollama")
+        done = bench.run([side], [FACTS, MEMORY], tmp_path, warmup=0, runs=1, with_memory=False)
+        assert server.bodies[-1]["model"] == "m" and server.bodies[-1]["options"]["num_predict"] == 50
+    rows = [r for r in read_records(tmp_path / "records.jsonl") if not r.warmup and r.workload != "smoke"]
+    assert len(rows) == 4 and not [r.error for r in rows if r.error]
+    fact = next(r for r in rows if r.workload == "factual")
+    assert (
+        fact.text == "It is Tokyo."
+        and fact.completion_tokens == 5
+        and fact.prompt_tokens == 12
+        and len(fact.itl_ms) == 3
+    )
+    assert fact.server_timings["predicted_ms"] == 10.0 and fact.first_content_ms < fact.last_token_ms <= fact.done_ms
+    assert done.aggregates.served["ollama"].gates["tool_call"].passes == 1

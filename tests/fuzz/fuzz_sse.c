@@ -5,7 +5,7 @@
  *              ./fuzz EXECUTIONS [SEED]      (a generator of the format's elements)
  *
  * Checks: every byte is passed on once and in order; the events do not depend on how the reads are split; data is inside its frame; no
- * frame exceeds the limit; only the limit stops the framer.
+ * frame exceeds the limit; only the limit stops the framer; newline-delimited JSON has one event per line that is not blank.
  */
 #include "fuzz_main.h"
 #include "stream/sse.h"
@@ -17,6 +17,7 @@ struct result {
     uint64_t digest; /* of the events' kinds and data, without frame boundaries */
     const uint8_t *input;
     size_t limit;
+    bool lines;
 };
 
 static uint64_t mix(uint64_t digest, const uint8_t *bytes, size_t size)
@@ -43,11 +44,12 @@ static int on_frame(void *context, const uint8_t *frame, size_t size, const stru
 }
 
 /* Feed `input` in reads whose sizes come from `cuts`; cut_size 0: in one read. */
-static int run(const uint8_t *input, size_t size, const uint8_t *cuts, size_t cut_size, size_t limit, struct result *s)
+static int run(const uint8_t *input, size_t size, const uint8_t *cuts, size_t cut_size, size_t limit, bool lines, struct result *s)
 {
     struct sse framer;
     sse_init(&framer, limit);
-    *s = (struct result){.input = input, .limit = limit};
+    framer.lines = lines;
+    *s = (struct result){.input = input, .limit = limit, .lines = lines};
     int status = SSE_OK;
     for (size_t at = 0, i = 0; at < size && status == SSE_OK; i++) {
         size_t step = cut_size ? 1u + cuts[i % cut_size] % 64 : size;
@@ -64,23 +66,42 @@ static int run(const uint8_t *input, size_t size, const uint8_t *cuts, size_t cu
     return status;
 }
 
+/* Return the number of lines that end in LF and are not blank, counted byte by byte. */
+static size_t count_lines(const uint8_t *bytes, size_t size)
+{
+    size_t lines = 0;
+    bool blank = true;
+    for (size_t i = size >= 3 && memcmp(bytes, "\xef\xbb\xbf", 3) == 0 ? 3 : 0; i < size; i++) {
+        if (bytes[i] == '\n') {
+            lines += !blank;
+            blank = true;
+        } else if (bytes[i] != '\r' && bytes[i] != ' ' && bytes[i] != '\t') {
+            blank = false;
+        }
+    }
+    return lines;
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     if (size < 4 || size > MOST)
         return 0;
     size_t cut_size = data[0] % 8;
+    bool lines = data[0] >= 128;
     if (size < 2 + cut_size)
         return 0;
     size_t limit = data[1] < 200 ? MOST * 2 : 16 + data[1] % 32;
     const uint8_t *input = data + 2 + cut_size;
     size_t input_size = size - 2 - cut_size;
     struct result whole, cut;
-    int a = run(input, input_size, NULL, 0, limit, &whole);
-    int b = run(input, input_size, data + 2, cut_size, limit, &cut);
+    int a = run(input, input_size, NULL, 0, limit, lines, &whole);
+    int b = run(input, input_size, data + 2, cut_size, limit, lines, &cut);
     if (limit > MOST)
         demand(a == SSE_OK && b == SSE_OK, "with a large limit nothing is refused");
     if (a == SSE_OK && b == SSE_OK)
         demand(whole.events == cut.events && whole.digest == cut.digest, "the split of reads does not change the events");
+    if (a == SSE_OK && lines)
+        demand(whole.events == count_lines(input, input_size), "each line that is not blank is one event");
     return 0;
 }
 
@@ -112,6 +133,7 @@ static size_t generate(uint8_t *input)
                                          "\xc3\xa9",
                                          "\xf0\x9f\xa6\x8a",
                                          "data: [DONE]\n\n",
+                                         "{\"done\":true}\n",
                                          "\t"};
     enum { PIECES = sizeof pieces / sizeof *pieces };
     size_t size = 0;

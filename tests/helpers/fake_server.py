@@ -101,7 +101,7 @@ class FakeServer:
         app.router.add_get("/metrics", self._metrics)
 
     async def _models(self, request: web.Request) -> web.Response:
-        owner = "llamacpp" if self.style == "llama.cpp" else "vllm"
+        owner = {"llama.cpp": "llamacpp", "ollama": "library"}.get(self.style, "vllm")
         return web.json_response(
             {
                 "object": "list",

@@ -1,10 +1,11 @@
-"""The other APIs' streams: plain completions, OpenAI's responses, Anthropic's messages.
+"""The other APIs' streams: plain completions, OpenAI's responses, Anthropic's messages, Ollama's newline-delimited JSON.
 
 The streams are written after the APIs' documentation; tests/bench/test_endpoints.py has the real llama.cpp server's.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -12,14 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_server import RawServer, chunk
 
-pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
 
-import annie_quant as aq
-from annie_quant.stream import decode
+import annie_quant as aq  # noqa: E402
+from annie_quant.stream import decode  # noqa: E402
+
+LIMIT = 1 << 24
 
 
 def named(kind: str, **fields) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), json.dumps({"type": kind, **fields}).encode())
+
+
+def line(**fields) -> bytes:
+    return (
+        json.dumps({"model": "m", "created_at": "2026-11-22T10:00:00Z", **fields}, ensure_ascii=False).encode() + b"\n"
+    )
 
 
 MESSAGES = [
@@ -61,6 +70,16 @@ RESPONSES = [
     named("response.completed", response={"status": "completed", "model": "m", "error": None, "incomplete_details": None,
           "usage": {"input_tokens": 30, "input_tokens_details": {"cached_tokens": 20}, "output_tokens": 21}}),
 ]  # fmt: skip
+OLLAMA = [
+    line(message={"role": "assistant", "content": "", "thinking": "Let me"}, done=False),
+    line(message={"role": "assistant", "content": "I will"}, done=False),
+    line(message={"role": "assistant", "content": " search."}, done=False),
+    line(message={"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "find", "arguments": {"q": "é"}}}]},
+         done=False),
+    line(message={"role": "assistant", "content": ""}, done=True, done_reason="stop", total_duration=9_000_000,
+         load_duration=1_000_000, prompt_eval_count=30, prompt_eval_duration=3_000_000, eval_count=21,
+         eval_duration=42_000_000),
+]  # fmt: skip
 COMPLETIONS = [
     b"data: %b\n\n" % json.dumps(chunk).encode()
     for chunk in (
@@ -73,8 +92,8 @@ COMPLETIONS = [
         },
     )
 ] + [b"data: [DONE]\n\n"]
-SSE = "text/event-stream"
-STREAMS = {"messages": (SSE, MESSAGES), "responses": (SSE, RESPONSES)}
+SSE, NDJSON = "text/event-stream", "application/x-ndjson"
+STREAMS = {"messages": (SSE, MESSAGES), "responses": (SSE, RESPONSES), "ollama": (NDJSON, OLLAMA)}
 
 
 def record_of(content_type: str, pieces: list[bytes]) -> dict:
@@ -101,13 +120,19 @@ def test_an_answer_is_the_same_record(api: str) -> None:
     assert record["first_event_ms"] <= order[0] and order == sorted(order) and order[2] <= record["last_token_ms"]
     assert record["completion_tokens"] == 21 and not record["tokens_estimated"]
     assert record["usage"]["prompt_tokens"] == 30
-    assert record["cached_tokens"] == 20
+    assert record["cached_tokens"] == (None if api == "ollama" else 20)
 
 
 def test_plain_completions() -> None:
     record = record_of(SSE, COMPLETIONS)
     assert record["text"] == "I will search." and record["finish_reason"] == "stop" and record["error"] is None
     assert record["completion_tokens"] == 21 and record["cached_tokens"] == 20 and record["token_events"] == 2
+
+
+def test_ollamas_own_times_have_llama_cpps_names() -> None:
+    timings = record_of(NDJSON, OLLAMA)["server_timings"]
+    assert timings == {"prompt_n": 30, "prompt_ms": 3.0, "prompt_per_token_ms": 0.1, "predicted_n": 21, "predicted_ms": 42.0,
+                       "predicted_per_token_ms": 2.0, "load_ms": 1.0}  # fmt: skip
 
 
 @pytest.mark.parametrize("api", STREAMS)
@@ -124,6 +149,7 @@ def test_errors_inside_the_stream() -> None:
             named("error", code="server_error", message="Overloaded", param=None),
             named("response.failed", response={"status": "failed", "error": {"code": "x", "message": "Overloaded"}}),
         ],
+        NDJSON: [json.dumps({"error": "Overloaded"}).encode() + b"\n"],
     }
     for content_type, events in errors.items():
         for event in events:
@@ -142,6 +168,10 @@ def test_lengths_that_end_an_answer() -> None:
     assert (
         record_of(SSE, [*RESPONSES[:7], named("response.incomplete", response=response)])["finish_reason"] == "length"
     )
+    assert (
+        record_of(NDJSON, [*OLLAMA[:3], line(done=True, done_reason="length", eval_count=8)])["finish_reason"]
+        == "length"
+    )
 
 
 def test_a_tool_call_that_has_no_pieces() -> None:
@@ -154,8 +184,72 @@ def test_a_tool_call_that_has_no_pieces() -> None:
     assert record_of(SSE, events)["tool_calls"] == [{"id": "t1", "name": "find", "arguments": '{"q":1}'}]
 
 
+# ---- newline-delimited JSON in the C framer
+
+
+def lines_of(body: bytes) -> list[bytes]:
+    """The data of each whole line that is not blank, without the framer."""
+    return [t for part in body.removeprefix(b"\xef\xbb\xbf").split(b"\n")[:-1] if (t := part.rstrip(b"\r \t"))]
+
+
+def framed(reads: tuple[bytes, ...]) -> list[bytes]:
+    rows = _stream.cut(reads, LIMIT, True)
+    assert b"".join(row[-1] for row in rows) == b"".join(reads), "every byte comes out once, in order"
+    return [raw[start : start + size] for kind, _, _, start, size, raw in rows if kind in (decode.DATA, decode.DONE)]
+
+
+BODIES = [
+    b"".join(OLLAMA),
+    b"\r\n".join(p.rstrip() for p in OLLAMA) + b"\r\n",
+    b"\n\n{}\n \r\n{}\n{",
+    b'{"a":\r1}\n',
+    b"",
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_lines_at_every_split(body: bytes) -> None:
+    for at in range(len(body) + 1):
+        assert framed((body[:at], body[at:])) == lines_of(body)
+
+
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([MESSAGES, RESPONSES]), st.data())
+@given(
+    st.lists(
+        st.sampled_from(
+            [b"{", b"}", b"\n", b"\r", b"\r\n", b" ", b"data: x", b'"\xc3\xa9"', b"\xef\xbb\xbf", b"[DONE]"]
+        )
+    ),
+    st.lists(st.integers(0, 40), max_size=5),
+)
+def test_any_lines_in_any_reads(pieces: list[bytes], cuts: list[int]) -> None:
+    body = b"".join(pieces)
+    edges = [0, *sorted(min(c, len(body)) for c in cuts), len(body)]
+    reads = tuple(body[a:b] for a, b in itertools.pairwise(edges))
+    assert framed(reads) == lines_of(body)
+
+
+@pytest.mark.parametrize(
+    "content_type", [NDJSON, "application/ndjson", "application/jsonl", "Application/JSONL; charset=utf-8"]
+)
+def test_each_name_of_newline_delimited_json_is_a_stream(content_type: str) -> None:
+    record = record_of(content_type, OLLAMA)
+    assert record["error"] is None and record["completion_tokens"] == 21
+
+
+def test_the_last_line_needs_no_line_end() -> None:
+    record = record_of(NDJSON, [*OLLAMA[:-1], OLLAMA[-1].rstrip()])
+    assert record["error"] is None and record["completion_tokens"] == 21
+    assert "inside an event" in record_of(NDJSON, [*OLLAMA[:-1], OLLAMA[-1][:-9]])["warnings"][0]
+
+
+def test_a_line_over_the_limit_ends_the_request() -> None:
+    with pytest.raises(ValueError, match="over 100 bytes"):
+        _stream.cut((b"x" * 200 + b"\n",), 100, True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([MESSAGES, RESPONSES, OLLAMA]), st.data())
 def test_a_field_of_any_type_gives_a_record(pieces: list[bytes], data: st.DataObject) -> None:
     """One value anywhere in one event is replaced: there is an answer, or a named fault; nothing is raised."""
     at = data.draw(st.integers(0, len(pieces) - 1))

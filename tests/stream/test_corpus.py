@@ -138,6 +138,7 @@ ANSWERS = {
     "not a stream": Answer(200, JSON, [b'{"choices": []}'], framing="length"),
     "no content type": Answer(200, [], list(HELLO)),
     "compressed": Answer(200, [("Content-Type", "text/event-stream"), ("Content-Encoding", "gzip")], [b"\x1f\x8b"]),
+    "lines of JSON": Answer(200, [("Content-Type", "application/x-ndjson")], [b'{"a": 1}\n{"b": 2}\n']),
     "early hints": Answer(chunks=list(HELLO), interim=3),
     "trailers": Answer(chunks=list(HELLO), trailers=[("X-Sum", "1"), ("Server", "trailer")]),
     "fields with strange values": Answer(

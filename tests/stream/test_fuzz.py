@@ -48,6 +48,11 @@ BREAKS = {
     "sse": {
         "forgets a CR between reads": ("s->after_cr = true;", "s->after_cr = false;"),
         "loses pending bytes": ("s->pending_size -= used;", "s->pending_size -= used + (s->pending_size > used);"),
+        "ends a line of JSON at a CR": ("s->lines ? NULL : memchr(", "memchr("),
+        "counts a blank line as JSON": (
+            "if (start == end)\n        return false;",
+            "if (start > end)\n        return false;",
+        ),
         "accepts a byte order mark anywhere": ("s->first_line = false;", "s->first_line = s->pending_size > 8;"),
     },
     "http1": {

@@ -97,10 +97,12 @@ def write(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress = SILENT,
     resume: bool = False,
+    write_shards: Callable[[Path, list[ShardPlan], ByteProgress], None] | None = None,
 ) -> list[Path]:
     """Write the planned tensors into `folder` and return the paths of the shards.
 
     resume: keep shards that an earlier run completed (same header). They must be of the same source: see staging.py.
+    write_shards: writes the missing shards; None writes them here, one after the other.
     The index is written last. Raises DiskFull where the disk has not enough space.
     """
     folder = Path(folder)
@@ -110,8 +112,11 @@ def write(
     need_room(folder, sum(s.size_bytes for s in missing))
     total = sum(s.work_bytes for s in shards)
     done = ByteProgress(progress, total, done_before=total - sum(s.work_bytes for s in missing))
-    for shard in missing:
-        write_shard(folder, shard, done)
+    if write_shards is not None:
+        write_shards(folder, missing, done)
+    else:
+        for shard in missing:
+            write_shard(folder, shard, done)
     write_index(folder, shards)
     return [folder / s.name for s in shards]
 

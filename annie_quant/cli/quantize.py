@@ -41,6 +41,7 @@ from annie_quant.errors import CheckpointError
 )
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A strategy's own setting; repeatable.")
 @click.option("--effort", type=click.Choice(["fast", "normal", "max"]), help="best: how much it searches and learns.")
+@click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one here).')
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--output", required=True, type=PATH, help="Folder of the new checkpoint.")
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
@@ -60,6 +61,7 @@ def quantize(
     kv_cache: str | None,
     settings: tuple[str, ...],
     effort: str | None,
+    ray: str | None,
     seed: int,
     output: Path,
     force: bool,
@@ -102,7 +104,7 @@ def quantize(
             seed=seed,
             allow_prompt_mismatch=allow_prompt_mismatch,
             kv_cache=kv_cache,
-            **options,
+            **options | ({"ray": ray} if ray else {}),
         )
     if as_json:
         emit(result)

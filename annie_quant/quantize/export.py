@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -16,9 +17,9 @@ from annie_quant.checkpoint import quantized_tensors, writer
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import Planned
+from annie_quant.checkpoint.writer import Planned, ShardPlan
 from annie_quant.errors import CheckpointError
-from annie_quant.progress import SILENT, Progress
+from annie_quant.progress import SILENT, ByteProgress, Progress
 from annie_quant.quantize.formats import FP8, GROUP, QUANTIZED_INPUTS
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan
@@ -31,10 +32,11 @@ def export(
     shard_bytes: int = writer.DEFAULT_SHARD_BYTES,
     progress: Progress = SILENT,
     resume: bool = False,
+    write_shards: Callable[[Path, list[ShardPlan], ByteProgress], None] | None = None,
 ) -> None:
-    """Write tensors and settings into job.output. The last three parameters are those of checkpoint.writer.write."""
+    """Write tensors and settings into job.output. The last four parameters are those of checkpoint.writer.write."""
     check(folder, plan)
-    writer.write(job.output, planned_tensors(folder, plan), shard_bytes, progress, resume)
+    writer.write(job.output, planned_tensors(folder, plan), shard_bytes, progress, resume, write_shards)
     writer.write_settings(
         job.output, folder.config, modelopt.settings(plan.formats, excluded_names(folder, plan), GROUP)
     )

@@ -1,7 +1,7 @@
 """direct: NVFP4 straight from the shards by the C codec. No GPU, no ModelOpt, no torch, bounded memory.
 
 Activations stay bf16 (W4A16) unless input scales are given: nothing is calibrated, so no text is needed. An interrupted
-run resumes after its last complete shard.
+run resumes after its last complete shard, and shards may be made by several machines (distributed.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from annie_quant.checkpoint import dialects
+from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import source_key
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.files import read_json
 from annie_quant.models import short_name
-from annie_quant.progress import Progress
-from annie_quant.quantize.export import export
+from annie_quant.progress import ByteProgress, Progress
+from annie_quant.quantize.export import export, planned_tensors
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan
@@ -30,7 +30,22 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 
 
 def quantize(job: Job, progress: Progress) -> None:
     folder = ModelFolder(job.model)
-    export(folder, job, make_plan(folder, job), parse_size(job.options["shard_size"]), progress, resume=True)
+    shard_bytes = parse_size(job.options["shard_size"])
+
+    def on_cluster(folder: Path, shards: list[writer.ShardPlan], done: ByteProgress) -> None:
+        from annie_quant.quantize import distributed
+
+        distributed.write_shards(job, write_shard, shards, done)
+
+    write_shards = on_cluster if job.options["ray"] else None
+    export(folder, job, make_plan(folder, job), shard_bytes, progress, resume=True, write_shards=write_shards)
+
+
+def write_shard(job: Job, name: str) -> None:
+    """Write one shard of the output by its name: what a worker of a cluster does."""
+    folder = ModelFolder(job.model)
+    shards = writer.layout(planned_tensors(folder, make_plan(folder, job)), parse_size(job.options["shard_size"]))
+    writer.write_shard(job.output, next(s for s in shards if s.name == name))
 
 
 def make_plan(folder: ModelFolder, job: Job) -> Plan:
@@ -59,7 +74,7 @@ def resume_key(job: Job) -> dict[str, object]:
         "source": source_key(ModelFolder(job.model)),
         "exclude": job.exclude,
         "scale": job.scale,
-        "options": job.options,
+        "options": {k: v for k, v in job.options.items() if k != "ray"},
         "inputs": repr(list(read_input_scales(file).items()) if file else []),
     }
 
@@ -100,6 +115,7 @@ STRATEGY = Strategy(
     options={
         "shard_size": Option("5GB", "size of the output's files: 500MB, 5GB"),
         "input_scales": Option("", "for W4A4: a JSON file {module: input_scale}, or a quantized checkpoint's folder"),
+        "ray": Option("", 'address of a Ray cluster that makes the shards ("local" starts one here)'),
     },
     requires=(),
     resume_key=resume_key,

@@ -119,7 +119,7 @@ def old_runtimes(folder: ModelFolder, linears: dict[str, Linear], config: QuantC
     if config.algo == "MIXED_PRECISION":
         return "no", "mixed precision is not loaded"
     if runtime_names.named_form(folder) is None:
-        return "unknown", "config.json names no dense Qwen3.5"
+        return "unknown", "these versions are judged for dense Qwen3.5 only"
     reason = runtime_names.obstacle_on_old_runtimes(folder)
     return "no" if reason else "yes", f"{reason} (annie-quant audit --repair --names old)" if reason else ""
 

@@ -45,7 +45,7 @@ def documents(persona: Persona, n: int, seed: int = 0) -> Iterator[WorkloadFile]
 def _document(persona: Persona, name: str, gates: tuple[str, ...], cases: list[CaseFile]) -> WorkloadFile:
     return WorkloadFile(
         name=name,
-        description=f"{name.replace('_', ' ')} of {persona.name}, made from the tools' schemas",
+        description=f"{name.replace('_', ' ')} of {persona.name}" + ", made from the tools' schemas" * bool(persona.tools),
         tools="persona" if persona.tools else None,
         persona=persona.source or None,
         max_tokens=MAX_TOKENS,

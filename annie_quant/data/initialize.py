@@ -284,7 +284,8 @@ def fill_up(persona: Persona, behaviours: dict[str, int], lines: list[str], seed
         for case in document.cases:
             for name in _behaviours_of(case):
                 behaviours[name] = behaviours.get(name, 0) + 1
-    lines.append(f"{sum(len(d.cases) for d in stored)} gate prompts are made from the tools' schemas (generated_*)")
+    source = "from the tools' schemas" if persona.tools else "by the offline teacher, without tools"
+    lines.append(f"{sum(len(d.cases) for d in stored)} gate prompts are made {source} (generated_*)")
     return stored
 
 

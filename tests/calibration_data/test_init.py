@@ -194,6 +194,12 @@ def test_a_prompt_and_tools_alone_are_filled_up_by_the_offline_teacher(tmp_path)
     assert all(w.system_prompt == "Be the house." for w in resolve(tmp_path / "mine"))
 
 
+def test_prompts_of_a_persona_without_tools_are_not_from_schemas(tmp_path):
+    lines = initialize(Sources("Be brief.", []), tmp_path / "mine").lines
+    assert any(line.endswith("gate prompts are made by the offline teacher, without tools (generated_*)") for line in lines)
+    assert not any("schemas" in line for line in lines)
+
+
 def test_requests_without_answers_are_prompts_and_the_lack_of_calibration_data_is_named(tmp_path):
     lines = [json.dumps({"messages": [{"role": "user", "content": f"question {i} of {i * 13}"}]}) for i in range(30)]
     (tmp_path / "l.jsonl").write_text("\n".join(lines))

@@ -1,7 +1,7 @@
 """What a harmless change of arithmetic does to bf16's own answers: the floor of every comparison with them.
 
-The reference answers each prompt again, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums
-in another order). Such an answer is as good as the first. A checkpoint loses a gate that compares with bf16's own answers only
+The reference answers again, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums in another order): a
+sample of the prompts and all whose answer is uncertain (ensemble.py). Such an answer is as good as the first. A checkpoint loses a gate that compares with bf16's own answers only
 if it changes more of them than that (judge/decision/paired.py).
 """
 
@@ -33,9 +33,11 @@ def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answer
 
 def _compute(pair: ModelPair, answered: Sequence[Answered]) -> list[Completion]:
     profile, order = ensemble.second_arithmetic(pair, find_profile("bf16"))
-    engine, everything = pair.reference.engine(), range(len(answered))
+    reference, everything = pair.reference, range(len(answered))
+    base = ensemble.choose(pair, reference.scores, answered, everything, "bf16: margins")
+    engine = reference.engine()
     with emulate(engine.model, profile, order):
-        choices = ensemble.choose(pair, engine, answered, everything, NAME)
-        differences = ensemble.differences_of(choices)
+        choices, _, _ = ensemble.perturbed(pair, engine, answered, base, NAME)
+        differences = {i: choices[i].difference if i in choices else None for i in everything}
         outcomes = ensemble.answers_of(pair, engine, answered, everything, differences, NAME)
     return [outcomes[i].completion for i in everything]

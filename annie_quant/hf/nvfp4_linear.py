@@ -154,6 +154,14 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
         self.cache = cache
         self.dense = None if cache == "packed" else self.rows(0, self.out_features, CACHE_DTYPE[cache])
 
+    def reorder(self, permutation: torch.Tensor | None, parts: int) -> None:
+        """Sum in another order from now on (emulation.SumOrder). Dequantized weights are stored in that order, in place."""
+        if self.dense is not None and self.permutation is not None:
+            self.dense = self.dense[:, self.permutation.argsort()]
+        if self.dense is not None and permutation is not None:
+            self.dense = self.dense[:, permutation]
+        self.permutation, self.parts = permutation, parts
+
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights of output rows start to stop, [stop - start, K] in `dtype`."""
         tensor_scale, divisor, _ = self.scalars()

@@ -79,7 +79,9 @@ def run(
     def add(suffix: str, arithmetic: str, computed: Differences) -> None:
         touched = {answered[i].request.conversation for i in computed}
         indices = [i for i, a in enumerate(answered) if a.request.conversation in touched]
-        differences = {i: computed.get(i) for i in indices}  # the turns before a conversation's first computed one are certain
+        differences = {
+            i: computed.get(i) for i in indices
+        }  # the turns before a conversation's first computed one are certain
         part = answers_of(pair, pair.engine, answered, indices, differences, f"{name}+{suffix}")
         changed = sum(part[i].completion != outcomes[i].completion for i in computed)
         merged = [part[i] if i in computed else o for i, o in enumerate(outcomes)]
@@ -149,7 +151,8 @@ def choose(
 ) -> dict[int, Choices]:
     """Score the reference's answers to the prompts of these indices, and return the model's choices by index.
 
-    scores: the model's logits of rows, as Engine.scores returns them. base: choices whose two best tokens the margins are of; None: the model's own two best.
+    scores: the model's logits of rows, as Engine.scores returns them. base: choices whose two best tokens the margins are of;
+    None: the model's own two best.
     """
     scored = pair.scored([answered[i] for i in indices])
     rows = [Row(s.prompt, s.target) for s in scored]
@@ -190,7 +193,7 @@ def answers_of(
 
 
 def margin_noise(base: Mapping[int, Choices], other: Mapping[int, Choices]) -> float:
-    """Return the standard deviation of the change of the margin between base's two best tokens, from its median over other's tokens."""
+    """Return the standard deviation of the change of the margin between base's two best tokens, from its median over tokens."""
     changes = [base[i].margins - other[i].margins for i in other]
     return float(np.median(np.abs(np.concatenate(changes)))) / NORMAL_MEDIAN if changes else 0.0
 

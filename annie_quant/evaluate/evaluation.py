@@ -34,9 +34,12 @@ from annie_quant.hf.loading import profiles_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
 from annie_quant.hf.profiles import find_profile, is_supported
 from annie_quant.judge import Answer, Case, Workload, evidence
+from annie_quant.judge.answers import constant_answer
+from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
 from annie_quant.judge.not_lost import compares_with_reference, reference_notes
 from annie_quant.judge.pairing import deciding_checks
+from annie_quant.judge.sample import shortages
 from annie_quant.persona import Persona
 from annie_quant.progress import Progress
 from annie_quant.schema import (
@@ -106,7 +109,7 @@ def evaluate(
         model_dir, reference_dir, cache=cache, dtype=dtype, device=device, rows=rows, progress=progress
     ) as pair:
         result = evaluate_pair(
-            pair, chosen, numerics, conversations, n_conversations, text, with_ensemble, faults=faults
+            pair, chosen, numerics, conversations, n_conversations, text, with_ensemble, faults=faults, n=n_per_gate
         )
     return result.to_dict()
 
@@ -140,10 +143,12 @@ def evaluate_pair(
     with_ensemble: bool = True,
     on_outcomes: Callable[[str, list[Completion]], None] = lambda member, completions: None,
     faults: Sequence[str] = (),
+    n: int | None = None,
 ) -> Evaluation:
     """evaluate for models that are loaded already; the same parameters.
 
     on_outcomes: called with each member's name and its answers to all prompts. faults: of the export, which forbid "keeps".
+    n: prompts per gate that were requested; a note names the gates with fewer.
     """
     workloads, n_repeated = judge.distinct_prompts(workloads)
     for name in numerics:
@@ -175,14 +180,19 @@ def evaluate_pair(
             pair, name, answered, before, floor, conversation_part, text_part, with_ensemble
         )
         on_outcomes(name, [o.completion for o in outcomes])
+        own = [pair.template.answer(o.request, o.completion) for o in outcomes]
+        if constant := constant_answer(own, [answer for _, _, answer in before]):
+            blocking.append(f"{name}: {constant}, which bf16 does not give")
         if further is not None:
             for m in further.members:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])
             figures[name] = further.figures
             members |= {m.name: member_of(pair, m, answered, before, floor) for m in further.members}
     prompts, reference_outcomes = gate_outcomes(before, answered)
+    floor_outcomes = {k: v for k, v in gate_outcomes(floor, answered)[1].items() if k in REFERENCE_GATES}
     evaluation = Evaluation(
         schema_version=SCHEMA_VERSION,
+        rule=RULE,
         version=__version__,
         model=str(pair.model_dir),
         reference=str(pair.reference_dir),
@@ -197,6 +207,7 @@ def evaluate_pair(
         + own_files.notes
         + notes(numerics, supported, pair.model)
         + repeated_notes(n_repeated)
+        + list(shortages(workloads, n or 0))
         + template_notes(pair.template, workloads)
         + [
             f"{w.name}: {', '.join(w.informative)} for information only, as the workload states"
@@ -209,8 +220,8 @@ def evaluate_pair(
         seconds=time.monotonic() - pair.start,
         prompts=prompts,
         reference_outcomes=reference_outcomes,
-        floor_outcomes={k: v for k, v in gate_outcomes(floor, answered)[1].items() if k in REFERENCE_GATES},
-        floor={k: v for k, v in judge.pair_answers(before, floor)[0].items() if k in REFERENCE_GATES},
+        floor_outcomes=floor_outcomes,
+        floor=evidence.floor_pairs(prompts, reference_outcomes, floor_outcomes),
         members=members,
         ensemble=figures,
         reference_drafts=reference_drafts(pair, answered),

@@ -216,6 +216,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     checkpoint_files, reference_files: None in evaluations of version 0.2.0.
     blocking: reasons that forbid the verdict "keeps", such as a broken export.
     evidence_sha256: digest of what the verdict is counted from (judge/evidence.py).
+    rule: version of the rule that decided (judge.decision.RULE), 0 in evaluations of version 0.2.0 and older.
     """
 
     schema_version: int
@@ -246,6 +247,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     reference_files: ModelFiles | None = None
     blocking: list[str] = []
     evidence_sha256: str = ""
+    rule: int = 0
 
     def outcomes(self) -> dict[str, dict[str, str]]:
         """Return the outcomes of all members, those of `numerics` first."""

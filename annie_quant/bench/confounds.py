@@ -123,10 +123,7 @@ def _prompt_tokens(everyone: Sequence[str], records: Records) -> list[Confound]:
 
 
 def _different_answers(everyone: Sequence[str], records: Records, config: BenchConfig) -> list[Confound]:
-    """Two formats of one model start most greedy answers alike; otherwise they are two models, or one is broken.
-
-    A side that answers different questions with one text is broken too.
-    """
+    """Two formats of one model start most greedy answers alike, and none gives one answer to different questions."""
     answers: dict[str, dict[tuple[str, str], RequestRecord]] = defaultdict(dict)
     for record in records:
         if record.workload in config.greedy and record.turn == 0:
@@ -137,9 +134,9 @@ def _different_answers(everyone: Sequence[str], records: Records, config: BenchC
         if constant := constant_answer([answers[a][key] for key in both], [answers[b][key] for key in both]):
             findings.append(_finding("constant_answers", "confound", f"{a} gives {constant}, {b} does not", a, b))
     for a, b in itertools.combinations(everyone, 2):
-        pairs = [(opening(answers[a][key]), opening(answers[b][key])) for key in answers[a].keys() & answers[b].keys()]
+        pairs = ([answers[side][key].text.split() for side in (a, b)] for key in answers[a].keys() & answers[b].keys())
         shared = [pair for pair in pairs if all(pair)]
-        equal = sum(first == second for first, second in shared)
+        equal = sum(first[:OPENING_WORDS] == second[:OPENING_WORDS] for first, second in shared)
         if len(shared) >= LEAST_ANSWERS and equal < LEAST_EQUAL_SHARE * len(shared):
             message = (
                 f"{a} and {b} start only {equal} of {len(shared)} greedy answers with the same {OPENING_WORDS} "
@@ -147,10 +144,6 @@ def _different_answers(everyone: Sequence[str], records: Records, config: BenchC
             )
             findings.append(_finding("different_answers", "confound", message, a, b))
     return findings
-
-
-def opening(record: RequestRecord) -> list[str]:
-    return record.text.split()[:OPENING_WORDS]
 
 
 # ---- the whole run

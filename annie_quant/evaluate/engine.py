@@ -24,7 +24,7 @@ from annie_quant.hf.emulation import profile_of
 from annie_quant.hf.profiles import CPU_KERNELS
 
 MAX_LOGITS = 1 << 25  # logits in memory at one time
-TOKENS = 1024  # per forward on a CPU: 512 to 2048 take 10 % less time than 4096 (tests/perf/runtime.md)
+TOKENS = {"cpu": 1024}  # per forward; on a CPU 512 to 2048 take 10 % less time than 4096 (tests/perf/runtime.md)
 COMPARED_TOKENS = 2048  # that a GPU compares at once; a CPU compares each answer alone
 LAUNCH_FLOP = 5e11  # what an H200 computes while the kernels of one forward through eight layers are launched
 LEAST_TOKENS, MOST_TOKENS = 4096, 32768  # per forward on a GPU; the most are for a small model
@@ -59,9 +59,8 @@ class Engine:
     def __init__(self, model: Any, tokens: int | None = None, rows: int = 128, group: ProcessGroup = SINGLE) -> None:
         self.model, self.rows, self.group = model, rows, group
         self.device = next(model.parameters()).device
-        gpu = self.device.type == "cuda"
-        launched = tokens_per_launch(model.config.get_text_config()) if gpu else 0
-        self.tokens = tokens or (max(LEAST_TOKENS, launched) if gpu else TOKENS)
+        launched = tokens_per_launch(model.config.get_text_config()) if self.device.type == "cuda" else 0
+        self.tokens = tokens or max(TOKENS.get(self.device.type, LEAST_TOKENS), launched)
         self.group_cost = max(GROUP_COST, launched)
         self.config = model.config.get_text_config()
         self.layer_types = getattr(self.config, "layer_types", None) or (
@@ -74,7 +73,7 @@ class Engine:
         self.head = model.get_output_embeddings()
         self.vocabulary = int(getattr(self.head, "out_features", 0) or self.head.weight.shape[0])
         self.compared_tokens = 1 if self.device.type == "cpu" else min(COMPARED_TOKENS, MAX_LOGITS // self.vocabulary)
-        self.captures = gpu
+        self.captures = self.device.type == "cuda"
         self.capture_stream = torch.cuda.Stream(self.device) if self.captures else None
         self.fixed_buffers = self.captures and can_fix_buffers(model)
 

@@ -9,14 +9,12 @@ Under one numerics NAME the members are
                token by token from the prompt (the recurrent form of DeltaNet and attention over a cache instead of one forward
                over the answer), and with DeltaNet's beta rounded where the profile rounds the stream and not beta, as SGLang and
                older versions of vLLM do
-The batch itself has as many rows as the others: a row's float32 product does not depend on the rows next to it on most devices.
-tests/evaluate/test_ensemble.py checks that each perturbation changes logits, and by no more than rounding.
+Batches have as many rows in all members: on most devices a row's float32 product does not depend on the rows next to it.
 An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is
 above the second by less than MARGIN_FACTOR times the noise, and so are the later turns of its conversation. The noise is the
 change of such margins between those two arithmetics (its median, as the standard deviation of a normal distribution) in a seeded
-sample of NOISE_ANSWERS answers. All other answers are certain, and further members have those of NAME. So a prompt whose answer
-agrees costs one forward. With all prompts computed by all members, tiny-annie's naive checkpoint under W4A4 (151 answers,
-2026-11-22) had 22 answers that changed under perm1; a factor of 0.5 missed none of them.
+sample of NOISE_CONVERSATIONS conversations. All other answers are certain: further members have those of NAME (measured:
+docs/numerics.md).
 
 Neither ties nor batch cuts decide: equal logits (frequent in bfloat16) give the token of the lowest index on every device, and an
 answer that hangs on a tie or on a batch's cut has a small margin, so all members compute it, and the verdict is taken over members.
@@ -41,11 +39,11 @@ from annie_quant.schema import EnsembleFigures
 
 MARGIN_FACTOR = 3.0
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
-NOISE_ANSWERS = 128  # about 2,000 tokens: the noise is known to a few percent
+NOISE_CONVERSATIONS = 100  # about 2,000 tokens: the noise is known to a few percent
 PERMUTED = SumOrder(permutation=1)
 SPLIT = SumOrder(parts=3)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
 FROM_THE_PROMPT = Difference(0, None)
-Differences = Mapping[int, Difference | None]  # by the answer's index
+Differences = Mapping[int, Difference | None]  # by the answer's index; an answer that is not in it is the reference's
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,6 @@ class MemberOutcomes:
     n_changed: int
 
 
-@dataclass(frozen=True)
-class Ensemble:
-    members: list[MemberOutcomes]
-    figures: EnsembleFigures
-
-
 def run(
     pair: ModelPair,
     name: str,
@@ -72,17 +64,12 @@ def run(
     answered: Sequence[Answered],
     base: Mapping[int, Choices],
     outcomes: Sequence[Outcome],
-) -> Ensemble:
+) -> tuple[list[MemberOutcomes], EnsembleFigures]:
     """Return the further members of a numerics. base, outcomes: choices and answers of the member NAME, for all prompts."""
-    members = []
+    members: list[MemberOutcomes] = []
 
     def add(suffix: str, arithmetic: str, computed: Differences) -> None:
-        touched = {answered[i].request.conversation for i in computed}
-        indices = [i for i, a in enumerate(answered) if a.request.conversation in touched]
-        differences = {
-            i: computed.get(i) for i in indices
-        }  # the turns before a conversation's first computed one are certain
-        part = answers_of(pair, pair.engine, answered, indices, differences, f"{name}+{suffix}")
+        part = answers_of(pair, pair.engine, answered, computed, f"{name}+{suffix}")
         changed = sum(part[i].completion != outcomes[i].completion for i in computed)
         merged = [part[i] if i in computed else o for i, o in enumerate(outcomes)]
         members.append(MemberOutcomes(f"{name}+{suffix}", arithmetic, merged, len(computed), changed))
@@ -98,18 +85,15 @@ def run(
             add(f"perm{PERMUTED.permutation}", describe(profile, PERMUTED), differences_of(choices))
     other_beta = with_rounded_beta(profile)
     with emulate(pair.model, other_beta, SPLIT):
-        text = f"{describe(other_beta, SPLIT)}, decoded token by token"
-        add("cut16", text, dict.fromkeys(uncertain, FROM_THE_PROMPT))
-    return Ensemble(members, EnsembleFigures(noise, len(uncertain), len(answered)))
+        from_prompts = dict.fromkeys(uncertain, FROM_THE_PROMPT)
+        add("cut16", f"{describe(other_beta, SPLIT)}, decoded token by token", from_prompts)
+    return members, EnsembleFigures(noise, len(uncertain), len(answered))
 
 
 def perturbed(
     pair: ModelPair, engine: Engine, answered: Sequence[Answered], base: Mapping[int, Choices], text: str
 ) -> tuple[dict[int, Choices], float, list[int]]:
-    """Return a second arithmetic's choices of a sample and of all uncertain answers, the noise, and which are uncertain.
-
-    base: the choices of the first arithmetic. engine: its model computes in the second one.
-    """
+    """Return the choices of engine's model of a sample and of all uncertain answers, the noise against base, which are uncertain."""
     other = choose(pair, engine.scores, answered, sampled(answered), text, base)
     noise = margin_noise(base, other)
     rest = [i for i in uncertain_answers(answered, base, other, noise) if i not in other]
@@ -118,15 +102,10 @@ def perturbed(
 
 
 def sampled(answered: Sequence[Answered]) -> list[int]:
-    """Return the indices of a seeded sample of NOISE_ANSWERS answers or a few more, with all turns of their conversations."""
-    conversations: dict[tuple[str, str], list[int]] = {}
-    for i, a in enumerate(answered):
-        conversations.setdefault(a.request.conversation, []).append(i)
-    indices: list[int] = []
-    for key in random.Random(0).sample(sorted(conversations), len(conversations)):
-        if len(indices) < NOISE_ANSWERS:
-            indices += conversations[key]
-    return sorted(indices)
+    """Return the indices of a seeded sample of conversations, with all of their turns."""
+    conversations = list(dict.fromkeys(a.request.conversation for a in answered))
+    chosen = set(random.Random(0).sample(conversations, min(NOISE_CONVERSATIONS, len(conversations))))
+    return [i for i, a in enumerate(answered) if a.request.conversation in chosen]
 
 
 def second_arithmetic(pair: ModelPair, profile: Profile) -> tuple[Profile, SumOrder]:
@@ -151,8 +130,7 @@ def choose(
 ) -> dict[int, Choices]:
     """Score the reference's answers to the prompts of these indices, and return the model's choices by index.
 
-    scores: the model's logits of rows, as Engine.scores returns them. base: choices whose two best tokens the margins are of;
-    None: the model's own two best.
+    scores: as Engine.scores. base: choices whose two best tokens the margins are of; None: the model's own two best.
     """
     scored = pair.scored([answered[i] for i in indices])
     rows = [Row(s.prompt, s.target) for s in scored]
@@ -171,16 +149,10 @@ def differences_of(choices: Mapping[int, Choices]) -> dict[int, Difference | Non
 
 
 def answers_of(
-    pair: ModelPair,
-    engine: Engine,
-    answered: Sequence[Answered],
-    indices: Sequence[int],
-    differences: Differences,
-    name: str,
-) -> dict[int, Outcome]:
-    """Return the model's own answers to the prompts of these indices, decoded from where they differ from the reference's."""
-    own = {j: differences[i] for j, i in enumerate(indices)}
-    n_different = sum(d is not None for d in own.values())
+    pair: ModelPair, engine: Engine, answered: Sequence[Answered], differences: Differences, name: str
+) -> list[Outcome]:
+    """Return the model's own answers to all prompts, decoded from where they differ from the reference's."""
+    n_different = sum(d is not None for d in differences.values())
     n_finished = 0
 
     def on_finished(n: int) -> None:
@@ -188,8 +160,7 @@ def answers_of(
         n_finished += n
         pair.progress.update(n_finished, None, f"{name}: answering from the first difference ({n_different})")
 
-    part = answer_from_differences(engine, pair.template, [answered[i] for i in indices], own, on_finished)
-    return dict(zip(indices, part, strict=True))
+    return answer_from_differences(engine, pair.template, answered, differences, on_finished)
 
 
 def margin_noise(base: Mapping[int, Choices], other: Mapping[int, Choices]) -> float:

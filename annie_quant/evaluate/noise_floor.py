@@ -33,11 +33,9 @@ def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answer
 
 def _compute(pair: ModelPair, answered: Sequence[Answered]) -> list[Completion]:
     profile, order = ensemble.second_arithmetic(pair, find_profile("bf16"))
-    reference, everything = pair.reference, range(len(answered))
-    base = ensemble.choose(pair, reference.scores, answered, everything, "bf16: margins")
-    engine = reference.engine()
+    base = ensemble.choose(pair, pair.reference.scores, answered, range(len(answered)), "bf16: margins")
+    engine = pair.reference.engine()
     with emulate(engine.model, profile, order):
         choices, _, _ = ensemble.perturbed(pair, engine, answered, base, NAME)
-        differences = {i: choices[i].difference if i in choices else None for i in everything}
-        outcomes = ensemble.answers_of(pair, engine, answered, everything, differences, NAME)
-    return [outcomes[i].completion for i in everything]
+        outcomes = ensemble.answers_of(pair, engine, answered, ensemble.differences_of(choices), NAME)
+    return [outcome.completion for outcome in outcomes]

@@ -181,12 +181,6 @@ class Reference:
             self.cache.add({key: c for (key, _), c in zip(part, completions, strict=True)})
         return [self.cache.answers[k] for k in keys]
 
-    def logit_pairs(self, engine: Engine, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield (row index, logits of `engine`'s model, the reference's logits), both float32 [len(target), V]."""
-        for (i, logits), (j, expected) in zip(engine.scores(rows), self.scores(rows), strict=True):
-            assert i == j
-            yield i, logits, expected
-
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (row index, the reference's logits), as Engine.scores does.
 

@@ -52,13 +52,8 @@ def from_record(record: Mapping[str, Any]) -> Answer:
 
 
 def constant_answer(own: Sequence[Answer | RequestRecord], other: Sequence[Answer | RequestRecord]) -> str:
-    """Return a description of the answer that one side gives to many prompts and the other does not; "" where there is none.
-
-    own, other: two models' answers to the same prompts, in the same order. No check of single answers notices a constant one.
-    """
-    texts, others = (
-        [(a.text.strip(), *(str(c["arguments"]) for c in a.tool_calls)) for a in side] for side in (own, other)
-    )
+    """Return a description of the answer that `own` gives to many prompts and `other` does not; both in the prompts' order."""
+    texts, others = ([(a.text, *(str(c["arguments"]) for c in a.tool_calls)) for a in side] for side in (own, other))
     [(text, n)] = Counter(texts).most_common(1) or [(("",), 0)]
     same = Counter(theirs for ours, theirs in zip(texts, others, strict=True) if ours == text).most_common(1)
     if not any(text) or n < max(LEAST_CONSTANT, CONSTANT_SHARE * len(texts)) or 2 * same[0][1] > n:

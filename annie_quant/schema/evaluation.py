@@ -210,7 +210,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     "w4a4+cut16". prompts: by gate, names of the prompts of the workloads that name it, in the order of the characters of
     `outcomes` (in version 0.2.0 only those that the gate applies to in the reference's answer).
     reference_outcomes: the same characters for the bf16 reference. floor_outcomes: for its answers in a second arithmetic, of the
-    gates that compare with its own answers; floor: those answers paired with the first ones. ensemble: by numerics.
+    gates that compare with its own answers. ensemble: by numerics.
     reference_drafts: acceptance of the reference's MTP head by workload. verdict: judge.decision.judge_evaluation;
     absent in evaluations of version 0.1.0.
     checkpoint_files, reference_files: None in evaluations of version 0.2.0.
@@ -239,7 +239,6 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompts: dict[str, list[str]] = {}
     reference_outcomes: dict[str, str] = {}
     floor_outcomes: dict[str, str] = {}
-    floor: dict[str, PairedGate] = {}
     members: dict[str, Member] = {}
     ensemble: dict[str, EnsembleFigures] = {}
     reference_drafts: dict[str, DraftAcceptance] = {}

@@ -34,7 +34,7 @@ LABELLED = {
 UNLABELLED = {
     "name": "talk",
     "gates": ["non_empty", "no_markdown", "thinking_leak", *NAMED_REFERENCE_GATES],
-    "cases": [{"id": f"t{i}", "messages": ask(f"Tell me about {CITIES[i % 6]} number {i}")} for i in range(N)],
+    "cases": [{"id": f"t{i}", "messages": ask(f"Describe {CITIES[i % 6]} number {i}")} for i in range(N)],
 }
 UNLABELLED_TOOLS = UNLABELLED | {"name": "logged", "tools": TOOLS, "cases": LABELLED["cases"]}
 UNLABELLED_TOOLS["cases"] = [{k: v for k, v in case.items() if k != "expect"} for case in LABELLED["cases"]]

@@ -93,7 +93,7 @@ def run(
 def perturbed(
     pair: ModelPair, engine: Engine, answered: Sequence[Answered], base: Mapping[int, Choices], text: str
 ) -> tuple[dict[int, Choices], float, list[int]]:
-    """Return the choices of engine's model of a sample and of all uncertain answers, the noise against base, which are uncertain."""
+    """Return the choices of engine's model for a sample and all uncertain answers, the noise, and which are uncertain."""
     other = choose(pair, engine.scores, answered, sampled(answered), text, base)
     noise = margin_noise(base, other)
     rest = [i for i in uncertain_answers(answered, base, other, noise) if i not in other]

@@ -2,9 +2,9 @@
 
     python tests/perf/eval_steps.py CHECKPOINT REFERENCE [--n 100] [--numerics w4a4,w4a16] [--synchronize]
 
-Prints the seconds of imports, and per stage its wall time, and the number, tokens and seconds of the forward passes of prompts and
-of decode steps. On a GPU a replayed step (evaluate/decode_graph.py) is not counted; --synchronize waits for each pass, so that
-its seconds are its own.
+Prints the processor seconds of imports and of each stage, and the number, tokens and seconds of the forward passes of prompts and
+of decode steps; a stage begins with its first message, so its first passes are counted in the stage before. On a GPU a replayed
+step (evaluate/decode_graph.py) is not counted; --synchronize waits for each pass, so that its seconds are its own.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 from annie_quant.bench import stream_findings
 from annie_quant.judge.answers import Answer, constant_answer
 from annie_quant.judge.checks.tools import has_call_markup
+from annie_quant.judge.pairing import has_label
 from annie_quant.schema import BenchConfig, Confound, Ended, Identity, RequestRecord
 from annie_quant.schema.results import Severity
 
@@ -130,7 +131,7 @@ def _different_answers(everyone: Sequence[str], records: Records, config: BenchC
             answers[record.backend][record.workload, record.case] = record
     findings = []
     for a, b in itertools.permutations(everyone, 2):
-        both = sorted(answers[a].keys() & answers[b].keys())
+        both = [key for key in sorted(answers[a].keys() & answers[b].keys()) if not has_label(answers[b][key].checks)]
         if constant := constant_answer([answers[a][key] for key in both], [answers[b][key] for key in both]):
             findings.append(_finding("constant_answers", "confound", f"{a} gives {constant}, {b} does not", a, b))
     for a, b in itertools.combinations(everyone, 2):

@@ -172,10 +172,7 @@ def margin_noise(base: Mapping[int, Choices], other: Mapping[int, Choices]) -> f
 def uncertain_answers(
     answered: Sequence[Answered], base: Mapping[int, Choices], other: Mapping[int, Choices], noise: float
 ) -> list[int]:
-    """Return the indices of answers that a perturbation could change, each with the later turns of its conversation.
-
-    answered: in the order of turns. other: of the answers that were computed in a second arithmetic.
-    """
+    """Return the indices of answers that a perturbation could change, each with the later turns of its conversation."""
     uncertain: list[int] = []
     conversations = set()
     for i, (request, _) in enumerate(answered):

@@ -180,8 +180,11 @@ def evaluate_pair(
             pair, name, answered, before, floor, conversation_part, text_part
         )
         on_outcomes(name, [o.completion for o in outcomes])
-        own = [pair.template.answer(o.request, o.completion) for o in outcomes]
-        if constant := constant_answer(own, [answer for _, _, answer in before]):
+        rows = [
+            (o, a) for o, (_, c, a) in zip(outcomes, before, strict=True) if not c.expect
+        ]  # labels judge the others
+        own = [pair.template.answer(o.request, o.completion) for o, _ in rows]
+        if constant := constant_answer(own, [answer for _, answer in rows]):
             blocking.append(f"{name}: {constant}, which bf16 does not give")
         if with_ensemble:
             further, figures[name] = ensemble.run(pair, name, find_profile(name), answered, base, outcomes)

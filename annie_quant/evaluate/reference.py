@@ -182,11 +182,7 @@ class Reference:
         return [self.cache.answers[k] for k in keys]
 
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (row index, the reference's logits), as Engine.scores does.
-
-        The logits of the last rows stay in memory if they fit into 1 GB, since several numerics and layers are scored over the
-        same rows; else the reference computes each time.
-        """
+        """Engine.scores of the reference; logits of the last rows stay in memory if they fit into 1 GB, for several numerics."""
         if self._logits is not None and self._rows == rows:
             yield from self._logits.items()
             return

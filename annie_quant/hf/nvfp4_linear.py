@@ -156,10 +156,9 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
 
     def reorder(self, permutation: torch.Tensor | None, parts: int) -> None:
         """Sum in another order from now on (emulation.SumOrder). Dequantized weights are stored in that order, in place."""
-        if self.dense is not None and self.permutation is not None:
-            self.dense = self.dense[:, self.permutation.argsort()]
-        if self.dense is not None and permutation is not None:
-            self.dense = self.dense[:, permutation]
+        undo = None if self.permutation is None else self.permutation.argsort()
+        for order in (undo, permutation):
+            self.dense = self.dense if self.dense is None or order is None else self.dense[:, order]
         self.permutation, self.parts = permutation, parts
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:

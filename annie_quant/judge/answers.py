@@ -15,7 +15,7 @@ from annie_quant.judge.tool_markup import Form, split_calls
 from annie_quant.schema import ChatMessage, RequestRecord, ToolCall
 
 END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
-LEAST_CONSTANT, CONSTANT_SHARE = 10, 0.2  # of the prompts, with one answer to questions that have different ones
+LEAST_CONSTANT, CONSTANT_SHARE = 10, 0.2  # of prompts without a label
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from annie_quant.bench import stream_findings
-from annie_quant.judge.answers import Answer
+from annie_quant.judge.answers import Answer, constant_answer
 from annie_quant.judge.checks.tools import has_call_markup
+from annie_quant.judge.pairing import has_label
 from annie_quant.schema import BenchConfig, Confound, Ended, Identity, RequestRecord
 from annie_quant.schema.results import Severity
 
@@ -123,16 +124,20 @@ def _prompt_tokens(everyone: Sequence[str], records: Records) -> list[Confound]:
 
 
 def _different_answers(everyone: Sequence[str], records: Records, config: BenchConfig) -> list[Confound]:
-    """Two formats of one model start most greedy answers alike; otherwise they are two models, or one is broken."""
-    openings: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)
+    """Two formats of one model start most greedy answers alike, and none gives one answer to different questions."""
+    answers: dict[str, dict[tuple[str, str], RequestRecord]] = defaultdict(dict)
     for record in records:
-        words = record.text.split()
-        if record.workload in config.greedy and record.turn == 0 and words:
-            openings[record.backend][record.workload, record.case] = " ".join(words[:OPENING_WORDS])
+        if record.workload in config.greedy and record.turn == 0:
+            answers[record.backend][record.workload, record.case] = record
     findings = []
+    for a, b in itertools.permutations(everyone, 2):
+        both = [key for key in sorted(answers[a].keys() & answers[b].keys()) if not has_label(answers[b][key].checks)]
+        if constant := constant_answer([answers[a][key] for key in both], [answers[b][key] for key in both]):
+            findings.append(_finding("constant_answers", "confound", f"{a} gives {constant}, {b} does not", a, b))
     for a, b in itertools.combinations(everyone, 2):
-        shared = openings[a].keys() & openings[b].keys()
-        equal = sum(openings[a][key] == openings[b][key] for key in shared)
+        pairs = ([answers[side][key].text.split() for side in (a, b)] for key in answers[a].keys() & answers[b].keys())
+        shared = [pair for pair in pairs if all(pair)]
+        equal = sum(first[:OPENING_WORDS] == second[:OPENING_WORDS] for first, second in shared)
         if len(shared) >= LEAST_ANSWERS and equal < LEAST_EQUAL_SHARE * len(shared):
             message = (
                 f"{a} and {b} start only {equal} of {len(shared)} greedy answers with the same {OPENING_WORDS} "

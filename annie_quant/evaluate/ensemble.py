@@ -2,20 +2,19 @@
 
 Under one numerics NAME the members are
   NAME         every prompt, in the profile's arithmetic
-  NAME+bf16    every prompt, the same activation format with everything else rounded to bfloat16, as GPU servers do
-               (NAME+float32 for a profile that rounds by itself)
+  NAME+bf16    a sample and the uncertain prompts, the same activation format with everything else rounded to bfloat16, as GPU
+               servers do (NAME+float32 for a profile that rounds by itself)
   NAME+perm1   uncertain prompts, sums in another order (K permuted after activations were rounded)
-  NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in three parts of K (split-K), on a
-               CPU 16 rows per batch instead of 128, decoded token by token from the prompt (the recurrent form of DeltaNet and
-               attention over a cache instead of one forward over the answer), and with DeltaNet's beta rounded where the profile
-               rounds the stream and not beta, as SGLang and older versions of vLLM do
-A batch of 16 rows alone would change nothing on most devices: a row's float32 product does not depend on the rows next to it.
-tests/evaluate/test_ensemble.py checks that each perturbation changes logits, and by no more than rounding.
+  NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in three parts of K (split-K), decoded
+               token by token from the prompt (the recurrent form of DeltaNet and attention over a cache instead of one forward
+               over the answer), and with DeltaNet's beta rounded where the profile rounds the stream and not beta, as SGLang and
+               older versions of vLLM do
+Batches have as many rows in all members: on most devices a row's float32 product does not depend on the rows next to it.
 An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is
-above the second by less than MARGIN_FACTOR times the noise. The noise is the change of such margins between those two arithmetics
-(its median, as the standard deviation of a normal distribution). All other answers are certain, and further members have those of
-NAME. So a prompt whose answer agrees costs one forward per arithmetic. With all prompts computed by all members, tiny-annie's
-naive checkpoint under W4A4 (151 answers, 2026-11-22) had 22 answers that changed under perm1; a factor of 0.5 missed none of them.
+above the second by less than MARGIN_FACTOR times the noise, and so are the later turns of its conversation. The noise is the
+change of such margins between those two arithmetics (its median, as the standard deviation of a normal distribution) in a seeded
+sample of NOISE_CONVERSATIONS conversations. All other answers are certain: further members have those of NAME (measured:
+docs/numerics.md).
 
 Neither ties nor batch cuts decide: equal logits (frequent in bfloat16) give the token of the lowest index on every device, and an
 answer that hangs on a tie or on a batch's cut has a small margin, so all members compute it, and the verdict is taken over members.
@@ -23,10 +22,12 @@ answer that hangs on a tie or on a batch's cut has a small margin, so all member
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from annie_quant.evaluate.engine import Engine, Row, batches
 from annie_quant.evaluate.pair import ModelPair
@@ -38,11 +39,11 @@ from annie_quant.schema import EnsembleFigures
 
 MARGIN_FACTOR = 3.0
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
-CUT_ROWS = 16  # on a GPU, where a step of few rows takes as long as one of many, as many as in the other members
+NOISE_CONVERSATIONS = 100  # about 2,000 tokens: the noise is known to a few percent
 PERMUTED = SumOrder(permutation=1)
 SPLIT = SumOrder(parts=3)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
 FROM_THE_PROMPT = Difference(0, None)
-Differences = Mapping[int, Difference | None]  # by the answer's index
+Differences = Mapping[int, Difference | None]  # by the answer's index; an answer that is not in it is the reference's
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,6 @@ class MemberOutcomes:
     n_changed: int
 
 
-@dataclass(frozen=True)
-class Ensemble:
-    members: list[MemberOutcomes]
-    figures: EnsembleFigures
-
-
 def run(
     pair: ModelPair,
     name: str,
@@ -69,41 +64,48 @@ def run(
     answered: Sequence[Answered],
     base: Mapping[int, Choices],
     outcomes: Sequence[Outcome],
-) -> Ensemble:
+) -> tuple[list[MemberOutcomes], EnsembleFigures]:
     """Return the further members of a numerics. base, outcomes: choices and answers of the member NAME, for all prompts."""
-    everything = range(len(answered))
-    members = []
+    members: list[MemberOutcomes] = []
 
-    def add(suffix: str, arithmetic: str, indices: Sequence[int], differences: Differences, engine: Engine) -> None:
-        part = answers_of(pair, engine, answered, indices, differences, f"{name}+{suffix}")
-        changed = sum(part[i].completion != outcomes[i].completion for i in part)
-        merged = [part.get(i, o) for i, o in enumerate(outcomes)]
-        members.append(MemberOutcomes(f"{name}+{suffix}", arithmetic, merged, len(part), changed))
+    def add(suffix: str, arithmetic: str, computed: Differences) -> None:
+        part = answers_of(pair, pair.engine, answered, computed, f"{name}+{suffix}")
+        changed = sum(part[i].completion != outcomes[i].completion for i in computed)
+        merged = [part[i] if i in computed else o for i, o in enumerate(outcomes)]
+        members.append(MemberOutcomes(f"{name}+{suffix}", arithmetic, merged, len(computed), changed))
 
     second, order = second_arithmetic(pair, profile)
     with emulate(pair.model, second, order):
-        other = choose(pair, pair.engine, answered, everything, f"{name}: second arithmetic", base)
+        other, noise, uncertain = perturbed(pair, pair.engine, answered, base, f"{name}: second arithmetic")
         suffix = f"perm{order.permutation}" if order != USUAL else "float32" if profile.rounds else "bf16"
-        add(suffix, describe(second, order), everything, differences_of(other), pair.engine)
-    noise = margin_noise(base, other)
-    uncertain = uncertain_answers(answered, base, other, noise)
+        add(suffix, describe(second, order), differences_of(other))
     if order == USUAL:
         with emulate(pair.model, profile, PERMUTED):
-            choices = choose(pair, pair.engine, answered, uncertain, f"{name}: sums in another order")
-            add(
-                f"perm{PERMUTED.permutation}",
-                describe(profile, PERMUTED),
-                uncertain,
-                differences_of(choices),
-                pair.engine,
-            )
-    cut_rows = CUT_ROWS if pair.engine.device.type == "cpu" else pair.engine.rows
-    cut = Engine(pair.model, rows=cut_rows, group=pair.group)
+            choices = choose(pair, pair.engine.scores, answered, uncertain, f"{name}: sums in another order")
+            add(f"perm{PERMUTED.permutation}", describe(profile, PERMUTED), differences_of(choices))
     other_beta = with_rounded_beta(profile)
     with emulate(pair.model, other_beta, SPLIT):
-        text = f"{describe(other_beta, SPLIT)}, decoded in batches of {cut_rows} rows"
-        add(f"cut{CUT_ROWS}", text, uncertain, dict.fromkeys(uncertain, FROM_THE_PROMPT), cut)
-    return Ensemble(members, EnsembleFigures(noise, len(uncertain), len(answered)))
+        from_prompts = dict.fromkeys(uncertain, FROM_THE_PROMPT)
+        add("cut16", f"{describe(other_beta, SPLIT)}, decoded token by token", from_prompts)
+    return members, EnsembleFigures(noise, len(uncertain), len(answered))
+
+
+def perturbed(
+    pair: ModelPair, engine: Engine, answered: Sequence[Answered], base: Mapping[int, Choices], text: str
+) -> tuple[dict[int, Choices], float, list[int]]:
+    """Return the choices of engine's model for a sample and all uncertain answers, the noise, and which are uncertain."""
+    other = choose(pair, engine.scores, answered, sampled(answered), text, base)
+    noise = margin_noise(base, other)
+    rest = [i for i in uncertain_answers(answered, base, other, noise) if i not in other]
+    other |= choose(pair, engine.scores, answered, rest, text, base)
+    return other, noise, uncertain_answers(answered, base, other, noise)
+
+
+def sampled(answered: Sequence[Answered]) -> list[int]:
+    """Return the indices of a seeded sample of conversations, with all of their turns."""
+    conversations = list(dict.fromkeys(a.request.conversation for a in answered))
+    chosen = set(random.Random(0).sample(conversations, min(NOISE_CONVERSATIONS, len(conversations))))
+    return [i for i, a in enumerate(answered) if a.request.conversation in chosen]
 
 
 def second_arithmetic(pair: ModelPair, profile: Profile) -> tuple[Profile, SumOrder]:
@@ -120,7 +122,7 @@ def describe(profile: Profile, order: SumOrder) -> str:
 
 def choose(
     pair: ModelPair,
-    engine: Engine,
+    scores: Callable[[Sequence[Row]], Iterable[tuple[int, torch.Tensor]]],
     answered: Sequence[Answered],
     indices: Sequence[int],
     text: str,
@@ -128,12 +130,12 @@ def choose(
 ) -> dict[int, Choices]:
     """Score the reference's answers to the prompts of these indices, and return the model's choices by index.
 
-    base: choices whose two best tokens the margins are of; None: the model's own two best.
+    scores: as Engine.scores. base: choices whose two best tokens the margins are of; None: the model's own two best.
     """
     scored = pair.scored([answered[i] for i in indices])
     rows = [Row(s.prompt, s.target) for s in scored]
     choices: dict[int, Choices] = {}
-    for numbers, logits in batches(engine.scores(rows), engine.compared_tokens):
+    for numbers, logits in batches(scores(rows), pair.engine.compared_tokens):
         part = [indices[j] for j in numbers]
         pairs = None if base is None else [base[i].best for i in part]
         targets = [rows[j].target for j in numbers]
@@ -147,16 +149,10 @@ def differences_of(choices: Mapping[int, Choices]) -> dict[int, Difference | Non
 
 
 def answers_of(
-    pair: ModelPair,
-    engine: Engine,
-    answered: Sequence[Answered],
-    indices: Sequence[int],
-    differences: Differences,
-    name: str,
-) -> dict[int, Outcome]:
-    """Return the model's own answers to the prompts of these indices, decoded from where they differ from the reference's."""
-    own = {j: differences[i] for j, i in enumerate(indices)}
-    n_different = sum(d is not None for d in own.values())
+    pair: ModelPair, engine: Engine, answered: Sequence[Answered], differences: Differences, name: str
+) -> list[Outcome]:
+    """Return the model's own answers to all prompts, decoded from where they differ from the reference's."""
+    n_different = sum(d is not None for d in differences.values())
     n_finished = 0
 
     def on_finished(n: int) -> None:
@@ -164,25 +160,25 @@ def answers_of(
         n_finished += n
         pair.progress.update(n_finished, None, f"{name}: answering from the first difference ({n_different})")
 
-    part = answer_from_differences(engine, pair.template, [answered[i] for i in indices], own, on_finished)
-    return dict(zip(indices, part, strict=True))
+    return answer_from_differences(engine, pair.template, answered, differences, on_finished)
 
 
 def margin_noise(base: Mapping[int, Choices], other: Mapping[int, Choices]) -> float:
-    """Return the standard deviation of the change of the margin between base's two best tokens, from its median over all tokens."""
-    changes = [base[i].margins - other[i].margins for i in base]
+    """Return the standard deviation of the change of the margin between base's two best tokens, from its median over tokens."""
+    changes = [base[i].margins - other[i].margins for i in other]
     return float(np.median(np.abs(np.concatenate(changes)))) / NORMAL_MEDIAN if changes else 0.0
 
 
 def uncertain_answers(
     answered: Sequence[Answered], base: Mapping[int, Choices], other: Mapping[int, Choices], noise: float
 ) -> list[int]:
-    """Return the indices of answers that a perturbation could change, with all turns of their conversations."""
-    open_conversations = {
-        answered[i].request.conversation
-        for i in range(len(answered))
-        if base[i].difference is not None
-        or other[i].difference is not None
-        or (len(base[i].margins) and float(base[i].margins.min()) < MARGIN_FACTOR * noise)
-    }
-    return [i for i, a in enumerate(answered) if a.request.conversation in open_conversations]
+    """Return the indices of answers that a perturbation could change, each with the later turns of its conversation."""
+    uncertain: list[int] = []
+    conversations = set()
+    for i, (request, _) in enumerate(answered):
+        small = len(base[i].margins) and float(base[i].margins.min()) < MARGIN_FACTOR * noise
+        if base[i].difference is not None or (i in other and other[i].difference is not None) or small:
+            conversations.add(request.conversation)
+        if request.conversation in conversations:
+            uncertain.append(i)
+    return uncertain

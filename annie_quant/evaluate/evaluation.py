@@ -24,19 +24,22 @@ from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.evaluate import draft_head, ensemble, noise_floor, prompt_check
 from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.engine import Engine
-from annie_quant.evaluate.ensemble import Ensemble, MemberOutcomes
+from annie_quant.evaluate.ensemble import MemberOutcomes
 from annie_quant.evaluate.pair import ModelPair, StrPath
 from annie_quant.evaluate.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
 from annie_quant.evaluate.reference import model_sha256
-from annie_quant.evaluate.verification import Outcome
+from annie_quant.evaluate.verification import Choices, Outcome
 from annie_quant.hf.emulation import emulate
 from annie_quant.hf.loading import profiles_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
 from annie_quant.hf.profiles import find_profile, is_supported
 from annie_quant.judge import Answer, Case, Workload, evidence
+from annie_quant.judge.answers import constant_answer
+from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
 from annie_quant.judge.not_lost import compares_with_reference, reference_notes
 from annie_quant.judge.pairing import deciding_checks
+from annie_quant.judge.sample import shortages
 from annie_quant.persona import Persona
 from annie_quant.progress import Progress
 from annie_quant.schema import (
@@ -106,7 +109,7 @@ def evaluate(
         model_dir, reference_dir, cache=cache, dtype=dtype, device=device, rows=rows, progress=progress
     ) as pair:
         result = evaluate_pair(
-            pair, chosen, numerics, conversations, n_conversations, text, with_ensemble, faults=faults
+            pair, chosen, numerics, conversations, n_conversations, text, with_ensemble, faults=faults, n=n_per_gate
         )
     return result.to_dict()
 
@@ -140,10 +143,12 @@ def evaluate_pair(
     with_ensemble: bool = True,
     on_outcomes: Callable[[str, list[Completion]], None] = lambda member, completions: None,
     faults: Sequence[str] = (),
+    n: int | None = None,
 ) -> Evaluation:
     """evaluate for models that are loaded already; the same parameters.
 
     on_outcomes: called with each member's name and its answers to all prompts. faults: of the export, which forbid "keeps".
+    n: prompts per gate that were requested; a note names the gates with fewer.
     """
     workloads, n_repeated = judge.distinct_prompts(workloads)
     for name in numerics:
@@ -171,18 +176,25 @@ def evaluate_pair(
     members: dict[str, Member] = {}
     figures: dict[str, EnsembleFigures] = {}
     for name in chosen:
-        results[name], outcomes, further = evaluate_numerics(
-            pair, name, answered, before, floor, conversation_part, text_part, with_ensemble
+        results[name], outcomes, base = evaluate_numerics(
+            pair, name, answered, before, floor, conversation_part, text_part
         )
         on_outcomes(name, [o.completion for o in outcomes])
-        if further is not None:
-            for m in further.members:
+        rows = [
+            (o, a) for o, (_, c, a) in zip(outcomes, before, strict=True) if not c.expect
+        ]  # labels judge the others
+        own = [pair.template.answer(o.request, o.completion) for o, _ in rows]
+        if constant := constant_answer(own, [answer for _, answer in rows]):
+            blocking.append(f"{name}: {constant}, which bf16 does not give")
+        if with_ensemble:
+            further, figures[name] = ensemble.run(pair, name, find_profile(name), answered, base, outcomes)
+            for m in further:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])
-            figures[name] = further.figures
-            members |= {m.name: member_of(pair, m, answered, before, floor) for m in further.members}
+                members[m.name] = member_of(pair, m, answered, before, floor)
     prompts, reference_outcomes = gate_outcomes(before, answered)
     evaluation = Evaluation(
         schema_version=SCHEMA_VERSION,
+        rule=RULE,
         version=__version__,
         model=str(pair.model_dir),
         reference=str(pair.reference_dir),
@@ -196,7 +208,8 @@ def evaluate_pair(
         notes=own_files.blocking
         + own_files.notes
         + notes(numerics, supported, pair.model)
-        + repeated_notes(n_repeated)
+        + ([f"{n_repeated} prompts are repeated under other ids and count once"] if n_repeated else [])
+        + list(shortages(workloads, n or 0))
         + template_notes(pair.template, workloads)
         + [
             f"{w.name}: {', '.join(w.informative)} for information only, as the workload states"
@@ -210,7 +223,6 @@ def evaluate_pair(
         prompts=prompts,
         reference_outcomes=reference_outcomes,
         floor_outcomes={k: v for k, v in gate_outcomes(floor, answered)[1].items() if k in REFERENCE_GATES},
-        floor={k: v for k, v in judge.pair_answers(before, floor)[0].items() if k in REFERENCE_GATES},
         members=members,
         ensemble=figures,
         reference_drafts=reference_drafts(pair, answered),
@@ -222,10 +234,6 @@ def evaluate_pair(
     return judge.judge_evaluation(evaluation)
 
 
-def repeated_notes(n_repeated: int) -> list[str]:
-    return [f"{n_repeated} prompts are repeated under other ids and count once"] if n_repeated else []
-
-
 def evaluate_numerics(
     pair: ModelPair,
     name: str,
@@ -234,9 +242,8 @@ def evaluate_numerics(
     floor: Sequence[Judged],
     conversations: Sequence[ScoredAnswer],
     text: Sequence[ScoredAnswer],
-    with_ensemble: bool = True,
-) -> tuple[NumericsResult, list[Outcome], Ensemble | None]:
-    """Score all tokens in one pass, then decode the answers that differ from the reference's; then the ensemble, if any.
+) -> tuple[NumericsResult, list[Outcome], dict[int, Choices]]:
+    """Score all tokens in one pass, then decode the answers that differ from the reference's.
 
     before, floor: the reference's answers in its usual arithmetic and in a second one, as with_references returns them.
     """
@@ -247,20 +254,14 @@ def evaluate_numerics(
         comparisons = pair.compare([*own, *conversations, *text], f"{name}: checking answers")
         base = {i: comparisons[i].choices for i in range(len(answered))}
         differences = ensemble.differences_of(base)
-        outcomes = list(
-            ensemble.answers_of(pair, pair.engine, answered, range(len(answered)), differences, name).values()
-        )
+        outcomes = ensemble.answers_of(pair, pair.engine, answered, differences, name)
         drafts = drafts_of(pair, pair.engine, pair.model_dir, [Answered(o.request, o.completion) for o in outcomes])
     kl = pair.summarize(own, comparisons)
-    further = None
-    if with_ensemble:
-        further = ensemble.run(pair, name, profile, answered, base, outcomes)
     after = judged_outcomes(pair.template, outcomes, answered, before)
-    paired, pooled = judge.pair_answers(before, after, floor)
     n_tokens = sum(len(o.completion.tokens) for o in outcomes)
     n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
     result = NumericsResult(
-        gates=judge.gate_table(after),
+        **counted(before, after, floor, answered),
         kl=kl,
         kl_conversations=pair.summarize(conversations, comparisons, len(own)),
         kl_text=pair.summarize(text, comparisons, len(own) + len(conversations)),
@@ -268,15 +269,21 @@ def evaluate_numerics(
         perplexity_reference=kl.perplexity_reference if kl else None,
         same_answers=SameAnswers(n=len(outcomes), same=sum(o.same for o in outcomes)),
         verbosity_ratio=n_tokens / n_reference_tokens if n_reference_tokens else None,
-        paired=paired,
-        pooled=pooled,
         cases=differing_answers(outcomes, after, before),
         seconds=time.monotonic() - start,
         arithmetic=profile.describe(),
-        outcomes=gate_outcomes(after, answered)[1],
         drafts=drafts,
     )
-    return result, outcomes, further
+    return result, outcomes, base
+
+
+def counted(
+    before: Sequence[Judged], after: Sequence[Judged], floor: Sequence[Judged], answered: Sequence[Answered]
+) -> dict[str, Any]:
+    """Return what an arithmetic's answers give: its gates, paired with the reference's, and their outcomes."""
+    paired, pooled = judge.pair_answers(before, after, floor)
+    outcomes = gate_outcomes(after, answered)[1]
+    return {"gates": judge.gate_table(after), "paired": paired, "pooled": pooled, "outcomes": outcomes}
 
 
 def reference_drafts(pair: ModelPair, answered: Sequence[Answered]) -> dict[str, DraftAcceptance]:
@@ -310,16 +317,8 @@ def member_of(
 ) -> Member:
     """Return the document of a further member."""
     after = judged_outcomes(pair.template, member.outcomes, answered, before)
-    paired, pooled = judge.pair_answers(before, after, floor)
-    return Member(
-        arithmetic=member.arithmetic,
-        gates=judge.gate_table(after),
-        paired=paired,
-        pooled=pooled,
-        outcomes=gate_outcomes(after, answered)[1],
-        n_computed=member.n_computed,
-        n_changed=member.n_changed,
-    )
+    counts = counted(before, after, floor, answered)
+    return Member(**counts, arithmetic=member.arithmetic, n_computed=member.n_computed, n_changed=member.n_changed)
 
 
 def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> GateTable:

@@ -83,7 +83,7 @@ def compute(
             per_gate = prompts_per_gate(n, reference_gates(pair, chosen))
             chosen = chosen if per_gate == n else settings.prompts(per_gate)
         result = evaluate_pair(
-            pair, chosen, settings.numerics, settings.conversations, text=settings.text, faults=settings.faults
+            pair, chosen, settings.numerics, settings.conversations, text=settings.text, faults=settings.faults, n=n
         )
         if settings.layers_n is not None and list(result.numerics) != ["bf16"]:
             first = next(iter(result.numerics))

@@ -1,8 +1,8 @@
 """What a harmless change of arithmetic does to bf16's own answers: the floor of every comparison with them.
 
-The reference answers each prompt again, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums
-in another order). Such an answer is as good as the first. A checkpoint loses a gate that compares with bf16's own answers only
-if it changes more of them than that (judge/decision/paired.py).
+The reference answers again, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums in another order): a
+sample of the prompts and all whose answer is uncertain (ensemble.py). Such an answer is as good as the first. A checkpoint loses a
+gate that compares with bf16's own answers only if it changes more of them than that (judge/decision/paired.py).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answer
 
 def _compute(pair: ModelPair, answered: Sequence[Answered]) -> list[Completion]:
     profile, order = ensemble.second_arithmetic(pair, find_profile("bf16"))
-    engine, everything = pair.reference.engine(), range(len(answered))
+    base = ensemble.choose(pair, pair.reference.scores, answered, range(len(answered)), "bf16: margins")
+    engine = pair.reference.engine()
     with emulate(engine.model, profile, order):
-        choices = ensemble.choose(pair, engine, answered, everything, NAME)
-        differences = ensemble.differences_of(choices)
-        outcomes = ensemble.answers_of(pair, engine, answered, everything, differences, NAME)
-    return [outcomes[i].completion for i in everything]
+        choices, _, _ = ensemble.perturbed(pair, engine, answered, base, NAME)
+        outcomes = ensemble.answers_of(pair, engine, answered, ensemble.differences_of(choices), NAME)
+    return [outcome.completion for outcome in outcomes]

@@ -93,7 +93,8 @@ class ModelPair:
         """
         rows = [Row(s.prompt, s.target) for s in scored]
         comparisons: dict[int, Comparison] = {}
-        pairs = self.reference.logit_pairs(self.engine, rows)
+        both = zip(self.engine.scores(rows), self.reference.scores(rows), strict=True)
+        pairs = ((i, logits, expected) for (i, logits), (_, expected) in both)
         for indices, logits, expected in batches(pairs, self.engine.compared_tokens):
             targets = [rows[i].target for i in indices]
             target = torch.tensor([token for t in targets for token in t], device=logits.device)

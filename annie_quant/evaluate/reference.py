@@ -181,26 +181,20 @@ class Reference:
             self.cache.add({key: c for (key, _), c in zip(part, completions, strict=True)})
         return [self.cache.answers[k] for k in keys]
 
-    def logit_pairs(self, engine: Engine, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield (row index, logits of `engine`'s model, the reference's logits), both float32 [len(target), V].
-
-        The reference's logits of the last rows stay in memory if they fit into 1 GB, since several numerics and layers are
-        scored over the same rows; else both models compute each time.
-        """
+    def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Engine.scores of the reference; logits of the last rows stay in memory if they fit into 1 GB, for several numerics."""
         if self._logits is not None and self._rows == rows:
-            for i, logits in engine.scores(rows):
-                yield i, logits, self._logits[i]
+            yield from self._logits.items()
             return
         self._logits, self._rows = None, rows
         stored: dict[int, torch.Tensor] = {}
         size = 0
-        for (i, logits), (j, expected) in zip(engine.scores(rows), self.engine().scores(rows), strict=True):
-            assert i == j
-            size += expected.nbytes
+        for i, logits in self.engine().scores(rows):
+            size += logits.nbytes
             if size <= MAX_LOGITS_BYTES:
-                stored[i] = expected.clone()
+                stored[i] = logits.clone()
             else:
                 stored.clear()
-            yield i, logits, expected
+            yield i, logits
         if size <= MAX_LOGITS_BYTES:
             self._logits = stored

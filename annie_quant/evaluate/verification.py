@@ -115,7 +115,7 @@ def answer_from_differences(
 ) -> list[Outcome]:
     """Return the quantized model's own greedy answers, decoded from where they differ from the reference's.
 
-    reference: in turn order. differences[i]: of reference[i], from first_difference.
+    reference: in turn order. differences: by index, from first_difference; one that is missing is None.
     """
     outcomes: dict[int, Outcome] = {}
     messages: dict[tuple[str, str], Messages] = {}
@@ -129,7 +129,7 @@ def answer_from_differences(
                 earlier = messages[request.conversation]
                 work.append((i, template.request(request.workload, request.case, turn, earlier), []))
                 continue
-            difference = differences[i]
+            difference = differences.get(i)
             if difference is None:
                 outcomes[i] = Outcome(request, completion, True, len(completion.tokens) + completion.finished)
                 continue

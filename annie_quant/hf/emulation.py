@@ -153,7 +153,7 @@ def reordered_linears(model: nn.Module, order: SumOrder) -> Iterator[None]:
             if order.permutation is not None:
                 permutation = torch.randperm(linear.in_features, generator=generator).to(linear_device(linear))
             if isinstance(linear, NVFP4Linear):
-                linear.permutation, linear.parts = permutation, order.parts
+                linear.reorder(permutation, order.parts)
             elif permutation is None or id(linear.weight) not in embeddings:  # a second copy of a tied head may not fit
                 weight = linear.weight if permutation is None else linear.weight[:, permutation]
                 linear.forward = partial(plain_product, weight, linear.bias, permutation, order.parts)  # type: ignore[method-assign]
@@ -161,7 +161,7 @@ def reordered_linears(model: nn.Module, order: SumOrder) -> Iterator[None]:
     finally:
         for linear in linears:
             if isinstance(linear, NVFP4Linear):
-                linear.permutation, linear.parts = None, 1
+                linear.reorder(None, 1)
             else:
                 linear.__dict__.pop("forward", None)
 

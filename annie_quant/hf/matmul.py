@@ -48,9 +48,10 @@ def forward(layer: NVFP4Linear, x: torch.Tensor, bias: torch.Tensor | None) -> t
 
 
 def reordered(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
-    """Return the layer's product summed in the order of layer.permutation and layer.parts: the same numbers, another order."""
+    """Return the layer's product summed in the order of NVFP4Linear.reorder: the same numbers, another order."""
     order = layer.permutation
     x = x if order is None else x[..., order]
+    order = None if layer.dense is not None else order  # they are in that order already
     whole = layer.dense is not None or layer.operands is not None
     spans = [] if whole else row_spans(layer, x)
     blocks = [layer.weights(x.dtype)] if whole else (layer.rows(*span, x.dtype) for span in spans)

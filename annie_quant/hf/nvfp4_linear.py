@@ -154,6 +154,13 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
         self.cache = cache
         self.dense = None if cache == "packed" else self.rows(0, self.out_features, CACHE_DTYPE[cache])
 
+    def reorder(self, permutation: torch.Tensor | None, parts: int) -> None:
+        """Sum in another order from now on (emulation.SumOrder). Dequantized weights are stored in that order, in place."""
+        undo = None if self.permutation is None else self.permutation.argsort()
+        for order in (undo, permutation):
+            self.dense = self.dense if self.dense is None or order is None else self.dense[:, order]
+        self.permutation, self.parts = permutation, parts
+
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights of output rows start to stop, [stop - start, K] in `dtype`."""
         tensor_scale, divisor, _ = self.scalars()

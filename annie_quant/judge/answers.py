@@ -6,14 +6,16 @@ and in `<think>\\n\\n</think>\\n\\n` when it is off, a turn ends with `<|im_end|
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from annie_quant.judge.tool_markup import Form, split_calls
-from annie_quant.schema import ChatMessage, ToolCall
+from annie_quant.schema import ChatMessage, RequestRecord, ToolCall
 
 END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
+LEAST_CONSTANT, CONSTANT_SHARE = 10, 0.2  # of prompts without a label
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,16 @@ def from_record(record: Mapping[str, Any]) -> Answer:
         error=record.get("error") or "",
         completion_tokens=record.get("completion_tokens"),
     )
+
+
+def constant_answer(own: Sequence[Answer | RequestRecord], other: Sequence[Answer | RequestRecord]) -> str:
+    """Return a description of the answer that `own` gives to many prompts and `other` does not; both in the prompts' order."""
+    texts, others = ([(a.text, *(str(c["arguments"]) for c in a.tool_calls)) for a in side] for side in (own, other))
+    [(text, n)] = Counter(texts).most_common(1) or [(("",), 0)]
+    same = Counter(theirs for ours, theirs in zip(texts, others, strict=True) if ours == text).most_common(1)
+    if not any(text) or n < max(LEAST_CONSTANT, CONSTANT_SHARE * len(texts)) or 2 * same[0][1] > n:
+        return ""
+    return f"one answer to {n} of {len(texts)} prompts ({' '.join(text).strip()[:60]!r})"
 
 
 def assistant_message(text: str, tool_calls: Sequence[ToolCall] = ()) -> ChatMessage:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from annie_quant import __version__
 from annie_quant.files import sha256_text
 from annie_quant.judge.decision.paired import judge_evaluation
-from annie_quant.judge.gates import REFERENCE_GATES, tabulate
+from annie_quant.judge.decision.roles import RULE
+from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks, with_floor
 from annie_quant.schema import Evaluation, GateResult, Member, NumericsResult, OfflineSide, PairedGate, PooledGates
 
@@ -30,15 +30,14 @@ def evidence_sha256(evaluation: Evaluation) -> str:
     """Return the digest of the outcomes, what blocks the verdict, and the hashes of models and prompts."""
     e = evaluation
     parts = [e.version, e.reference_sha256, e.checkpoint_files, e.reference_files, e.workloads, e.blocking]
-    outcomes = [e.prompts, e.reference_outcomes, e.floor_outcomes, e.outcomes()]
+    outcomes = [e.prompts, e.reference_outcomes, e.floor_outcomes, e.outcomes(), *([e.rule] if e.rule else [])]
     return sha256_text(msgspec.json.encode([*parts, *outcomes], order="deterministic").decode())
 
 
 def differences(evaluation: Evaluation, shown: Mapping[str, OfflineSide] | None = None) -> list[str]:
     """Return one line per fact of an evaluation that its outcomes do not give, and one for outcomes that were changed.
 
-    shown: its sides as run.json has them, which are compared too. Verdicts are compared only where this version of the package
-    made them: another one's rule may differ.
+    shown: its sides as run.json has them, which are compared too. Verdicts are compared only where this rule made them.
     """
     if not evaluation.evidence_sha256:
         return ["no digest of its outcomes (an older annie-quant wrote it): evaluate again"]
@@ -49,7 +48,7 @@ def differences(evaluation: Evaluation, shown: Mapping[str, OfflineSide] | None 
     others = sides(counted)
     for name, side in (shown or {}).items():
         if name in others:
-            lines += _changed_side(f"run.json, {name}", side, others[name], evaluation.version == __version__)
+            lines += _changed_side(f"run.json, {name}", side, others[name], evaluation.rule == RULE)
         else:
             lines.append(f"run.json, {name}: not in the evaluation")
     return lines
@@ -66,8 +65,6 @@ def recounted(evaluation: Evaluation) -> Evaluation:
     result.reference_gates = tabulate(checks_by_prompt(prompts, result.reference_outcomes, SHOWN).values())
     own = checks_by_prompt(prompts, result.reference_outcomes)
     noisy = checks_by_prompt(prompts, result.floor_outcomes)
-    floor = pair_checks((row, noisy.get(prompt, {})) for prompt, row in own.items())[0] if noisy else {}
-    result.floor = {gate: row for gate, row in floor.items() if gate in REFERENCE_GATES}
     before = {prompt: with_floor(row, noisy.get(prompt, {})) if noisy else row for prompt, row in own.items()}
     for side in sides(result).values():
         after = checks_by_prompt(prompts, side.outcomes)
@@ -89,9 +86,8 @@ def checks_by_prompt(
 
 
 def _changed_counts(stored: Evaluation, counted: Evaluation) -> Iterator[str]:
-    same_rule = stored.version == __version__
+    same_rule = stored.rule == RULE
     yield from _changed("bf16", stored.reference_gates, counted.reference_gates, same_rule=False)
-    yield from _changed("bf16 in a second arithmetic", stored.floor, counted.floor, same_rule=False)
     others = sides(counted)
     for name, side in sides(stored).items():
         yield from _changed_side(name, side, others[name], same_rule)

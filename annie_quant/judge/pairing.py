@@ -92,8 +92,12 @@ def pair_by_prompt(
     return pair_checks((rows[prompt], row) for prompt, row in after.items() if prompt in rows)
 
 
+def has_label(row: Checks) -> bool:
+    return any(GATES[gate].basis == "label" for gate in row if gate in GATES)
+
+
 def _labelled_first(row: Checks) -> Checks:
-    labelled = any(GATES[gate].basis == "label" for gate in row if gate in GATES)
+    labelled = has_label(row)
     return {gate: passed for gate, passed in row.items() if not (labelled and decides(gate) and GATES[gate].two_sided)}
 
 

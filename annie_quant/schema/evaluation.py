@@ -210,12 +210,13 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     "w4a4+cut16". prompts: by gate, names of the prompts of the workloads that name it, in the order of the characters of
     `outcomes` (in version 0.2.0 only those that the gate applies to in the reference's answer).
     reference_outcomes: the same characters for the bf16 reference. floor_outcomes: for its answers in a second arithmetic, of the
-    gates that compare with its own answers; floor: those answers paired with the first ones. ensemble: by numerics.
+    gates that compare with its own answers. ensemble: by numerics.
     reference_drafts: acceptance of the reference's MTP head by workload. verdict: judge.decision.judge_evaluation;
     absent in evaluations of version 0.1.0.
     checkpoint_files, reference_files: None in evaluations of version 0.2.0.
     blocking: reasons that forbid the verdict "keeps", such as a broken export.
     evidence_sha256: digest of what the verdict is counted from (judge/evidence.py).
+    rule: version of the rule that decided (judge.decision.RULE), 0 in evaluations of version 0.2.0 and older.
     """
 
     schema_version: int
@@ -238,7 +239,6 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompts: dict[str, list[str]] = {}
     reference_outcomes: dict[str, str] = {}
     floor_outcomes: dict[str, str] = {}
-    floor: dict[str, PairedGate] = {}
     members: dict[str, Member] = {}
     ensemble: dict[str, EnsembleFigures] = {}
     reference_drafts: dict[str, DraftAcceptance] = {}
@@ -246,6 +246,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     reference_files: ModelFiles | None = None
     blocking: list[str] = []
     evidence_sha256: str = ""
+    rule: int = 0
 
     def outcomes(self) -> dict[str, dict[str, str]]:
         """Return the outcomes of all members, those of `numerics` first."""

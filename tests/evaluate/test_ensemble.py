@@ -109,16 +109,16 @@ def test_the_small_batches_decode_from_the_prompt_and_score_nothing(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cut16 used to score the reference's answers first, of which only the choice of the first token was used."""
-    scored, scores = [], Engine.scores
+    parts, scores = [], Engine.scores
 
     def recorded(self: Engine, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-        scored.append(self.rows)
+        parts.extend(linear.parts for linear in nvfp4_linears(self.model).values())
         return scores(self, rows)
 
     monkeypatch.setattr(Engine, "scores", recorded)
     result = evaluated(models, tmp_path, ("w4a4",))
     assert result.members["w4a4+cut16"].n_computed > 0
-    assert scored and ensemble.CUT_ROWS not in scored
+    assert parts and ensemble.SPLIT.parts not in parts
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -179,16 +179,18 @@ def choices(margins: list[float], difference: Difference | None = None) -> Choic
     return Choices(difference, np.zeros((len(margins), 2), np.int64), np.array(margins, np.float32))
 
 
-def test_an_answer_is_uncertain_by_margin_or_difference_with_its_whole_conversation() -> None:
-    requests = [SimpleNamespace(conversation=("w", str(i // 2))) for i in range(8)]  # four conversations of two turns
-    answered = [SimpleNamespace(request=r) for r in requests]
+def test_an_answer_is_uncertain_by_margin_or_difference_with_the_later_turns_of_its_conversation() -> None:
+    requests = [SimpleNamespace(conversation=("w", str(i % 4))) for i in range(8)]  # four conversations of two turns
+    answered = [(r, None) for r in requests]
     base = {i: choices([5.0, 4.0]) for i in range(8)}
     other = dict(base)
     assert ensemble.uncertain_answers(answered, base, other, 1.0) == []
-    base[1] = choices([5.0, 2.9])
-    other[4] = choices([5.0, 4.0], Difference(0, 7))
+    base[0] = choices([5.0, 2.9])
+    other[2] = choices([5.0, 4.0], Difference(0, 7))
     base[7] = choices([5.0, 4.0], Difference(1, 7))
-    assert ensemble.uncertain_answers(answered, base, other, 1.0) == [0, 1, 4, 5, 6, 7]
+    assert ensemble.uncertain_answers(answered, base, other, 1.0) == [0, 2, 4, 6, 7], "later turns, not earlier ones"
+    del other[2]
+    assert ensemble.uncertain_answers(answered, base, other, 1.0) == [0, 4, 7], "not computed in the second arithmetic"
 
 
 def test_noise_is_robust_against_a_few_large_changes() -> None:
@@ -198,6 +200,7 @@ def test_noise_is_robust_against_a_few_large_changes() -> None:
     changed[:20] += 50
     assert ensemble.margin_noise(base, {0: choices(list(changed))}) == pytest.approx(0.1, rel=0.15)
     assert ensemble.margin_noise({}, {}) == 0
+    assert ensemble.margin_noise(base | {1: choices([9.0])}, {0: choices(list(changed))}) > 0, "of a sample alone"
 
 
 def test_equal_logits_give_the_lowest_token() -> None:

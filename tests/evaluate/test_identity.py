@@ -89,6 +89,23 @@ def test_the_stored_outcomes_give_its_counts_and_its_verdict(sound, tmp_path):
     assert "were changed" in lines[0] and any("non_empty: lost 0 in the file, 5" in line for line in lines)
 
 
+def test_gates_with_fewer_prompts_than_requested_are_named(checkpoint, cache, sound):
+    """Nothing did: of "400 prompts per gate" 29 had a tool to call."""
+    assert "fewer than 4 prompts in plain, talk: call_rate 2" in evaluated(checkpoint, cache, n=4).notes
+    assert not any("fewer than" in note for note in sound.notes)
+
+
+def test_one_answer_to_all_prompts_forbids_keeps(tmp_path, cache):
+    """Without labels and with few prompts, no gate of single answers notices it."""
+    folder = Path(shutil.copytree(TINY_ANNIE, tmp_path / "constant"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"].zero_()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    chosen = [replace(w, max_tokens=8) for w in workloads(12)]
+    assert any("one answer to 14 of 14 prompts" in line for line in evaluated(folder, cache, chosen).blocking)
+    assert not evaluated(TINY_ANNIE, cache, chosen).blocking
+
+
 def edited(checkpoint, folder, edit) -> Path:
     copy = Path(shutil.copytree(checkpoint, folder))
     edit(copy)

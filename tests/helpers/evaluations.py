@@ -23,7 +23,8 @@ def from_outcomes(sides: Mapping[str, Outcomes], before: Outcomes, **fields) -> 
                 same_answers=schema.SameAnswers(1, 1), cases=[], seconds=1.0, **NOTHING, **common
             )
     values = {
-        "schema_version": schema.SCHEMA_VERSION, "version": __version__, "model": "nv", "reference": "bf16",
+        "schema_version": schema.SCHEMA_VERSION, "version": __version__, "rule": judge.decision.RULE,
+        "model": "nv", "reference": "bf16",
         "reference_sha256": "", "dtype": "float32", "device": "cpu", "workloads": {}, "n_answers": 400,
         "n_conversation_answers": 0, "n_text_tokens": 0, "notes": [], "seconds": 1.0, "reference_gates": {},
     }  # fmt: skip

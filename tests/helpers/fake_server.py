@@ -22,7 +22,7 @@ class Script:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     tools: list[tuple[str, str]] = field(default_factory=list)  # (name, arguments JSON)
-    finish: str | None = None
+    finish: str | None = None  # "": the answer ends without a finish reason
     status: int = 200
     error: str = ""
     first_s: float = 0.0
@@ -202,7 +202,7 @@ class FakeServer:
                 {"tool_calls": [{"index": index, "function": {"arguments": rest[i : i + 6]}}]}
                 for i in range(0, len(rest), 6)
             ]
-        finish = script.finish or ("tool_calls" if script.tools else "stop")
+        finish = ("tool_calls" if script.tools else "stop") if script.finish is None else script.finish or None
         return [{"index": 0, "delta": d, "finish_reason": None} for d in deltas] + [
             {"index": 0, "delta": {}, "finish_reason": finish}
         ]

@@ -142,13 +142,6 @@ def test_advisory_gates_never_decide():
     assert judge.verdict({"served": {"a": side()}}).passed is True
 
 
-def test_gates_that_are_worse_than_bf16_are_reasons():
-    verdict = judge.verdict({"models": MODELS, "served": {"bf16": side(tools=99), "mlp_only": side(tools=75)}})
-    assert any(
-        "tool calls is significantly worse than bf16's: 75 of 100 against 99 of 100" in r for r in verdict.reasons
-    )
-
-
 def test_a_difference_is_candidate_minus_incumbent_in_either_order():
     served = {"q4_k_m": side(), "mlp_only": side()}
     verdict = judge.verdict(

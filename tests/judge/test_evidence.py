@@ -119,9 +119,9 @@ def test_outcomes_that_were_changed_are_noticed_with_counts_that_follow_from_the
     assert evidence.differences(edited) == ["its outcomes, its hashes or the reasons that block it were changed"]
 
 
-def test_counts_of_another_version_are_compared_and_its_verdicts_are_not(stored):
+def test_counts_of_another_rule_are_compared_and_its_verdicts_are_not(stored):
     older = copy(stored)
-    older.version = "0.0.1"
+    older.version, older.rule = "0.0.1", judge.decision.RULE - 1
     older.evidence_sha256 = evidence.evidence_sha256(older)
     older.verdict.verdict = "fragile"
     assert evidence.differences(older) == []

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from annie_quant import judge
+from annie_quant.judge.answers import Answer, constant_answer
 from annie_quant.judge.gate_rule import Threshold, decide, n_to_decide
 from annie_quant.judge.gates import GATES, tabulate
 from annie_quant.judge.library import build_workload
@@ -167,3 +168,18 @@ def test_the_token_limit_of_a_case_is_its_own_where_it_has_one():
     cut = judge.Answer("x", finish_reason="length")
     assert [workload.max_tokens_for(c) for c in workload.cases] == [7, 50]
     assert [judge.faults(cut, c, workload)["stop"][-4:] for c in workload.cases] == [" (7)", "(50)"]
+
+
+def test_one_answer_to_different_questions_is_noticed():
+    """No check of single answers notices it: the answer is fluent, of the right length, and has words of bf16's."""
+    own = [Answer(text=f"The capital of country {i} is city {i}.") for i in range(60)]
+    one = [Answer(text="The capital of a country is a city.")] * 60
+    assert constant_answer(one, own).startswith("one answer to 60 of 60 prompts ('The capital")
+    assert not constant_answer(own, own) and not constant_answer(own, one) and not constant_answer([], [])
+    assert not constant_answer(one, one), "bf16 answers all of them alike too"
+    refusal = [Answer(text="I have no tool for that.")] * 40 + own[40:]
+    assert not constant_answer(refusal, [*refusal[:30], *own[30:]]), "a quarter of bf16's refusals are others"
+    assert not constant_answer([*one[:9], *own[9:]], own)
+    call = Answer(tool_calls=[{"id": "", "name": "f", "arguments": '{"q": "xyzzy"}'}])
+    assert "one answer to 60 of 60" in constant_answer([call] * 60, own)
+    assert not constant_answer([Answer()] * 60, own), "no answer at all: other gates count it"

@@ -44,8 +44,9 @@ def measure(folder: Path, model: Path, numerics: str, n: int, cache: Path) -> st
     uncertain: list[int] = []
     rule = ensemble.uncertain_answers
 
-    def everything(answered: Sequence[Any], *rest: Any) -> list[int]:
-        uncertain[:] = rule(answered, *rest)
+    def everything(answered: Sequence[Any], base: Any, other: Any, noise: float) -> list[int]:
+        if len(other) < len(answered):  # the sample's: what the rule takes without the answers that it leaves out
+            uncertain[:] = sorted({*rule(answered, base, other, noise), *other})
         return list(range(len(answered)))
 
     answers: dict[str, list[Completion]] = {}

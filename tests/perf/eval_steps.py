@@ -2,9 +2,9 @@
 
     python tests/perf/eval_steps.py CHECKPOINT REFERENCE [--n 100] [--numerics w4a4,w4a16] [--synchronize]
 
-Prints the seconds of imports, and per stage its wall time, and the number, tokens and seconds of the forward passes of prompts and
-of decode steps. On a GPU a replayed step (evaluate/decode_graph.py) is not counted; --synchronize waits for each pass, so that
-its seconds are its own.
+Prints the processor seconds of imports and of each stage, and the number, tokens and seconds of the forward passes of prompts and
+of decode steps; a stage begins with its first message, so its first passes are counted in the stage before. On a GPU a replayed
+step (evaluate/decode_graph.py) is not counted; --synchronize waits for each pass, so that its seconds are its own.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import re
 import time
 from pathlib import Path
 
-START = time.perf_counter()
+START = time.process_time()
 
 import torch  # noqa: E402
 
 from annie_quant.evaluate import engine, job  # noqa: E402
 from annie_quant.evaluate.process_group import SINGLE  # noqa: E402
 
-IMPORTED = time.perf_counter()
+IMPORTED = time.process_time()
 
 
 class Stages:
     """A progress that notes when the text of each stage comes, and the forward passes in it."""
 
     def __init__(self) -> None:
-        self.name, self.since = "loading and reference answers", time.perf_counter()
+        self.name, self.since = "loading and reference answers", time.process_time()
         self.seconds: dict[str, float] = {}
         self.passes: dict[tuple[str, str], list[float]] = {}
 
@@ -39,7 +39,7 @@ class Stages:
         print(text)
 
     def end(self, following: str) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         self.seconds[self.name] = self.seconds.get(self.name, 0.0) + now - self.since
         self.name, self.since = following, now
 
@@ -61,11 +61,11 @@ def main() -> None:
     stages, step = Stages(), engine.Engine.step
 
     def counted(self: engine.Engine, ids: torch.Tensor, *more: object, **options: object) -> torch.Tensor:
-        start = time.perf_counter()
+        start = time.process_time()
         hidden = step(self, ids, *more, **options)
         if arguments.synchronize and ids.is_cuda:
             torch.cuda.synchronize()
-        stages.add("decode" if "position_ids" in options else "prompts", ids.numel(), time.perf_counter() - start)
+        stages.add("decode" if "position_ids" in options else "prompts", ids.numel(), time.process_time() - start)
         return hidden
 
     engine.Engine.step = counted

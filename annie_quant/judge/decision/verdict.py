@@ -443,8 +443,6 @@ def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
             places.setdefault(n_gates, []).append(where)
         verb = "keeps" if chosen.compared else "passes"
         reasons = [f"{verb} {_count(n, 'gate')} ({', '.join(names)})" for n, names in places.items()]
-    if not chosen.compared:
-        reasons += _worse_than_bf16(aggregates, chosen.roles)
     for name in sides(aggregates):
         failing = [g for g in deciding_gates(aggregates, name) if g.outcome == "fail"]
         if failing and name != chosen.candidate:
@@ -454,22 +452,6 @@ def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
         reasons += _differences(aggregates, chosen.candidate, chosen.incumbent)
         reasons += _operation(aggregates, chosen.candidate, chosen.incumbent)
     return reasons
-
-
-def _worse_than_bf16(aggregates: Aggregates, roles: Roles) -> list[str]:
-    """Gates whose interval is entirely below that of the served bf16 model: what quantization took."""
-    served, candidate, bf16 = aggregates.served, roles.candidate, roles.reference
-    if bf16 not in served or candidate not in served:
-        return []
-    worse = []
-    for gate, row in served[candidate].gates.items():
-        reference = served[bf16].gates.get(gate)
-        if reference and row.high < reference.low:
-            worse.append(
-                f"{row.title or gate} is significantly worse than {label_of(aggregates, bf16)}'s: "
-                f"{row.passes} of {row.n} against {reference.passes} of {reference.n}"
-            )
-    return worse
 
 
 def _differences(aggregates: Aggregates, candidate: str, incumbent: str) -> list[str]:

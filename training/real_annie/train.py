@@ -161,7 +161,7 @@ def answers(model: Any, tokenizer: Any, cases: list[dict[str, Any]], size: int, 
         out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, pad_token_id=ends[0])
         for (_, case), row in zip(part, out[:, ids.shape[1] :].tolist(), strict=True):
             end = next((n for n, t in enumerate(row) if t in ends), None)
-            yield case, tokenizer.decode(row[:end], skip_special_tokens=False), end is not None
+            yield case, tokenizer.decode(row[:end], clean_up_tokenization_spaces=False), end is not None
 
 
 def held_out(model: Any, tokenizer: Any, cases: list[dict[str, Any]], size: int, device: str) -> dict[str, Any]:

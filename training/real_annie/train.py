@@ -1,7 +1,7 @@
 """Fine-tune an instruction model into an Annie: a LoRA on all linears of the layers (peft), merged into a bf16 folder.
 
     cd training/real_annie
-    python train.py --model MODEL --rows DIR --output OUT [--rank 16] [--steps 300] [--lr 2e-4] [--seed 1]
+    python train.py --model MODEL --rows DIR --output OUT [--rank 16] [--steps 500] [--lr 2e-4] [--seed 1]
     python train.py --model MODEL --rows DIR --output OUT --steps 0                         # the report of MODEL itself
     python train.py --model MODEL --rows DIR --adapter OUT --output OUT2 --merged FOLDER    # merge, and report again
 
@@ -161,7 +161,7 @@ def answers(model: Any, tokenizer: Any, cases: list[dict[str, Any]], size: int, 
         out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, pad_token_id=ends[0])
         for (_, case), row in zip(part, out[:, ids.shape[1] :].tolist(), strict=True):
             end = next((n for n, t in enumerate(row) if t in ends), None)
-            yield case, tokenizer.decode(row[:end], skip_special_tokens=False), end is not None
+            yield case, tokenizer.decode(row[:end], clean_up_tokenization_spaces=False), end is not None
 
 
 def held_out(model: Any, tokenizer: Any, cases: list[dict[str, Any]], size: int, device: str) -> dict[str, Any]:
@@ -226,9 +226,9 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, help="take this overlay instead of training one")
     parser.add_argument("--chat-template", type=Path, help="use this template instead of the model's")
     parser.add_argument("--rank", type=int, default=16, help="of the overlay; 2 for a thin model")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--tokens", type=int, default=16384, help="per step, at most")
+    parser.add_argument("--tokens", type=int, default=8192, help="per step, at most")
     parser.add_argument("--seed", type=int, default=1, help="of the overlay's start and of the batches")
     parser.add_argument("--held-out", type=int, default=0, help="held-out prompts, evenly over the file (0: all)")
     parser.add_argument("--batch", type=int, default=64, help="prompts answered at once")

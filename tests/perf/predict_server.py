@@ -30,10 +30,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,12 +43,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 from llama_cpp_answers import complete  # noqa: E402
 
 from annie_quant import files, judge  # noqa: E402
-from annie_quant.evaluate import noise_floor  # noqa: E402
+from annie_quant.evaluate import ensemble, noise_floor  # noqa: E402
 from annie_quant.evaluate.decoding import Completion  # noqa: E402
 from annie_quant.evaluate.evaluation import evaluate_pair, judged, with_references  # noqa: E402
 from annie_quant.evaluate.pair import ModelPair  # noqa: E402
 from annie_quant.evaluate.prompts import Answered, Request, Template  # noqa: E402
+from annie_quant.hf.emulation import emulate  # noqa: E402
 from annie_quant.hf.loading import profiles_of  # noqa: E402
+from annie_quant.hf.profiles import find_profile  # noqa: E402
 from annie_quant.judge import Workload  # noqa: E402
 from annie_quant.judge.decision import judge_members  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
@@ -71,8 +74,7 @@ TOOLS = ("tool_memory", "tool_web")
 PROFILES = tuple(dict.fromkeys(SERVERS.values()))
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Which prompts are asked. n: per gate. workloads: names; None: the default ones. max_tokens: cap on every answer."""
 
     n: int
@@ -111,36 +113,39 @@ def offline(
     missing = [name for name in profiles if name not in stored["members"]]
     if not missing:
         return
-    with ModelPair(folder, model, cache=work / "cache", device=device) as pair:
+    with ModelPair(folder, model, cache=work / "cache", dtype="float32", device=device) as pair:
         missing = [name for name in missing if name in profiles_of(pair.model)]
         if not missing:
             return
         workloads, requests = sample.prompts(pair.template)
         write_prompts(work / f"prompts.{sample.n}.json", requests, pair.template.end_tokens)
-        completions: dict[str, list[Completion]] = {}
-        result = evaluate_pair(
-            pair,
-            workloads,
-            missing,
-            with_ensemble=not alone,
-            on_outcomes=lambda member, own: completions.update({member: own}),
-        )
         reference = pair.reference.answer(workloads)
-        floor = noise_floor.second_answers(pair, reference)
-        files.write_json(
-            output,
-            {
-                "reference": [[c.tokens, c.finished] for _, c in reference],
-                "floor": [[c.tokens, c.finished] for _, c in floor],
-                "members": stored["members"]
-                | {key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()},
-                "noise": stored["noise"] | {name: figures.noise for name, figures in result.ensemble.items()},
-                "uncertain": stored["uncertain"]
-                | {name: figures.n_uncertain for name, figures in result.ensemble.items()},
-                "device": result.device,
-                "seconds": stored["seconds"] + result.seconds,
-            },
-        )
+        completions: dict[str, list[Completion]] = {}
+        start = time.monotonic()
+        if alone:
+            completions = {name: answers_alone(pair, name, reference) for name in missing}
+        else:
+            result = evaluate_pair(
+                pair, workloads, missing, on_outcomes=lambda member, own: completions.update({member: own})
+            )
+            stored["noise"] |= {name: figures.noise for name, figures in result.ensemble.items()}
+            stored["uncertain"] |= {name: figures.n_uncertain for name, figures in result.ensemble.items()}
+        stored["members"] |= {key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()}
+        stored["seconds"] += time.monotonic() - start
+        stored["device"] = pair.device
+        stored["reference"] = [[c.tokens, c.finished] for _, c in reference]
+        stored["floor"] = [[c.tokens, c.finished] for _, c in noise_floor.second_answers(pair, reference)]
+        files.write_json(output, stored)
+
+
+def answers_alone(pair: ModelPair, name: str, reference: Sequence[Answered]) -> list[Completion]:
+    """Return the checkpoint's answers under one profile, without the reference's logits."""
+    everything = range(len(reference))
+    with emulate(pair.model, find_profile(name)):
+        choices = ensemble.choose(pair, pair.engine, reference, everything, name)
+        differences = ensemble.differences_of(choices)
+        outcomes = ensemble.answers_of(pair, pair.engine, reference, everything, differences, name)
+    return [outcomes[i].completion for i in everything]
 
 
 def ask_llama_cpp(file: Path, rows: Sequence[Mapping[str, Any]], parallel: int) -> list[Any]:
@@ -158,8 +163,8 @@ def ask_llama_cpp(file: Path, rows: Sequence[Mapping[str, Any]], parallel: int) 
             return list(pool.map(ask, rows))
 
 
-def serve_llama_cpp(work: Path, folder: Path, n: int) -> None:
-    """Store the answers of llama.cpp with 8 slots and with 1."""
+def serve_llama_cpp(work: Path, folder: Path, n: int, cuts: str) -> None:
+    """Store the answers of llama.cpp with these numbers of slots."""
     from annie_quant import checkpoint
 
     output, file = work / "served" / f"{folder.name}.llama.cpp-cpu.{n}.json", work / f"{folder.name}.gguf"
@@ -168,7 +173,7 @@ def serve_llama_cpp(work: Path, folder: Path, n: int) -> None:
     if not file.exists():
         checkpoint.convert(folder, to="gguf", output=file, force=True)
     rows = files.read_json(work / f"prompts.{n}.json")
-    files.write_json(output, {"cuts": {str(slots): ask_llama_cpp(file, rows, slots) for slots in (8, 1)}})
+    files.write_json(output, {"cuts": {slots: ask_llama_cpp(file, rows, int(slots)) for slots in cuts.split(",")}})
 
 
 def ask_vllm(python: Path, folder: Path, prompts: Path, output: Path, cuts: str) -> None:
@@ -420,7 +425,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, help="cap on every answer, of all parts")
     parser.add_argument("--alone", action="store_true", help="offline: the profiles without their ensembles")
     parser.add_argument("--kinds", default="w4a4,w4a16", help="of the checkpoint in vLLM on a CPU")
-    parser.add_argument("--cuts", default="16,1", help="sequences at a time in vLLM on a CPU")
+    parser.add_argument("--cuts", help="sequences at a time; default: 8,1 in llama.cpp, 16,1 in vLLM on a CPU")
     parser.add_argument("--profiles", default=",".join(PROFILES))
     parser.add_argument("--calib-samples", type=int, default=128, help="conversations, for strategies")
     parser.add_argument("--device", default=None, help="of the offline evaluation")
@@ -449,11 +454,11 @@ def main() -> None:
             profiles = arguments.profiles.split(",")
             offline(work, arguments.model, folder, sample, profiles, arguments.device, arguments.alone)
         elif arguments.part == "llama.cpp":
-            serve_llama_cpp(work, folder, n)
+            serve_llama_cpp(work, folder, n, arguments.cuts or "8,1")
         elif arguments.part == "transformers":
             serve_transformers(work, folder, Template(arguments.model), sample)
         else:
-            serve_vllm(work, folder, n, arguments.python, arguments.kinds.split(","), arguments.cuts)
+            serve_vllm(work, folder, n, arguments.python, arguments.kinds.split(","), arguments.cuts or "16,1")
         print(folder.name, arguments.part, "done", flush=True)
 
 

@@ -8,8 +8,9 @@
     ... --model MODEL --workloads bfcl:simple_python,multiple,irrelevance --max-tokens 128      (another bf16 model, in every part)
 
 Checkpoints are folders, or strategies with which `--model` (tiny-annie) is quantized into the work folder. For each:
-  offline    the answers under every profile and those of its ensemble's members (--alone: without them), and bf16's in two
-             arithmetics                                                                             WORK/offline/NAME.N.json
+  offline    the answers under every profile and those of its ensemble's members (--alone: without them; after the
+             server, whose answers it then verifies, it takes a third of the time), and bf16's in two arithmetics
+                                                                                                     WORK/offline/NAME.N.json
   servers    greedy answers to the same token prompts under two batch cuts                          WORK/served/NAME.SERVER.N.json
              (transformers: its generate in bfloat16, W4A4, tool calls alone, one prompt at a time)
   table      A/A      the server with itself under another batch cut: no offline arithmetic can agree better
@@ -123,7 +124,10 @@ def offline(
         completions: dict[str, list[Completion]] = {}
         start = time.monotonic()
         if alone:
-            completions = {name: answers_alone(pair, name, reference) for name in missing}
+            for name in missing:
+                guess = served_answers(work, folder.name, sample.n, name, pair.template.end_tokens)
+                answered = [Answered(r, c) for (r, _), c in zip(reference, guess, strict=True)] if guess else reference
+                completions[name] = answers_alone(pair, name, answered)
         else:
             result = evaluate_pair(
                 pair, workloads, missing, on_outcomes=lambda member, own: completions.update({member: own})
@@ -138,14 +142,27 @@ def offline(
         files.write_json(output, stored)
 
 
-def answers_alone(pair: ModelPair, name: str, reference: Sequence[Answered]) -> list[Completion]:
-    """Return the checkpoint's answers under one profile, without the reference's logits."""
-    everything = range(len(reference))
+def answers_alone(pair: ModelPair, name: str, guess: Sequence[Answered]) -> list[Completion]:
+    """Return the checkpoint's own answers under one profile, without the reference's logits.
+
+    guess: answers that are verified in one forward; decoded is what follows the first token that the profile chooses otherwise.
+    """
+    everything = range(len(guess))
     with emulate(pair.model, find_profile(name)):
-        choices = ensemble.choose(pair, pair.engine, reference, everything, name)
+        choices = ensemble.choose(pair, pair.engine, guess, everything, name)
         differences = ensemble.differences_of(choices)
-        outcomes = ensemble.answers_of(pair, pair.engine, reference, everything, differences, name)
+        outcomes = ensemble.answers_of(pair, pair.engine, guess, everything, differences, name)
     return [outcomes[i].completion for i in everything]
+
+
+def served_answers(work: Path, name: str, n: int, profile: str, ends: Sequence[int]) -> list[Completion]:
+    """Return the stored answers of a server that the profile predicts, [] without one."""
+    for server in (s for s, predicted in SERVERS.items() if predicted == profile):
+        path = work / "served" / f"{name}.{server}.{n}.json"
+        if path.exists():
+            answers = next(iter(files.read_json(path)["cuts"].values()))
+            return [without_end(a[0], a[1], ends) for a in answers] if None not in answers else []
+    return []
 
 
 def ask_llama_cpp(file: Path, rows: Sequence[Mapping[str, Any]], parallel: int) -> list[Any]:

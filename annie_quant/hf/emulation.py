@@ -2,7 +2,8 @@
 
 The model stays in float32, and values are rounded where a server stores them in a shorter type (profiles.Profile):
   residual stream       in place after each norm: a fused kernel normalizes the unrounded sum and stores the rounded one
-  norms, linears, head  their outputs; a linear's input too, which rounds products of gates
+  norms, linears, head  their outputs; a linear's input too, which rounds products of gates. An NVFP4 product is rounded before its
+                        bias is added, and a normalized value before it is multiplied by a bf16 weight; not by 1 + weight
   activations, gates    their outputs, before they are multiplied
   convolution, DeltaNet their outputs, and what the chunk kernels store between their products (evaluate/deltanet.py), for the
                         tokens of a prompt; decoded tokens have operands in float32. The recurrent state stays in float32, as
@@ -29,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from annie_quant.hf import matmul
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
 from annie_quant.hf.profiles import BFLOAT16_STEPS, FLOAT32, UNQUANTIZED, Profile
+from annie_quant.models import family_or_default
 
 Round = Callable[[torch.Tensor], torch.Tensor]
 SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
@@ -62,7 +64,9 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
     """Let `model` compute with a profile's arithmetic; the model is unchanged afterwards, its numerics apart."""
     if nvfp4_linears(model):
         set_numerics(model, profile.name)
-    hooks = [handle for module in model.modules() for handle in module_hooks(module, profile)]
+    config: Any = getattr(model, "config", None)
+    adds_one = family_or_default(config.get_text_config().to_dict() if config is not None else {}).adds_one
+    hooks = [h for name, m in model.named_modules() for h in module_hooks(m, profile, adds_one(f"{name}.weight"))]
     with reordered_linears(model, order):
         before, model.annie_quant_profile = getattr(model, "annie_quant_profile", None), profile  # type: ignore[assignment]
         try:
@@ -73,19 +77,26 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
                 hook.remove()
 
 
-def module_hooks(module: nn.Module, profile: Profile) -> Iterator[Any]:
-    """Register the hooks that round a module's inputs and outputs, and yield their handles."""
+def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> Iterator[Any]:
+    """Register the hooks that round a module's inputs and outputs, and yield their handles. adds_one: of a norm's weight."""
     stream, kind = rounding(profile.stream), type(module).__name__
     if isinstance(module, nn.Linear):
         plain_input = rounding(profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input)
         if profile.rounds:
             yield module.register_forward_pre_hook(lambda _, args: (plain_input(args[0]), *args[1:]))
         if profile.stream != "float32":
+            if isinstance(module, NVFP4Linear) and module.bias is not None:
+                yield BiasOfRounded(module, stream)
             yield module.register_forward_hook(lambda _, args, output: stream(output))
     elif profile.stream == "float32":
         return
     elif kind.endswith(("RMSNorm", "RMSNormGated", "LayerNorm")):
-        yield module.register_forward_hook(lambda _, args, output: round_norm(args[0], output, stream))
+        normalizes = kind.endswith("RMSNorm") and not adds_one
+        yield module.register_forward_hook(
+            lambda m, args, output: round_norm(
+                args[0], stream(normalized(m, args[0])) * m.weight if normalizes else output, stream
+            )
+        )
     elif kind.endswith("RotaryEmbedding"):
         yield module.register_forward_hook(lambda _, args, output: tuple(stream(t) for t in output))
     elif isinstance(module, nn.SiLU) or kind.endswith("Activation"):
@@ -130,6 +141,25 @@ class RoundedSigmoid(TorchFunctionMode):
     def remove(self) -> None:
         """Undo it, as a hook's handle does."""
         del self.module.forward
+
+
+class BiasOfRounded:
+    """Adds a linear's bias to the rounded product, as vLLM's NVFP4 kernels do (model_executor/kernels/linear/nvfp4)."""
+
+    def __init__(self, module: Any, stream: Round) -> None:
+        self.module, self.bias = module, module.bias
+        module.bias = None
+        self.hook = module.register_forward_hook(lambda _, args, output: stream(output) + self.bias)
+
+    def remove(self) -> None:
+        """Undo it, as a hook's handle does."""
+        self.module.bias = self.bias
+        self.hook.remove()
+
+
+def normalized(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return what an RMS norm multiplies by its weight."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
 def round_norm(x: torch.Tensor, output: torch.Tensor, to_stream: Round) -> torch.Tensor:

@@ -53,3 +53,25 @@ def test_answers_that_all_members_give_are_counted_apart(module):
 )
 def test_agreement(agreement, served, ensemble, members, expected):
     assert agreement(served, ensemble, members) == expected
+
+
+def test_a_sample_caps_every_answer(module):
+    template = module.Template(module.MODEL)
+    capped, free = (module.Sample(4, ("tool_web",), limit).prompts(template)[1] for limit in (7, None))
+    assert [r.prompt for r in capped] == [r.prompt for r in free] and {r.max_tokens for r in capped} == {7}
+    assert min(r.max_tokens for r in free) > 7
+
+
+def test_answers_are_judged_against_bf16_s_own(module):
+    template = module.Template(module.MODEL)
+    sample = module.Sample(3, ("tool_web",), 7)
+    requests = sample.prompts(template)[1]
+    one, other = (
+        module.Completion(template.ids(text), True) for text in ("Good morning to all of you.", "It rains in Oslo.")
+    )
+    everything = range(len(requests))
+    prompts = module.Prompts(template, sample, [one] * len(requests), everything, [other] * len(requests))
+    answers = prompts.judged([one] * len(requests))
+    pairs = [module.judge.pair_answers(prompts.before, answers, floor) for floor in (None, prompts.floor)]
+    assert all("same_text" in r.workload.gates for r in prompts.requests)
+    assert [paired["same_text"].won for paired, _ in pairs] == [0, len(requests)]

@@ -11,8 +11,10 @@ pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip inst
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
+import dense_models  # noqa: E402
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
+from annie_quant import quantize  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
 from annie_quant.hf import activations, load, profiles, set_numerics  # noqa: E402
 from annie_quant.hf.emulation import RoundedSigmoid, SumOrder, emulate, sigmoid_in_steps  # noqa: E402
@@ -279,3 +281,25 @@ def test_profiles_that_do_not_apply_are_refused() -> None:
     with pytest.raises(UsageError, match="multiple of 32"):
         layer.set_numerics("llama.cpp-cpu")
     layer.set_numerics("llama.cpp-blackwell")
+
+
+@torch.inference_mode()
+def test_plain_norms_and_biases_are_rounded_twice(tmp_path: Path) -> None:
+    """A Qwen2 in the bfloat16 arithmetic of the model's own classes: transformers' norm, and vLLM's `out = out + bias`."""
+    folder = tmp_path / "w4a16"
+    quantize.run("direct", dense_models.make(tmp_path / "bf16", "qwen2"), folder)
+    model = load(folder, cache="float32", dtype=torch.float32)
+    norm, linear = (model.get_submodule(f"model.layers.0.{n}") for n in ("input_layernorm", "self_attn.q_proj"))
+    generator = torch.Generator().manual_seed(0)
+    norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator).bfloat16())
+    linear.bias.copy_(torch.randn(linear.bias.shape, generator=generator).bfloat16())
+    x = torch.randn(64, norm.weight.numel(), generator=generator).bfloat16()
+    before = linear(x.float())
+    with emulate(model, profiles.find_profile("vllm-marlin")):
+        normed, biased = norm(x.float()), linear(x.float())
+    assert torch.equal(normed.bfloat16(), type(norm).forward(norm.bfloat16(), x))
+    product = x.float() @ linear.weights(torch.float32).T
+    expected = product.bfloat16() + linear.bias.bfloat16()
+    assert (biased.bfloat16() != expected).float().mean() < 1e-3  # a sum in another order may round to the neighbour
+    assert ((product + linear.bias).bfloat16() != expected).float().mean() > 0.05
+    assert torch.equal(linear(x.float()), before)

@@ -5,9 +5,12 @@
     python tests/perf/predict_server.py vllm --python build/vllm/bin/python --work build/predict --n 30 naive
     python tests/perf/predict_server.py transformers --work build/predict --n 30 naive
     python tests/perf/predict_server.py table --work build/predict --n 30
+    ... --model MODEL --workloads bfcl:simple_python,multiple,irrelevance --max-tokens 128      (another bf16 model, in every part)
 
 Checkpoints are folders, or strategies with which `--model` (tiny-annie) is quantized into the work folder. For each:
-  offline    the answers under every profile and those of its ensemble's members, and bf16's        WORK/offline/NAME.N.json
+  offline    the answers under every profile and those of its ensemble's members (--alone: without them; after the
+             server, whose answers it then verifies, it takes a third of the time), and bf16's in two arithmetics
+                                                                                                     WORK/offline/NAME.N.json
   servers    greedy answers to the same token prompts under two batch cuts                          WORK/served/NAME.SERVER.N.json
              (transformers: its generate in bfloat16, W4A4, tool calls alone, one prompt at a time)
   table      A/A      the server with itself under another batch cut: no offline arithmetic can agree better
@@ -17,7 +20,8 @@ Checkpoints are folders, or strategies with which `--model` (tiny-annie) is quan
                       agree (agreement()); exit code 1 if one is reversed
              parts    where the answers that differ part: tokens before the first difference
              agreed   the answers that all members give alike, and how many of these the server gives
-A GPU's answers come from tests/perf/vllm_gpu.sh. A finished part is not done again. The table is in docs/method.md.
+A GPU's answers come from tests/perf/vllm_gpu.sh. A finished part (offline: a profile) is not done again.
+The table is in docs/method.md.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,15 +44,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 from llama_cpp_answers import complete  # noqa: E402
 
 from annie_quant import files, judge  # noqa: E402
+from annie_quant.evaluate import ensemble, noise_floor  # noqa: E402
 from annie_quant.evaluate.decoding import Completion  # noqa: E402
 from annie_quant.evaluate.evaluation import evaluate_pair, judged, with_references  # noqa: E402
 from annie_quant.evaluate.pair import ModelPair  # noqa: E402
 from annie_quant.evaluate.prompts import Answered, Request, Template  # noqa: E402
+from annie_quant.hf.emulation import emulate  # noqa: E402
+from annie_quant.hf.loading import profiles_of  # noqa: E402
+from annie_quant.hf.profiles import find_profile  # noqa: E402
 from annie_quant.judge import Workload  # noqa: E402
 from annie_quant.judge.decision import judge_members  # noqa: E402
+from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
+from annie_quant.judge.pairing import Judged  # noqa: E402
 
 MODEL = ROOT / "annie_quant" / "assets" / "tiny-annie"
-GATES = ("tool_call", "factual", "reasoning", "abstention", "no_markdown")
+GATES = (
+    "tool_call", "factual", "reasoning", "abstention", "no_markdown", "tool_schema", "tool_selection", "tool_values",
+)  # fmt: skip
 SERVERS = {  # the server's name in files → the profile that predicts it
     "llama.cpp-cpu": "llama.cpp-cpu",
     "vllm-cpu-w4a4": "vllm-cpu",
@@ -61,10 +75,24 @@ TOOLS = ("tool_memory", "tool_web")
 PROFILES = tuple(dict.fromkeys(SERVERS.values()))
 
 
-def prompts(template: Template, n: int) -> tuple[list[Workload], list[Request]]:
-    """Return n prompts per gate of the single-turn workloads, and their requests."""
-    workloads = [w for w in judge.sample(judge.load_workloads(), n) if not w.cases[0].turns]
-    return workloads, [template.request(w, c) for w in workloads for c in w.cases]
+class Sample(NamedTuple):
+    """Which prompts are asked. n: per gate. workloads: names; None: the default ones. max_tokens: cap on every answer."""
+
+    n: int
+    workloads: tuple[str, ...] | None = None
+    max_tokens: int | None = None
+
+    def prompts(self, template: Template) -> tuple[list[Workload], list[Request]]:
+        """Return the prompts of the single-turn workloads, and their requests."""
+        loaded = judge.sample(judge.load_workloads(self.workloads), self.n)
+        workloads = [self.capped(w) for w in loaded if not w.cases[0].turns]
+        return workloads, [template.request(w, c) for w in workloads for c in w.cases]
+
+    def capped(self, workload: Workload) -> Workload:
+        if self.max_tokens is None:
+            return workload
+        cases = tuple(replace(c, max_tokens=min(self.max_tokens, workload.max_tokens_for(c))) for c in workload.cases)
+        return replace(workload, cases=cases)
 
 
 def write_prompts(path: Path, requests: Sequence[Request], ends: Sequence[int]) -> None:
@@ -77,33 +105,64 @@ def without_end(tokens: Sequence[int], stopped: bool, ends: Sequence[int]) -> Co
     return Completion(tokens[:-1] if stopped and tokens and tokens[-1] in ends else tokens, stopped)
 
 
-def offline(work: Path, model: Path, folder: Path, n: int, profiles: Sequence[str], device: str | None) -> None:
-    """Compute and store the answers of every member of the profiles' ensembles."""
-    output = work / "offline" / f"{folder.name}.{n}.json"
-    if output.exists():
+def offline(
+    work: Path, model: Path, folder: Path, sample: Sample, profiles: Sequence[str], device: str | None, alone: bool
+) -> None:
+    """Compute and store the answers of the profiles that are not stored yet. alone: without the ensembles' further members."""
+    output = work / "offline" / f"{folder.name}.{sample.n}.json"
+    stored = files.read_json(output) if output.exists() else {"members": {}, "noise": {}, "uncertain": {}, "seconds": 0}
+    missing = [name for name in profiles if name not in stored["members"]]
+    if not missing:
         return
-    with ModelPair(folder, model, cache=work / "cache", device=device) as pair:
-        workloads, requests = prompts(pair.template, n)
+    with ModelPair(folder, model, cache=work / "cache", dtype="float32", device=device) as pair:
+        missing = [name for name in missing if name in profiles_of(pair.model)]
+        if not missing:
+            return
+        workloads, requests = sample.prompts(pair.template)
+        write_prompts(work / f"prompts.{sample.n}.json", requests, pair.template.end_tokens)
+        reference = pair.reference.answer(workloads)
         completions: dict[str, list[Completion]] = {}
-        result = evaluate_pair(
-            pair,
-            workloads,
-            profiles,
-            on_outcomes=lambda member, own: completions.update({member: own}),
-        )
-        reference = [a.completion for a in pair.reference.answer(workloads)]
-        write_prompts(work / f"prompts.{n}.json", requests, pair.template.end_tokens)
-        files.write_json(
-            output,
-            {
-                "reference": [[c.tokens, c.finished] for c in reference],
-                "members": {key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()},
-                "noise": {name: figures.noise for name, figures in result.ensemble.items()},
-                "uncertain": {name: figures.n_uncertain for name, figures in result.ensemble.items()},
-                "device": result.device,
-                "seconds": result.seconds,
-            },
-        )
+        start = time.monotonic()
+        if alone:
+            for name in missing:
+                guess = served_answers(work, folder.name, sample.n, name, pair.template.end_tokens)
+                answered = [Answered(r, c) for (r, _), c in zip(reference, guess, strict=True)] if guess else reference
+                completions[name] = answers_alone(pair, name, answered)
+        else:
+            result = evaluate_pair(
+                pair, workloads, missing, on_outcomes=lambda member, own: completions.update({member: own})
+            )
+            stored["noise"] |= {name: figures.noise for name, figures in result.ensemble.items()}
+            stored["uncertain"] |= {name: figures.n_uncertain for name, figures in result.ensemble.items()}
+        stored["members"] |= {key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()}
+        stored["seconds"] += time.monotonic() - start
+        stored["device"] = pair.device
+        stored["reference"] = [[c.tokens, c.finished] for _, c in reference]
+        stored["floor"] = [[c.tokens, c.finished] for _, c in noise_floor.second_answers(pair, reference)]
+        files.write_json(output, stored)
+
+
+def answers_alone(pair: ModelPair, name: str, guess: Sequence[Answered]) -> list[Completion]:
+    """Return the checkpoint's own answers under one profile, without the reference's logits.
+
+    guess: answers that are verified in one forward; decoded is what follows the first token that the profile chooses otherwise.
+    """
+    everything = range(len(guess))
+    with emulate(pair.model, find_profile(name)):
+        choices = ensemble.choose(pair, pair.engine, guess, everything, name)
+        differences = ensemble.differences_of(choices)
+        outcomes = ensemble.answers_of(pair, pair.engine, guess, everything, differences, name)
+    return [outcomes[i].completion for i in everything]
+
+
+def served_answers(work: Path, name: str, n: int, profile: str, ends: Sequence[int]) -> list[Completion]:
+    """Return the stored answers of a server that the profile predicts, [] without one."""
+    for server in (s for s, predicted in SERVERS.items() if predicted == profile):
+        path = work / "served" / f"{name}.{server}.{n}.json"
+        if path.exists():
+            answers = next(iter(files.read_json(path)["cuts"].values()))
+            return [without_end(a[0], a[1], ends) for a in answers] if None not in answers else []
+    return []
 
 
 def ask_llama_cpp(file: Path, rows: Sequence[Mapping[str, Any]], parallel: int) -> list[Any]:
@@ -121,8 +180,8 @@ def ask_llama_cpp(file: Path, rows: Sequence[Mapping[str, Any]], parallel: int) 
             return list(pool.map(ask, rows))
 
 
-def serve_llama_cpp(work: Path, folder: Path, n: int) -> None:
-    """Store the answers of llama.cpp with 8 slots and with 1."""
+def serve_llama_cpp(work: Path, folder: Path, n: int, cuts: str) -> None:
+    """Store the answers of llama.cpp with these numbers of slots."""
     from annie_quant import checkpoint
 
     output, file = work / "served" / f"{folder.name}.llama.cpp-cpu.{n}.json", work / f"{folder.name}.gguf"
@@ -131,7 +190,7 @@ def serve_llama_cpp(work: Path, folder: Path, n: int) -> None:
     if not file.exists():
         checkpoint.convert(folder, to="gguf", output=file, force=True)
     rows = files.read_json(work / f"prompts.{n}.json")
-    files.write_json(output, {"cuts": {str(slots): ask_llama_cpp(file, rows, slots) for slots in (8, 1)}})
+    files.write_json(output, {"cuts": {slots: ask_llama_cpp(file, rows, int(slots)) for slots in cuts.split(",")}})
 
 
 def ask_vllm(python: Path, folder: Path, prompts: Path, output: Path, cuts: str) -> None:
@@ -158,18 +217,18 @@ def serve_vllm(work: Path, folder: Path, n: int, python: Path, kinds: Sequence[s
         ask_vllm(python, source, work / f"prompts.{n}.json", output, cuts)
 
 
-def serve_transformers(work: Path, folder: Path, template: Template, n: int) -> None:
+def serve_transformers(work: Path, folder: Path, template: Template, sample: Sample) -> None:
     """Store the answers of transformers' generate to the tool prompts; null for all others."""
     import torch
 
     from annie_quant.hf import load
 
-    output = work / "served" / f"{folder.name}.transformers.{n}.json"
+    output = work / "served" / f"{folder.name}.transformers.{sample.n}.json"
     if output.exists():
         return
     model: Any = load(folder, cache="bf16", dtype=torch.bfloat16)
     answers: list[Any] = []
-    for request in prompts(template, n)[1]:
+    for request in sample.prompts(template)[1]:
         if request.workload.name not in TOOLS:
             answers.append(None)
             continue
@@ -222,26 +281,42 @@ def declared_weight_only(text: str) -> str:
 class Prompts:
     """The prompts of one sample size with bf16's answers: judges other answers to them."""
 
-    def __init__(self, template: Template, n: int, reference: Sequence[Completion], indices: Sequence[int]) -> None:
+    def __init__(
+        self,
+        template: Template,
+        sample: Sample,
+        reference: Sequence[Completion],
+        indices: Sequence[int],
+        floor: Sequence[Completion] | None = None,
+    ) -> None:
         self.template = template
-        requests = prompts(template, n)[1]
-        self.requests = [requests[i] for i in indices]
+        requests = sample.prompts(template)[1]
+        self.requests = [with_reference_gates(requests[i]) for i in indices]
         self.before = with_references(judged(template, self.answered(reference)))
+        self.floor = None if floor is None else self.judged(floor)
 
     def answered(self, completions: Sequence[Completion]) -> list[Answered]:
         return [Answered(r, c) for r, c in zip(self.requests, completions, strict=True)]
 
+    def judged(self, completions: Sequence[Completion]) -> list[Judged]:
+        return with_references(judged(self.template, self.answered(completions)), self.before)
+
     def counts(self, completions: Sequence[Completion]) -> dict[str, int]:
-        table = judge.gate_table(judged(self.template, self.answered(completions)))
+        table = judge.gate_table(self.judged(completions))
         return {gate: row.passes for gate, row in table.items() if gate in GATES}
 
     def verdict(self, members: Mapping[str, Sequence[Completion]]) -> str:
         """Return the rule's verdict over these members' answers."""
         paired, pooled = {}, {}
         for name, completions in members.items():
-            after = judged(self.template, self.answered(completions))
-            paired[name], pooled[name] = judge.pair_answers(self.before, after)
+            paired[name], pooled[name] = judge.pair_answers(self.before, self.judged(completions), self.floor)
         return judge_members(paired, pooled).verdict
+
+
+def with_reference_gates(request: Request) -> Request:
+    """Return the request with the gates that compare with bf16's own answer, as an evaluation judges it."""
+    gates = tuple(dict.fromkeys((*request.workload.gates, *REFERENCE_GATES)))
+    return replace(request, workload=replace(request.workload, gates=gates))
 
 
 def agreement(served: str, ensemble: str, members: Collection[str]) -> str:
@@ -274,8 +349,9 @@ def agreed(members: Sequence[Sequence[Completion]], served: Sequence[Completion]
     return sum(alike), sum(right)
 
 
-def compare(work: Path, template: Template, n: int, name: str, server: str) -> dict[str, Any]:
+def compare(work: Path, template: Template, sample: Sample, name: str, server: str) -> dict[str, Any]:
     """Return the row of one checkpoint in one server."""
+    n = sample.n
     computed = files.read_json(work / "offline" / f"{name}.{n}.json")
     served = files.read_json(work / "served" / f"{name}.{server}.{n}.json")["cuts"]
     ends, profile = template.end_tokens, SERVERS[server]
@@ -289,7 +365,8 @@ def compare(work: Path, template: Template, n: int, name: str, server: str) -> d
     members = {k: v for k, v in by_profile.items() if k.partition("+")[0] == profile}
     first = next(iter(runs.values()))
     reference = chosen(computed["reference"])
-    everything = Prompts(template, n, reference, indices)
+    floor = chosen(computed["floor"]) if "floor" in computed else None
+    everything = Prompts(template, sample, reference, indices, floor)
     served_verdicts = [everything.verdict({profile: run}) for run in runs.values()]
     offline_verdict = everything.verdict(members)
     alone = {key: everything.verdict({profile: own}) for key, own in members.items()}
@@ -361,13 +438,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL, help="the bf16 model")
     parser.add_argument("--python", type=Path, help="the python of vLLM's environment (tests/integration/vllm_cpu.py)")
     parser.add_argument("--n", type=int, default=30, help="prompts per gate")
+    parser.add_argument("--workloads", nargs="+", help="default: all single-turn ones of this package")
+    parser.add_argument("--max-tokens", type=int, help="cap on every answer, of all parts")
+    parser.add_argument("--alone", action="store_true", help="offline: the profiles without their ensembles")
     parser.add_argument("--kinds", default="w4a4,w4a16", help="of the checkpoint in vLLM on a CPU")
-    parser.add_argument("--cuts", default="16,1", help="sequences at a time in vLLM on a CPU")
+    parser.add_argument("--cuts", help="sequences at a time; default: 8,1 in llama.cpp, 16,1 in vLLM on a CPU")
     parser.add_argument("--profiles", default=",".join(PROFILES))
     parser.add_argument("--calib-samples", type=int, default=128, help="conversations, for strategies")
     parser.add_argument("--device", default=None, help="of the offline evaluation")
     arguments = parser.parse_intermixed_args()
     work, n = arguments.work.resolve(), arguments.n
+    sample = Sample(n, tuple(arguments.workloads) if arguments.workloads else None, arguments.max_tokens)
     work.mkdir(parents=True, exist_ok=True)
     if arguments.part == "table":
         template = Template(
@@ -377,7 +458,7 @@ def main() -> None:
         for path in sorted((work / "served").glob(f"*.{n}.json")):
             name, server = next((path.name[: -len(f".{s}.{n}.json")], s) for s in SERVERS if f".{s}." in path.name)
             if (work / "offline" / f"{name}.{n}.json").exists():
-                row = compare(work, template, n, name, server)
+                row = compare(work, template, sample, name, server)
                 files.write_json(work / "rows" / f"{name}.{server}.{n}.json", row)
                 print(line(row), flush=True)
                 n_reversed += row["agreement"].count("reversed")
@@ -387,13 +468,14 @@ def main() -> None:
         if not folder.is_dir():
             folder = checkpoint_of(item, work, arguments.model, arguments.calib_samples)
         if arguments.part == "offline":
-            offline(work, arguments.model, folder, n, arguments.profiles.split(","), arguments.device)
+            profiles = arguments.profiles.split(",")
+            offline(work, arguments.model, folder, sample, profiles, arguments.device, arguments.alone)
         elif arguments.part == "llama.cpp":
-            serve_llama_cpp(work, folder, n)
+            serve_llama_cpp(work, folder, n, arguments.cuts or "8,1")
         elif arguments.part == "transformers":
-            serve_transformers(work, folder, Template(arguments.model), n)
+            serve_transformers(work, folder, Template(arguments.model), sample)
         else:
-            serve_vllm(work, folder, n, arguments.python, arguments.kinds.split(","), arguments.cuts)
+            serve_vllm(work, folder, n, arguments.python, arguments.kinds.split(","), arguments.cuts or "16,1")
         print(folder.name, arguments.part, "done", flush=True)
 
 

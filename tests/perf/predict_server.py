@@ -457,7 +457,8 @@ def main() -> None:
         n_reversed = 0
         for path in sorted((work / "served").glob(f"*.{n}.json")):
             name, server = next((path.name[: -len(f".{s}.{n}.json")], s) for s in SERVERS if f".{s}." in path.name)
-            if (work / "offline" / f"{name}.{n}.json").exists():
+            computed = work / "offline" / f"{name}.{n}.json"
+            if computed.exists() and SERVERS[server] in files.read_json(computed)["members"]:
                 row = compare(work, template, sample, name, server)
                 files.write_json(work / "rows" / f"{name}.{server}.{n}.json", row)
                 print(line(row), flush=True)

@@ -128,7 +128,7 @@ def to_gguf(
     """Write a folder as a GGUF file."""
     from annie_quant.checkpoint.gguf import writer
 
-    kind = writer.type_of(type, linears)
+    kind = writer.type_of(type, folder, linears)
     target = Path(output) if output else folder.path.resolve().parent
     if target.is_dir():
         target = target / f"{folder.path.resolve().name}-{kind}.gguf"
@@ -137,6 +137,10 @@ def to_gguf(
         raise UsageError(f"{target} exists", "choose another --output, or add --force")
     plan = writer.write(folder, target, kind, linears, progress)
     loss = [f"{len(plan.dequantized)} quantized linears became 16-bit numbers"] if plan.dequantized else []
+    if type is None and kind == "BF16" and any(linear.format == "nvfp4" for linear in linears.values()):
+        loss[0] += (
+            f": llama.cpp does not compute NVFP4 in {plan.layout.names.architecture} (--type NVFP4 writes it for others)"
+        )
     if plan.left_out:
         loss.append(f"{len(plan.left_out)} tensors are not part of a text model's file (vision, KV scales)")
     return Conversion(

@@ -142,6 +142,8 @@ class GGUFNames:
         elements of a head, and not one of each half as in transformers: the rows of a head are stored in that order.
     window_pattern, window_rope_theta: constants of llama.cpp for a family with sliding windows: every layer of this number
         has full attention, and the others this rotary base.
+    tensor_scales: whether llama.cpp's graph of the architecture multiplies by NVFP4's tensor scales. A graph that does not
+        computes with weights that are thousands of times too large, without an error (xllamacpp 2026.10).
     """
 
     architecture: str
@@ -151,6 +153,7 @@ class GGUFNames:
     interleaved: Mapping[str, str] = field(default_factory=dict)
     window_pattern: int = 0
     window_rope_theta: float = 0.0
+    tensor_scales: bool = True
 
     def with_experts(self, architecture: str, experts: Experts) -> GGUFNames:
         """Return the names of a mixture of the same layers, with experts instead of the dense MLP."""

@@ -43,5 +43,6 @@ FAMILY = Family(
         mtp={},
         window_pattern=6,
         window_rope_theta=10_000.0,
+        tensor_scales=False,
     ),
 )

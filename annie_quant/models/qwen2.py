@@ -7,4 +7,4 @@ from __future__ import annotations
 
 from annie_quant.models.family import dense
 
-FAMILY = dense("Qwen2", "Qwen2ForCausalLM", "qwen2")
+FAMILY = dense("Qwen2", "Qwen2ForCausalLM", "qwen2", tensor_scales=False)

@@ -236,10 +236,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = parser.parse_args()
     a.output.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(a.model)
+    tokenizer = AutoTokenizer.from_pretrained(a.model, trust_remote_code=False)
     if a.chat_template:
         tokenizer.chat_template = a.chat_template.read_text(encoding="utf-8")
-    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.bfloat16).to(a.device)
+    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.bfloat16, trust_remote_code=False).to(a.device)
     began, losses, n_tokens = time.monotonic(), [], 0
     if a.adapter:
         a.rank, tensors = load_adapter(a.adapter)

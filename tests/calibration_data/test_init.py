@@ -196,7 +196,9 @@ def test_a_prompt_and_tools_alone_are_filled_up_by_the_offline_teacher(tmp_path)
 
 def test_prompts_of_a_persona_without_tools_are_not_from_schemas(tmp_path):
     lines = initialize(Sources("Be brief.", []), tmp_path / "mine").lines
-    assert any(line.endswith("gate prompts are made by the offline teacher, without tools (generated_*)") for line in lines)
+    assert any(
+        line.endswith("gate prompts are made by the offline teacher, without tools (generated_*)") for line in lines
+    )
     assert not any("schemas" in line for line in lines)
 
 

@@ -58,11 +58,15 @@ def sample_of(tokenizer: Any, row: dict[str, Any]) -> Sample:
         if message["role"] == "assistant":
             head, end = text(i, add_generation_prompt=True), text(i + 1).rstrip("\n")
             if not (whole.startswith(head) and whole.startswith(end)):
-                raise SystemExit("the chat template changes earlier messages: its prompt is not the beginning of the conversation")
+                raise SystemExit(
+                    "the chat template changes earlier messages: its prompt is not the beginning of the conversation"
+                )
             spans.append((len(head), len(end)))
             names = [c["function"]["name"] for c in message.get("tool_calls") or ()]
             if any(name not in whole[len(head) : len(end)] for name in names):
-                raise SystemExit("the chat template does not write tool calls: give one that does with --chat-template FILE")
+                raise SystemExit(
+                    "the chat template does not write tool calls: give one that does with --chat-template FILE"
+                )
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     learned = [any(a <= begin < b for a, b in spans) for begin, _ in encoded["offset_mapping"]]
     return encoded["input_ids"], learned
@@ -144,11 +148,15 @@ def judged(case: dict[str, Any], text: str, finished: bool) -> dict[str, bool]:
 
 
 @torch.inference_mode()
-def answers(model: Any, tokenizer: Any, cases: list[dict[str, Any]], size: int, device: str) -> Iterator[tuple[dict, str, bool]]:
+def answers(
+    model: Any, tokenizer: Any, cases: list[dict[str, Any]], size: int, device: str
+) -> Iterator[tuple[dict, str, bool]]:
     """Yield (case, greedy answer, whether it ended), in the order of the prompts' lengths."""
     prompts = []
     for case in cases:
-        text = tokenizer.apply_chat_template(case["messages"], tools=case["tools"], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            case["messages"], tools=case["tools"], tokenize=False, add_generation_prompt=True
+        )
         prompts.append((tokenizer(text, add_special_tokens=False)["input_ids"], case))
     prompts.sort(key=lambda p: len(p[0]))
     ends = model.generation_config.eos_token_id
@@ -158,7 +166,9 @@ def answers(model: Any, tokenizer: Any, cases: list[dict[str, Any]], size: int, 
         ids = padded([p for p, _ in part], 0, left=True).to(device)
         mask = padded([[1] * len(p) for p, _ in part], 0, left=True).to(device)
         limit = max(c["max_tokens"] for _, c in part)
-        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, pad_token_id=ends[0])
+        out = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, pad_token_id=ends[0]
+        )
         for (_, case), row in zip(part, out[:, ids.shape[1] :].tolist(), strict=True):
             end = next((n for n, t in enumerate(row) if t in ends), None)
             yield case, tokenizer.decode(row[:end], clean_up_tokenization_spaces=False), end is not None
@@ -168,7 +178,9 @@ def held_out(model: Any, tokenizer: Any, cases: list[dict[str, Any]], size: int,
     """Return, per group, the counts of the held-out prompts' answers and the answers that are not correct."""
     groups: dict[str, Any] = {}
     for case, text, finished in answers(model, tokenizer, cases, size, device):
-        group = groups.setdefault(case["group"], {"n": 0, "correct": 0, "markdown": 0, "thinking": 0, "unfinished": 0, "wrong": []})
+        group = groups.setdefault(
+            case["group"], {"n": 0, "correct": 0, "markdown": 0, "thinking": 0, "unfinished": 0, "wrong": []}
+        )
         verdict = judged(case, text, finished)
         group["n"] += 1
         for name, value in verdict.items():
@@ -263,7 +275,9 @@ def main() -> None:
     cases = read(a.rows / "held_out.jsonl")
     count = min(a.held_out or len(cases), len(cases))
     groups = held_out(model, tokenizer, [cases[i * len(cases) // count] for i in range(count)], a.batch, a.device)
-    machine = torch.cuda.get_device_name() if a.device.startswith("cuda") else platform.processor() or platform.machine()
+    machine = (
+        torch.cuda.get_device_name() if a.device.startswith("cuda") else platform.processor() or platform.machine()
+    )
     report = {
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()},
         "versions": {"torch": torch.__version__, "machine": machine},

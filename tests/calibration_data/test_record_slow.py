@@ -91,7 +91,7 @@ def test_a_body_that_drips_ends_in_time_and_a_slow_upload_does_not(tmp_path, mon
                 time.sleep(0.25)
                 upload.sendall(data[start : start + 8000])
             answer = b"".join(iter(lambda: upload.recv(65536), b""))  # until the server closes
-                assert b"Hello there." in answer
+            assert b"Hello there." in answer
     assert proxied.result.left_out == {"the client was too slow": 1}
 
 

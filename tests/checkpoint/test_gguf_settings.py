@@ -79,3 +79,18 @@ def test_a_right_checkpoint_is_written(folder, tmp_path):
     read = settings.read(ModelFolder(folder), {})
     assert (read.vocab_size, read.attention_head_dim) == (1536, 32)
     assert checkpoint.convert(folder, "gguf", tmp_path / "x.gguf").tensors > 20
+
+
+def test_a_byte_level_tokenizer_with_byte_fallback_is_not_a_sentencepiece_model():
+    """As transformers' GGUF reader writes SmolLM2's: its tokens spell bytes, and llama.cpp looks for <0x..> in a SentencePiece model."""
+    from annie_quant.checkpoint.gguf import vocabulary
+
+    steps = [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "use_regex": True}]
+    content = {
+        "model": {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "byte_fallback": True},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+    }
+    assert vocabulary.sentencepiece_scores(content, ["a", "b", "ab"]) is None
+    assert vocabulary.pre_tokenizer(content) == "smollm"
+    del content["pre_tokenizer"]
+    assert vocabulary.sentencepiece_scores(content, ["a", "b", "ab"]) == [-1.0, -2.0, 0.0]

@@ -97,7 +97,7 @@ def main() -> None:
     options = ("--persona", mine, "--n", a.n, "--numerics", a.numerics, "--json")
     steps.command("eval", "eval", quantized, "--reference", model, *options, verdict=True, report="eval.json")
     files = {"nvfp4": folder / "nvfp4.gguf", "bf16": folder / "bf16.gguf"}
-    steps.command("gguf", "convert", quantized, "--to", "gguf", "--type", "NVFP4", "--output", files["nvfp4"], "--force")
+    steps.command("gguf", "convert", quantized, "--to", "gguf", "--output", files["nvfp4"], "--force")
     steps.command("gguf bf16", "convert", model, "--to", "gguf", "--type", "BF16", "--output", files["bf16"], "--force")
     if "bench" not in steps.record:
         began, servers = time.monotonic(), []

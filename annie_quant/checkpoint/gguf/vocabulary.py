@@ -120,8 +120,12 @@ def sentencepiece_scores(tokenizer: dict[str, Any], tokens: list[str]) -> list[f
 
     Merges are in the order of the scores, and llama.cpp joins the pair with the highest score first.
     """
-    model = schema.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT).model
-    if model is None or not model.byte_fallback:
+    content = schema.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
+    model = content.model
+    byte_level = any(
+        step.type == "ByteLevel" for step in steps_of(content)
+    )  # whose tokens spell bytes, with or without fallback
+    if model is None or not model.byte_fallback or byte_level:
         return None
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model.merges):
@@ -129,11 +133,14 @@ def sentencepiece_scores(tokenizer: dict[str, Any], tokens: list[str]) -> list[f
     return [float(-ranks.get(token, len(model.merges) + i)) for i, token in enumerate(tokens)]
 
 
+def steps_of(content: Tokenizer) -> list[PreTokenizer]:
+    outer = content.pre_tokenizer or PreTokenizer()
+    return [outer] if outer.pretokenizers is None else outer.pretokenizers
+
+
 def pre_tokenizer(tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for the way this tokenizer splits text."""
-    content = schema.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
-    outer = content.pre_tokenizer or PreTokenizer()
-    steps = [outer] if outer.pretokenizers is None else outer.pretokenizers
+    steps = steps_of(schema.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT))
     expressions = [step.pattern.get("Regex", "") for step in steps if step.type == "Split"]
     if len(expressions) == 1 and expressions[0] in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[expressions[0]]

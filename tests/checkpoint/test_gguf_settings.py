@@ -82,7 +82,7 @@ def test_a_right_checkpoint_is_written(folder, tmp_path):
 
 
 def test_a_byte_level_tokenizer_with_byte_fallback_is_not_a_sentencepiece_model():
-    """As transformers' GGUF reader writes SmolLM2's: its tokens spell bytes, and llama.cpp looks for <0x..> in a SentencePiece model."""
+    """As transformers reads SmolLM2 from GGUF: tokens spell bytes, and llama.cpp looks for <0x..> in a SentencePiece model."""
     from annie_quant.checkpoint.gguf import vocabulary
 
     steps = [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "use_regex": True}]

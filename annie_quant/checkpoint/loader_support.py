@@ -145,7 +145,7 @@ def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConf
         return "no", f"its tensors are not of a text model that is written here ({names.written()})"
     if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
         return "no", "DeltaNet's key and value heads differ in size"
-    if not names.computes_nvfp4(folder) and any(x.format == "nvfp4" for x in linears.values()):
+    if not layout.names.computes_nvfp4(folder) and any(x.format == "nvfp4" for x in linears.values()):
         return (
             "after",
             f"after `annie-quant convert --to gguf`, as 16-bit numbers: no NVFP4 in {layout.names.architecture}",

@@ -155,6 +155,14 @@ class GGUFNames:
     window_rope_theta: float = 0.0
     tensor_scales: bool = True
 
+    def computes_nvfp4(self, names: Iterable[str]) -> bool:
+        """Return whether llama.cpp computes a model with these tensors in NVFP4: with tensor scales, and no biases in the MLP.
+
+        llama.cpp refuses such biases (GGML_ASSERT in llama-graph.cpp, xllamacpp 2026.10).
+        """
+        biases = tuple(weight.replace(".weight", ".bias") for weight in GGUF_MLP)
+        return self.tensor_scales and not any(name.endswith(biases) for name in names)
+
     def with_experts(self, architecture: str, experts: Experts) -> GGUFNames:
         """Return the names of a mixture of the same layers, with experts instead of the dense MLP."""
         layer = {name: stored for name, stored in self.layer.items() if name not in GGUF_MLP}

@@ -22,16 +22,6 @@ FLOAT32 = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate
 OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text model's file
 
 
-def computes_nvfp4(folder: ModelFolder) -> bool:
-    """Return whether llama.cpp's graph of the family computes NVFP4: with tensor scales, and without biases in the MLP.
-
-    llama.cpp refuses such biases (GGML_ASSERT in llama-graph.cpp, xllamacpp 2026.10).
-    """
-    family = folder.family.gguf
-    biased = any(name.endswith(("gate_proj.bias", "up_proj.bias", "down_proj.bias")) for name in folder)
-    return (family is None or family.tensor_scales) and not biased
-
-
 def written() -> str:
     """Return which families are written as GGUF, as a hint."""
     return f"GGUF is written for {', '.join(f.name for f in models.families() if f.gguf)}"

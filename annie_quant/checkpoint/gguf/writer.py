@@ -58,7 +58,9 @@ class Entry:
 def type_of(type: str | None, folder: ModelFolder, linears: Mapping[str, Linear]) -> str:
     """Return the GGUF type to write: `type`, or NVFP4 where the folder has NVFP4 linears that llama.cpp serves, else BF16."""
     quantized = any(linear.format == "nvfp4" for linear in linears.values())
-    kind = (type or ("NVFP4" if quantized and names.computes_nvfp4(folder) else "BF16")).upper()
+    family = folder.family.gguf
+    computed = family is None or family.computes_nvfp4(folder)
+    kind = (type or ("NVFP4" if quantized and computed else "BF16")).upper()
     if kind not in TYPES:
         raise UsageError(f"{type!r} is not a type that is written here", f"choose one of: {', '.join(TYPES)}")
     return kind

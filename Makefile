@@ -44,7 +44,7 @@ PERF := codec gptq nvfp4_decode overhead power report rules runtime stream
 perf: setup
 	@for name in $(PERF); do echo "== $$name"; $(BIN)/python tests/perf/bench_$$name.py || exit 1; done
 
-# docs/search.md, docs/strategies.md and the README's picture; resumes. ARGS: options of tools/make_measured.py.
+# tests/perf/search.md, tests/perf/strategies.md and the README's picture; resumes. ARGS: options of tools/make_measured.py.
 .PHONY: measured
 measured: setup
 	$(BIN)/python tools/make_measured.py $(ARGS)

@@ -1,4 +1,4 @@
-"""Make the measured pages again: the generated part of docs/search.md, the table of docs/strategies.md, the README's picture.
+"""Make the measured pages again: the generated part of tests/perf/search.md, the table of tests/perf/strategies.md, the README's picture.
 
 python tools/make_measured.py [--output runs/measured] [--only data,search,strategies,picture] [--strategies NAMES] [--seeds 1]
 
@@ -52,7 +52,7 @@ def main() -> None:
             [*command, "search", *arguments, "--strategies", options.strategies, "--seeds", options.seeds],
             accepted=(0, 1),
         )
-        replace(ROOT / "docs/search.md", "search", body(out / "search/search.md"))
+        replace(ROOT / "tests/perf/search.md", "search", body(out / "search/search.md"))
     if "strategies" in steps:
         script = [
             sys.executable,
@@ -66,7 +66,7 @@ def main() -> None:
         table = subprocess.run(
             [*map(str, script), "--table"], check=True, capture_output=True, text=True, cwd=ROOT
         ).stdout
-        replace(ROOT / "docs/strategies.md", "table", table.strip())
+        replace(ROOT / "tests/perf/strategies.md", "table", table.strip())
     if "picture" in steps:
         run([*command, "demo", "--output", out / "demo"])
         run([sys.executable, "tools/screenshot.py", out / "demo", ROOT / "docs/report.png"])

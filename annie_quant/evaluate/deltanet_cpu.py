@@ -16,7 +16,7 @@ The approximate functions, bit for bit:
   exp_u20      PyTorch's Vectorized<float>::exp_u20: up to 20 units in the last place off. The SiLU of DeltaNet's convolution
   reciprocal   the instruction VRCP14PS: up to 2^-14 = 6.1e-5 off. The same SiLU
 With exact functions a bfloat16 value in some hundred is another one, or in 10^5 for exp_u20: enough for other answers
-(docs/method.md).
+(tests/perf/verdict.md).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def register() -> None:
         line = f"{SWITCH} is set, and NVFP4 linears stay on vLLM's own kernels: {reason}"
         w4a16_layer.log_once(LOGGER, logging.WARNING, line)
         return
-    if not w4a16_layer.switched_on(EXPERTS_SWITCH):  # from 8 tokens on Marlin's are faster (docs/vllm-gpu.md)
+    if not w4a16_layer.switched_on(EXPERTS_SWITCH):  # from 8 tokens on Marlin's are faster (tests/perf/vllm_gpu.md)
         return
     try:
         vllm_experts.install(LOGGER)

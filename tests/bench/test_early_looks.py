@@ -1,4 +1,4 @@
-"""From how many prompts on an early look can keep a gate: why the demo's benchmark does not stop early (docs/method.md)."""
+"""From how many prompts on an early look can keep a gate: why the demo's benchmark does not stop early (tests/perf/verdict.md)."""
 
 from __future__ import annotations
 

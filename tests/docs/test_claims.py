@@ -26,7 +26,7 @@ FIGURE = re.compile(rf"{NUMBER}(?<=\d)[ \u00a0]?{UNIT}(?![\w/])|{NUMBER}(?<=\d) 
 MONTH = "(?:January|February|March|April|May|June|July|August|September|October|November|December)"
 DATE = re.compile(rf"\b20\d\d-\d\d-\d\d\b|\b(?:\d{{1,2}} )?{MONTH} 20\d\d\b")
 COMMAND = re.compile(r"`(?:make [a-z-]+|annie-quant [a-z-]+[^`]*|python [^`]+|pytest [^`]*)`")
-LINK = re.compile(r"\]\((docs/[\w/.-]+\.md)\)")
+LINK = re.compile(r"\]\(((?:docs|tests/perf)/[\w/.-]+\.md)\)")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 REQUIREMENTS = "docs/requirements.md"  # its figures are limits, and those that the original plan stated
 # Neither measured nor set by the code: a DGX Spark's memory; 9e9 weights of two bytes; requirement R50; levels of confidence
@@ -140,7 +140,7 @@ def test_sizes_are_decimal(page):
     [
         ("It takes 12 ms.", ["12 ms"]), ("It keeps 58 of 60 calls and loses 3.5 %.", ["58 of 60", "3.5 %"]),
         ("The file has 16 MB.", ["16 MB"]), ("It is 2.5x faster than 1,000,000 tok/s.", ["2.5x", "1,000,000 tok/s"]),
-        ("It keeps 57 of 61 ([page](docs/vllm-cpu.md)).", ["57 of 61"]),
+        ("It keeps 57 of 61 ([page](tests/perf/vllm_cpu.md)).", ["57 of 61"]),
     ],
 )  # fmt: skip
 def test_a_figure_without_an_origin_is_reported(text, figures):

@@ -17,7 +17,9 @@ from paths import ROOT
 
 from annie_quant.cli import cli
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTES = [*sorted((ROOT / "tests").glob("perf/*.md")), ROOT / "tests/faults/README.md", ROOT / "tests/package/README.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *NOTES]
+NAMED = re.compile(r"\btests/(?:perf|faults|package)/[\w.]+\.(?:md|py|c|jsonl)\b")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"annie-quant ((?!-)[a-z][a-z-]*)([^\n`|;]*)")
 
@@ -37,6 +39,18 @@ def test_links_are_valid(page):
         assert result.exists(), f"{page.name}: {target}"
         if anchor:
             assert anchor in anchors(result), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_scripts_and_notes_that_are_named_exist(page):
+    """They are outside of the site, so no link leads to them."""
+    for name in NAMED.findall(page.read_text(encoding="utf-8")):
+        assert (ROOT / name).is_file(), f"{page.name}: {name}"
+
+
+def test_each_note_is_in_the_table_of_results():
+    table = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    assert [note.name for note in NOTES if note.relative_to(ROOT).as_posix() not in table] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

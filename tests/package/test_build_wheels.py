@@ -1,4 +1,4 @@
-"""tools/build_wheels.py and the container file: what can be checked without a build. docs/packaging.md has the builds."""
+"""tools/build_wheels.py and the container file: what can be checked without a build. tests/package/README.md has the builds."""
 
 from __future__ import annotations
 

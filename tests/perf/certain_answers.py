@@ -4,7 +4,7 @@
 
 Each row is STRATEGY or FOLDER, and a numerics. The table: answers equal to bf16's, the noise of the margins, how many answers the
 rule of annie_quant/evaluate/ensemble.py calls uncertain, and by member the answers that it changed, with those of certain ones.
-The table is in docs/numerics.md. A strategy is quantized with 128 of 500 conversations of the offline teacher (seed 0).
+The table is in tests/perf/numerics.md. A strategy is quantized with 128 of 500 conversations of the offline teacher (seed 0).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Checkpoints are folders, or strategies with which `--model` (tiny-annie) is quan
              parts    where the answers that differ part: tokens before the first difference
              agreed   the answers that all members give alike, and how many of these the server gives
 A GPU's answers come from tests/perf/vllm_gpu.sh. A finished part (offline: a profile) is not done again.
-The table is in docs/method.md.
+The table is in tests/perf/verdict.md.
 """
 
 from __future__ import annotations

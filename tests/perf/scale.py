@@ -1,4 +1,4 @@
-"""The figures of docs/scale.md: measured rates, and estimates for 27 B, 400 B, 10,000 streams, 64 processes.
+"""The figures of tests/perf/scale.md: measured rates, and estimates for 27 B, 400 B, 10,000 streams, 64 processes.
 
 python tests/perf/scale.py plans                          no measurement: prints the tables of estimates
 python tests/perf/scale.py streams N [EVENTS] [GAP_US]    N streams at once from tests/perf/bench_stream_server.c

@@ -1,4 +1,4 @@
-"""All strategies on one model: quantize, audit, evaluate; writes the table of docs/strategies.md.
+"""All strategies on one model: quantize, audit, evaluate; writes the table of tests/perf/strategies.md.
 
 python tests/perf/strategies.py --output runs/strategies --n 100             # one after the other, finished ones are skipped
 python tests/perf/strategies.py --output runs/strategies --only gptq,qad     # only these

@@ -57,7 +57,7 @@ def test_a_27b_is_quantized_layer_by_layer_on_a_spark_and_training_it_does_not_f
 
 
 def test_best_of_a_9b_takes_what_was_measured():
-    """38.0 GB of a GPU and 6.7 GB of the host, measured with a small vocabulary (docs/strategies.md)."""
+    """38.0 GB of a GPU and 6.7 GB of the host, measured with a small vocabulary (tests/perf/strategies.md)."""
     peak = estimate.estimate("9b", "best", samples=512, tokens=2048).peak_bytes
     assert 44.7e9 < peak < 1.3 * 44.7e9
 

@@ -1,6 +1,6 @@
 """The vLLM plug-in's arithmetic, and its registration with a replacement of vLLM's table.
 
-The real vLLM is tested by tests/integration/vllm_cpu.py, whose figures are in docs/vllm-cpu.md.
+The real vLLM is tested by tests/integration/vllm_cpu.py, whose figures are in tests/perf/vllm_cpu.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make the measured pages again: the generated part of tests/perf/search.md, the table of tests/perf/strategies.md, the README's picture.
+"""Make the measured pages again: the generated part of tests/perf/search.md, strategies.md's table, the README's picture.
 
 python tools/make_measured.py [--output runs/measured] [--only data,search,strategies,picture] [--strategies NAMES] [--seeds 1]
 

@@ -2,7 +2,7 @@
 
     python tests/faults/run.py FOLDER [--stages "eval,bench"] [--faults "kill -9,full disk"]     needs root (mounts, users)
 
-Prints a Markdown table (tests/faults/README.md has one). Exit code 1 if a row is bad: a traceback, a hang, a second run that does not
+Prints a Markdown table (README.md has one). Exit code 1 if a row is bad: a traceback, a hang, a second run that does not
 complete or gives another result, temporary files that remain.
 """
 

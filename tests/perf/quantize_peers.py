@@ -2,7 +2,7 @@
 
     python tests/perf/quantize_peers.py --output runs/peers --seeds 0,1,2 --llm-compressor PYTHON --auto-round PYTHON
     python tests/perf/quantize_peers.py --output runs/peers --models tiny-annie --only "gptq;llm-compressor GPTQ"
-    python tests/perf/quantize_peers.py --output runs/peers --table          # tests/perf/quantize_peers.md's tables of the finished runs
+    python tests/perf/quantize_peers.py --output runs/peers --table          # quantize_peers.md's tables of the finished runs
 
 --machine NAME: of runs on another machine, which get their own table of times. Append its runs.jsonl to the first machine's.
 

@@ -6,7 +6,7 @@ vLLM on a CPU answers greedily, 16 prompts at a time (vllm_answers.py): the tool
 two calls in an answer, prompts up to --longest tokens. --kinds w4a4,w4a16 also serves each checkpoint declared weight-only. Per
 checkpoint and gate, over all prompts and over those of annie that search judges by (the 240 of the gate tool_call): passes of
 bf16 and of the checkpoint, lost and won prompts, the exact one-sided p of McNemar's test, and the verdict by the rule of
-tests/perf/verdict.md. --others also asks the other single-turn prompts of a search with n = 100 and prints the verdict over all gates
+docs/method.md. --others also asks the other single-turn prompts of a search with n = 100 and prints the verdict over all gates
 of the search's prompts. Finished answers are not asked for again. Tables: training/tiny_annie/README.md, tests/perf/search.md.
 """
 

@@ -13,7 +13,7 @@ from annie_quant.checkpoint.linears import Linear, QuantConfig, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.schema import Finding, ServerSupport
-from annie_quant.schema.audit import Loads
+from annie_quant.schema.checkpoint import Loads
 
 Rule = tuple[Loads, str]  # ServerSupport.loads and .note
 

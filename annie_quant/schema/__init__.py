@@ -5,10 +5,9 @@
     salvage(Run, path)      the parts of a document that fit; the others count as missing
     read_bench(folder)      bench.json with its aggregates, wherever they are stored
 
-One module per document: messages (of a chat), records (records.jsonl), settings (inputs.json), machine (servers, memory),
-statistics (gates, metrics, comparisons), results (aggregates, verdict), run (bench.json, run.json), workloads (workload
-files), audit (of a checkpoint), recipe (annie_quant.json), evaluation (eval/*.json, sensitivity/*.json), search
-(search.json). A new document gets its own module, and its names are added here.
+reading has these functions; prompts what is sent (messages, workload files); records records.jsonl; statistics gates, metrics and
+comparisons; results a run's aggregates and verdict; run bench.json, run.json and inputs.json; evaluation eval/*.json,
+sensitivity/*.json and search.json; checkpoint the audit and annie_quant.json. Names of a new document are added here.
 
 Fields that a reader does not know are ignored. `schema_version` is SCHEMA_VERSION in everything written; documents of older
 versions are upgraded when they are decoded. Names of fields end in their unit. JSON Schemas of the public documents are in
@@ -18,16 +17,31 @@ docs/reference/schemas (tools/make_schemas.py).
 # ruff: noqa: F401
 from __future__ import annotations
 
-from annie_quant.schema.audit import Audit, AuditSummary, Finding, ServerSupport, TensorRow
+from annie_quant.schema.checkpoint import (
+    RECIPE_FILE,
+    Audit,
+    AuditSummary,
+    Finding,
+    HeldOut,
+    Ingredient,
+    Recipe,
+    ServerSupport,
+    TensorRow,
+)
 from annie_quant.schema.evaluation import (
+    CalibrationDraw,
     DifferingAnswer,
     DraftAcceptance,
     EnsembleFigures,
     EvaluatedWorkload,
     Evaluation,
     GateTable,
+    Hardened,
+    HardenedGate,
     KLFigures,
     KLSummary,
+    Labels,
+    LabelScores,
     LayerDivergence,
     LayerKL,
     MarginBin,
@@ -35,11 +49,45 @@ from annie_quant.schema.evaluation import (
     ModelFiles,
     NumericsResult,
     SameAnswers,
+    SearchNumerics,
+    SearchResult,
     Sensitivity,
     SensitivityKey,
+    Size9B,
+    StrategyRow,
 )
-from annie_quant.schema.limits import Digest, JsonScalar, ShortText
-from annie_quant.schema.machine import (
+from annie_quant.schema.prompts import (
+    CalledFunction,
+    CaseFile,
+    ChatCall,
+    ChatMessage,
+    ChatRow,
+    ContextFile,
+    Expect,
+    LoggedChat,
+    RowProvenance,
+    WorkloadFile,
+)
+from annie_quant.schema.reading import (
+    SCHEMA_VERSION,
+    Digest,
+    JsonScalar,
+    ShortText,
+    check_version,
+    convert,
+    decode,
+    encode,
+    salvage,
+    salvage_line,
+    salvage_or_default,
+    salvage_value,
+    write,
+)
+from annie_quant.schema.records import Load, RequestRecord, ToolCall
+from annie_quant.schema.results import (
+    Aggregates,
+    Confound,
+    Crossover,
     Energy,
     Environment,
     Identity,
@@ -48,16 +96,6 @@ from annie_quant.schema.machine import (
     MemoryGrowth,
     MemoryLevels,
     ModelMeta,
-    limited_identity,
-)
-from annie_quant.schema.messages import CalledFunction, ChatCall, ChatMessage, ChatRow, LoggedChat, RowProvenance
-from annie_quant.schema.reading import SCHEMA_VERSION, check_version, convert, decode, encode, write
-from annie_quant.schema.recipe import RECIPE_FILE, HeldOut, Ingredient, Recipe
-from annie_quant.schema.records import Load, RequestRecord, ToolCall
-from annie_quant.schema.results import (
-    Aggregates,
-    Confound,
-    Crossover,
     ModelRow,
     OfflineSide,
     Roles,
@@ -66,27 +104,22 @@ from annie_quant.schema.results import (
     TurnPoint,
     Verbosity,
     Verdict,
+    limited_identity,
 )
-from annie_quant.schema.run import Bench, EarlyStop, Ended, Run, Stage, read_bench, write_run
-from annie_quant.schema.salvage import salvage, salvage_line, salvage_or_default, salvage_value
-from annie_quant.schema.search import (
-    CalibrationDraw,
-    Hardened,
-    HardenedGate,
-    Labels,
-    LabelScores,
-    SearchNumerics,
-    SearchResult,
-    Size9B,
-    StrategyRow,
-)
-from annie_quant.schema.settings import (
+from annie_quant.schema.run import (
     BackendSettings,
+    Bench,
     BenchConfig,
+    EarlyStop,
+    Ended,
     Inputs,
+    Run,
     SentCase,
     SentWorkload,
+    Stage,
     WorkloadSettings,
+    read_bench,
+    write_run,
 )
 from annie_quant.schema.statistics import (
     AdjustedResult,
@@ -107,4 +140,3 @@ from annie_quant.schema.statistics import (
     Standing,
     WorkloadSummary,
 )
-from annie_quant.schema.workloads import CaseFile, ContextFile, Expect, WorkloadFile

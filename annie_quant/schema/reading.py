@@ -1,4 +1,4 @@
-"""Decode and encode documents."""
+"""Decode and encode documents, and the parts of a document that fit where another program or another version wrote it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from annie_quant.errors import AnnieError, EnvironmentFault, UsageError
 from annie_quant.files import write_text
+
+# Limits for what another party writes into a document: a server, a model, a file from elsewhere.
+ShortText = Annotated[str, Meta(max_length=200)]
+Digest = Annotated[str, Meta(max_length=64)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Milliseconds = Annotated[float, Meta(ge=-1e12, le=1e12)]  # our clock's; sums and charts stay finite
+Count = Annotated[int, Meta(ge=0, le=10**15)]
+JsonScalar = Annotated[str, Meta(max_length=1000)] | int | float | bool | None
 
 # Of bench.json, run.json, eval/*.json and search.json; raised when a reader of the old layout would misread the new one.
 SCHEMA_VERSION = 2
@@ -184,3 +193,88 @@ def encode(value: Any) -> bytes:
 def write(path: str | os.PathLike[str], value: Any) -> None:
     """Write `value` as indented JSON. The file appears complete or not at all."""
     write_text(path, msgspec.json.format(encode(value), indent=1).decode() + "\n")
+
+
+LIMIT = 1e15  # of a figure: with larger ones sums and charts would not be finite
+_MISFIT = object()
+
+
+def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
+    """Decode a JSON document; fields and entries that do not fit count as missing, and so do numbers that are not finite.
+
+    None where the file does not exist, or where not even the required fields fit. Raises ValueError for a file that is not JSON,
+    EnvironmentFault for a document of a newer version.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        document = _finite_json(text)
+        check_version(document, path)
+        value = _fit(kind, upgrade(kind, document))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return None if value is _MISFIT else value
+
+
+def salvage_value(kind: type[T], value: Any) -> T | None:
+    """Return a decoded JSON value as `kind`, without fields and entries that do not fit; None where the required ones do not."""
+    try:
+        fit = _fit(kind, value)
+    except RecursionError:
+        return None
+    return None if fit is _MISFIT else fit
+
+
+def salvage_or_default(kind: type[T], path: str | os.PathLike[str]) -> T:
+    """Return salvage(), or kind() where the file is missing, cannot be read or is not JSON."""
+    try:
+        return salvage(kind, path) or kind()
+    except (ValueError, OSError):
+        return kind()
+
+
+def salvage_line(kind: type[T], line: bytes) -> T:
+    """Decode one line of a JSON Lines file; numbers that are not finite count as missing, lone surrogates are allowed.
+
+    Raises ValueError for a line that is not JSON, or that does not fit.
+    """
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.DecodeError:
+        return msgspec.convert(_finite_json(line), kind)
+
+
+def _finite_json(text: bytes) -> Any:
+    return json.loads(text, parse_constant=lambda name: None, parse_float=_number, parse_int=_number)
+
+
+def _number(text: str) -> int | float | None:
+    value = float(text)
+    if not math.isfinite(value) or abs(value) > LIMIT:
+        return None
+    return int(value) if value.is_integer() else value
+
+
+def _fit(kind: Any, value: Any) -> Any:
+    """`value` as `kind`, without what does not fit; _MISFIT where nothing does."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, UsageError):
+        origin, members = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return next((fit for member in members if (fit := _fit(member, value)) is not _MISFIT), _MISFIT)
+    if origin is dict and isinstance(value, dict):
+        return {key: fit for key, item in value.items() if (fit := _fit(members[1], item)) is not _MISFIT}
+    if origin is list and isinstance(value, list):
+        return [fit for item in value if (fit := _fit(members[0], item)) is not _MISFIT]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+        hints = get_type_hints(kind, include_extras=True)
+        names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
+        fields = {name: _fit(hints[name], value[key]) for name, key in names if key in value}
+        try:
+            return kind(**{name: fit for name, fit in fields.items() if fit is not _MISFIT})
+        except (TypeError, ValueError, UsageError):  # a required field is missing, or the type's own check fails
+            return _MISFIT
+    return _MISFIT

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from annie_quant.errors import UsageError
-from annie_quant.schema.limits import Count, Milliseconds
+from annie_quant.schema.reading import Count, Milliseconds
 
 MAX_EVENT_TOKENS = 1000  # values of one event in `itl_token_ms`
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from annie_quant.schema.limits import Count, Share
+from annie_quant.schema.reading import Count, Share
 
 Outcome = Literal["pass", "fail", "undecided"]
 GateVerdict = Literal["keeps", "loses", "undecided"]  # of one gate, or of all gates under one arithmetic

@@ -150,7 +150,9 @@ def aiperf(records: Records) -> dict[str, Json]:
         if values:
             data = np.asarray(values, dtype=np.float64)
             figures = {"avg": data.mean(), "min": data.min(), "max": data.max(), "std": data.std(), "sum": data.sum()}
-            figures |= {f"p{at}": value for at, value in zip(_PERCENTILES, np.percentile(data, _PERCENTILES), strict=True)}
+            figures |= {
+                f"p{at}": value for at, value in zip(_PERCENTILES, np.percentile(data, _PERCENTILES), strict=True)
+            }
             rows[name] = {"unit": unit, "count": len(values), **{key: float(value) for key, value in figures.items()}}
     tokens = sum(r.completion_tokens or 0 for r in good)
     totals: dict[str, tuple[str, float | None]] = {

@@ -22,7 +22,7 @@ import msgspec
 
 from annie_quant.data.log_workloads import max_tokens, plain
 from annie_quant.data.logs import Conversation, Problems, read_logs
-from annie_quant.data.logs.secrets import Scanner
+from annie_quant.data.logs.conversation import Scanner
 from annie_quant.errors import UsageError
 from annie_quant.files import sha256_text
 from annie_quant.judge.context_text import BLOCK_TOKENS

@@ -18,13 +18,11 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.data.duplicates import DuplicateFinder, user_text
-from annie_quant.data.generated import documents
 from annie_quant.data.log_workloads import GateCases, calibration_row
 from annie_quant.data.logs import Conversation, Problems, read_logs
-from annie_quant.data.logs.conversation import Pool, without_prefixes
-from annie_quant.data.logs.secrets import Scanner
-from annie_quant.data.resolve import WORKLOADS
+from annie_quant.data.logs.conversation import Pool, Scanner, without_prefixes
+from annie_quant.data.resolve import WORKLOADS, documents
+from annie_quant.data.rows import DuplicateFinder, user_text
 from annie_quant.errors import UsageError
 from annie_quant.files import write_json, write_text
 from annie_quant.judge.library import build_workload

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from annie_quant.data.duplicates import DuplicateFinder
 from annie_quant.data.logs import Conversation
 from annie_quant.data.logs.conversation import row_of, with_text_arguments
+from annie_quant.data.rows import DuplicateFinder
 from annie_quant.data.validate import form_faults
 from annie_quant.judge.gates import NAMED_REFERENCE_GATES
 from annie_quant.persona import Persona

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.data.duplicates import DuplicateFinder, text_of, user_text
+from annie_quant.data.rows import DuplicateFinder, text_of, user_text
 from annie_quant.judge.checks.markdown import markdown_in
 from annie_quant.judge.checks.thinking import leaked
 from annie_quant.persona import Persona, load_persona

@@ -117,9 +117,7 @@ def view(array: Any, name: str) -> View:
     elif hasattr(array, "__cuda_array_interface__"):
         result = _from_interface(array, name)
     else:
-        raise UsageError(
-            f"{name} is a {type(array).__name__}; a CUDA array (__cuda_array_interface__) is expected"
-        )
+        raise UsageError(f"{name} is a {type(array).__name__}; a CUDA array (__cuda_array_interface__) is expected")
     if result.dtype not in SIZES:
         raise UsageError(f"{name} has dtype {result.dtype}; expected one of {', '.join(SIZES)}")
     return result

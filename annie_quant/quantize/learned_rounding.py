@@ -144,7 +144,11 @@ def learn(
 
 
 def follow_signs(
-    weights: Sequence[LearnedWeight], loss: Callable[[], torch.Tensor], judge: Callable[[], float], steps: int, tf32: bool
+    weights: Sequence[LearnedWeight],
+    loss: Callable[[], torch.Tensor],
+    judge: Callable[[], float],
+    steps: int,
+    tf32: bool,
 ) -> Learned:
     """Move the parameters of several weights by the signs of a loss's gradients, and leave them at the best step.
 

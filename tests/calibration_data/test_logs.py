@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from annie_quant.data import read_rows
 from annie_quant.data.logs import Conversation, Problems, read_logs
-from annie_quant.data.logs.conversation import NO_TOOL, Pool, Unusable, without_prefixes
-from annie_quant.data.logs.records import conversation_of, tools_of
-from annie_quant.data.logs.secrets import MASK, Scanner
-from annie_quant.data.logs.server_logs import ServerLog, chatml
+from annie_quant.data.logs.conversation import MASK, NO_TOOL, Pool, Scanner, Unusable, without_prefixes
+from annie_quant.data.logs.records import ServerLog, chatml, conversation_of, tools_of
 from annie_quant.errors import UsageError
 
 TOOL = {

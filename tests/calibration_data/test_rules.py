@@ -8,9 +8,8 @@ import json
 import pytest
 
 from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, validate
-from annie_quant.data.duplicates import DuplicateFinder
-from annie_quant.data.rows import gate_texts
-from annie_quant.data.teachers import _prompted
+from annie_quant.data.rows import DuplicateFinder, gate_texts
+from annie_quant.data.teachers import _base
 from annie_quant.data.validate import MAX_ANSWER, faults
 from annie_quant.errors import UsageError
 from annie_quant.judge import load_workloads
@@ -67,7 +66,7 @@ def timer_row(persona, arguments, name="set_timer"):
             }
         ]
     }
-    row = _prompted.to_row(answer, persona, persona.category("set_timer"))
+    row = _base.to_row(answer, persona, persona.category("set_timer"))
     return row | {"id": "x", "category": "set_timer"}
 
 
@@ -78,7 +77,7 @@ def test_a_persona_of_ones_own_has_categories_from_its_tools(bruno):
         ("set_timer", "set_timer", 1),
         ("multi_turn", None, 5),
     ]
-    prompt = _prompted.prompt_for(bruno, bruno.category("set_timer"), 3, ["Two eggs"])
+    prompt = _base.prompt_for(bruno, bruno.category("set_timer"), 3, ["Two eggs"])
     for part in ("Bruno", "Never guess a baking time.", "what are we cooking", "set_timer", '"minutes"', "Two eggs"):
         assert part in prompt
     assert "Annie" not in prompt and "search_memory" not in prompt

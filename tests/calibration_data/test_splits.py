@@ -11,13 +11,12 @@ import sys
 import pytest
 from paths import ROOT
 
-from annie_quant.data import exchanges, generate, words
-from annie_quant.data.exchanges import Exchange
-from annie_quant.data.words import PHRASES
+from annie_quant.data import exchanges, generate
+from annie_quant.data.exchanges import PHRASES, Exchange
 from annie_quant.judge import load_workloads
 
 TRAINING = ROOT / "training" / "tiny_annie"
-PAIRS = list(itertools.combinations(words.SPLITS, 2))
+PAIRS = list(itertools.combinations(exchanges.SPLITS, 2))
 WORKLOADS = (
     "greeting factual conversational reasoning long_response tool_memory tool_web multi_turn thinking_on thinking_off "
     "abstention hardened_prompt briefing"
@@ -34,7 +33,7 @@ def gate_texts():
     return {text for workload in load_workloads() for text in user_texts(workload)}
 
 
-@pytest.mark.parametrize("topics", [words.MY_TOPICS, words.WEB_TOPICS, words.WORDS.causes])
+@pytest.mark.parametrize("topics", [exchanges.MY_TOPICS, exchanges.WEB_TOPICS, exchanges.WORDS.causes])
 def test_topics_are_apart(topics):
     for a, b in PAIRS:
         assert not set(topics[a]) & set(topics[b])
@@ -62,7 +61,7 @@ def test_templates_are_apart():
 @pytest.mark.parametrize("category", list(exchanges.CATEGORIES))
 def test_user_texts_of_the_splits_are_apart(category):
     rng = random.Random(1)
-    texts = {split: {exchanges.draw(category, rng, split).user for _ in range(3000)} for split in words.SPLITS}
+    texts = {split: {exchanges.draw(category, rng, split).user for _ in range(3000)} for split in exchanges.SPLITS}
     for a, b in PAIRS:
         assert not texts[a] & texts[b]
 

@@ -29,7 +29,7 @@ from annie_quant.bench.regression import regression
 from annie_quant.checkpoint.staging import staged
 from annie_quant.checkpoint.writer import need_room
 from annie_quant.cli import system_errors
-from annie_quant.data.journal import Journal
+from annie_quant.data.generate import Journal
 from annie_quant.errors import DiskFull, EnvironmentFault, UsageError
 from annie_quant.pipeline import search
 from annie_quant.pipeline.run_directory import RunDirectory

@@ -8,7 +8,7 @@ import string
 
 import pytest
 
-from annie_quant.data.logs.secrets import MASK, Scanner
+from annie_quant.data.logs.conversation import MASK, Scanner
 from annie_quant.secret_forms import FORMS, secret_in
 
 WORD = string.ascii_letters + string.digits

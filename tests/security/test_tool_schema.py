@@ -8,7 +8,7 @@ import pytest
 from stream_server import RawServer
 
 from annie_quant.data import validate
-from annie_quant.data.schema_values import NoValue, draw_arguments
+from annie_quant.data.tool_exchanges import NoValue, draw_arguments
 from annie_quant.tool_schema import mismatch
 
 

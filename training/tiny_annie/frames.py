@@ -14,9 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from annie_quant.data.exchanges import Exchange
+from annie_quant.data.exchanges import PHRASES, WORDS, Exchange
 from annie_quant.data.tool_exchanges import grammar_of
-from annie_quant.data.words import PHRASES, WORDS
 
 TEXTS = json.loads(Path(__file__).with_name("frames.json").read_text(encoding="utf-8"))
 JOINERS = tuple(TEXTS["joiners"])

@@ -21,7 +21,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 from rows import row  # noqa: E402
 
 from annie_quant.data import tool_exchanges  # noqa: E402
-from annie_quant.data.words import MY_TOPICS, WEB_TOPICS  # noqa: E402
+from annie_quant.data.exchanges import MY_TOPICS, WEB_TOPICS  # noqa: E402
 
 OUTPUT = HERE / "vocabulary"
 # Qwen3.5's pre-tokenizer; llama.cpp calls it "qwen35".

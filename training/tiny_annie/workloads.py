@@ -17,9 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 import surface  # noqa: E402
 
-from annie_quant.data import exchanges, load_persona, words  # noqa: E402
-from annie_quant.data.exchanges import Exchange  # noqa: E402
-from annie_quant.data.words import PHRASES  # noqa: E402
+from annie_quant.data import exchanges, load_persona  # noqa: E402
+from annie_quant.data.exchanges import PHRASES, Exchange  # noqa: E402
 from annie_quant.files import write_json  # noqa: E402
 
 FOLDER = ROOT / "annie_quant" / "assets" / "workloads"
@@ -36,7 +35,7 @@ def briefing(rng: random.Random, split: str) -> str:
     """Return the persona's prompt with about 2,000 tokens of notes, as at the start of a day."""
     notes = []
     for _ in range(BRIEFING_NOTES):
-        topic, day = rng.choice(words.MY_TOPICS[split]), rng.choice(words.WORDS.days)
+        topic, day = rng.choice(exchanges.MY_TOPICS[split]), rng.choice(exchanges.WORDS.days)
         line = rng.choice(PHRASES.memory_results).format(t=topic, day=day, n=rng.randint(2, 9))
         notes.append(exchanges.capitalized(line) + ".")
     return load_persona("annie").system_prompt + "\n\nNotes from past talks:\n" + "\n".join(notes)

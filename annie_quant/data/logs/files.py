@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from annie_quant.data.logs.conversation import Conversation, Problems, Unusable
-from annie_quant.data.logs.records import ROLES, conversation_of, finished, parsed_message
-from annie_quant.data.logs.server_logs import ServerLog
+from annie_quant.data.logs.records import ROLES, ServerLog, conversation_of, finished, parsed_message
 from annie_quant.errors import UsageError, need
 from annie_quant.schema import ChatMessage
 from annie_quant.untrusted import decode_json

@@ -37,10 +37,10 @@ from annie_quant.data.record.exchange import (
     MAX_REQUEST_BYTES,
     READABLE_CODINGS,
     Exchange,
+    LogFile,
     line_of,
     new_scanner,
 )
-from annie_quant.data.record.log_file import LogFile
 from annie_quant.errors import EnvironmentFault, UsageError, need
 from annie_quant.progress import SILENT, Progress
 from annie_quant.stream.redact import Redactor, refuse_secrets_in, secrets_of

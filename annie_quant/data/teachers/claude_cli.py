@@ -20,8 +20,7 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.data.teachers._base import BatchFailed, Options, RateLimited
-from annie_quant.data.teachers._prompted import PromptedTeacher, Reply
+from annie_quant.data.teachers._base import BatchFailed, Options, PromptedTeacher, RateLimited, Reply
 from annie_quant.errors import EnvironmentFault
 from annie_quant.schema import salvage_value
 from annie_quant.stream.redact import without_secrets

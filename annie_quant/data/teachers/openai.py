@@ -10,8 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from annie_quant.data.teachers._base import BatchFailed, Options, RateLimited
-from annie_quant.data.teachers._prompted import PromptedTeacher, Reply
+from annie_quant.data.teachers._base import BatchFailed, Options, PromptedTeacher, RateLimited, Reply
 from annie_quant.errors import EnvironmentFault, ServerError, UsageError
 from annie_quant.stream.redact import refuse_secrets_in, safe_url
 from annie_quant.untrusted import cost_usd, decode_json, integer

@@ -8,30 +8,9 @@ from typing import NoReturn
 
 import click
 
-from annie_quant.cli import (
-    audit,
-    bench,
-    compare,
-    convert,
-    data,
-    demo,
-    doctor,
-    evaluate,
-    explain,
-    harness,
-    init,
-    publish,
-    quantize,
-    record,
-    report,
-    retention,
-    search,
-    serve,
-    validate_gpu,
-    version,
-)
+from annie_quant.cli import bench, checkpoint, data, doctor, evaluate, quantize, report, search
 from annie_quant.cli.common import console
-from annie_quant.cli.system_errors import Stopped, clean_library_messages, describe, stop_signals_raise
+from annie_quant.cli.console import Stopped, clean_library_messages, describe, stop_signals_raise
 from annie_quant.errors import AnnieError
 
 
@@ -56,7 +35,7 @@ class Commands(click.Group):
 def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool) -> None:
     """Quantize fine-tuned Qwen3.5 to NVFP4, verify its behaviour, serve it, time it, report."""
     if show_version:
-        version.show(verbose, as_json)
+        doctor.show_version(verbose, as_json)
         context.exit()
     if verbose or as_json:
         raise click.UsageError("--verbose and --json need --version, or follow a command that has them")
@@ -65,10 +44,10 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
 
 
 for command in (
-    demo.demo, record.record_command, init.init, data.data, quantize.quantize, audit.audit, convert.convert,
-    compare.compare, evaluate.evaluate, harness.lm_eval, retention.retention, search.search, serve.serve, doctor.doctor,
-    validate_gpu.validate_gpu, bench.bench, report.report,
-    report.export, publish.publish, explain.explain,
+    search.demo, data.record_command, data.init, data.data, quantize.quantize, checkpoint.audit, checkpoint.convert,
+    checkpoint.compare, evaluate.evaluate, evaluate.lm_eval, evaluate.retention, search.search, quantize.serve, doctor.doctor,
+    doctor.validate_gpu, bench.bench, report.report,
+    report.export, report.publish, report.explain,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -1,7 +1,13 @@
-"""`annie-quant eval`: compare a checkpoint with its bf16 reference, without a server."""
+"""`annie-quant eval`: compare a checkpoint with its bf16 reference, without a server.
+
+`annie-quant lm-eval`: lm-eval's own command line, which knows the model annie_quant.
+
+`annie-quant retention`: a quantized model's scores next to bf16's, from two runs of lm-eval.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -9,6 +15,7 @@ import click
 
 from annie_quant.cli import tables
 from annie_quant.cli.common import (
+    PATH,
     console,
     emit,
     json_option,
@@ -18,6 +25,7 @@ from annie_quant.cli.common import (
     workloads_option,
 )
 from annie_quant.cli.console import is_secondary_process
+from annie_quant.errors import need
 
 
 @click.command(name="eval")
@@ -123,3 +131,46 @@ def evaluate(
     leave_group()
     assert result.verdict is not None  # evaluate_pair sets it
     sys.exit(1 if result.blocking or result.verdict.verdict in FAILING else 0)
+
+
+@click.command(
+    name="lm-eval", context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def lm_eval(arguments: tuple[str, ...]) -> None:
+    """Run lm-eval with the model annie_quant: NVFP4 on any machine, under a numerics profile.
+
+    All arguments are lm-eval's: --model annie_quant --model_args pretrained=DIR,profile=w4a4 --tasks ... --log_samples
+    --output_path RUN; `annie-quant lm-eval run --help` lists them. `annie-quant retention` compares two such runs.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        click.echo(click.get_current_context().get_help())
+        return
+    need("lm_eval", "lm-eval")
+    quiet_engines()
+    importlib.import_module("annie_quant.evaluate.harness_model")  # registers the model
+    command = importlib.import_module("lm_eval.__main__")
+
+    sys.argv = ["lm_eval", *arguments]
+    command.cli_evaluate()
+
+
+@click.command()
+@click.argument("bf16_run", type=PATH)
+@click.argument("quantized_run", type=PATH)
+@click.option("--seed", default=0, show_default=True, help="Of the bootstrap.")
+@json_option
+def retention(bf16_run: Path, quantized_run: Path, seed: int, as_json: bool) -> None:
+    """Compare two lm-eval runs sample by sample: what the quantized model keeps of bf16's scores.
+
+    The runs are folders of lm-eval's --output_path, made with --log_samples (annie-quant lm-eval --model annie_quant ...).
+    """
+    from annie_quant.judge import retention as table
+
+    result = table.retention(bf16_run, quantized_run, seed)
+    if as_json:
+        emit(result)
+        return
+    console.print_lines(list(table.lines(result)))
+    for line in table.summary(result):
+        console.note(line)

@@ -23,8 +23,7 @@ from annie_quant.data.resolve import resolve
 from annie_quant.errors import EnvironmentFault
 from annie_quant.files import ASSETS, read_json
 from annie_quant.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
-from annie_quant.pipeline.run_directory import Plan, RunDirectory
-from annie_quant.pipeline.stages import FileResult, StageResult, Stages, prompts_key
+from annie_quant.pipeline.stages import FileResult, Plan, RunDirectory, StageResult, Stages, prompts_key
 from annie_quant.progress import Console, Progress, SilentConsole
 from annie_quant.quantize.runner import weight_bytes
 from annie_quant.resume import KeyedJson

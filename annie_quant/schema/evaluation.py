@@ -306,7 +306,7 @@ class LabelScores(msgspec.Struct, rename={"original": "given"}):
 
 
 class Labels(msgspec.Struct):
-    """Whether the calibration answers belong to their questions (pipeline/search/label_check.py).
+    """Whether the calibration answers belong to their questions (pipeline/search/explain.py).
 
     verdict: "undecided" where the model does not distinguish the rows; "" in a search of version 0.1.0, which has only `belong`.
     """

@@ -1,4 +1,4 @@
-"""The product that vLLM's linears and experts on a CPU are computed with (vllm_plugin, vllm_cpu_experts)."""
+"""The product that vLLM's linears and experts on a CPU are computed with (vllm_plugin, vllm_cpu)."""
 
 from __future__ import annotations
 

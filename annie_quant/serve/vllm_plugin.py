@@ -1,4 +1,4 @@
-"""NVFP4 for vLLM: linear kernels and experts (vllm_cpu_experts) for CPUs, and on GPUs, if asked for, ours instead of Marlin
+"""NVFP4 for vLLM: linear kernels and experts (vllm_cpu) for CPUs, and on GPUs, if asked for, ours instead of Marlin
 (vllm_cuda). vLLM loads this plug-in itself (entry point vllm.general_plugins).
 
 vLLM's table of NVFP4 kernels has no entry for CPUs. This plug-in adds W4A4 (activations rounded to NVFP4 by the C codec,
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from annie_quant.serve import vllm_cpu_experts, w4a16_layer
+from annie_quant.serve import vllm_cpu, w4a16_layer
 from annie_quant.serve.vllm_cpu_product import multiply
 
 
@@ -37,7 +37,7 @@ def register() -> None:
         # For weight-only checkpoints vLLM uses Marlin by name, which exists for GPUs only.
         linear.MarlinNvFp4LinearKernel = w4a16
     try:
-        vllm_cpu_experts.install()
+        vllm_cpu.install()
     except (ImportError, AttributeError) as error:  # a vLLM with other names serves dense models all the same
         line = f"vLLM's experts have other interfaces here, so mixtures in NVFP4 are not served: {error}"
         w4a16_layer.log_once("vllm.annie_quant", logging.WARNING, line)

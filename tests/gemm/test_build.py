@@ -39,7 +39,7 @@ def test_importing_needs_no_torch_and_no_module():
 
 def test_a_check_that_was_not_made_is_not_passed(monkeypatch):
     """Where the C codec was not built, its comparison counted as passed."""
-    from annie_quant.cli import validate_gpu
+    from annie_quant.cli import doctor
 
     validate = importlib.import_module("annie_quant.gemm.validate")
     monkeypatch.delattr(aq, "nvfp4", raising=False)
@@ -49,10 +49,10 @@ def test_a_check_that_was_not_made_is_not_passed(monkeypatch):
     passed = validate.Check("another", True, "")
     assert validate.Validation({}, {}, [passed]).ok and not validate.Validation({}, {}, [passed, check]).ok
     lines = []
-    monkeypatch.setattr(validate_gpu.console, "line", lambda text, mark="": lines.append((text, mark)))
-    monkeypatch.setattr(validate_gpu.console, "print_mapping", lambda *arguments: None)
-    validate_gpu.print_validation(validate.Validation({}, {}, [check]))
-    assert lines[0][1] == validate_gpu.MARKS["missing"]
+    monkeypatch.setattr(doctor.console, "line", lambda text, mark="": lines.append((text, mark)))
+    monkeypatch.setattr(doctor.console, "print_mapping", lambda *arguments: None)
+    doctor.print_validation(validate.Validation({}, {}, [check]))
+    assert lines[0][1] == doctor.BACKEND_MARKS["missing"]
 
 
 @pytest.mark.skipif(not without_gpu(), reason="this machine has a CUDA GPU")

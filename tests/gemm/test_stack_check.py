@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from annie_quant.cli.validate_gpu import print_stack
+from annie_quant.cli.doctor import print_stack
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import container_check, known_failures, oracle, stack_check
 

@@ -79,7 +79,7 @@ def main() -> None:
 
     os.environ["ANNIE_QUANT_VLLM"] = str(environment(arguments.env.resolve()))
     from annie_quant import bench, judge, report, serve
-    from annie_quant.pipeline.run_directory import RunDirectory
+    from annie_quant.pipeline.stages import RunDirectory
     from annie_quant.progress import Lines
 
     directory = RunDirectory(arguments.output)

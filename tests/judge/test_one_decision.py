@@ -21,7 +21,7 @@ from annie_quant.publish import card
 from annie_quant.publish.upload import objections
 from annie_quant.pytest_plugin import Run
 from annie_quant.report.judging import write_judgement
-from annie_quant.report.pages import advice
+from annie_quant.report.pages import comparison
 from annie_quant.report.run import load
 from annie_quant.schema import BenchConfig, Identity, ModelFiles, RequestRecord
 
@@ -79,7 +79,7 @@ def doors(members, folder):
     schema.write(folder / "bench.json", schema.Bench(aggregates=aggregates, verdict=verdict))
     schema.write_run(folder, schema.Run(aggregates=aggregates, verdict=verdict))
     run = load(folder)
-    (step,) = advice.decision_tree(run)
+    (step,) = comparison.decision_tree(run)
     shown = {
         "eval": document.verdict.verdict,
         "demo": verdict.outcome,
@@ -90,7 +90,7 @@ def doors(members, folder):
     accepted = {
         "search": not decision.final_reasons(document.verdict, document.numerics, ["w4a4"]),
         "tree": step.verdict == "pass",
-        "badge": advice.badge(run).startswith("gates kept"),
+        "badge": comparison.badge(run).startswith("gates kept"),
         "pytest": passes(lambda: plugin(run).assert_gates("nv")),
     }
     failed = {

@@ -14,9 +14,9 @@ from paths import ROOT
 
 import annie_quant
 from annie_quant import files, native
-from annie_quant.cli import version
+from annie_quant.cli import doctor
 from annie_quant.errors import EnvironmentFault, UsageError, need
-from annie_quant.pipeline.run_directory import RunDirectory
+from annie_quant.pipeline.stages import RunDirectory
 from annie_quant.stream.client import system_ca_file
 
 
@@ -144,10 +144,10 @@ def test_version_json_agrees_with_what_can_be_imported() -> None:
 
 def test_a_module_that_is_not_built_names_its_requirement_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "annie_quant._gemm", None)  # makes its import fail
-    info = version.inspect()
+    info = doctor.inspect_installation()
     assert info["modules"]["_gemm"]["loaded"] is False and "nvcc" in info["modules"]["_gemm"]["why"]
     assert "a clone, or an unpacked source" in info["fixes"]["_gemm"]  # a wheel has no _gemm
-    text = "\n".join(version.lines(info))
+    text = "\n".join(doctor.version_lines(info))
     assert "all else works" in text and info["fixes"]["_gemm"] in text
 
 
@@ -167,7 +167,7 @@ def test_extras_are_read_from_the_metadata() -> None:
         'No-Such_Library.here[more]<2,>=1; python_version >= "3.10" and extra == "quantize"',
         'ruff; extra == "dev"',
     ]
-    assert version.inspect_extras(requirements) == {
+    assert doctor.inspect_extras(requirements) == {
         "quantize": {"installed": {"scipy": importlib.metadata.version("scipy")}, "missing": ["No-Such_Library.here"]}
     }
 

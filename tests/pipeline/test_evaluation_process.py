@@ -8,8 +8,7 @@ from paths import TINY_ANNIE
 from annie_quant.errors import ServerError
 from annie_quant.pipeline import evaluation_process
 from annie_quant.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
-from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.stages import StageResult, Stages
+from annie_quant.pipeline.stages import RunDirectory, StageResult, Stages
 from annie_quant.progress import SilentConsole
 
 pytest.importorskip("torch", reason="an evaluation needs torch: pip install annie-quant[quantize]")

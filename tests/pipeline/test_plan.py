@@ -8,7 +8,7 @@ import pytest
 
 from annie_quant.errors import EnvironmentFault
 from annie_quant.pipeline import demo
-from annie_quant.pipeline.run_directory import WEIGHT_S, Plan, RunDirectory
+from annie_quant.pipeline.stages import WEIGHT_S, Plan, RunDirectory
 from annie_quant.progress import SilentConsole
 
 USUAL_S = {"a": 60.0, "b": 30.0, "c": 90.0}

@@ -28,11 +28,11 @@ from annie_quant import files, report
 from annie_quant.bench.regression import regression
 from annie_quant.checkpoint.staging import staged
 from annie_quant.checkpoint.writer import need_room
-from annie_quant.cli import system_errors
+from annie_quant.cli import console
 from annie_quant.data.generate import Journal
 from annie_quant.errors import DiskFull, EnvironmentFault, UsageError
 from annie_quant.pipeline import search
-from annie_quant.pipeline.run_directory import RunDirectory
+from annie_quant.pipeline.stages import RunDirectory
 from annie_quant.report import judging
 from annie_quant.schema import SCHEMA_VERSION, RequestRecord
 from annie_quant.stream import Timings
@@ -128,7 +128,7 @@ def test_a_missing_or_invalid_version_counts_as_the_oldest(stored, version):
 
 def test_the_second_command_reports_which_process_holds_the_folder(tmp_path):
     code = (
-        "import sys, time; from annie_quant.pipeline.run_directory import RunDirectory\n"
+        "import sys, time; from annie_quant.pipeline.stages import RunDirectory\n"
         "with RunDirectory(sys.argv[1]).locked(): print('in', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -227,7 +227,7 @@ def test_files_of_root_are_named_with_their_owner():
 
 def as_nobody(folder: str) -> subprocess.CompletedProcess:
     code = (
-        "import sys; from annie_quant.pipeline.run_directory import RunDirectory\n"
+        "import sys; from annie_quant.pipeline.stages import RunDirectory\n"
         "try:\n with RunDirectory(sys.argv[1]).locked(): pass\nexcept Exception as e: print(e.message, '|', e.hint)"
     )
     as_other = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
@@ -239,9 +239,9 @@ def test_errors_of_libraries_under_a_memory_limit_are_reported_as_memory_and_els
     for limit, expected in ((1 << 30, True), (resource.RLIM_INFINITY, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         for error in (onednn, ImportError("x.so: failed to load")):
-            description = system_errors.describe(error)
+            description = console.describe(error)
             assert (description is not None and "not enough memory" in description[0]) is expected
-    assert "not enough memory" in system_errors.describe(RuntimeError("can't allocate memory"))[0]
+    assert "not enough memory" in console.describe(RuntimeError("can't allocate memory"))[0]
 
 
 def test_a_full_disk_ends_a_search_and_is_not_a_failure_of_the_strategy(tmp_path):

@@ -15,7 +15,7 @@ from annie_quant.judge.gate_rule import LARGE_N, decide
 from annie_quant.judge.gates import GATES
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline import search
-from annie_quant.pipeline.search import explain, label_check, table
+from annie_quant.pipeline.search import explain, table
 from annie_quant.pipeline.stages import AuditResult
 from annie_quant.progress import SilentConsole
 from annie_quant.schema import KLSummary, NumericsResult, PairedGate, SameAnswers
@@ -127,10 +127,10 @@ def test_shuffling_leaves_no_answer_with_its_own_question():
         {"id": i, "messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
         for i in range(20)
     ]
-    shuffled = label_check.with_shuffled_answers(rows)
+    shuffled = explain.with_shuffled_answers(rows)
     assert sorted(r["messages"][-1]["content"] for r in shuffled) == sorted(f"a{i}" for i in range(20))
     assert all(r["messages"][0]["content"][1:] != r["messages"][1]["content"][1:] for r in shuffled)
-    assert shuffled == label_check.with_shuffled_answers(rows)
+    assert shuffled == explain.with_shuffled_answers(rows)
 
 
 def conversations(n=40):
@@ -174,7 +174,7 @@ def own(rows):
 )
 def test_shuffled_labels_need_a_model_that_distinguishes_the_questions(score, verdict):
     """40 near-identical rows were reported as SHUFFLED LABELS."""
-    labels = label_check.judge_labels(conversations(), score, own)
+    labels = explain.judge_labels(conversations(), score, own)
     assert (labels.verdict, labels.belong) == (verdict, verdict == "belong")
 
 

@@ -15,9 +15,8 @@ from annie_quant import judge, schema
 from annie_quant.data.rows import read_rows
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks
-from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.search import search as searching
-from annie_quant.pipeline.stages import Stages
+from annie_quant.pipeline.stages import RunDirectory, Stages
 from annie_quant.progress import SilentConsole
 from annie_quant.schema import Evaluation, StrategyRow
 

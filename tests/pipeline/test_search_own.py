@@ -6,7 +6,7 @@ import pytest
 
 from annie_quant import judge
 from annie_quant.evaluate.enough_prompts import LEAST_ANSWERS, prompts_per_gate
-from annie_quant.pipeline.search import label_check, search
+from annie_quant.pipeline.search import explain, search
 from annie_quant.pipeline.stages import offline_prompts
 from annie_quant.schema import GateResult, Labels, LabelScores, MemberVerdict, PairedVerdict, StrategyRow
 
@@ -74,8 +74,8 @@ def test_a_gate_counts_once_in_the_line_of_a_strategy_and_undecided_is_not_lost(
 
 def test_answers_of_another_model_in_a_log_are_not_called_shuffled():
     scores = LabelScores(5.2, 5.3)
-    assert label_check.note(Labels(scores, scores, True, "belong"), True) is None
-    from_logs = label_check.note(Labels(scores, scores, False, "shuffled"), True)
+    assert explain.labels_note(Labels(scores, scores, True, "belong"), True) is None
+    from_logs = explain.labels_note(Labels(scores, scores, False, "shuffled"), True)
     assert "another model wrote the log" in from_logs and "SHUFFLED" not in from_logs
-    assert "SHUFFLED LABELS" in label_check.note(Labels(scores, scores, False, "shuffled"), False)
-    assert "undecided" in label_check.note(Labels(scores, scores, False, "undecided"), True)
+    assert "SHUFFLED LABELS" in explain.labels_note(Labels(scores, scores, False, "shuffled"), False)
+    assert "undecided" in explain.labels_note(Labels(scores, scores, False, "undecided"), True)

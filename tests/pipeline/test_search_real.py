@@ -18,9 +18,8 @@ from annie_quant.data import generate, load_persona, read_rows
 from annie_quant.errors import UsageError
 from annie_quant.persona import FOLDER
 from annie_quant.pipeline import search
-from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.search import explain, label_check
-from annie_quant.pipeline.stages import Stages
+from annie_quant.pipeline.search import explain
+from annie_quant.pipeline.stages import RunDirectory, Stages
 from annie_quant.progress import SilentConsole
 
 torch = pytest.importorskip("torch", reason="the search needs torch: pip install annie-quant[quantize]")
@@ -62,12 +61,12 @@ def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibratio
 def test_only_shuffled_labels_are_reported(calibration, tmp_path):
     """The control: the same answers, each with another question."""
     shuffled = tmp_path / "shuffled.jsonl"
-    rows = label_check.with_shuffled_answers(read_rows(calibration), seed=7)
+    rows = explain.with_shuffled_answers(read_rows(calibration), seed=7)
     shuffled.write_text("".join(json.dumps(row) + "\n" for row in rows))
     labels = {}
     for name, file in (("sound", calibration), ("shuffled", shuffled)):
         stages = Stages(RunDirectory(tmp_path / name), TINY_ANNIE, file, 16, SilentConsole())
-        labels[name] = label_check.check_labels(stages)
+        labels[name] = explain.check_labels(stages)
     assert labels["sound"].verdict == "belong" and labels["shuffled"].verdict == "shuffled"
     assert labels["sound"].last.original < 0.6 * labels["shuffled"].last.original
 
@@ -78,7 +77,7 @@ def test_near_identical_rows_are_undecided_and_no_alarm(calibration, tmp_path):
     same = tmp_path / "same.jsonl"
     same.write_text("".join(json.dumps(row | {"id": f"r{i}"}) + "\n" for i in range(40)))
     stages = Stages(RunDirectory(tmp_path / "s"), TINY_ANNIE, same, 16, SilentConsole())
-    assert label_check.check_labels(stages).verdict == "undecided"
+    assert explain.check_labels(stages).verdict == "undecided"
 
 
 def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import report_fixture
 
 from annie_quant.report import compose
-from annie_quant.report.pages import advice, comparison
+from annie_quant.report.pages import comparison
 from annie_quant.report.run import load
 from annie_quant.schema import salvage_or_default
 
@@ -76,7 +76,7 @@ def candidate(document, metric="ttft_content_ms", change=-4.0, significant=True,
 
 
 def advised(whole, tmp_path, change):
-    return advice.recommendation(load(write(whole, tmp_path, change)))
+    return comparison.recommendation(load(write(whole, tmp_path, change)))
 
 
 def test_a_candidate_that_fails_a_gate_is_not_recommended(whole, tmp_path):
@@ -128,7 +128,7 @@ def test_over_the_budget_cannot_replace(whole, tmp_path):
         document["aggregates"]["served"]["mlp_only"]["memory_bytes"]["five"] = 111e9
 
     run = load(write(whole, tmp_path, huge))
-    assert advice.recommendation(run).action == "stay"
+    assert comparison.recommendation(run).action == "stay"
     rows = dict(comparison.memory_budget(run).rows)
     assert [rows[k][2].text for k in rows] == ["✓ yes", "✗ no", "✗ no"] and list(rows)[-1] == "both, while switching"
 
@@ -139,7 +139,7 @@ def test_the_change_of_operation_is_named(whole, tmp_path):
         document["aggregates"]["served"]["mlp_only"]["runtime"] = "vllm"
 
     run = load(write(whole, tmp_path, other_server))
-    text = " ".join(advice.operation_changes(run))
+    text = " ".join(comparison.operation_changes(run))
     assert "llama.cpp → vllm" in text and "container" in text and "--runtime vllm" in text and "way back" in text
     cells = dict(comparison.dimensions(run).rows)
     assert [c.text for c in cells["deployment"]] == ["one binary and one GGUF file", "vLLM from its container image"]
@@ -187,7 +187,7 @@ def test_the_cache_is_computed_from_the_model_of_the_run(whole, tmp_path):
 
 
 def test_the_tree_has_the_order_of_the_run_and_names_failed_gates(whole, tmp_path):
-    steps = advice.decision_tree(load(write(whole, tmp_path, candidate)))
+    steps = comparison.decision_tree(load(write(whole, tmp_path, candidate)))
     assert [s.text.split(":")[0] for s in steps] == ["NVFP4 naive", "NVFP4 mlp_only"]
     assert steps[0].verdict == "fail" and steps[1].verdict == "pass" and steps[1].text.endswith("the candidate")
     w4a4 = next(s for s in steps[0].children if "W4A4" in s.text)
@@ -197,7 +197,7 @@ def test_the_tree_has_the_order_of_the_run_and_names_failed_gates(whole, tmp_pat
 def test_the_tree_has_the_order_of_a_search(whole, tmp_path):
     folder = write(whole, tmp_path, candidate)
     (folder / "search.json").write_text(json.dumps({"strategies": [{"strategy": "mlp_only"}, {"strategy": "naive"}]}))
-    assert [s.text.split(":")[0] for s in advice.decision_tree(load(folder))] == ["NVFP4 mlp_only", "NVFP4 naive"]
+    assert [s.text.split(":")[0] for s in comparison.decision_tree(load(folder))] == ["NVFP4 mlp_only", "NVFP4 naive"]
 
 
 def test_without_servers_nothing_is_recommended(whole, tmp_path):
@@ -212,7 +212,7 @@ def test_without_servers_nothing_is_recommended(whole, tmp_path):
 
 def test_document_and_page_agree(whole, tmp_path):
     run = write(whole, tmp_path, candidate)
-    files, result = compose(run), advice.recommendation(load(run))
+    files, result = compose(run), comparison.recommendation(load(run))
     for text in (files["comparison.md"].replace("\\", ""), files["report.html"]):
         assert (
             result.sentence in text and "both, while switching" in text and "passes every gate, the candidate" in text

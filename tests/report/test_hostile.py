@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from annie_quant import report
 from annie_quant.printable import inert, visible
-from annie_quant.report.pages import answers
+from annie_quant.report.pages import html
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_markdown_cell_stays_one_cell(words):
 )
 @settings(max_examples=200, deadline=None)
 def test_marking_never_changes_the_text(words, failed):
-    assert "".join(piece for piece, _ in answers.marked(words, failed)) == words
+    assert "".join(piece for piece, _ in html.marked(words, failed)) == words
 
 
 JUNK = st.recursive(

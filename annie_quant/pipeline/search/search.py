@@ -26,9 +26,8 @@ from annie_quant.judge.decision import paired
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.judge.sample import answers_per_gate
-from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.search import explain, label_check, table
-from annie_quant.pipeline.stages import Stages, drawn, offline_prompts
+from annie_quant.pipeline.search import explain, table
+from annie_quant.pipeline.stages import RunDirectory, Stages, drawn, offline_prompts
 from annie_quant.progress import Console
 from annie_quant.quantize import estimate
 from annie_quant.quantize.strategies import by_rank, find
@@ -149,9 +148,9 @@ class Search:
         if report:
             result.notes.append(report)
             result.stopped = report if report.startswith(explain.WRONG_MODEL) and not anyway else None
-        result.labels = label_check.check_labels(self.stages)
+        result.labels = explain.check_labels(self.stages)
         own = compares_with_reference(self.prompts)
-        result.notes += filter(None, [label_check.note(result.labels, own)])
+        result.notes += filter(None, [explain.labels_note(result.labels, own)])
         for note in result.notes:
             self.console.note(note)
 

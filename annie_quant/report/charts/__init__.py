@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from annie_quant.bench.aggregate import timed
-from annie_quant.report.charts.figure import Figure
+from annie_quant.report.charts.svg import Figure
 from annie_quant.report.run import LoadedRun
 
 
 def draw(run: LoadedRun) -> list[Figure]:
-    from annie_quant.report.charts import gates, kl_divergence, latency
+    from annie_quant.report.charts import gates, latency
 
     fit = timed(run.measured)
     return [
         gates.gate_rates(run),
         gates.offline_and_served(run),
-        kl_divergence.draw(run),
+        gates.kl_divergence(run),
         gates.size_and_gates(run),
         gates.calls_by_tools(run),
         latency.by_turn(run),

@@ -2,13 +2,21 @@
 
 Every value that the template writes is made safe (printable.visible) and escaped. The page's Content-Security-Policy allows its own
 script by hash and nothing else, so that text from a model cannot act even where it came through unescaped.
+
+Answers side by side: which prompts are shown, what is cut, and where the faults are in the text.
+
+Prompts with an answer that failed a gate come first, then those where the backends differ, then the rest, taken in turn from
+the workloads, up to a number of prompts and of characters. The page states how many were left out.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +27,206 @@ from annie_quant import __version__
 from annie_quant.files import ASSETS
 from annie_quant.printable import visible
 from annie_quant.report import format, recount
-from annie_quant.report.charts.figure import Figure
-from annie_quant.report.charts.svg import MARKS
-from annie_quant.report.pages import advice, answers, comparison, tables
+from annie_quant.report.charts.svg import MARKS, Figure
+from annie_quant.report.format import count, name
+from annie_quant.report.pages import comparison, tables
 from annie_quant.report.run import LoadedRun
-from annie_quant.schema import Environment
+from annie_quant.schema import Environment, RequestRecord
+
+MAX_PROMPTS = 240
+MAX_CHARACTERS = 900_000
+ANSWER_CHARACTERS = 900
+PROMPT_CHARACTERS = 400
+LONG_CHARACTERS = 120  # an equal answer of more characters is not repeated
+CALL_GATES = {"tool_call", "abstention"}
+# What is marked in an answer that failed a gate.
+_MARKED = {
+    "no_markdown": re.compile(
+        r"\*\*[^*\n]+\*\*|^#{1,6} .*$|^\s*[-*+•] |^\s*\d+\. |`[^`\n]+`|^```.*$|\|.*\|", re.MULTILINE
+    ),
+    "thinking_leak": re.compile(
+        r"</?think>|^(?:okay|hmm|wait|let me|thinking process|the user)\b[^\n.]*", re.I | re.MULTILINE
+    ),
+    "stop": re.compile(r".{1,40}\Z", re.DOTALL),
+}
+
+PromptKey = tuple[str, str, int]  # workload, case, turn
+ByBackend = dict[str, RequestRecord]
+
+
+@dataclass
+class Answer:
+    """pieces: (text, whether it is marked). wrong_call: the calls are marked. faults: (gate's title, reason).
+
+    note: what was cut, or the error. same_as: the label of an earlier equal answer; this one is then not repeated.
+    """
+
+    label: str
+    backend: str
+    model: str
+    pieces: list[tuple[str, bool]]
+    reasoning: str
+    calls: list[str]
+    wrong_call: bool
+    faults: list[tuple[str, str]]
+    note: str
+    tokens: int | None
+    ttft_ms: float | None
+    same_as: str = ""
+
+    @property
+    def shown(self) -> tuple[object, ...]:
+        return self.pieces, self.reasoning, self.calls, self.faults, self.note
+
+    @property
+    def characters(self) -> int:
+        return sum(len(text) for text, _ in self.pieces) + len(self.reasoning) + sum(map(len, self.calls))
+
+
+@dataclass
+class Prompt:
+    """gates: those that any answer failed."""
+
+    workload: str
+    case: str
+    turn: int
+    text: str
+    answers: list[Answer]
+    gates: list[str] = field(default_factory=list)
+    differs: bool = False
+
+
+@dataclass
+class Browser:
+    prompts: list[Prompt]
+    total: int
+    faulty: int
+
+    @property
+    def note(self) -> str:
+        if len(self.prompts) == self.total:
+            return f"All {self.total} prompts are here."
+        shown_faulty = sum(bool(p.gates) for p in self.prompts)
+        return (
+            f"{len(self.prompts)} of {self.total} prompts are here: {shown_faulty} of the {self.faulty} with a fault, "
+            "then those where the backends differ, then others spread evenly over the workloads. All: records.jsonl."
+        )
+
+
+def collect(run: LoadedRun) -> Browser:
+    """Choose the prompts and cut their answers; the template escapes the texts."""
+    groups: dict[PromptKey, ByBackend] = {}
+    for record in run.measured:
+        answers = groups.setdefault(record.prompt, {})
+        earlier = answers.get(record.backend)
+        # The first of several repeats, or the first that failed.
+        if earlier is None or (_failed(record) and not _failed(earlier)):
+            answers[record.backend] = record
+    advisory = {gate for side in run.sides for gate, result in side.gates.items() if result.advisory}
+    ranks = {key: _rank(answers, advisory) for key, answers in groups.items()}
+    faulty = sum(any(_failed(r) for r in answers.values()) for answers in groups.values())
+    questions = _questions(run)
+    prompts: list[Prompt] = []
+    budget = MAX_CHARACTERS
+    for key in _in_turn(ranks)[:MAX_PROMPTS]:
+        prompt = _prompt(run, key, groups[key], questions.get(key, ""))
+        budget -= len(prompt.text) + sum(a.characters + 250 for a in prompt.answers)
+        if budget < 0 and prompts:
+            break
+        prompts.append(prompt)
+    return Browser(prompts, len(groups), faulty)
+
+
+def _failed(record: RequestRecord) -> list[str]:
+    return [gate for gate, passed in record.checks.items() if not passed] or (["error"] if record.error else [])
+
+
+def _differs(answers: ByBackend) -> bool:
+    return len({(r.text, str([c.get("name") for c in r.tool_calls])) for r in answers.values()}) > 1
+
+
+def _rank(answers: ByBackend, advisory: set[str]) -> int:
+    """0: an answer failed a deciding gate; 1: an advisory one; 2: the answers differ; 3: they do not."""
+    failed = {gate for record in answers.values() for gate in _failed(record)}
+    return 0 if failed - advisory else 1 if failed else 2 if _differs(answers) else 3
+
+
+def _in_turn(ranks: dict[PromptKey, int]) -> list[PromptKey]:
+    """Sort by rank; within a rank take the workloads in turn."""
+    places: dict[PromptKey, int] = {}
+    lengths: Counter[tuple[int, str]] = Counter()
+    for key, rank in ranks.items():
+        places[key] = lengths[rank, key[0]]
+        lengths[rank, key[0]] += 1
+    return sorted(ranks, key=lambda key: (ranks[key], places[key], key[0]))
+
+
+def _questions(run: LoadedRun) -> dict[PromptKey, str]:
+    """What was asked: the turns of a conversation, else the last user message."""
+    questions: dict[PromptKey, str] = defaultdict(str)
+    for workload in run.inputs:
+        for case in workload.cases:
+            user = [
+                m["content"] for m in case.messages if m.get("role") == "user" and isinstance(m.get("content"), str)
+            ]
+            for turn, text in enumerate(case.turns or user[-1:]):
+                questions[workload.name, case.id, turn] = text
+    return questions
+
+
+def _cut(text: str, limit: int) -> tuple[str, str]:
+    """(text, note): cut to `limit` characters, with a note where something was cut."""
+    if len(text) <= limit:
+        return visible(text), ""
+    return visible(text[:limit]) + " …", f"the first {limit} of {count(len(text))} characters"
+
+
+def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -> Prompt:
+    answers: list[Answer] = []
+    for side in run.served:
+        if side.name in records:
+            answer = _answer(run, side.name, side.model, records[side.name])
+            # Equal answers are repeated where they are short.
+            if sum(len(text) for text, _ in answer.pieces) + len(answer.reasoning) > LONG_CHARACTERS:
+                answer.same_as = next((a.label for a in answers if not a.same_as and a.shown == answer.shown), "")
+            answers.append(answer)
+    gates = list(dict.fromkeys(gate for record in records.values() for gate in _failed(record)))
+    text, _ = _cut(question, PROMPT_CHARACTERS)
+    return Prompt(name(key[0]), key[1], key[2], text, answers, gates, _differs(records))
+
+
+def _answer(run: LoadedRun, backend: str, model: str, record: RequestRecord) -> Answer:
+    text, cut = _cut(record.text, ANSWER_CHARACTERS)
+    failed, error = _failed(record), _cut(record.error or "", 300)[0]
+    return Answer(
+        label=run.label(model),
+        backend=backend,
+        model=model,
+        pieces=marked(text, [] if error else failed),
+        reasoning=_cut(record.reasoning, ANSWER_CHARACTERS // 2)[0],
+        calls=[_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in record.tool_calls[:8]],
+        wrong_call=bool(CALL_GATES & set(failed)),
+        faults=[
+            ("error" if gate == "error" else run.gate_title(gate), _cut(record.faults.get(gate, ""), 160)[0])
+            for gate in failed
+        ],
+        note="; ".join(filter(None, [error, cut])),
+        tokens=record.completion_tokens,
+        ttft_ms=record.first_content_ms,
+    )
+
+
+def marked(text: str, failed: list[str]) -> list[tuple[str, bool]]:
+    """Split `text` into (piece, whether a failed gate is about it)."""
+    spans = sorted(m.span() for gate in failed if gate in _MARKED for m in _MARKED[gate].finditer(text))
+    pieces, at = [], 0
+    for start, end in spans:
+        if start < end and start >= at:
+            pieces += [(text[at:start], False), (text[start:end], True)]
+            at = end
+    pieces.append((text[at:], False))
+    return [(piece, mark) for piece, mark in pieces if piece]
+
 
 TEMPLATES = ASSETS / "templates"
 EMBED_LIMIT = 400_000  # bytes of a download inside the page
@@ -62,8 +265,8 @@ def render(run: LoadedRun, figures: list[Figure], check: recount.Recount | None,
         figures={f.key: f for f in figures},
         check=check,
         sentence=run.sentence or "No verdict has been reached for this run.",
-        outcome=format.CSS[advice.outcome(run)],
-        badge=advice.badge(run),
+        outcome=format.CSS[comparison.outcome(run)],
+        badge=comparison.badge(run),
         caveats=caveats(run),
         main=tables.side_by_side(run),
         gates=tables.gates_table(run),
@@ -72,12 +275,12 @@ def render(run: LoadedRun, figures: list[Figure], check: recount.Recount | None,
         overall=tables.comparisons_table(run, only_all=True),
         comparisons=tables.comparisons_table(run),
         stability=tables.stability_table(run),
-        browser=answers.collect(run),
-        checklist=advice.checklist(run),
-        checklist_title=advice.checklist_title(run),
-        advice=advice.recommendation(run),
-        operation=advice.operation_changes(run),
-        tree=advice.decision_tree(run),
+        browser=collect(run),
+        checklist=comparison.checklist(run),
+        checklist_title=comparison.checklist_title(run),
+        advice=comparison.recommendation(run),
+        operation=comparison.operation_changes(run),
+        tree=comparison.decision_tree(run),
         dimensions=comparison.dimensions(run),
         budget=comparison.memory_budget(run),
         missing={m.part: m for m in run.missing},

@@ -24,10 +24,9 @@ from annie_quant.judge.metrics import METRICS
 from annie_quant.printable import inert, visible
 from annie_quant.report import format
 from annie_quant.report.charts import svg
-from annie_quant.report.charts.figure import WIDTH
-from annie_quant.report.charts.svg import Canvas
+from annie_quant.report.charts.svg import WIDTH, Canvas
 from annie_quant.report.format import CSS, DASH, SIGNS, count, interval, significant
-from annie_quant.report.pages import advice, markdown
+from annie_quant.report.pages import comparison, markdown
 from annie_quant.report.pages.html import render_template
 from annie_quant.report.pages.tables import Cell, Table
 from annie_quant.report.run import Backend, LoadedRun, OfflineModel, Side, load
@@ -232,7 +231,7 @@ def _prompts(run: LoadedRun) -> str:
 def overview(runs: list[LoadedRun], names: list[str]) -> Table:
     table = Table("The runs, oldest first", "run", ["time", "machine", "requests", "outcome", "verdict"])
     for run, label in zip(runs, names, strict=True):
-        outcome = advice.outcome(run)
+        outcome = comparison.outcome(run)
         cells = [
             Cell(run.document.environment.time or DASH, css="word"),
             Cell(run.document.environment.cpu or DASH, css="word"),

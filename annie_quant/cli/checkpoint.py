@@ -1,4 +1,4 @@
-"""`annie-quant audit`: check every tensor of a checkpoint, and repair a copy."""
+"""`annie-quant audit`, `convert` and `compare`: check and repair a checkpoint, write another form, compare with its source."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 import annie_quant
-from annie_quant.cli.common import PATH, console, emit, json_option
+from annie_quant.cli.common import PATH, console, emit, json_option, quiet_engines
 
 COLUMNS = ("name", "format", "shape", "group", "tensor_scale", "input_scale", "scale_min", "scale_max", "zero_blocks",
            "rel_l2")  # fmt: skip
@@ -105,3 +106,62 @@ def _cell(value: Any) -> str:
     if isinstance(value, list):
         return "x".join(map(str, value))
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@click.command()
+@click.argument("checkpoint", type=PATH)
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Choice(["modelopt", "compressed-tensors", "gguf", "bf16", "hf"]),
+    help="Dialect of the copy; bf16: plain weights; hf: a GGUF file as a bf16 folder with its tokenizer.",
+)
+@click.option("--type", "kind", help="GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.")
+@click.option("--output", type=PATH, help="Folder, or file for GGUF. Default: in the checkpoint's parent folder.")
+@click.option("--like", type=PATH, help="From GGUF: a folder of the same model, for config and tokenizer.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+@json_option
+def convert(
+    checkpoint: Path, target: str, kind: str | None, output: Path | None, like: Path | None, force: bool, as_json: bool
+) -> None:
+    """Convert a checkpoint to another dialect, or write it as GGUF."""
+    with console.task(f"convert to {target}") as step:
+        if target == "hf":
+            if kind or like:
+                raise click.UsageError("--to hf takes neither --type nor --like: the file holds all that is needed")
+            quiet_engines()
+            from annie_quant.hf import gguf_source
+
+            result = gguf_source.convert(checkpoint, output, force, step)
+        else:
+            result = annie_quant.checkpoint.convert(
+                checkpoint, to=target, output=output, type=kind, like=like, force=force, progress=step
+            )
+    if as_json:
+        emit(result)
+        return
+    console.note(f"{result.path}: {result.size_bytes / 1e6:.1f} MB")
+    for line in result.loss:
+        console.note(f"lost in conversion: {line}")
+
+
+@click.command()
+@click.argument("source", type=PATH)
+@click.argument("forms", nargs=-1, required=True, type=PATH)
+@click.option("--worst", default=3, show_default=True, help="Tensors with the largest error to list per form.")
+@click.option("--plot", type=PATH, help="Also draw a plot: a file named .svg, .png or .pdf.")
+@json_option
+def compare(source: Path, forms: tuple[Path, ...], worst: int, plot: Path | None, as_json: bool) -> None:
+    """Compare forms of one model (folders, GGUF files) with its bf16 SOURCE, tensor by tensor."""
+    with console.task("compare"):
+        comparison = annie_quant.checkpoint.compare(source, annie_quant.checkpoint.labels(forms))
+        if plot:
+            comparison.plot(plot)
+    if as_json:
+        emit(comparison.to_dict(worst))
+        return
+    for form, summary in comparison.summary.items():
+        console.print_mapping(form, msgspec.to_builtins(summary))
+        for row in comparison.worst(form, worst):
+            console.note(f"  worst: {row.tensor} {row.format} rel-L2 {row.rel_l2:.4f}")

@@ -181,7 +181,9 @@ def show_version(verbose: bool, as_json: bool) -> None:
     if as_json:
         emit(inspect_installation())
     else:
-        click.echo("\n".join(version_lines(inspect_installation())) if verbose else f"annie-quant, version {__version__}")
+        click.echo(
+            "\n".join(version_lines(inspect_installation())) if verbose else f"annie-quant, version {__version__}"
+        )
 
 
 def inspect_installation() -> dict[str, Any]:

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from annie_quant.doctor import machine
-from annie_quant.doctor.model import check_model
-from annie_quant.doctor.probe import Finding, Probe, fault, ok
+from annie_quant.doctor.model import Finding, Probe, check_model, fault, ok
 from annie_quant.errors import UsageError
 
 __all__ = ["Finding", "Probe", "examine", "fix_plan"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from annie_quant.doctor.probe import Finding, Probe, fault, note, ok
+from annie_quant.doctor.model import Finding, Probe, fault, note, ok
 from annie_quant.host import smi_command, smi_rows
 from annie_quant.native import BUILDS
 from annie_quant.schema import salvage_line

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from annie_quant.doctor.probe import Finding, fault, note, ok
+from annie_quant.doctor.model import Finding, fault, note, ok
 from annie_quant.errors import ServerError, UsageError
 from annie_quant.stream.client import Request, chat, run
 from annie_quant.stream.record import transport_fault

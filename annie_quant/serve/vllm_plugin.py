@@ -14,7 +14,7 @@ import logging
 from typing import Any
 
 from annie_quant.serve import vllm_cpu, w4a16_layer
-from annie_quant.serve.vllm_cpu_product import multiply
+from annie_quant.serve.vllm_cpu import multiply
 
 
 def register() -> None:

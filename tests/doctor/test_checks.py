@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from annie_quant import doctor, host
-from annie_quant.doctor.model import check_model
-from annie_quant.doctor.probe import Answer, Probe
+from annie_quant.doctor.model import Answer, Probe, check_model
 from annie_quant.errors import UsageError
 
 SPARK_MEMORY = host.Memory(125_513_064 << 10, 118_000_000 << 10, 9_000_000 << 10)

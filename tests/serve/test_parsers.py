@@ -10,8 +10,7 @@ import pytest
 from paths import TINY_ANNIE
 
 import annie_quant as aq
-from annie_quant.serve.parsers import fitted
-from annie_quant.serve.recipes import load_recipes
+from annie_quant.serve.recipes import fitted, load_recipes
 
 QWEN3 = '{% if tools %}<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>{% endif %}<think>'
 LLAMA = '{% if tools %}<|python_tag|>{"name": function name, "parameters": {}}{% endif %}<|start_header_id|>'

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from annie_quant.printable import inert
 from annie_quant.report.format import seconds
-from annie_quant.report.pages import advice, comparison, tables
+from annie_quant.report.pages import comparison, tables
 from annie_quant.report.pages.html import caveats, facts
 from annie_quant.report.pages.tables import Cell, Table
 from annie_quant.report.recount import Recount
@@ -61,7 +61,7 @@ def _section(title: str, items: Iterable[object]) -> list[str]:
 def render(run: LoadedRun, check: Recount | None) -> str:
     parts = [f"# {inert(run.sentence) or 'No verdict has been reached for this run'}"]
     if run.sentence:
-        parts.append(f"**{inert(advice.badge(run))}**")
+        parts.append(f"**{inert(comparison.badge(run))}**")
     parts += _section("Reasons", run.verdict.reasons)
     if run.sides:
         parts += ["## Side by side", LEGEND, grid(tables.side_by_side(run))]
@@ -92,9 +92,9 @@ def render_comparison(run: LoadedRun, check: Recount | None) -> str:
     labels = [run.label(s.model) for s in (run.candidate, run.incumbent) if s]
     title = " against ".join(labels if len(labels) > 1 else [*labels, "nothing else"]) if labels else "Comparison"
     parts = [f"# {inert(title)}"]
-    if advised := advice.recommendation(run):
+    if advised := comparison.recommendation(run):
         parts += ["## Recommendation", f"**{inert(advised.sentence)}**", *_section("Why", advised.reasons)]
-        parts += _section("What changes in operation", advice.operation_changes(run))
+        parts += _section("What changes in operation", comparison.operation_changes(run))
     else:
         parts.append("No candidate was measured behind a server, so there is nothing to compare yet.")
     if dimensions := comparison.dimensions(run):
@@ -104,7 +104,7 @@ def render_comparison(run: LoadedRun, check: Recount | None) -> str:
     parts += _checklist(run)
     if budget := comparison.memory_budget(run):
         parts += ["## Memory budget", inert(budget.caption) + ".", grid(budget)]
-    if steps := advice.decision_tree(run):
+    if steps := comparison.decision_tree(run):
         parts += ["## Decision tree of this run", "\n".join(_tree(steps))]
     parts += [*_limits(run), *_method(run, check)]
     return "\n\n".join(parts) + "\n"
@@ -112,11 +112,11 @@ def render_comparison(run: LoadedRun, check: Recount | None) -> str:
 
 def _checklist(run: LoadedRun) -> list[str]:
     marks = {"pass": "[x]", "fail": "[ ] **no:**", "undecided": "[ ] open:"}
-    rows = [f"- {marks[x.verdict]} {inert(x.item)} ({inert(x.evidence)})" for x in advice.checklist(run)]
-    return [f"## Drop-in checklist: {inert(advice.checklist_title(run))}", "\n".join(rows)] if rows else []
+    rows = [f"- {marks[x.verdict]} {inert(x.item)} ({inert(x.evidence)})" for x in comparison.checklist(run)]
+    return [f"## Drop-in checklist: {inert(comparison.checklist_title(run))}", "\n".join(rows)] if rows else []
 
 
-def _tree(steps: list[advice.Step], depth: int = 0) -> list[str]:
+def _tree(steps: list[comparison.Step], depth: int = 0) -> list[str]:
     """Steps as nested lists, each with the sign of its verdict."""
     lines = []
     for step in steps:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from annie_quant.bench import confounds, depth, drift, memory_growth, noise
+from annie_quant.bench import confounds, depth, drift, memory, noise
 from annie_quant.bench.confounds import impossible, stalls
-from annie_quant.bench.records import read_records, read_unanswered
 from annie_quant.bench.reference_answers import RECORDED, stored_reference
+from annie_quant.bench.run_config import read_records, read_unanswered
 from annie_quant.errors import UsageError
 from annie_quant.judge import decision
 from annie_quant.judge.gates import count, tabulate
@@ -75,7 +75,7 @@ def aggregate(folder: str | os.PathLike[str], stated: Roles | None = None) -> Ag
         bench.memory,
         bench.ended,
         stored_reference(root),
-        memory_growth.read_traces(root),
+        memory.read_traces(root),
     )
 
 
@@ -86,7 +86,7 @@ def aggregate_records(
     memory: Mapping[str, MemoryLevels] | None = None,
     ended: Ended | None = None,
     reference: Sequence[RequestRecord] = (),
-    traces: Mapping[str, memory_growth.Trace] | None = None,
+    traces: Mapping[str, memory.Trace] | None = None,
 ) -> Aggregates:
     """Aggregate all records of a benchmark, warm-ups included.
 
@@ -96,7 +96,7 @@ def aggregate_records(
     memory = memory or {}
     formats = {name: identity.format for name, identity in identities.items() if identity.format}
     roles = decision.assign(list(identities), formats, config.roles)
-    growths = memory_growth.check(traces or {}, config.seed)
+    growths = memory.check(traces or {}, config.seed)
     measured = [r for r in records if not r.warmup]
     fit = timed(measured)
     served = {}
@@ -128,7 +128,7 @@ def aggregate_records(
     noise.set_noise(comparisons, floors)
     drifts = drift.check(fit, list(served), config.seed)
     findings = confounds.check(identities, records, config, ended or Ended())
-    findings += memory_growth.findings(growths)
+    findings += memory.findings(growths)
     findings += [*drift.findings(drifts), *depth.findings(depth.check(fit, list(served), config.seed))]
     return Aggregates(
         roles=roles,

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from annie_quant.bench import stream_findings
+from annie_quant.bench import noise
 from annie_quant.judge.answers import Answer, constant_answer
-from annie_quant.judge.checks.tools import has_call_markup
+from annie_quant.judge.checks.calls import has_call_markup
 from annie_quant.judge.pairing import has_label
 from annie_quant.schema import BenchConfig, Confound, Ended, Identity, RequestRecord
 from annie_quant.schema.results import Severity
@@ -43,7 +43,7 @@ def check(identities: Identities, records: Records, config: BenchConfig, ended: 
     findings += [*_prompt_tokens(everyone, measured), *_estimates(measured), *_smoke(records)]
     findings += [*_different_answers(everyone, measured, config), *_busy(everyone, measured)]
     findings += [*_priority(everyone, measured), *_incomplete(everyone, ended if not config.sustained else Ended())]
-    findings += stream_findings.check(everyone, measured)
+    findings += noise.check(everyone, measured)
     for name, identity in identities.items():
         own = [r for r in measured if r.backend == name]
         if ended.prefix_cache == "off" and identity.runtime not in NO_CACHE_RUNTIMES:

@@ -22,7 +22,7 @@ import msgspec
 from annie_quant import schema
 from annie_quant.bench import guidellm
 from annie_quant.bench.aggregate import values_by_prompt
-from annie_quant.bench.records import read_records
+from annie_quant.bench.run_config import read_records
 from annie_quant.files import write_text
 from annie_quant.schema import Aggregates, Bench, RequestRecord, read_bench
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from annie_quant import judge, schema
 from annie_quant.bench import endpoints, memory, sequential
-from annie_quant.bench.acceptance import Acceptance
 from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend, alive, identity
 from annie_quant.bench.plan import Visit, arrival_times, choose, plan, sized, warmups
-from annie_quant.bench.records import HUNG, NOT_SENT, Records, hangs, write_unanswered
 from annie_quant.bench.reference_answers import mark
+from annie_quant.bench.run_config import HUNG, NOT_SENT, Records, hangs, write_unanswered
+from annie_quant.bench.server_metrics import Acceptance
 from annie_quant.errors import ServerError
 from annie_quant.files import sha256_text
 from annie_quant.host import gpu_energy_joules, load_per_core, machine_state

@@ -16,9 +16,8 @@ import msgspec
 
 from annie_quant import schema
 from annie_quant.files import sha256_text
-from annie_quant.judge.context_text import context_text
 from annie_quant.judge.library import build_workload
-from annie_quant.judge.workloads import Case, Workload
+from annie_quant.judge.workloads import Case, Workload, context_text
 from annie_quant.schema import BenchConfig, Load
 
 ALONE = Load()

@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from annie_quant import schema
-from annie_quant.bench.records import read_records, write_records
-from annie_quant.bench.run_config import complete_workload
+from annie_quant.bench.run_config import complete_workload, read_records, write_records
 from annie_quant.errors import UsageError
 from annie_quant.judge import decision
 from annie_quant.judge.answers import Answer

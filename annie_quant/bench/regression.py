@@ -14,8 +14,8 @@ import msgspec
 
 from annie_quant import schema
 from annie_quant.bench.aggregate import adjust, labelled, timed, values_by_prompt
-from annie_quant.bench.records import read_records, read_unanswered
 from annie_quant.bench.reference_answers import contents
+from annie_quant.bench.run_config import read_records, read_unanswered
 from annie_quant.errors import UsageError
 from annie_quant.judge import decision
 from annie_quant.judge.metrics import COMPARED, METRICS

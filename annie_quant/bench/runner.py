@@ -12,15 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant import judge, schema
-from annie_quant.bench import endpoints, memory_growth, server_metrics
+from annie_quant.bench import endpoints, server_metrics
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.export import export
 from annie_quant.bench.measure import Measurement, OnRecord
 from annie_quant.bench.plan import applies
-from annie_quant.bench.records import Records, read_unanswered, write_records
 from annie_quant.bench.reference_answers import STORED, store_reference, stored_reference
-from annie_quant.bench.run_config import backend_settings, prepare_folder, workload_settings
+from annie_quant.bench.run_config import (
+    Records,
+    backend_settings,
+    prepare_folder,
+    read_unanswered,
+    workload_settings,
+    write_records,
+)
 from annie_quant.errors import UsageError
 from annie_quant.host import environment
 from annie_quant.judge import decision
@@ -104,11 +110,11 @@ def execute(
             ended = measurement.run()
             memory = measurement.memory()
         server_metrics.store(folder, metrics, server_metrics.scrape(backends) if metrics else {})
-        traces = memory_growth.read_traces(folder)
+        traces = memory.read_traces(folder)
         for name, peak in measurement.peaks.items():
             traces[name] = [*traces.get(name, ()), *peak.trace]
         if traces:
-            schema.write(folder / memory_growth.FILE, traces)
+            schema.write(folder / memory.FILE, traces)
     finally:
         records.close()
     if measurement.compare_with_reference():

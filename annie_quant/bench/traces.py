@@ -25,9 +25,8 @@ from annie_quant.data.logs import Conversation, Problems, read_logs
 from annie_quant.data.logs.conversation import Scanner
 from annie_quant.errors import UsageError
 from annie_quant.files import sha256_text
-from annie_quant.judge.context_text import BLOCK_TOKENS
 from annie_quant.judge.gates import REFERENCE_GATES
-from annie_quant.judge.workloads import Case, Turn, Workload
+from annie_quant.judge.workloads import BLOCK_TOKENS, Case, Turn, Workload
 from annie_quant.schema import ChatMessage, ContextFile
 from annie_quant.untrusted import decode_json
 

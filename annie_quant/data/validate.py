@@ -23,8 +23,7 @@ from typing import Any
 import msgspec
 
 from annie_quant.data.rows import DuplicateFinder, text_of, user_text
-from annie_quant.judge.checks.markdown import markdown_in
-from annie_quant.judge.checks.thinking import leaked
+from annie_quant.judge.checks.text import leaked, markdown_in
 from annie_quant.persona import Persona, load_persona
 from annie_quant.tool_schema import mismatch
 from annie_quant.untrusted import decode_json

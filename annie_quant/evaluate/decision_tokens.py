@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from annie_quant.judge.tool_markup import PYTHON_TAG, Form
+from annie_quant.judge.answers import PYTHON_TAG, Form
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _XML = re.compile(r"<function=(?P<name>[^>\n]+)|<parameter=(?P<key>.)[^>\n]*>\n?(?P<value>.)|</function>", re.DOTALL)

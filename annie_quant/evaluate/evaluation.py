@@ -38,8 +38,7 @@ from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
 from annie_quant.judge.not_lost import compares_with_reference, reference_notes
-from annie_quant.judge.pairing import deciding_checks
-from annie_quant.judge.sample import shortages
+from annie_quant.judge.pairing import deciding_checks, shortages
 from annie_quant.persona import Persona
 from annie_quant.progress import Progress
 from annie_quant.schema import (

@@ -23,7 +23,7 @@ from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.engine import common_prefix
 from annie_quant.files import read_whole_json
 from annie_quant.judge import Answer, Case, Workload, parse_raw
-from annie_quant.judge.tool_markup import THINK, form_of
+from annie_quant.judge.answers import THINK, form_of
 from annie_quant.untrusted import integer
 
 CLASSES = ("content", "tool_markup", "thinking", "end_of_turn")

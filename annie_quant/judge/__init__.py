@@ -20,8 +20,7 @@ from annie_quant.judge.answers import Answer, from_record, parse_raw, raw_view
 from annie_quant.judge.decision import judge_evaluation, judge_members, verdict
 from annie_quant.judge.gates import checks, faults, gate_names, gate_table
 from annie_quant.judge.library import load_workloads
-from annie_quant.judge.pairing import pair_answers
-from annie_quant.judge.sample import sample
+from annie_quant.judge.pairing import pair_answers, sample
 from annie_quant.judge.statistics import compare, holm, median_interval, wilson
 from annie_quant.judge.workloads import Case, Workload, distinct_prompts, prompt_sha256, prompts_sha256
 

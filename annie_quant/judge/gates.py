@@ -11,8 +11,8 @@ from typing import Literal
 
 from annie_quant.errors import UsageError
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.checks import calls, content, markdown, reference, statements, thinking, tools
-from annie_quant.judge.gate_rule import Threshold, decide
+from annie_quant.judge.checks import calls, reference, text
+from annie_quant.judge.paired import Threshold, decide
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.schema import GateResult
 
@@ -24,7 +24,7 @@ Check = Callable[[Answer, Case, Workload], str | None]
 class Gate:
     """check: the reason why an answer fails, "" where it passes, None where the gate does not apply to the case.
 
-    threshold: the absolute requirement (judge/gate_rule.py) and its number, "" for one that the original plan does not have.
+    threshold: the absolute requirement (judge/paired.py) and its number, "" for one that the original plan does not have.
     margin: the loss against the reference that is accepted (judge/decision/paired.py), as a share of the prompts; 0 for faults
     of which none is accepted. advisory: a figure without a right and wrong for the model; it never decides. basis: what the
     answer is compared with: "label" (what the workload expects), "reference" (the bf16 model's own answer to the same prompt;
@@ -72,17 +72,15 @@ CALL, DECLINE, FUNCTION, ARGUMENTS, SEVERAL, RESULT, CONTENT, FORM, STOP, THINKI
 GATES: dict[str, Gate] = {
     gate.name: gate
     for gate in (
-        Gate("abstention", "no tool where none fits", _rate(10, 0.8), tools.abstention, behaviours=(DECLINE,)),
-        Gate("call_rate", "call rate", _rate(10, 0.0), tools.call_rate, basis="rule", two_sided=True),
-        Gate("factual", "factual", _ALL, statements.contains, "R25", behaviours=(CONTENT,)),
+        Gate("abstention", "no tool where none fits", _rate(10, 0.8), calls.abstention, behaviours=(DECLINE,)),
+        Gate("call_rate", "call rate", _rate(10, 0.0), calls.call_rate, basis="rule", two_sided=True),
+        Gate("factual", "factual", _ALL, calls.contains, "R25", behaviours=(CONTENT,)),
         Gate("logged_tool", "tool as in the log", _rate(10, 0.6), reference.logged_tool, behaviours=(CALL, FUNCTION)),
-        Gate(
-            "no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown, "R24", basis="rule", behaviours=(FORM,)
-        ),
-        Gate("non_empty", "non-empty", _ZERO, content.non_empty, "R27", margin=0.0, basis="rule"),
-        Gate("reasoning", "reasoning", _ALL, statements.contains, "R26", behaviours=(CONTENT,)),
-        Gate("recall", "right in conversation", _rate(10, 0.8), statements.contains, behaviours=(CONTENT,)),
-        Gate("repetition", "no repetition or garble", _ALL, content.repetition, basis="rule", behaviours=(FORM,)),
+        Gate("no_markdown", "no markdown", _rate(15, 0.8), text.no_markdown, "R24", basis="rule", behaviours=(FORM,)),
+        Gate("non_empty", "non-empty", _ZERO, text.non_empty, "R27", margin=0.0, basis="rule"),
+        Gate("reasoning", "reasoning", _ALL, calls.contains, "R26", behaviours=(CONTENT,)),
+        Gate("recall", "right in conversation", _rate(10, 0.8), calls.contains, behaviours=(CONTENT,)),
+        Gate("repetition", "no repetition or garble", _ALL, text.repetition, basis="rule", behaviours=(FORM,)),
         _same("same_arguments", "arguments as bf16", 0.8, reference.same_arguments, CALL, FUNCTION, ARGUMENTS),
         _same("same_decline", "no call as bf16", 0.9, reference.same_decline, DECLINE),
         _same("same_language", "language as bf16", 0.9, reference.same_language),
@@ -95,21 +93,21 @@ GATES: dict[str, Gate] = {
         _same("same_tool", "tool or none as bf16", 0.9, reference.same_tool),
         _same("same_validity", "valid calls as bf16", 0.9, reference.same_validity),
         Gate("several_calls", "several calls", _rate(10, 0.6), calls.several_calls, behaviours=(SEVERAL,)),
-        Gate("stop", "stops by itself", _ALL, content.stop, basis="rule", behaviours=(STOP,)),
+        Gate("stop", "stops by itself", _ALL, text.stop, basis="rule", behaviours=(STOP,)),
         Gate(
             "thinking_leak",
             "no thinking leak",
             _ZERO,
-            thinking.thinking_leak,
+            text.thinking_leak,
             "R22",
             margin=0.0,
             basis="rule",
             behaviours=(THINKING,),
         ),
-        Gate("tool_arguments", "tool arguments", _rate(10, 0.6), tools.tool_arguments, behaviours=(ARGUMENTS,)),
-        Gate("tool_call", "tool calls", _rate(10, 0.6), tools.tool_call, "R23", behaviours=(CALL, FUNCTION)),
-        Gate("tool_call_raw", "tool calls, raw text", _rate(10, 0.6), tools.tool_call_raw, advisory=True),
-        Gate("tool_schema", "schema validity", _rate(10, 0.6), tools.tool_schema, behaviours=(CALL,)),
+        Gate("tool_arguments", "tool arguments", _rate(10, 0.6), calls.tool_arguments, behaviours=(ARGUMENTS,)),
+        Gate("tool_call", "tool calls", _rate(10, 0.6), calls.tool_call, "R23", behaviours=(CALL, FUNCTION)),
+        Gate("tool_call_raw", "tool calls, raw text", _rate(10, 0.6), calls.tool_call_raw, advisory=True),
+        Gate("tool_schema", "schema validity", _rate(10, 0.6), calls.tool_schema, behaviours=(CALL,)),
         Gate("tool_selection", "tool selection", _rate(10, 0.6), calls.tool_selection, behaviours=(FUNCTION,)),
         Gate("tool_values", "argument correctness", _rate(10, 0.6), calls.tool_values, behaviours=(ARGUMENTS,)),
         Gate("use_result", "use of a result", _rate(10, 0.6), calls.use_result, behaviours=(RESULT,)),

@@ -117,7 +117,7 @@ class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ContextFile(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Text that comes before everything else of a prompt, so that the answer is decoded at a depth (judge/context_text.py).
+    """Text that comes before everything else of a prompt, so that the answer is decoded at a depth (judge/workloads.py).
 
     tokens: about how many; usage.prompt_tokens has the true depth. prefix: "miss": each prompt starts with a different text, so
     that no server can reuse an earlier one; "hit": all prompts start with the same text, and warm-ups have sent it before.

@@ -97,7 +97,7 @@ class MemoryLevels(msgspec.Struct, kw_only=True):
 
 
 class MemoryGrowth(msgspec.Struct, kw_only=True):
-    """The slope of a server's memory over a run, its first quarter left out; low, high: 95 % interval (bench/memory_growth.py)."""
+    """The slope of a server's memory over a run, its first quarter left out; low, high: 95 % interval (bench/memory.py)."""
 
     bytes_per_hour: float
     low: float

@@ -27,7 +27,7 @@ from annie_quant.checkpoint import ModelFolder, ShardError, dialects
 from annie_quant.checkpoint.loader_support import fits_modelopt_option
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.files import ASSETS, write_text
-from annie_quant.judge.tool_markup import THINK, Form, form_of
+from annie_quant.judge.answers import THINK, Form, form_of
 from annie_quant.progress import SILENT, Progress
 from annie_quant.schema import salvage_or_default
 from annie_quant.serve import server as process

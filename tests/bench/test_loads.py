@@ -13,10 +13,10 @@ from annie_quant import bench, host, judge
 from annie_quant.bench import sequential
 from annie_quant.bench.aggregate import labelled, tool_surface
 from annie_quant.bench.plan import ALONE
-from annie_quant.bench.records import read_records
+from annie_quant.bench.run_config import read_records
 from annie_quant.errors import UsageError
 from annie_quant.judge import decision
-from annie_quant.judge.gate_rule import Threshold
+from annie_quant.judge.paired import Threshold
 from annie_quant.progress import Silent
 from annie_quant.schema import EarlyStop, Load, PairedGate, Roles
 

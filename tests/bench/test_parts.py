@@ -15,8 +15,8 @@ from annie_quant.bench import memory
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.plan import choose, plan
-from annie_quant.bench.records import Records, read_records
 from annie_quant.bench.regression import losses, regression
+from annie_quant.bench.run_config import Records, read_records
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.schema import BenchConfig
 

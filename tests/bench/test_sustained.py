@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from fake_server import FakeServer
 
 from annie_quant import bench, schema
-from annie_quant.bench import memory, memory_growth, server_metrics
+from annie_quant.bench import memory, server_metrics
 from annie_quant.cli import cli
 from annie_quant.schema import BenchConfig, MemoryFigures
 
@@ -32,13 +32,13 @@ def trace(per_hour, seconds=3600, seed=0, start=2000 * MB):
 
 
 def test_a_leak_is_found_and_a_filling_cache_is_not():
-    leak = memory_growth.growth(trace(120 * MB))
+    leak = memory.growth(trace(120 * MB))
     assert leak.grows and leak.low < 120 * MB < leak.high and leak.bytes_per_hour == pytest.approx(120 * MB, rel=0.2)
-    alarms = sum(memory_growth.growth(trace(0, seed=seed)).grows for seed in range(8))
+    alarms = sum(memory.growth(trace(0, seed=seed)).grows for seed in range(8))
     assert alarms == 0
-    message = memory_growth.findings({"b": leak})[0].message
+    message = memory.findings({"b": leak})[0].message
     assert message.startswith("b: its memory grows by 1") and "MB per hour" in message
-    assert memory_growth.growth(trace(0)[:10]) is None and memory_growth.growth([]) is None
+    assert memory.growth(trace(0)[:10]) is None and memory.growth([]) is None
 
 
 def test_a_long_trace_is_evenly_spaced_over_the_whole_run(monkeypatch):
@@ -96,7 +96,7 @@ def test_a_sustained_run_lasts_its_time_and_has_a_memory_trace(tmp_path):
     document = schema.read_bench(tmp_path / "run")
     assert document.config.sustained and document.requests > 10
     assert not [c for c in document.aggregates.confounds if c.code == "unfinished"]
-    assert memory_growth.read_traces(tmp_path / "run")["a"], "the server is this process"
+    assert memory.read_traces(tmp_path / "run")["a"], "the server is this process"
 
 
 def test_a_run_of_the_earlier_settings_resumes():

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="the tokenizer is transformers': pip 
 from annie_quant.evaluate.decision_tokens import covers, deciding
 from annie_quant.evaluate.kl import FIELDS, Tally
 from annie_quant.evaluate.prompts import CLASSES, Template
-from annie_quant.judge.tool_markup import Form
+from annie_quant.judge.answers import Form
 
 # "^" stands in front of every character that decides.
 PLANTED: list[tuple[Form, str]] = [

@@ -169,7 +169,7 @@ def tool_call_seeds() -> Iterable[bytes]:
 
 def records(raw: bytes) -> None:
     """A records.jsonl, read for a report and for resuming."""
-    from annie_quant.bench.records import Records, read_records
+    from annie_quant.bench.run_config import Records, read_records
     from annie_quant.report import run
 
     folder = FOLDER / "run"

@@ -9,7 +9,7 @@ from msgspec import structs
 from annie_quant import judge, schema
 from annie_quant.judge import decision
 from annie_quant.judge.decision.verdict import JudgedGate
-from annie_quant.judge.gate_rule import Threshold, decide
+from annie_quant.judge.paired import Threshold, decide
 
 RATE, ALL, ZERO = Threshold("rate", 10, 0.6), Threshold("all", 5), Threshold("zero", 25)
 

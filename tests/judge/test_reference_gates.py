@@ -15,8 +15,7 @@ from annie_quant.judge.decision import judge_gates
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.not_lost import expected_tools, reference_notes
-from annie_quant.judge.pairing import pair_answers
-from annie_quant.judge.sample import answers_per_gate
+from annie_quant.judge.pairing import answers_per_gate, pair_answers
 
 TOOL = {
     "type": "function",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from annie_quant import judge
-from annie_quant.judge.tool_markup import form_of
+from annie_quant.judge.answers import form_of
 
 jinja2 = pytest.importorskip("jinja2", reason="the templates are Jinja's: pip install annie-quant[quantize]")
 

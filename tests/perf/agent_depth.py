@@ -67,7 +67,7 @@ def main() -> None:
     import msgspec
 
     from annie_quant import bench, checkpoint, judge, quantize, serve
-    from annie_quant.bench.records import read_records
+    from annie_quant.bench.run_config import read_records
 
     source = model(arguments.folder)
     agent = judge.load_workloads(["agent_loop"])[0]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from annie_quant.bench.aggregate import summary, timed, values_by_prompt
-from annie_quant.bench.records import read_records
+from annie_quant.bench.run_config import read_records
 from annie_quant.errors import UsageError
 from annie_quant.schema import MetricSummary, RequestRecord, Run, decode, read_bench
 from annie_quant.untrusted import decode_json, printable

@@ -296,7 +296,7 @@ def test_a_compiled_module_that_a_full_disk_has_cut_is_not_an_interrupt(tmp_path
 
 
 def test_a_benchmark_whose_records_cannot_grow_keeps_them_and_can_be_resumed(stored):
-    from annie_quant.bench.records import Records, read_records
+    from annie_quant.bench.run_config import Records, read_records
 
     path, (soft, hard) = stored / "records.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     rows, size = len(read_records(path)), path.stat().st_size

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from annie_quant import judge
 from annie_quant.data import load_persona
 from annie_quant.judge import decision
-from annie_quant.judge.gate_rule import LARGE_N, decide
 from annie_quant.judge.gates import GATES
-from annie_quant.judge.sample import answers_per_gate
+from annie_quant.judge.paired import LARGE_N, decide
+from annie_quant.judge.pairing import answers_per_gate
 from annie_quant.pipeline import search
 from annie_quant.pipeline.search import explain, table
 from annie_quant.pipeline.stages import AuditResult

@@ -1,18 +1,217 @@
 """Whole calls against lists of allowed values, in the form of the Berkeley leaderboard's answers.
 
 {"name": {"argument": [allowed, allowed, ...]}}: "" among the allowed values means that the argument may be omitted.
+
+Whether an answer states a word or a number: as a whole word ("15" is not in "150"), not in a question, not denied.
+
+Tool calls against their schemas: the right name, arguments that parse, types that fit, the expected words.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from annie_quant.judge.answers import Answer
-from annie_quant.judge.checks.statements import contains
-from annie_quant.judge.checks.tools import abstention, arguments_of, tool_call
+from annie_quant.judge.answers import Answer, raw_view
 from annie_quant.judge.workloads import Case, Workload
+from annie_quant.tool_schema import mismatch
+
+_UNITS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_SENTENCE_END = re.compile(r"(?<=[.!?…])(?:[\"'”’)*_]*)\s+|\n+")
+_DENIED = re.compile(r"\b(?:not|isn't|isnt|never|wasn't|neither|aren't|can't be)\s+(?:in\s+|called\s+|the\s+)?$")
+
+
+def fold(text: str) -> str:
+    """Return the text without case and accents, in compatibility forms: "Tōkyō" as "tokyo", "１５" as "15"."""
+    plain = unicodedata.normalize("NFKD", text.replace("’", "'"))
+    return "".join(c for c in plain if not unicodedata.combining(c)).casefold()
+
+
+def spelled(number: str) -> str | None:
+    """Return a pattern for a whole number from 0 to 999 in English words ("fifteen", "one hundred twenty")."""
+    if not number.isdigit() or len(number) > 3:
+        return None
+    value = int(number)
+    if value < 20:
+        return _UNITS[value]
+    if value < 100:
+        tens, ones = divmod(value, 10)
+        return _TENS[tens - 2] + (f"[ -]{_UNITS[ones]}" if ones else "")
+    hundreds, rest = divmod(value, 100)
+    return f"{_UNITS[hundreds]} hundred" + (f" (?:and )?{spelled(str(rest))}" if rest else "")
+
+
+def _pattern(statement: str) -> re.Pattern[str]:
+    plain = fold(statement).strip()
+    if re.fullmatch(r"\d+(?:\.\d+)?", plain):
+        # Not inside a longer number, a decimal, a thousands group, nor after a minus sign.
+        digits = rf"(?<![\w])(?<!\d[.,])(?<![\s(=][-−])(?<!^[-−]){re.escape(plain)}(?![\w%]|[.,]\d)(?!\s*/\s*\d)"
+        words = spelled(plain)
+        longer = r"[\w-]|\s+(?:hundred|thousand|million)\b"
+        return re.compile(rf"{digits}|(?<![\w-]){words}(?!{longer})" if words else digits)
+    body = r"\s+".join(re.escape(part) for part in plain.split())
+    return re.compile(rf"(?<!\w){body}(?!\w)")
+
+
+def states(statement: str, text: str) -> bool:
+    """Return whether some sentence that is not a question has `statement` as whole words, and does not deny it."""
+    pattern = _pattern(statement)
+    for sentence in _SENTENCE_END.split(fold(text)):
+        if sentence.rstrip(" \"'”’)*_").endswith("?"):
+            continue
+        for match in pattern.finditer(sentence):
+            if not _DENIED.search(sentence[: match.start()]):
+                return True
+    return False
+
+
+def missing(statements: Sequence[str | Sequence[str]] | str, text: str) -> str:
+    """Return the first statement that the text lacks, "" where it has all. A list inside means any one of it."""
+    for item in [statements] if isinstance(statements, str) else statements:
+        choices = [item] if isinstance(item, str) else list(item)
+        if not any(states(choice, text) for choice in choices):
+            return " or ".join(choices)
+    return ""
+
+
+def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """The answer states everything in `expect.contains`."""
+    statements = case.expect.get("contains")
+    if not statements:
+        return None
+    lacking = missing(statements, answer.text)
+    return f"the answer does not state {lacking!r}" if lacking else ""
+
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+def tool_call(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """The expected tool is called with arguments that parse and fit its schema."""
+    expected = case.expect.get("tool")
+    return _expected_call_fault(answer, expected, workload.tools_for(case)) if expected else None
+
+
+def tool_call_raw(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """tool_call on what the model wrote, also where the server left the call in the text.
+
+    A higher rate than tool_call: the fault is the server's parser (is --tool-call-parser set?), not the model.
+    """
+    expected, tools = case.expect.get("tool"), workload.tools_for(case)
+    return _expected_call_fault(raw_view(answer, tools), expected, tools) if expected else None
+
+
+def tool_arguments(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Each expected argument of the call has its words (one text, or a list of alternatives)."""
+    name, expected = case.expect.get("tool"), case.expect.get("arguments")
+    if not name or not expected:
+        return None
+    call = next((c for c in answer.tool_calls if c.get("name") == name), None)
+    if call is None:
+        return f"{name!r} was not called"
+    try:
+        arguments = arguments_of(call)
+    except ValueError:
+        return "the arguments are not JSON"
+    if not isinstance(arguments, dict):
+        return "the arguments are not an object"
+    for key, choices in expected.items():
+        value = arguments.get(key)
+        if value is None:
+            return f"the argument {key!r} is missing"
+        if not any(_matches(value, choice) for choice in (choices if isinstance(choices, list) else [choices])):
+            return f"the argument {key!r} is {value!r}, expected {choices!r}"
+    return ""
+
+
+def tool_schema(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Something is called where calls are expected, and all arguments parse and fit their schemas."""
+    return schemas_fault(answer, workload.tools_for(case)) if case.expect.get("calls") else None
+
+
+def abstention(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """No tool is called where none fits; an answer in words is expected instead."""
+    if not case.expect.get("no_tool"):
+        return None
+    if answer.tool_calls:
+        return f"it called {answer.tool_calls[0].get('name')!r} where no tool fits"
+    if has_call_markup(answer):
+        return "a tool call is in the text where no tool fits"
+    return "" if answer.text.strip() else "no text was received"
+
+
+def call_rate(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Something is called, where tools are on offer. Neither answer is right by itself: the rate is compared."""
+    if not workload.tools_for(case):
+        return None
+    return "" if answer.tool_calls or has_call_markup(answer) else "no tool was called"
+
+
+def schemas_fault(answer: Answer, tools: Tools) -> str:
+    """Return the fault of the first call whose name is not on offer or whose arguments do not fit; no call fails too."""
+    if not answer.tool_calls:
+        if has_call_markup(answer):
+            return "the tool call is in the text, unparsed"
+        if '"name"' in answer.text and '"arguments"' in answer.text:
+            return "a tool call is in the text as JSON"
+        return "no tool was called"
+    return next((fault for call in answer.tool_calls if (fault := _schema_fault(call, tools))), "")
+
+
+def arguments_of(call: Mapping[str, Any]) -> Any:
+    """Return a call's arguments, decoded. Raises ValueError where they are not JSON."""
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        return json.loads(arguments)
+    if arguments is None:
+        raise ValueError("there are no arguments")
+    return arguments
+
+
+def has_call_markup(answer: Answer) -> bool:
+    """Return whether a tool call is left in the text."""
+    return "<tool_call>" in answer.text or "<function=" in answer.text
+
+
+def _expected_call_fault(answer: Answer, expected: str, tools: Tools) -> str:
+    if answer.error:
+        return f"the request failed: {answer.error}"
+    if answer.tool_calls and answer.tool_calls[0].get("name") != expected:
+        return f"it called {answer.tool_calls[0].get('name')!r}, expected {expected!r}"
+    return schemas_fault(answer, tools)
+
+
+def _schema_fault(call: Mapping[str, Any], tools: Tools) -> str:
+    name = call.get("name")
+    try:
+        arguments = arguments_of(call)
+    except ValueError as error:
+        return f"the arguments of {name!r} are not JSON: {error}"
+    if not isinstance(arguments, dict):
+        return f"the arguments of {name!r} are a {type(arguments).__name__}, expected an object"
+    schemas = {t.get("function", t).get("name"): t.get("function", t).get("parameters") or {} for t in tools or ()}
+    if name not in schemas:
+        return f"{name!r} is not among the tools on offer"
+    schema = schemas[name]
+    unknown = [key for key in arguments if key not in schema.get("properties", {key: None})]
+    if unknown and not schema.get("additionalProperties"):
+        return f"{name!r} has no argument {unknown[0]!r}"
+    misfit = mismatch(arguments, schema)
+    return f"the arguments of {name!r} do not fit its schema: {misfit}" if misfit else ""
+
+
+def _matches(value: Any, choice: Any) -> bool:
+    if isinstance(choice, str) and isinstance(value, str):
+        return fold(choice) in fold(value)
+    return bool(value == choice)
+
 
 # Case, spaces and this punctuation do not decide whether a text argument is right.
 _IGNORED = re.compile(r"[ ,./\-_*^]")

@@ -15,10 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.checks.content import repetition
-from annie_quant.judge.checks.markdown import markdown_in
-from annie_quant.judge.checks.thinking import thinking_leak
-from annie_quant.judge.checks.tools import arguments_of, has_call_markup, schemas_fault
+from annie_quant.judge.checks.calls import arguments_of, has_call_markup, schemas_fault
+from annie_quant.judge.checks.text import markdown_in, repetition, thinking_leak
 from annie_quant.judge.workloads import Case, Workload
 
 LENGTH_RATIO, LENGTH_SLACK_TOKENS = 2.0, 16

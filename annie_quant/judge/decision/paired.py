@@ -43,9 +43,9 @@ from typing import TypeVar
 import msgspec
 
 from annie_quant.judge.decision.coverage import LEAST_ANSWERS, RARE_ANSWERS, coverage, describe_coverage, is_tested
-from annie_quant.judge.gate_rule import LARGE_N
 from annie_quant.judge.gates import GATES, decides
 from annie_quant.judge.paired import (
+    LARGE_N,
     detectable_excess,
     detectable_loss,
     excess_loss,

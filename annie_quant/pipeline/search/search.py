@@ -25,7 +25,7 @@ from annie_quant.judge import Workload, decision
 from annie_quant.judge.decision import paired
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.not_lost import compares_with_reference
-from annie_quant.judge.sample import answers_per_gate
+from annie_quant.judge.pairing import answers_per_gate
 from annie_quant.pipeline.search import explain, table
 from annie_quant.pipeline.stages import RunDirectory, Stages, drawn, offline_prompts
 from annie_quant.progress import Console

@@ -18,6 +18,12 @@ docs/numerics.md).
 
 Neither ties nor batch cuts decide: equal logits (frequent in bfloat16) give the token of the lowest index on every device, and an
 answer that hangs on a tie or on a batch's cut has a small margin, so all members compute it, and the verdict is taken over members.
+
+What a harmless change of arithmetic does to bf16's own answers: the floor of every comparison with them.
+
+The reference answers again, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums in another order): a
+sample of the prompts and all whose answer is uncertain (ensemble.py). Such an answer is as good as the first. A checkpoint loses a
+gate that compares with bf16's own answers only if it changes more of them than that (judge/decision/paired.py).
 """
 
 from __future__ import annotations
@@ -29,12 +35,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.engine import Engine, Row, batches
 from annie_quant.evaluate.pair import ModelPair
 from annie_quant.evaluate.prompts import Answered
+from annie_quant.evaluate.reference import AnswerCache, request_key
 from annie_quant.evaluate.verification import Choices, Difference, Outcome, answer_from_differences, choices_of
 from annie_quant.hf.emulation import USUAL, SumOrder, emulate
-from annie_quant.hf.profiles import Profile, in_bfloat16, in_float32, with_rounded_beta
+from annie_quant.hf.profiles import Profile, find_profile, in_bfloat16, in_float32, with_rounded_beta
 from annie_quant.schema import EnsembleFigures
 
 MARGIN_FACTOR = 3.0
@@ -182,3 +190,27 @@ def uncertain_answers(
         if request.conversation in conversations:
             uncertain.append(i)
     return uncertain
+
+
+NAME = "bf16, second arithmetic"
+
+
+def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answered]:
+    """Return the reference's answers in the second arithmetic, from the cache where it has all of them."""
+    reference = pair.reference
+    cache = AnswerCache(reference.cache_path("second"), pair.group)
+    keys = [request_key(request, pair.template.end_tokens) for request, _ in answered]
+    if not all(key in cache.answers for key in keys):
+        cache.add(dict(zip(keys, _compute(pair, answered), strict=True)))
+    cache.close()
+    return [Answered(a.request, cache.answers[key]) for a, key in zip(answered, keys, strict=True)]
+
+
+def _compute(pair: ModelPair, answered: Sequence[Answered]) -> list[Completion]:
+    profile, order = second_arithmetic(pair, find_profile("bf16"))
+    base = choose(pair, pair.reference.scores, answered, range(len(answered)), "bf16: margins")
+    engine = pair.reference.engine()
+    with emulate(engine.model, profile, order):
+        choices, _, _ = perturbed(pair, engine, answered, base, NAME)
+        outcomes = answers_of(pair, engine, answered, differences_of(choices), NAME)
+    return [outcome.completion for outcome in outcomes]

@@ -21,7 +21,7 @@ from annie_quant.checkpoint.export_check import export_notes
 from annie_quant.data.resolve import resolve
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.evaluate import draft_head, ensemble, noise_floor, prompt_check
+from annie_quant.evaluate import draft_head, ensemble
 from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.engine import Engine
 from annie_quant.evaluate.ensemble import MemberOutcomes
@@ -165,11 +165,11 @@ def evaluate_pair(
     own_gates = compares_with_reference(workloads)
     workloads = [replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads]
     answered = pair.reference.answer(workloads, pair.progress)
-    own_files = prompt_check.check(pair.model_dir, pair.reference_dir, pair.template, answered)
+    own_files = pair.check(pair.model_dir, pair.reference_dir, pair.template, answered)
     blocking = [*faults, *(line for line in own_files.blocking if not any(line in fault for fault in faults))]
     before = with_references(judged(pair.template, answered))
     reference_gates = judge.gate_table(before)
-    second = noise_floor.second_answers(pair, answered)
+    second = ensemble.second_answers(pair, answered)
     floor = with_references(judged(pair.template, second), before)
     results: dict[str, NumericsResult] = {}
     members: dict[str, Member] = {}

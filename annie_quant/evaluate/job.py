@@ -10,13 +10,12 @@ from pathlib import Path
 
 from annie_quant import files
 from annie_quant.errors import EnvironmentFault
-from annie_quant.evaluate import helpers, layers
-from annie_quant.evaluate.enough_prompts import prompts_per_gate
+from annie_quant.evaluate import layers, process_group
 from annie_quant.evaluate.evaluation import choose_workloads, evaluate_pair, reference_gates
 from annie_quant.evaluate.pair import ModelPair
 from annie_quant.evaluate.process_group import ProcessGroup, join_group
 from annie_quant.judge import Workload
-from annie_quant.judge.not_lost import compares_with_reference
+from annie_quant.judge.not_lost import compares_with_reference, prompts_per_gate
 from annie_quant.progress import SILENT, Progress
 from annie_quant.schema import DraftAcceptance, EnsembleFigures, Evaluation
 
@@ -63,10 +62,10 @@ def run(settings: Settings, progress: Progress = SILENT, processes: int | None =
         if processes is None:
             chosen = settings.prompts(settings.n)
             n_answers = sum(c.n_turns for w in chosen for c in w.cases)
-            processes = helpers.automatic([settings.checkpoint, settings.reference], n_answers)
+            processes = process_group.automatic([settings.checkpoint, settings.reference], n_answers)
         if processes > 1:
             work = partial(compute, settings)
-            with helpers.helped_by(work, processes) as group:
+            with process_group.helped_by(work, processes) as group:
                 return work(group=group, progress=progress)
     return compute(settings, group, progress, chosen)
 

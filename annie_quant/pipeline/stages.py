@@ -325,9 +325,9 @@ class Stages:
         chosen = offline_prompts(n, everything)
         if not compares_with_reference(chosen):
             return chosen
-        from annie_quant.evaluate.enough_prompts import prompts_per_gate
         from annie_quant.evaluate.evaluation import reference_gates
         from annie_quant.evaluate.pair import ModelPair
+        from annie_quant.judge.not_lost import prompts_per_gate
 
         def work(progress: Progress) -> PromptsResult:
             silence_transformers()

@@ -59,7 +59,7 @@ class KLSummary(KLFigures, kw_only=True, omit_defaults=True):
     """KLFigures of all tokens, per category and per token class.
 
     by_layer: present after a sensitivity measurement. decisions: of the tokens that decide about a call, its function, its
-    arguments or the end (evaluate/decision_tokens.py); None for plain text and in evaluations before 0.3.
+    arguments or the end (evaluate/prompts.py); None for plain text and in evaluations before 0.3.
     """
 
     by_category: dict[str, KLFigures] = {}

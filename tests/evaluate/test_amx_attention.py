@@ -9,12 +9,12 @@ torch = pytest.importorskip("torch", reason="the runtime needs torch: pip instal
 pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-from annie_quant.evaluate import attention  # noqa: E402
+from annie_quant.evaluate import engine  # noqa: E402
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_weights_are_rounded_before_the_sum_divides(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "QUERIES", 4)  # several blocks of queries
+    monkeypatch.setattr(engine, "QUERIES", 4)  # several blocks of queries
     rng = np.random.default_rng(5)
     batch, heads, steps, length, size = 2, 6, 9, 14, 8
     q, k, v = (
@@ -32,5 +32,5 @@ def test_weights_are_rounded_before_the_sum_divides(masked: bool, monkeypatch: p
         expected[b, i, h] = rounded @ v[b, h // 3] / weights.sum()
         unrounded[b, i, h] = weights @ v[b, h // 3] / weights.sum()
     mask = torch.from_numpy(visible)[:, None] if masked else None
-    own = attention.amx_attention(*map(torch.from_numpy, (q, k, v)), mask, 0.25).numpy()
+    own = engine.amx_attention(*map(torch.from_numpy, (q, k, v)), mask, 0.25).numpy()
     assert np.abs(own - expected).max() < 1e-5 < np.abs(unrounded - expected).max()

@@ -14,9 +14,8 @@ from paths import TINY_ANNIE
 
 pytest.importorskip("transformers", reason="the tokenizer is transformers': pip install annie-quant[quantize]")
 
-from annie_quant.evaluate.decision_tokens import covers, deciding
 from annie_quant.evaluate.kl import FIELDS, Tally
-from annie_quant.evaluate.prompts import CLASSES, Template
+from annie_quant.evaluate.prompts import CLASSES, Template, covers, deciding
 from annie_quant.judge.answers import Form
 
 # "^" stands in front of every character that decides.

@@ -18,7 +18,7 @@ from runtime_models import save_reference  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
-from annie_quant.evaluate import decode_graph, deltanet  # noqa: E402
+from annie_quant.evaluate import decoding, deltanet  # noqa: E402
 from annie_quant.evaluate.decoding import generate  # noqa: E402
 from annie_quant.evaluate.engine import (  # noqa: E402  # noqa: E402
     GROUP_COST,
@@ -93,7 +93,7 @@ def test_greedy_answers_are_transformers_own(model, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [128, 4])
 def test_steps_in_buffers_of_fixed_size_give_the_same_answers(model, rows: int, monkeypatch) -> None:
-    monkeypatch.setattr(decode_graph, "SPARE_COLUMNS", 5)  # so that the batch is cut again while rows run
+    monkeypatch.setattr(decoding, "SPARE_COLUMNS", 5)  # so that the batch is cut again while rows run
     requests = prompts()
     limits = [1 + 3 * (i % 6) for i in range(len(requests))]
     engine = Engine(model, rows=rows)
@@ -101,9 +101,9 @@ def test_steps_in_buffers_of_fixed_size_give_the_same_answers(model, rows: int, 
     usual = generate(engine, requests, limits, [END])
     engine.fixed_buffers = True
     written = []
-    compute = decode_graph.compute
+    compute = decoding.compute
     monkeypatch.setattr(
-        decode_graph, "compute", lambda e, running, column: (written.append(int(column)), compute(e, running, column))
+        decoding, "compute", lambda e, running, column: (written.append(int(column)), compute(e, running, column))
     )
     assert generate(engine, requests, limits, [END]) == usual
     assert written, "no step was computed in fixed buffers"
@@ -111,7 +111,7 @@ def test_steps_in_buffers_of_fixed_size_give_the_same_answers(model, rows: int, 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_steps_in_buffers_of_fixed_size_without_deltanet(family: str, monkeypatch) -> None:
-    monkeypatch.setattr(decode_graph, "SPARE_COLUMNS", 5)
+    monkeypatch.setattr(decoding, "SPARE_COLUMNS", 5)
     config = getattr(transformers, f"{family}Config")(
         vocab_size=100,
         hidden_size=32,

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 import torch
 
 from annie_quant.errors import EnvironmentFault
-from annie_quant.evaluate import decoding, helpers, job
+from annie_quant.evaluate import decoding, job, process_group
 from annie_quant.evaluate.process_group import SINGLE, ProcessGroup
 from annie_quant.host import Memory
 
@@ -33,7 +33,7 @@ def fail_in_a_helper(group: ProcessGroup) -> dict:
 
 def test_each_process_has_all_parts_and_the_threads_are_shared():
     threads = torch.get_num_threads()
-    with helpers.helped_by(exchange, 2) as group:
+    with process_group.helped_by(exchange, 2) as group:
         first, second = exchange(group)
         assert group.is_first and (group.rank, group.size) == (0, 2)
     assert first == {n: n * n for n in range(7)}
@@ -44,7 +44,7 @@ def test_each_process_has_all_parts_and_the_threads_are_shared():
 def test_a_helper_that_fails_is_one_error_with_a_way_out():
     with (
         pytest.raises(EnvironmentFault, match="failed: ValueError: no batch today") as raised,
-        helpers.helped_by(fail_in_a_helper, 2) as group,
+        process_group.helped_by(fail_in_a_helper, 2) as group,
     ):
         fail_in_a_helper(group)
     assert "--processes 1" in str(raised.value.hint)
@@ -54,7 +54,7 @@ def test_a_helper_that_ends_is_an_error():
     own, other = multiprocessing.Pipe()
     other.close()
     with pytest.raises(EnvironmentFault, match="ended"):
-        helpers.PipeGroup(0, 2, connections=(own,)).gather({0: 0})
+        process_group.PipeGroup(0, 2, connections=(own,)).gather({0: 0})
 
 
 @pytest.mark.parametrize(("processes", "helped"), [(1, []), (3, [3]), (None, [2])])
@@ -75,30 +75,30 @@ def test_eval_works_in_the_group_of_its_helpers(processes, helped, monkeypatch, 
 
 
 def test_only_small_models_with_many_prompts_get_helpers(tmp_path, monkeypatch):
-    monkeypatch.setattr(helpers.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(helpers.host, "cores", lambda: 2)
-    monkeypatch.setattr(helpers.host, "memory", lambda: Memory(64 << 30, 60 << 30, 0))
+    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(process_group.host, "cores", lambda: 2)
+    monkeypatch.setattr(process_group.host, "memory", lambda: Memory(64 << 30, 60 << 30, 0))
     weights = tmp_path / "model.safetensors"
     with weights.open("wb") as file:
         file.truncate(15 << 20)
-    assert helpers.automatic([tmp_path, tmp_path], 505) == 2
-    assert helpers.automatic([tmp_path, tmp_path], 50) == 1, "a process takes longer to start"
-    monkeypatch.setattr(helpers.host, "cores", lambda: 64)
-    assert helpers.automatic([tmp_path], 505) == helpers.MOST_PROCESSES
+    assert process_group.automatic([tmp_path, tmp_path], 505) == 2
+    assert process_group.automatic([tmp_path, tmp_path], 50) == 1, "a process takes longer to start"
+    monkeypatch.setattr(process_group.host, "cores", lambda: 64)
+    assert process_group.automatic([tmp_path], 505) == process_group.MOST_PROCESSES
     with monkeypatch.context() as patch:
-        patch.setattr(helpers.host, "memory", lambda: Memory(16 << 30, 5 << 30, 0))
-        assert helpers.automatic([tmp_path], 505) == 2, "two gigabytes each"
+        patch.setattr(process_group.host, "memory", lambda: Memory(16 << 30, 5 << 30, 0))
+        assert process_group.automatic([tmp_path], 505) == 2, "two gigabytes each"
     with weights.open("r+b") as file:
         file.truncate(2 << 30)  # sparse
-    assert helpers.automatic([tmp_path], 505) == 1, "its products occupy all threads"
+    assert process_group.automatic([tmp_path], 505) == 1, "its products occupy all threads"
 
 
 @pytest.mark.parametrize(("gpus", "processes"), [(0, 4), (1, 1), (4, 4)])
 def test_processes_do_not_share_one_gpu(tmp_path, monkeypatch, gpus: int, processes: int):
-    monkeypatch.setattr(helpers.host, "cores", lambda: 64)
-    monkeypatch.setattr(helpers.host, "memory", lambda: Memory(64 << 30, 60 << 30, 0))
-    monkeypatch.setattr(helpers.torch.cuda, "device_count", lambda: gpus)
-    assert helpers.automatic([tmp_path], 505) == processes
+    monkeypatch.setattr(process_group.host, "cores", lambda: 64)
+    monkeypatch.setattr(process_group.host, "memory", lambda: Memory(64 << 30, 60 << 30, 0))
+    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: gpus)
+    assert process_group.automatic([tmp_path], 505) == processes
 
 
 def test_parts_on_a_cpu_do_not_depend_on_the_number_of_processes():

@@ -14,7 +14,7 @@ from runtime_models import save_mixture  # noqa: E402
 
 from annie_quant import quantize, runtime  # noqa: E402
 from annie_quant.gemm import grouped  # noqa: E402
-from annie_quant.hf import grouped_experts, matmul  # noqa: E402
+from annie_quant.hf import experts, matmul  # noqa: E402
 from annie_quant.hf.experts import SingleExperts  # noqa: E402
 from annie_quant.hf.nvfp4_linear import NVFP4Linear  # noqa: E402
 
@@ -121,8 +121,8 @@ def test_the_experts_run_one_by_one_where_the_kernel_would_compute_something_els
 def test_the_settings_of_all_linears_are_read_once_until_something_changes(layer, monkeypatch) -> None:
     x, chosen, weights = inputs(layer, 2)
     read = []
-    is_changed = grouped_experts.is_changed
-    monkeypatch.setattr(grouped_experts, "is_changed", lambda linear: read.append(linear) or is_changed(linear))
+    is_changed = experts.is_changed
+    monkeypatch.setattr(experts, "is_changed", lambda linear: read.append(linear) or is_changed(linear))
     first = layer(x, chosen, weights)
     every = 3 * layer.count
     assert len(read) == every

@@ -44,7 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 from llama_cpp_answers import complete  # noqa: E402
 
 from annie_quant import files, judge  # noqa: E402
-from annie_quant.evaluate import ensemble, noise_floor  # noqa: E402
+from annie_quant.evaluate import ensemble  # noqa: E402
 from annie_quant.evaluate.decoding import Completion  # noqa: E402
 from annie_quant.evaluate.evaluation import evaluate_pair, judged, with_references  # noqa: E402
 from annie_quant.evaluate.pair import ModelPair  # noqa: E402
@@ -138,7 +138,7 @@ def offline(
         stored["seconds"] += time.monotonic() - start
         stored["device"] = pair.device
         stored["reference"] = [[c.tokens, c.finished] for _, c in reference]
-        stored["floor"] = [[c.tokens, c.finished] for _, c in noise_floor.second_answers(pair, reference)]
+        stored["floor"] = [[c.tokens, c.finished] for _, c in ensemble.second_answers(pair, reference)]
         files.write_json(output, stored)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from annie_quant import judge
-from annie_quant.evaluate.enough_prompts import LEAST_ANSWERS, prompts_per_gate
+from annie_quant.judge.not_lost import LEAST_ANSWERS, prompts_per_gate
 from annie_quant.pipeline.search import explain, search
 from annie_quant.pipeline.stages import offline_prompts
 from annie_quant.schema import GateResult, Labels, LabelScores, MemberVerdict, PairedVerdict, StrategyRow

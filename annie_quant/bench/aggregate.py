@@ -83,20 +83,20 @@ def aggregate_records(
     records: Sequence[RequestRecord],
     config: BenchConfig,
     identities: Mapping[str, Identity],
-    memory: Mapping[str, MemoryLevels] | None = None,
+    levels: Mapping[str, MemoryLevels] | None = None,
     ended: Ended | None = None,
     reference: Sequence[RequestRecord] = (),
     traces: Mapping[str, memory.Trace] | None = None,
 ) -> Aggregates:
     """Aggregate all records of a benchmark, warm-ups included.
 
-    identities and memory: by backend. ended: how the run ended; a run that left out requests is a caveat. reference: bf16's
+    identities, levels (of memory): by backend. ended: how the run ended; a run that left out requests is a caveat. reference: bf16's
     records of an earlier run, with which all sides are compared where none of them is bf16. traces: memory over the run.
     """
-    memory = memory or {}
+    levels = levels or {}
     formats = {name: identity.format for name, identity in identities.items() if identity.format}
     roles = decision.assign(list(identities), formats, config.roles)
-    growths = memory.check(traces or {}, config.seed)
+    growths = memory.check_growth(traces or {}, config.seed)
     measured = [r for r in records if not r.warmup]
     fit = timed(measured)
     served = {}
@@ -114,8 +114,8 @@ def aggregate_records(
             speed_gates=_speed_gates(own_fit, config.with_thinking, config.seed),
             workloads={label: summaries(rows, config.seed) for label, rows in labelled(own_fit).items()},
             verbosity=_verbosity(fit, roles.reference or config.reference, name),
-            memory_bytes=_memory_bytes(memory.get(name)),
-            memory=memory.get(name),
+            memory_bytes=_memory_bytes(levels.get(name)),
+            memory=levels.get(name),
             memory_growth=growths.get(name),
             energy=_energy(own),
         )
@@ -128,7 +128,7 @@ def aggregate_records(
     noise.set_noise(comparisons, floors)
     drifts = drift.check(fit, list(served), config.seed)
     findings = confounds.check(identities, records, config, ended or Ended())
-    findings += memory.findings(growths)
+    findings += memory.growth_findings(growths)
     findings += [*drift.findings(drifts), *depth.findings(depth.check(fit, list(served), config.seed))]
     return Aggregates(
         roles=roles,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from annie_quant.bench import endpoints
 from annie_quant.errors import AnnieError, UsageError
 from annie_quant.schema import Identity, limited_identity
-from annie_quant.stream.fetch import fetch
+from annie_quant.stream.client import fetch
 from annie_quant.stream.redact import refuse_secrets_in, safe_url
 from annie_quant.untrusted import decode_json, limited
 

@@ -183,12 +183,12 @@ def read_traces(folder: Path) -> dict[str, list[tuple[float, float]]]:
     return schema.decode(dict[str, list[tuple[float, float]]], path) if path.exists() else {}
 
 
-def check(traces: Mapping[str, Trace], seed: int = 0) -> dict[str, MemoryGrowth]:
+def check_growth(traces: Mapping[str, Trace], seed: int = 0) -> dict[str, MemoryGrowth]:
     """Return the growth of each backend whose samples suffice."""
     return {name: row for name, trace in traces.items() if (row := growth(trace, seed))}
 
 
-def findings(rows: Mapping[str, MemoryGrowth]) -> list[Confound]:
+def growth_findings(rows: Mapping[str, MemoryGrowth]) -> list[Confound]:
     """Return one finding per server whose memory grows."""
     return [
         Confound(

@@ -108,7 +108,7 @@ def execute(
         metrics = server_metrics.scrape(backends)
         with measurement.sampling_memory():
             ended = measurement.run()
-            memory = measurement.memory()
+            levels = measurement.memory()
         server_metrics.store(folder, metrics, server_metrics.scrape(backends) if metrics else {})
         traces = memory.read_traces(folder)
         for name, peak in measurement.peaks.items():
@@ -123,14 +123,14 @@ def execute(
         write_records(folder / STORED, recorded)  # with their checks
     identities = measurement.identities
     rows = [*records.rows, *read_unanswered(folder)]
-    aggregates = aggregate_records(rows, config, identities, memory, ended, recorded, traces)
+    aggregates = aggregate_records(rows, config, identities, levels, ended, recorded, traces)
     bench = Bench(
         ended=ended,
         requests=sum(not r.warmup for r in records.rows),
         environment=environment(),
         config=config,
         backends=identities,
-        memory=memory,
+        memory=levels,
         aggregates=aggregates,
         verdict=judge.verdict(aggregates),
     )

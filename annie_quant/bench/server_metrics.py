@@ -25,7 +25,7 @@ import msgspec
 from annie_quant import schema
 from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend
 from annie_quant.schema import RequestRecord, ShortText
-from annie_quant.stream.fetch import fetch
+from annie_quant.stream.client import fetch
 
 FILE = "server_metrics.json"
 MAX_PAGE_BYTES, MAX_SAMPLES = 4 << 20, 2000

@@ -120,7 +120,7 @@ def decoded(body: bytes) -> Any:
 
 def model_name(root: str, headers: Mapping[str, str] | None) -> str:
     """Return the name of the first model that the server lists, which vLLM needs in a request."""
-    from annie_quant.stream.fetch import fetch
+    from annie_quant.stream.client import fetch
 
     reply = fetch(root + "/v1/models", headers)
     if reply.status == 0:

@@ -25,7 +25,7 @@ from annie_quant.evaluate import draft_head, ensemble
 from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.engine import Engine
 from annie_quant.evaluate.ensemble import MemberOutcomes
-from annie_quant.evaluate.pair import ModelPair, StrPath
+from annie_quant.evaluate.pair import ModelPair, StrPath, check_prompts
 from annie_quant.evaluate.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
 from annie_quant.evaluate.reference import model_sha256
 from annie_quant.evaluate.verification import Choices, Outcome
@@ -165,7 +165,7 @@ def evaluate_pair(
     own_gates = compares_with_reference(workloads)
     workloads = [replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads]
     answered = pair.reference.answer(workloads, pair.progress)
-    own_files = pair.check(pair.model_dir, pair.reference_dir, pair.template, answered)
+    own_files = check_prompts(pair.model_dir, pair.reference_dir, pair.template, answered)
     blocking = [*faults, *(line for line in own_files.blocking if not any(line in fault for fault in faults))]
     before = with_references(judged(pair.template, answered))
     reference_gates = judge.gate_table(before)

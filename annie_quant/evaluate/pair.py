@@ -41,7 +41,7 @@ class PromptCheck(NamedTuple):
     notes: list[str]
 
 
-def check(folder: Path, source: Path, template: Template, answered: Sequence[Answered]) -> PromptCheck:
+def check_prompts(folder: Path, source: Path, template: Template, answered: Sequence[Answered]) -> PromptCheck:
     """Compare what the files of `folder` give with what the reference's give, for these prompts and the reference's answers.
 
     template: the reference's, of the folder `source`.

@@ -24,7 +24,7 @@ from annie_quant.errors import ServerError
 from annie_quant.printable import printable
 from annie_quant.progress import SILENT, Progress
 from annie_quant.serve import known_errors
-from annie_quant.stream.fetch import fetch
+from annie_quant.stream.client import fetch
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 STOP_S = 10.0  # longer than the supervisor's own limit, so that it can remove a container

@@ -1,4 +1,10 @@
-"""Requests and their execution: the Python side of the C loop in csrc/stream/client.c."""
+"""Requests and their execution: the Python side of the C loop in csrc/stream/client.c.
+
+One small HTTP answer, for what a server reports about itself.
+
+It uses the same client as all other requests, so a key is sent to the named origin only: redirects are not followed, the
+environment's proxies are not used, only http and https are allowed, and size and time are limited.
+"""
 
 from __future__ import annotations
 
@@ -306,3 +312,30 @@ CA_PATHS = (
 def system_ca_file() -> str | None:
     """Return SSL_CERT_FILE (as OpenSSL and Python do), else the system's bundle, else None for libcurl's own default."""
     return os.environ.get("SSL_CERT_FILE") or next((path for path in CA_PATHS if Path(path).is_file()), None)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An HTTP answer. status: 0 if no status line was received. fault: why the answer is incomplete, or None."""
+
+    status: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    fault: str | None = None
+
+
+def fetch(
+    url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 5.0, max_bytes: int = 1_000_000
+) -> Reply:
+    """GET `url` within `timeout_s` seconds in total and `max_bytes` of body. Server errors never raise."""
+    from annie_quant.stream.record import transport_fault
+
+    timings = run(
+        [Request(url, headers=headers, timeout_s=timeout_s)],
+        kernel_stamps=False,
+        realtime=False,
+        max_event_bytes=max_bytes,
+        max_answer_bytes=max_bytes,
+    )
+    fault = transport_fault(timings, 0)
+    return Reply(int(timings.requests["status"][0]), timings.headers(0), timings.body(0), fault[1] if fault else None)

@@ -19,7 +19,7 @@ import annie_quant as aq
 from annie_quant.bench.backend import Backend, alive, get_json, identity
 from annie_quant.cli import cli
 from annie_quant.stream import Request
-from annie_quant.stream.fetch import fetch
+from annie_quant.stream.client import fetch
 from annie_quant.stream.redact import Redactor
 
 KEY = "sk-planted-0123456789abcdefghijklmnop"

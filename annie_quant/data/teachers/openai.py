@@ -34,7 +34,7 @@ class OpenAi(PromptedTeacher):
 
     def first_model(self) -> str | None:
         """Return the first model of /v1/models. Raises ServerError where nothing answers at the URL."""
-        from annie_quant.stream.fetch import fetch
+        from annie_quant.stream.client import fetch
 
         root = self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
         reply = fetch(f"{root}/v1/models", self.headers, timeout_s=min(PROBE_TIMEOUT_S, self.options.timeout_s))

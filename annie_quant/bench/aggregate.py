@@ -90,7 +90,7 @@ def aggregate_records(
 ) -> Aggregates:
     """Aggregate all records of a benchmark, warm-ups included.
 
-    identities, levels (of memory): by backend. ended: how the run ended; a run that left out requests is a caveat. reference: bf16's
+    identities, levels: by backend; ended: how the run ended; a run that left out requests is a caveat. reference: bf16's
     records of an earlier run, with which all sides are compared where none of them is bf16. traces: memory over the run.
     """
     levels = levels or {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant import judge, schema
-from annie_quant.bench import endpoints, server_metrics
+from annie_quant.bench import endpoints, memory, server_metrics
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.export import export

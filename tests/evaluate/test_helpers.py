@@ -66,8 +66,8 @@ def test_eval_works_in_the_group_of_its_helpers(processes, helped, monkeypatch, 
         sizes.append(size)
         yield ProcessGroup(0, size)
 
-    monkeypatch.setattr(job.helpers, "helped_by", helped_by)
-    monkeypatch.setattr(job.helpers, "automatic", lambda folders, n_answers: 2 if n_answers > 20 else 1)
+    monkeypatch.setattr(job.process_group, "helped_by", helped_by)
+    monkeypatch.setattr(job.process_group, "automatic", lambda folders, n_answers: 2 if n_answers > 20 else 1)
     monkeypatch.setattr(job, "compute", lambda settings, group, progress, *chosen: groups.append(group))
     settings = job.Settings(checkpoint=tmp_path, reference=tmp_path, numerics=["w4a4"], n=10)
     job.run(settings, processes=processes)

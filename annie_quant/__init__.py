@@ -7,14 +7,11 @@
     aq.checkpoint  read, audit, repair and convert checkpoints
     aq.data        personas, teachers, calibration conversations
     aq.quantize    strategies from bf16 to NVFP4
-    aq.hf          NVFP4 in transformers
-    aq.evaluate    gates, KL divergence and perplexity without a server
-    aq.runtime     hf and evaluate; importing it registers NVFP4 with transformers
-    aq.serve       serving runtimes
+    aq.runtime     NVFP4 in transformers; gates, KL divergence and perplexity without a server
     aq.judge       workloads, gates, intervals, A/B statistics
+    aq.serve       serving runtimes
     aq.bench       timing two or more servers against each other
-    aq.report      HTML and Markdown reports
-    aq.publish     model card and upload
+    aq.report      HTML and Markdown reports, model card, upload
 
 Each part is imported on first use. Importing the package itself imports no third-party package.
 """
@@ -27,36 +24,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from annie_quant import (
-        bench,
-        checkpoint,
-        data,
-        evaluate,
-        gemm,
-        hf,
-        judge,
-        kquant,
-        nvfp4,
-        publish,
-        quantize,
-        report,
-        runtime,
-        serve,
-        stream,
-    )
+    from annie_quant import bench, checkpoint, data, gemm, judge, kquant, nvfp4, quantize, report, runtime, stream
+    from annie_quant.ops import serving as serve
 
 __all__ = [
     "__version__",
     "bench",
     "checkpoint",
     "data",
-    "evaluate",
     "gemm",
-    "hf",
     "judge",
     "kquant",
     "nvfp4",
-    "publish",
     "quantize",
     "report",
     "runtime",
@@ -66,6 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "serve":
+        return importlib.import_module("annie_quant.ops.serving")
     if name in __all__:
         return importlib.import_module(f"annie_quant.{name}")
     raise AttributeError(f"module 'annie_quant' has no attribute {name!r}")

@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Exit codes are listed in annie_quant.errors."""
+    """Run the command line. Exit codes are listed in annie_quant.core.errors."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         # Under ulimit -v a second OpenBLAS thread that gets no memory spins, or sends SIGINT to its own process.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from annie_quant import _nvfp4
-from annie_quant.codec_arrays import as_bytes, finite_amax, float_array, importance_weights, output_array
+from annie_quant.core.codec_arrays import as_bytes, finite_amax, float_array, importance_weights, output_array
 
 Type = Literal["Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q4_0", "Q8_0"]
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from annie_quant import _nvfp4
-from annie_quant.codec_arrays import (
+from annie_quant.core.codec_arrays import (
     BFLOAT16,
     E4M3,
     FLOAT_KINDS,

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 if TYPE_CHECKING:
-    from annie_quant.schema import ServedSide
+    from annie_quant.documents import ServedSide
 
 ROLES = ("candidate", "reference", "incumbent")
 
@@ -33,16 +33,16 @@ class Run:
     def __init__(
         self, folder: Path, candidate: str | None = None, reference: str | None = None, incumbent: str | None = None
     ) -> None:
-        from annie_quant import schema
+        from annie_quant import documents
 
         self.folder = Path(folder)
-        stated = schema.Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+        stated = documents.Roles(candidate=candidate, reference=reference, incumbent=incumbent)
         if stated.names:
             from annie_quant.report.judging import judge_again
 
             self.aggregates = judge_again(self.folder, stated).aggregates
         else:
-            self.aggregates = schema.read_bench(self.folder).aggregates
+            self.aggregates = documents.read_bench(self.folder).aggregates
         self.served = self.aggregates.served
 
     def gate(self, name: str, backend: str | None = None) -> Mapping[str, Any]:

@@ -18,31 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From low to high. A part (package or module of annie_quant) may import parts of lower layers and of its own.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (
-        "printable",
-        "secret_forms",
-        "tool_schema",
-        "errors",
-        "progress",
-        "files",
-        "registry",
-        "resume",
-        "native",
-        "host",
-        "codec_arrays",
-        "schema",
-        "untrusted",
-    ),
-    ("nvfp4", "kquant", "stream", "gemm"),  # the Python side of the C modules
-    ("models", "persona"),
-    ("checkpoint", "judge"),
-    ("data", "hf"),
-    ("evaluate",),
-    ("quantize",),
-    ("serve", "bench"),
-    ("report", "doctor"),
-    ("publish", "runtime"),
-    ("pipeline",),
+    ("core",),
+    ("nvfp4", "kquant", "stream", "models", "documents"),  # nvfp4, kquant, stream: the Python side of the C modules
+    ("gemm", "checkpoint", "judge"),
+    ("data",),
+    ("offline",),
+    ("quantize", "bench", "ops"),
+    ("report", "runtime"),
     ("cli", "pytest_plugin"),
     ("__main__",),  # prepares the process, then starts cli
 )

@@ -15,20 +15,20 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from annie_quant import schema  # noqa: E402
+from annie_quant import documents  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference" / "schemas"
 DOCUMENTS = {
-    "run": schema.Run,
-    "bench": schema.Bench,
-    "inputs": schema.Inputs,
-    "record": schema.RequestRecord,
-    "workload": schema.WorkloadFile,
-    "audit": schema.Audit,
-    "recipe": schema.Recipe,
-    "evaluation": schema.Evaluation,
-    "sensitivity": schema.Sensitivity,
-    "search": schema.SearchResult,
+    "run": documents.Run,
+    "bench": documents.Bench,
+    "inputs": documents.Inputs,
+    "record": documents.RequestRecord,
+    "workload": documents.WorkloadFile,
+    "audit": documents.Audit,
+    "recipe": documents.Recipe,
+    "evaluation": documents.Evaluation,
+    "sensitivity": documents.Sensitivity,
+    "search": documents.SearchResult,
 }
 
 

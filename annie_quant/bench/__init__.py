@@ -15,6 +15,6 @@ from annie_quant.bench.backend import Backend, key_headers
 from annie_quant.bench.export import export
 from annie_quant.bench.regression import losses, regression
 from annie_quant.bench.runner import run
-from annie_quant.host import environment
+from annie_quant.core.host import environment
 
 __all__ = ["Backend", "aggregate", "environment", "export", "key_headers", "losses", "regression", "run"]

@@ -18,13 +18,8 @@ from annie_quant.bench import confounds, depth, drift, memory, noise
 from annie_quant.bench.confounds import impossible, stalls
 from annie_quant.bench.reference_answers import RECORDED, stored_reference
 from annie_quant.bench.run_config import read_records, read_unanswered
-from annie_quant.errors import UsageError
-from annie_quant.judge import decision
-from annie_quant.judge.gates import count, tabulate
-from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
-from annie_quant.judge.pairing import checks_by_prompt, deciding_by_prompt, pair_by_prompt
-from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, wilson
-from annie_quant.schema import (
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import (
     AdjustedResult,
     Aggregates,
     BenchConfig,
@@ -48,6 +43,11 @@ from annie_quant.schema import (
     WorkloadSummary,
     read_bench,
 )
+from annie_quant.judge import decision
+from annie_quant.judge.gates import count, tabulate
+from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
+from annie_quant.judge.pairing import checks_by_prompt, deciding_by_prompt, pair_by_prompt
+from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, wilson
 
 Values = dict[Hashable, list[float]]
 

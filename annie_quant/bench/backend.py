@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from annie_quant.bench import endpoints
-from annie_quant.errors import AnnieError, UsageError
-from annie_quant.schema import Identity, limited_identity
+from annie_quant.core.errors import AnnieError, UsageError
+from annie_quant.core.untrusted import decode_json, limited
+from annie_quant.documents import Identity, limited_identity
 from annie_quant.stream.client import fetch
 from annie_quant.stream.redact import refuse_secrets_in, safe_url
-from annie_quant.untrusted import decode_json, limited
 
 PROBE_TIMEOUT_S = 5.0
 PROBE_BYTES = 1 << 20

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from annie_quant.bench import noise
+from annie_quant.documents import BenchConfig, Confound, Ended, Identity, RequestRecord
+from annie_quant.documents.results import Severity
 from annie_quant.judge.answers import Answer, constant_answer
 from annie_quant.judge.checks.calls import has_call_markup
 from annie_quant.judge.pairing import has_label
-from annie_quant.schema import BenchConfig, Confound, Ended, Identity, RequestRecord
-from annie_quant.schema.results import Severity
 
 Identities = Mapping[str, Identity]
 Records = Sequence[RequestRecord]

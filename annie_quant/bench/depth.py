@@ -15,9 +15,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from annie_quant.bench.noise import measured
+from annie_quant.documents import Confound, RequestRecord
 from annie_quant.judge.metrics import METRICS
 from annie_quant.judge.statistics import LEVEL, holm, median_interval, paired
-from annie_quant.schema import Confound, RequestRecord
 
 TESTED = ("tpot_ms", "ttft_content_ms")
 LEAST_SHIFT = 0.02

@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from annie_quant.documents import Confound, Drift, RequestRecord
 from annie_quant.judge.metrics import METRICS, metric_value
 from annie_quant.judge.statistics import LEVEL, holm
-from annie_quant.schema import Confound, Drift, RequestRecord
 
 TESTED = ("tpot_ms", "ttft_content_ms")
 LEAST_SHIFT = 0.02  # smaller steps do not matter, however significant

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.errors import UsageError
-from annie_quant.untrusted import decode_json
+from annie_quant.core.errors import UsageError
+from annie_quant.core.untrusted import decode_json
 
 Body = dict[str, Any]
 _CHAT_ONLY = ("messages", "tools", "tool_choice", "max_tokens", "stream_options")

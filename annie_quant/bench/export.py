@@ -19,12 +19,11 @@ from typing import Any
 
 import msgspec
 
-from annie_quant import schema
 from annie_quant.bench import guidellm
 from annie_quant.bench.aggregate import values_by_prompt
 from annie_quant.bench.run_config import read_records
-from annie_quant.files import write_text
-from annie_quant.schema import Aggregates, Bench, RequestRecord, read_bench
+from annie_quant.core.files import write_text
+from annie_quant.documents import Aggregates, Bench, RequestRecord, read_bench
 
 Records = Sequence[RequestRecord]
 Json = dict[str, Any]
@@ -54,7 +53,7 @@ def export(folder: str | os.PathLike[str]) -> list[Path]:
         documents[root / "exports" / f"guidellm_{name}.json"] = guidellm.document(bench, own, name)
     write_text(root / "results.csv", results_csv(bench.aggregates))
     for path, document in documents.items():
-        schema.write(path, document)
+        documents.write(path, document)
     return [root / "results.csv", *documents]
 
 

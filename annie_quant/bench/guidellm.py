@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from annie_quant.schema import Bench, RequestRecord
+from annie_quant.documents import Bench, RequestRecord
 
 VERSION = "0.8.1"
 PERCENTILES = {"p001": 0.1, "p01": 1, "p05": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95,

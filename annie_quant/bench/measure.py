@@ -13,25 +13,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from annie_quant import judge, schema
+from annie_quant import documents, judge
 from annie_quant.bench import endpoints, memory, sequential
 from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend, alive, identity
 from annie_quant.bench.plan import Visit, arrival_times, choose, plan, sized, warmups
 from annie_quant.bench.reference_answers import mark
 from annie_quant.bench.run_config import HUNG, NOT_SENT, Records, hangs, write_unanswered
 from annie_quant.bench.server_metrics import Acceptance
-from annie_quant.errors import ServerError
-from annie_quant.files import sha256_text
-from annie_quant.host import gpu_energy_joules, load_per_core, machine_state
+from annie_quant.core.errors import ServerError
+from annie_quant.core.files import sha256_text
+from annie_quant.core.host import gpu_energy_joules, load_per_core, machine_state
+from annie_quant.core.progress import Progress
+from annie_quant.core.untrusted import integer
+from annie_quant.documents import (
+    BenchConfig,
+    ChatMessage,
+    EarlyStop,
+    Ended,
+    Identity,
+    MemoryLevels,
+    RequestRecord,
+    Roles,
+)
+from annie_quant.documents.records import incomplete
 from annie_quant.judge import decision
 from annie_quant.judge.answers import Answer, assistant_message
 from annie_quant.judge.gates import GATES
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
-from annie_quant.progress import Progress
-from annie_quant.schema import BenchConfig, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord, Roles
-from annie_quant.schema.records import incomplete
-from annie_quant.untrusted import integer
 
 OnRecord = Callable[[RequestRecord], None]
 
@@ -398,7 +407,7 @@ class Measurement:
         """Measure the memory of each backend whose process id is known, unless memory.json has it already."""
         single = next((w for w in self.workloads if not w.cases[0].turns), None)
         path = self.folder / "memory.json"
-        levels = schema.decode(dict[str, MemoryLevels], path) if path.exists() else {}
+        levels = documents.decode(dict[str, MemoryLevels], path) if path.exists() else {}
         for name, peak in self.peaks.items():
             if single is None or name in levels or name not in self.identities:
                 continue
@@ -415,5 +424,5 @@ class Measurement:
                 break
             own.peak = memory.highest(peak.highest, own.idle, own.one, own.five)
             levels[name] = own
-            schema.write(path, levels)
+            documents.write(path, levels)
         return levels

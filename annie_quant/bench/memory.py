@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from annie_quant import host, schema
-from annie_quant.schema import Confound, MemoryFigures, MemoryGrowth, MemoryLevels
+from annie_quant import documents
+from annie_quant.core import host
+from annie_quant.documents import Confound, MemoryFigures, MemoryGrowth, MemoryLevels
 
 SAMPLE_S = 0.02
 MAX_TRACE = 7200  # samples of a trace; a longer one keeps every second sample, and later ones at that distance
@@ -180,7 +181,7 @@ def slope(points: object) -> float:
 def read_traces(folder: Path) -> dict[str, list[tuple[float, float]]]:
     """Return the samples by backend; {} for a run without any."""
     path = folder / FILE
-    return schema.decode(dict[str, list[tuple[float, float]]], path) if path.exists() else {}
+    return documents.decode(dict[str, list[tuple[float, float]]], path) if path.exists() else {}
 
 
 def check_growth(traces: Mapping[str, Trace], seed: int = 0) -> dict[str, MemoryGrowth]:

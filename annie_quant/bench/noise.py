@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from annie_quant.documents import Comparison, Confound, NoiseFloor, RequestRecord
+from annie_quant.documents.results import Severity
 from annie_quant.judge.metrics import COMPARED, metric_value
 from annie_quant.judge.statistics import LEVEL, compare, holm, paired
-from annie_quant.schema import Comparison, Confound, NoiseFloor, RequestRecord
-from annie_quant.schema.results import Severity
 
 CONFIDENCE = 0.95
 RESAMPLES = 499

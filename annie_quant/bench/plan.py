@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from annie_quant import schema
-from annie_quant.files import sha256_text
+from annie_quant import documents
+from annie_quant.core.files import sha256_text
+from annie_quant.documents import BenchConfig, Load
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload, context_text
-from annie_quant.schema import BenchConfig, Load
 
 ALONE = Load()
 OPEN_LOOP_REQUESTS = 32  # of an open loop, before the next backend's requests
@@ -147,13 +147,13 @@ def sized(
         return list(workloads)
     path = folder / "context.json"
     if path.exists():
-        measured = schema.decode(ContextSize, path).words_per_token
+        measured = documents.decode(ContextSize, path).words_per_token
     else:
         tokens = prompt_tokens(_sample())
         if not tokens:
             return list(workloads)
         measured = min(HIGHEST, max(LOWEST, SAMPLE_WORDS / tokens))
-        schema.write(path, ContextSize(words_per_token=measured))
+        documents.write(path, ContextSize(words_per_token=measured))
     return [
         w if w.context is None else replace(w, context=msgspec.structs.replace(w.context, words_per_token=measured))
         for w in workloads

@@ -15,15 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from annie_quant import schema
+from annie_quant import documents
 from annie_quant.bench.run_config import complete_workload, read_records, write_records
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import Inputs, RequestRecord, SentCase, SentWorkload, read_bench
 from annie_quant.judge import decision
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.reference import normalized_call
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.workloads import Case, Workload
-from annie_quant.schema import Inputs, RequestRecord, SentCase, SentWorkload, read_bench
 
 STORED = "reference.jsonl"  # bf16's records of an earlier run, in the run directory
 RECORDED = "bf16 (recorded)"  # how results name these answers
@@ -119,7 +119,7 @@ def store_reference(run: Path, folder: Path, workloads: Sequence[Workload], stat
 
     stated: the bf16 side of that run; default: its reference. Raises UsageError where the run has none, or none of these prompts.
     """
-    inputs = schema.decode(Inputs, run / "inputs.json", error=UsageError)
+    inputs = documents.decode(Inputs, run / "inputs.json", error=UsageError)
     names = [b.name for b in inputs.config.backends]
     name = stated or decision.roles_of(read_bench(run).aggregates).reference
     if name not in names:
@@ -149,7 +149,7 @@ def contents(workloads: Iterable[SentWorkload]) -> Iterator[tuple[tuple[str, str
         settings = [workload.system, workload.thinking, workload.max_tokens, workload.temperature]
         for case in workload.cases:
             content = SentCase(id=case.id, messages=case.messages, turns=case.turns, tools=case.tools)
-            yield (workload.name, case.id), schema.encode([settings, content])
+            yield (workload.name, case.id), documents.encode([settings, content])
 
 
 def stored_reference(folder: Path) -> list[RequestRecord]:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import msgspec
 
-from annie_quant import schema
+from annie_quant import documents
 from annie_quant.bench.aggregate import adjust, labelled, timed, values_by_prompt
 from annie_quant.bench.reference_answers import contents
 from annie_quant.bench.run_config import read_records, read_unanswered
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import AdjustedResult, Inputs, PairedGate, PooledGates, RequestRecord, Standing, read_bench
 from annie_quant.judge import decision
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare
-from annie_quant.schema import AdjustedResult, Inputs, PairedGate, PooledGates, RequestRecord, Standing, read_bench
 
 Checked = Mapping[Hashable, Mapping[str, bool]]  # prompt → gate → passed
 LEAST_LOSS = 0.02  # of the stored median: smaller losses do not matter, however significant
@@ -133,7 +133,7 @@ def _contents(
     for folder in folders:
         if not (folder / "inputs.json").is_file():
             raise UsageError(f"{folder} has no inputs.json, so its prompts cannot be compared", "measure it again")
-    inputs = [schema.decode(Inputs, folder / "inputs.json", error=UsageError) for folder in folders]
+    inputs = [documents.decode(Inputs, folder / "inputs.json", error=UsageError) for folder in folders]
     return tuple(dict(contents(file.workloads)) for file in inputs)
 
 

@@ -16,14 +16,13 @@ from typing import Any
 
 import msgspec
 
-from annie_quant import schema
+from annie_quant import documents
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.confounds import SLOW_FACTOR, SLOW_MS
-from annie_quant.errors import AnnieError, UsageError
-from annie_quant.files import replacing, sha256_text
-from annie_quant.judge.workloads import Workload
-from annie_quant.resume import JsonLines
-from annie_quant.schema import (
+from annie_quant.core.errors import AnnieError, UsageError
+from annie_quant.core.files import replacing, sha256_text
+from annie_quant.core.resume import JsonLines
+from annie_quant.documents import (
     BackendSettings,
     BenchConfig,
     Inputs,
@@ -32,6 +31,7 @@ from annie_quant.schema import (
     SentWorkload,
     WorkloadSettings,
 )
+from annie_quant.judge.workloads import Workload
 
 
 def backend_settings(backend: Backend) -> BackendSettings:
@@ -86,7 +86,7 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
             (folder / name).unlink(missing_ok=True)
     elif inputs.exists() and _has_records(folder / "records.jsonl"):
         try:
-            changed = config.differences(schema.decode(Inputs, inputs).config)
+            changed = config.differences(documents.decode(Inputs, inputs).config)
         except AnnieError:
             changed = ["inputs.json cannot be read"]
         if changed:
@@ -95,7 +95,7 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
                 f"{folder} holds a benchmark with other settings ({', '.join(changed)})",
                 f"choose another --output, or delete its records to start again: rm -r {old}",
             )
-    schema.write(inputs, Inputs(config=config, workloads=[complete_workload(w) for w in workloads]))
+    documents.write(inputs, Inputs(config=config, workloads=[complete_workload(w) for w in workloads]))
 
 
 def _has_records(records: Path) -> bool:
@@ -147,7 +147,7 @@ class Records:
             raise
 
     def append(self, record: RequestRecord) -> None:
-        self._log.append(schema.encode(record))
+        self._log.append(documents.encode(record))
         self.rows.append(record)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class Records:
 
 def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
     with replacing(path) as file:
-        file.writelines(schema.encode(record) + b"\n" for record in records)
+        file.writelines(documents.encode(record) + b"\n" for record in records)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[RequestRecord]:
@@ -173,7 +173,7 @@ def read_records(path: str | os.PathLike[str]) -> list[RequestRecord]:
 
 
 def _decode(path: Path, lines: Iterable[tuple[int, bytes]]) -> list[RequestRecord]:
-    return [schema.decode(RequestRecord, line, f"{path}: line {number}", hint=_HINT) for number, line in lines]
+    return [documents.decode(RequestRecord, line, f"{path}: line {number}", hint=_HINT) for number, line in lines]
 
 
 # ---- requests that a backend left unanswered when it hung; in their own file, because a resumed run sends them again

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from annie_quant import judge, schema
+from annie_quant import documents, judge
 from annie_quant.bench import endpoints, memory, server_metrics
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
@@ -27,12 +27,12 @@ from annie_quant.bench.run_config import (
     workload_settings,
     write_records,
 )
-from annie_quant.errors import UsageError
-from annie_quant.host import environment
+from annie_quant.core.errors import UsageError
+from annie_quant.core.host import environment
+from annie_quant.core.progress import SILENT, Progress
+from annie_quant.documents import Bench, BenchConfig, Load, Roles
 from annie_quant.judge import decision
 from annie_quant.judge.workloads import Workload
-from annie_quant.progress import SILENT, Progress
-from annie_quant.schema import Bench, BenchConfig, Load, Roles
 
 
 def run(
@@ -114,7 +114,7 @@ def execute(
         for name, peak in measurement.peaks.items():
             traces[name] = [*traces.get(name, ()), *peak.trace]
         if traces:
-            schema.write(folder / memory.FILE, traces)
+            documents.write(folder / memory.FILE, traces)
     finally:
         records.close()
     if measurement.compare_with_reference():
@@ -134,7 +134,7 @@ def execute(
         aggregates=aggregates,
         verdict=judge.verdict(aggregates),
     )
-    schema.write(folder / "bench.json", bench)
+    documents.write(folder / "bench.json", bench)
     export(folder)
     return bench
 

@@ -13,12 +13,12 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
+from annie_quant.documents import PairedGate, PairedResult, RequestRecord, Roles
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, decides
 from annie_quant.judge.paired import LARGE_N, Threshold
 from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare, holm, wilson
-from annie_quant.schema import PairedGate, PairedResult, RequestRecord, Roles
 
 LOOKS = 5
 LEVEL = 0.0025  # of each early look; 1 % for all of them

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import msgspec
 
-from annie_quant import schema
+from annie_quant import documents
 from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend
-from annie_quant.schema import RequestRecord, ShortText
+from annie_quant.documents import RequestRecord, ShortText
 from annie_quant.stream.client import fetch
 
 FILE = "server_metrics.json"
@@ -93,14 +93,14 @@ def scrape(backends: Sequence[Backend]) -> dict[str, Samples]:
 def store(folder: Path, before: Mapping[str, Samples], after: Mapping[str, Samples]) -> None:
     """Write server_metrics.json for the servers that were read twice; a resumed run keeps the first run's start."""
     path = folder / FILE
-    first = schema.decode(dict[str, ServerMetrics], path) if path.exists() else {}
+    first = documents.decode(dict[str, ServerMetrics], path) if path.exists() else {}
     rows = {
         name: ServerMetrics(before=first[name].before if name in first else before[name], after=samples)
         for name, samples in after.items()
         if name in before
     }
     if rows:
-        schema.write(path, rows)
+        documents.write(path, rows)
 
 
 SETTLE_S = (0.0, 0.05, 0.2)  # the counters may grow shortly after the last token was sent

@@ -19,7 +19,7 @@ from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale
 from annie_quant.checkpoint.repair import RepairResult, repair, repair_command
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, planned, write
-from annie_quant.schema import Audit, AuditSummary, Finding, TensorRow
+from annie_quant.documents import Audit, AuditSummary, Finding, TensorRow
 
 __all__ = [
     "Audit",

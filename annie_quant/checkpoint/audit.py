@@ -24,7 +24,7 @@ from annie_quant.checkpoint import (
 from annie_quant.checkpoint.linears import Linear, QuantConfig, is_linear, label_of, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.checkpoint.size import folder_size
-from annie_quant.schema import Audit, AuditSummary
+from annie_quant.documents import Audit, AuditSummary
 
 
 def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Audit:

@@ -13,7 +13,7 @@ from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.schema import Audit
+from annie_quant.documents import Audit
 
 
 def mtp_tensors(folder: ModelFolder) -> list[str]:

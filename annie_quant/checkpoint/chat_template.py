@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from annie_quant.errors import CheckpointError
-from annie_quant.printable import printable
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.text import printable
 
 WORKER = Path(__file__).with_name("template_worker.py")
 # Of the processor, for one rendering; Qwen3.5's template needs less than 10 ms for a long conversation.

@@ -10,7 +10,7 @@ from annie_quant import models
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale, is_linear
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.schema import Audit, TensorRow
+from annie_quant.documents import Audit, TensorRow
 
 MAGNITUDE = 0x7F  # of an E4M3 byte
 NAN = 0x7F  # an E4M3 byte; larger bytes are negative

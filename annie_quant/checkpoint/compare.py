@@ -21,7 +21,7 @@ from annie_quant.checkpoint.linears import label_of
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.checkpoint.source_diff import rel_l2
-from annie_quant.errors import CheckpointError, UsageError, need
+from annie_quant.core.errors import CheckpointError, UsageError, need
 
 
 class ComparedTensor(msgspec.Struct):

@@ -13,7 +13,7 @@ from annie_quant.checkpoint.auxiliary_checks import is_packed, part_of
 from annie_quant.checkpoint.checks import QUANTIZED_SUFFIXES
 from annie_quant.checkpoint.linears import Linear, owned_tensors
 from annie_quant.checkpoint.shards import INDEX, ModelFolder
-from annie_quant.schema import Audit
+from annie_quant.documents import Audit
 
 EMBEDDING, NORM, HEAD = "embed_tokens", "norm", "lm_head"  # outside of the layers; NORM is the last norm
 MAX_LAYERS = 10_000

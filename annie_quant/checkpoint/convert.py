@@ -20,8 +20,8 @@ from annie_quant.checkpoint import dialects, settings_checks, writer
 from annie_quant.checkpoint.linears import Linear, excluded_module, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import keep_inputs, source_key, staged
-from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.progress import SILENT, Progress
+from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.core.progress import SILENT, Progress
 
 PLAIN = "bf16"
 TARGETS = ("modelopt", "compressed-tensors", "gguf", PLAIN)

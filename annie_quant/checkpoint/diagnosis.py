@@ -9,8 +9,8 @@ from annie_quant.checkpoint import source_diff
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.linears import Linear, plain_linears
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
-from annie_quant.schema import Audit
+from annie_quant.core.errors import CheckpointError
+from annie_quant.documents import Audit
 
 # Findings about single blocks: the tensor's other blocks may stay.
 BLOCK_FAULTS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}

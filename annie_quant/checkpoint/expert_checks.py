@@ -14,7 +14,7 @@ from annie_quant import models
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear, QuantConfig, covering_pattern
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.schema import Audit
+from annie_quant.documents import Audit
 
 # Largest factor between a scale of one expert and the layer's median. Weights of trained experts differ by about ten;
 # activations by more, but an expert that saw no token has an input scale of some epsilon.

@@ -9,7 +9,7 @@ from annie_quant import models
 from annie_quant.checkpoint.audit import audit
 from annie_quant.checkpoint.linears import is_linear
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.schema import Audit, Finding
+from annie_quant.documents import Audit, Finding
 
 FROM_SOURCE = ("large_error", "differs_from_source", "not_in_source", "source_shape")
 LEAST_SHARE = 0.5  # of the compared tensors: one broken tensor is a fault, half of them are another model

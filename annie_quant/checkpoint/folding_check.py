@@ -19,8 +19,8 @@ import numpy as np
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.documents import Audit
 from annie_quant.models import LinearInput
-from annie_quant.schema import Audit
 
 ROW_TOLERANCE = 0.025  # of rows that nothing cancels: root mean square; rounding leaves a percent where rows are short
 COLUMN_TOLERANCE = 0.02  # of a column, in addition to its rounding: for the fitted rows

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 PREFIX_BYTES = 8

@@ -11,9 +11,9 @@ from annie_quant.checkpoint.dialects import fp8, modelopt
 from annie_quant.checkpoint.gguf import names
 from annie_quant.checkpoint.linears import Linear, QuantConfig, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
-from annie_quant.schema import Finding, ServerSupport
-from annie_quant.schema.checkpoint import Loads
+from annie_quant.core.errors import CheckpointError
+from annie_quant.documents import Finding, ServerSupport
+from annie_quant.documents.checkpoint import Loads
 
 Rule = tuple[Loads, str]  # ServerSupport.loads and .note
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from annie_quant.checkpoint.chat_template import ChatTemplate
 from annie_quant.checkpoint.shards import ShardError, inside, read_object
-from annie_quant.errors import CheckpointError
-from annie_quant.files import sha256_text
-from annie_quant.printable import printable
-from annie_quant.schema import Audit, ModelFiles
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.files import sha256_text
+from annie_quant.core.text import printable
+from annie_quant.documents import Audit, ModelFiles
 
 TOKENIZER, SETTINGS, TEMPLATE, GENERATION = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from annie_quant.errors import AnnieError, CheckpointError
-from annie_quant.printable import printable
+from annie_quant.core.errors import AnnieError, CheckpointError
+from annie_quant.core.text import printable
 
 FILES = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 MAX_FILE_BYTES = 100 << 20

@@ -40,9 +40,9 @@ from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.linears import Linear, covering_pattern, excluded_module
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.checkpoint.staging import staged
-from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.files import write_json
-from annie_quant.schema import Audit, Finding
+from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.core.files import write_json
+from annie_quant.documents import Audit, Finding
 
 # Beginnings of the codes of findings about settings, names and input scales, which are fixed without the source.
 WITHOUT_SOURCE = (

@@ -14,10 +14,10 @@ from typing import Any
 from annie_quant import models
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder, read_object
-from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.files import write_json
+from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.core.files import write_json
+from annie_quant.documents import Audit
 from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX, Form
-from annie_quant.schema import Audit
 
 STYLES = ("old", "new")
 CLASS_FILES = (

@@ -20,7 +20,7 @@ from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, Linear, QuantConfig, covering_pattern, plain_linears
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.schema import Audit
+from annie_quant.documents import Audit
 
 ALGORITHMS = ("", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", FP8_DYNAMIC, FP8_BLOCK, "MIXED_PRECISION")
 #  "": the settings name none

@@ -20,7 +20,7 @@ import numpy as np
 from annie_quant import models
 from annie_quant.checkpoint import header
 from annie_quant.checkpoint.header import ShardError, TensorInfo
-from annie_quant.files import owner
+from annie_quant.core.files import owner
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -8,7 +8,7 @@ from annie_quant import models
 from annie_quant.checkpoint import folding_check
 from annie_quant.checkpoint.linears import Linear, is_linear, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
-from annie_quant.schema import Audit
+from annie_quant.documents import Audit
 
 # NVFP4 on Gaussian weights: .095 by amax, .081 by the best search; Student-t and outliers stay under .13.
 SUSPICIOUS_ERROR = 0.2

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.files import take_lock
-from annie_quant.resume import KEY_FILE, keyed_folder
+from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.core.files import take_lock
+from annie_quant.core.resume import KEY_FILE, keyed_folder
 
 
 def check_output(output: Path, force: bool, inputs: Iterable[str | os.PathLike | None] = ()) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 
 from annie_quant.checkpoint import header
 from annie_quant.checkpoint.shards import INDEX, SINGLE, ModelFolder
-from annie_quant.errors import DiskFull
-from annie_quant.files import replacing, write_json
-from annie_quant.progress import SILENT, ByteProgress, Progress
+from annie_quant.core.errors import DiskFull
+from annie_quant.core.files import replacing, write_json
+from annie_quant.core.progress import SILENT, ByteProgress, Progress
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 

@@ -1,4 +1,4 @@
-"""The annie-quant command. Data goes to stdout, notes and progress to stderr; exit codes are in annie_quant.errors."""
+"""The annie-quant command. Data goes to stdout, notes and progress to stderr; exit codes are in annie_quant.core.errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from annie_quant.cli import bench, checkpoint, data, doctor, evaluate, quantize, report, search
 from annie_quant.cli.common import console
 from annie_quant.cli.console import Stopped, clean_library_messages, describe, stop_signals_raise
-from annie_quant.errors import AnnieError
+from annie_quant.core.errors import AnnieError
 
 
 class Commands(click.Group):

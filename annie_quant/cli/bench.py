@@ -14,7 +14,7 @@ import msgspec
 import annie_quant
 from annie_quant.cli import tables
 from annie_quant.cli.common import console, emit, json_option, persona_option, role_options, workloads_option
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 
@@ -124,8 +124,8 @@ def bench(
     """
     from annie_quant import bench as timing
     from annie_quant.bench import traces
+    from annie_quant.cli.pipeline.stages import RunDirectory
     from annie_quant.data.resolve import resolve
-    from annie_quant.pipeline.stages import RunDirectory
     from annie_quant.report.judging import write_judgement
 
     if aa and backend_b:
@@ -200,8 +200,8 @@ def bench(
 
 def local_process(url: str) -> dict[str, int]:
     """Return {"pid": ...} of the process that listens at a loopback URL; {} where it is not known."""
+    from annie_quant.core.host import listening_pid
     from annie_quant.data.record.proxy import is_local
-    from annie_quant.host import listening_pid
 
     parts = urllib.parse.urlsplit(url)
     if not is_local(parts.hostname or ""):

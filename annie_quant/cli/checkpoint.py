@@ -131,7 +131,7 @@ def convert(
             if kind or like:
                 raise click.UsageError("--to hf takes neither --type nor --like: the file holds all that is needed")
             quiet_engines()
-            from annie_quant.hf import gguf_source
+            from annie_quant.offline import gguf_source
 
             result = gguf_source.convert(checkpoint, output, force, step)
         else:

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from annie_quant.cli.console import Console, is_secondary_process, shown
-from annie_quant.files import finite
+from annie_quant.core.files import finite
 
 console = Console()
 PATH = click.Path(path_type=Path)

@@ -23,9 +23,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from annie_quant import files
 from annie_quant.cli.tables import WIDTH, wrap
-from annie_quant.printable import printable
+from annie_quant.core import files
+from annie_quant.core.text import printable
 
 MAX_CELL = 2000  # characters of a table's cell
 MAX_LINE = 20_000  # of an error or a note
@@ -72,7 +72,7 @@ def is_secondary_process() -> bool:
 
 
 class Step:
-    """Progress of one task (annie_quant.progress.Progress) as a bar on a terminal; `state` is its last report as a line."""
+    """Progress of one task (annie_quant.core.progress.Progress) as a bar on a terminal; `state` is its last report as a line."""
 
     def __init__(self, bar: Any, task: Any, title: str) -> None:
         self._bar, self._task, self._title = bar, task, title

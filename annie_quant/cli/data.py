@@ -15,8 +15,8 @@ import click
 import msgspec
 
 from annie_quant.cli.common import PATH, console, emit, json_option
-from annie_quant.errors import UsageError
-from annie_quant.untrusted import decode_json
+from annie_quant.core.errors import UsageError
+from annie_quant.core.untrusted import decode_json
 
 
 @click.command()

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from annie_quant.cli.common import PATH, console, echo, emit, json_option, quiet_engines
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from annie_quant.doctor import Finding
+    from annie_quant.ops.doctor import Finding
 
 
 import shlex
@@ -38,8 +38,9 @@ import platform
 import re
 import sysconfig
 
-from annie_quant import __version__, native
-from annie_quant.errors import EnvironmentFault
+from annie_quant import __version__
+from annie_quant.core import native
+from annie_quant.core.errors import EnvironmentFault
 
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fault": "[red]✗[/]"}
 
@@ -72,14 +73,14 @@ def doctor(
 
     With --server and --images: whether the server takes images, and names the colours of two.
     """
-    from annie_quant import doctor as checks
+    from annie_quant.ops import doctor as checks
 
     figures: dict[str, Any] = {}
     if images and server is None:
         raise UsageError("--images needs --server", "add --server http://127.0.0.1:8000")
     if server is not None and images:
         from annie_quant.bench.backend import key_headers
-        from annie_quant.doctor.server import check_images
+        from annie_quant.ops.server_checks import check_images
 
         findings = [check_images(server, key_headers(key_env))]
     elif server is not None:
@@ -87,7 +88,7 @@ def doctor(
             raise UsageError("--server needs --checkpoint and --reference", "add --checkpoint DIR --reference BF16")
         quiet_engines()
         from annie_quant.bench.backend import key_headers
-        from annie_quant.doctor.server import check_server
+        from annie_quant.ops.server_checks import check_server
 
         findings, result = check_server(server, checkpoint, reference, key_headers(key_env))
         figures = {"fingerprint": {"name": result.name, **asdict(result)}}

@@ -25,7 +25,7 @@ from annie_quant.cli.common import (
     workloads_option,
 )
 from annie_quant.cli.console import is_secondary_process
-from annie_quant.errors import need
+from annie_quant.core.errors import need
 
 
 @click.command(name="eval")
@@ -92,9 +92,9 @@ def evaluate(
     quiet_engines()
     from annie_quant.checkpoint.export_check import export_notes
     from annie_quant.data.resolve import personas_of, resolve
-    from annie_quant.evaluate import job
-    from annie_quant.evaluate.process_group import join_group, leave_group
     from annie_quant.judge.decision import FAILING
+    from annie_quant.offline import job
+    from annie_quant.offline.process_group import join_group, leave_group
     from annie_quant.quantize.prompt_provenance import check_checkpoint
 
     refuse_stale_prompt(calib_data, allow_prompt_mismatch, persona)
@@ -148,7 +148,7 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
         return
     need("lm_eval", "lm-eval")
     quiet_engines()
-    importlib.import_module("annie_quant.evaluate.harness_model")  # registers the model
+    importlib.import_module("annie_quant.offline.harness_model")  # registers the model
     command = importlib.import_module("lm_eval.__main__")
 
     sys.argv = ["lm_eval", *arguments]

@@ -17,8 +17,8 @@ from msgspec.structs import asdict
 
 import annie_quant
 from annie_quant.cli.common import PATH, console, echo, emit, json_option, role_options
-from annie_quant.errors import EXIT_CODES, UsageError
-from annie_quant.schema import Roles
+from annie_quant.core.errors import EXIT_CODES, UsageError
+from annie_quant.documents import Roles
 
 
 @click.command()
@@ -123,7 +123,7 @@ def publish(
 
     Each role that is named judges the run again first, as `annie-quant report` does.
     """
-    from annie_quant.publish import upload
+    from annie_quant.report import upload
     from annie_quant.report.format import size
     from annie_quant.report.judging import write_judgement
 

@@ -60,7 +60,8 @@ def search(
     as_json: bool,
 ) -> None:
     """Try the strategies, cheapest first, and stop at the first that keeps every gate of bf16. Exit code 1 if none does."""
-    from annie_quant.pipeline.search import outcome, run, tree
+    from annie_quant.cli.pipeline.search import run
+    from annie_quant.cli.pipeline.search_table import outcome, tree
 
     result = run(
         model,
@@ -119,7 +120,7 @@ NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  
 @workloads_option
 def demo(output: Path, n_offline: int, n_served: int, persona: str | None, workloads: str | None) -> None:
     """Run all stages on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
-    from annie_quant.pipeline import demo as pipeline
+    from annie_quant.cli.pipeline import demo as pipeline
 
     done = pipeline.run(
         output, n_offline=n_offline, n_served=n_served, console=console, persona=persona, workloads=workloads

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from annie_quant import schema
+from annie_quant import documents
+from annie_quant.documents import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates, ServedSide
 from annie_quant.judge.decision import POOLED, member_verdict
 from annie_quant.judge.decision.paired import points, title
-from annie_quant.schema import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates, ServedSide
 
 WIDTH = 80
 BASES = {"reference": "bf16", "label": "label", "rule": "rule"}
@@ -198,7 +198,7 @@ def served_lines(served: Mapping[str, ServedSide], width: int = WIDTH) -> list[s
 
 def run_lines(document: Mapping[str, Any], width: int = WIDTH) -> list[str]:
     """Return one row per side of a demo's verdict (pipeline.demo.run), the reference first."""
-    sides = [schema.convert(Column, side) for side in document["sides"]]
+    sides = [documents.convert(Column, side) for side in document["sides"]]
     reference = next((side for side in sides if not side.paired), None)
     return side_lines([side for side in sides if side is not reference], reference, width)
 

@@ -13,7 +13,7 @@ from annie_quant.data.generate import CATEGORIES, Generation, Limits, generate
 from annie_quant.data.rows import check_apart, check_prompt_hash, read_rows
 from annie_quant.data.teachers._base import Options
 from annie_quant.data.validate import Validation, validate
-from annie_quant.persona import Category, Persona, load_persona
+from annie_quant.documents.persona import Category, Persona, load_persona
 
 __all__ = [
     "CATEGORIES",

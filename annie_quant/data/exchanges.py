@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.files import ASSETS
+from annie_quant.core.files import ASSETS
 
 SPLITS = ("train", "calibration", "gate")
 

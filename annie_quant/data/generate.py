@@ -26,16 +26,17 @@ from typing import Any
 
 import msgspec
 
-from annie_quant import __version__, registry
+from annie_quant import __version__
+from annie_quant.core import registry
+from annie_quant.core.errors import AnnieError, ServerError, UsageError
+from annie_quant.core.files import write_text
+from annie_quant.core.progress import SILENT, Progress
+from annie_quant.core.resume import JsonLines
 from annie_quant.data import teachers
 from annie_quant.data.rows import DuplicateFinder, gate_texts, read_rows, user_text
 from annie_quant.data.teachers._base import Batch, BatchFailed, Options, RateLimited, Teacher
 from annie_quant.data.validate import MIN_VALID, Validation, faults, validate
-from annie_quant.errors import AnnieError, ServerError, UsageError
-from annie_quant.files import write_text
-from annie_quant.persona import Category, Persona, load_persona
-from annie_quant.progress import SILENT, Progress
-from annie_quant.resume import JsonLines
+from annie_quant.documents.persona import Category, Persona, load_persona
 
 
 class JournalBatch(msgspec.Struct):

@@ -18,18 +18,18 @@ from typing import Any
 
 import msgspec
 
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import write_json, write_text
+from annie_quant.core.progress import SILENT, Progress
+from annie_quant.core.text import inert
 from annie_quant.data.log_workloads import GateCases, calibration_row
 from annie_quant.data.logs import Conversation, Problems, read_logs
 from annie_quant.data.logs.conversation import Pool, Scanner, without_prefixes
 from annie_quant.data.resolve import WORKLOADS, documents
 from annie_quant.data.rows import DuplicateFinder, user_text
-from annie_quant.errors import UsageError
-from annie_quant.files import write_json, write_text
+from annie_quant.documents import CaseFile, ChatRow, RowProvenance, WorkloadFile
+from annie_quant.documents.persona import PERSONA_FILE, Persona, load_persona
 from annie_quant.judge.library import build_workload
-from annie_quant.persona import PERSONA_FILE, Persona, load_persona
-from annie_quant.printable import inert
-from annie_quant.progress import SILENT, Progress
-from annie_quant.schema import CaseFile, ChatRow, RowProvenance, WorkloadFile
 
 CALIBRATION_FILE, CARD_FILE = "calibration.jsonl", "README.md"
 PERSONA_FIELDS = ("name", "system_prompt", "tools", "rules", "examples")  # those that persona.json gets

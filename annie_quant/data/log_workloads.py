@@ -14,9 +14,9 @@ from annie_quant.data.logs import Conversation
 from annie_quant.data.logs.conversation import row_of, with_text_arguments
 from annie_quant.data.rows import DuplicateFinder
 from annie_quant.data.validate import form_faults
+from annie_quant.documents import CaseFile, ChatMessage, ChatRow, WorkloadFile
+from annie_quant.documents.persona import Persona
 from annie_quant.judge.gates import NAMED_REFERENCE_GATES
-from annie_quant.persona import Persona
-from annie_quant.schema import CaseFile, ChatMessage, ChatRow, WorkloadFile
 
 CASES_PER_CONVERSATION = 4
 MIN_TOKENS, MAX_TOKENS = 64, 1024

@@ -29,15 +29,15 @@ from typing import Any
 import msgspec
 
 from annie_quant import judge
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import is_folder, sha256_text
 from annie_quant.data import exchanges
 from annie_quant.data.tool_exchanges import ToolExchange, abstention, draw_exchange
-from annie_quant.errors import UsageError
-from annie_quant.files import is_folder, sha256_text
+from annie_quant.documents import CaseFile, WorkloadFile
+from annie_quant.documents.persona import Persona, load_persona
 from annie_quant.judge.gates import NAMED_REFERENCE_GATES
 from annie_quant.judge.library import FOLDER, build_workload
 from annie_quant.judge.workloads import Workload
-from annie_quant.persona import Persona, load_persona
-from annie_quant.schema import CaseFile, WorkloadFile
 
 SPLIT = "gate"
 MAX_TOKENS = 160

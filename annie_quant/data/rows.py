@@ -31,10 +31,10 @@ from typing import Annotated, Any
 import msgspec
 
 from annie_quant import judge
-from annie_quant.errors import UsageError
-from annie_quant.files import exists, is_folder, sha256_text
-from annie_quant.persona import Persona, built_in, load_persona
-from annie_quant.untrusted import decode_json
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import exists, is_folder, sha256_text
+from annie_quant.core.untrusted import decode_json
+from annie_quant.documents.persona import Persona, built_in, load_persona
 
 THRESHOLD = 0.85
 CONTRACTIONS = {"'s": " is", "'m": " am", "'re": " are", "n't": " not", "'ll": " will", "'ve": " have", "'d": " would"}

@@ -21,12 +21,12 @@ from typing import Any
 
 import msgspec
 
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import ASSETS
 from annie_quant.data.exchanges import MY_TOPICS, WORDS, Exchange, capitalized, memory, web
-from annie_quant.errors import UsageError
-from annie_quant.files import ASSETS
-from annie_quant.persona import Persona
-from annie_quant.schema import ChatCall, ChatMessage
-from annie_quant.tool_schema import mismatch
+from annie_quant.documents import ChatCall, ChatMessage
+from annie_quant.documents.persona import Persona
+from annie_quant.documents.tool_schema import mismatch
 
 OPTIONAL_SHARE = 0.5  # of optional properties that are given
 MAX_ITEMS, MAX_DEPTH, MAX_DRAWS = 3, 6, 30

@@ -22,11 +22,11 @@ from typing import Any
 
 import msgspec
 
+from annie_quant.core.untrusted import decode_json
 from annie_quant.data.rows import DuplicateFinder, text_of, user_text
+from annie_quant.documents.persona import Persona, load_persona
+from annie_quant.documents.tool_schema import mismatch
 from annie_quant.judge.checks.text import leaked, markdown_in
-from annie_quant.persona import Persona, load_persona
-from annie_quant.tool_schema import mismatch
-from annie_quant.untrusted import decode_json
 
 MIN_VALID = 400 / 500
 MIN_TOOLS = 80 / 200  # of the conversations that should call one

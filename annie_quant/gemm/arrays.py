@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.native import load
+from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.core.native import load
 
 CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as AQ_F32, AQ_F16, AQ_BF16 in csrc/gemm/gemm.h
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}

@@ -16,7 +16,7 @@ import subprocess
 import zipfile
 from pathlib import Path
 
-from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import known_failures
 from annie_quant.gemm.stack_check import STACKS, StackResult, last_json_line
 

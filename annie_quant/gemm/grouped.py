@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from annie_quant.errors import UsageError, need
+from annie_quant.core.errors import UsageError, need
 from annie_quant.gemm import torch_op
 from annie_quant.gemm.arrays import CurrentDevice, native
 from annie_quant.gemm.plans import GroupedPlan

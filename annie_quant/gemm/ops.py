@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.gemm.arrays import CODES, CurrentDevice, DeviceArray, View, launch_stream, native, need_device, view
 from annie_quant.gemm.plans import PATHS, TYPES, Plan, path_of
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import known_failures, oracle, torch_op
 from annie_quant.gemm.arrays import device_count, native, need_device
 

@@ -21,7 +21,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from annie_quant.errors import UsageError, need
+from annie_quant.core.errors import UsageError, need
 from annie_quant.gemm.arrays import CODES, CurrentDevice, native
 from annie_quant.gemm.ops import Weight
 

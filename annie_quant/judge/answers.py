@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from annie_quant.schema import ChatMessage, RequestRecord, ToolCall
+from annie_quant.documents import ChatMessage, RequestRecord, ToolCall
 
 Form = Literal["qwen_xml", "hermes", "llama_json"]
 THINK = "<think>"  # in the chat template of a model that thinks

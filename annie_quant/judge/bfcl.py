@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.judge.workloads import Case, Workload
 
 MULTI_TURN = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")

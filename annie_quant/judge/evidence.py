@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from annie_quant.files import sha256_text
+from annie_quant.core.files import sha256_text
+from annie_quant.documents import Evaluation, GateResult, Member, NumericsResult, OfflineSide, PairedGate, PooledGates
 from annie_quant.judge.decision.paired import judge_evaluation
 from annie_quant.judge.decision.roles import RULE
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks, with_floor
-from annie_quant.schema import Evaluation, GateResult, Member, NumericsResult, OfflineSide, PairedGate, PooledGates
 
 Checks = dict[str, dict[str, bool]]  # prompt → gate → passed
 COUNTED = {"1": True, "0": False}  # "-": the gate does not apply

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import GateResult
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks import calls, reference, text
 from annie_quant.judge.paired import Threshold, decide
 from annie_quant.judge.workloads import Case, Workload
-from annie_quant.schema import GateResult
 
 Basis = Literal["label", "reference", "rule"]
 Check = Callable[[Answer, Case, Workload], str | None]

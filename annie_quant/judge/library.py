@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from annie_quant import schema
-from annie_quant.errors import UsageError
-from annie_quant.files import ASSETS
+from annie_quant import documents
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import ASSETS
+from annie_quant.documents import CaseFile, Expect, WorkloadFile
 from annie_quant.judge import bfcl
 from annie_quant.judge.gates import check_names
 from annie_quant.judge.workloads import RESERVED, Case, Workload
-from annie_quant.schema import CaseFile, Expect, WorkloadFile
 
 FOLDER = ASSETS / "workloads"
 
@@ -52,14 +52,14 @@ def read_workload(path: str | Path) -> Workload:
         raw = path.read_bytes()
     except OSError as error:
         raise UsageError(f"workload file {path} cannot be read: {error.strerror}") from error
-    document = schema.decode(WorkloadFile, raw, path.name, error=UsageError)
+    document = documents.decode(WorkloadFile, raw, path.name, error=UsageError)
     return _checked(document, path.name, hashlib.sha256(raw).hexdigest(), str(path))
 
 
 def build_workload(data: Any, path: str = "") -> Workload:
     """Return a workload from the content of its file, as JSON decodes it."""
     where = Path(path).name or "workload"
-    return _checked(schema.convert(WorkloadFile, data, where, error=UsageError), where, "", path)
+    return _checked(documents.convert(WorkloadFile, data, where, error=UsageError), where, "", path)
 
 
 def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Workload:
@@ -101,7 +101,7 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
 def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
     if bool(case.messages) == bool(case.turns):
         raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
-    schema.convert(Expect, case.expect or {}, f"{where}: case {case.id!r}: expect", error=UsageError)
+    documents.convert(Expect, case.expect or {}, f"{where}: case {case.id!r}: expect", error=UsageError)
     for index, turn in enumerate(case.turns or ()):
         if not isinstance(turn, str):
             _check_results(f"{where}: case {case.id!r}, turns[{index}]", index, turn)

@@ -5,7 +5,7 @@ Adding a metric: one entry here, and one field of schema.WorkloadSummary with it
 
 from __future__ import annotations
 
-from annie_quant.schema import Metric, RequestRecord
+from annie_quant.documents import Metric, RequestRecord
 
 METRICS: dict[str, Metric] = {
     metric.name: metric

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from annie_quant.documents import GateResult
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.workloads import Case, Workload
-from annie_quant.schema import GateResult
 
 Judged = tuple[Workload, Case, Answer]
 MIN_PROMPTS = 5  # that need a tool; with fewer, no call by bf16 proves nothing

@@ -25,8 +25,8 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal
 
+from annie_quant.documents import GateResult, Outcome
 from annie_quant.judge.statistics import wilson
-from annie_quant.schema import GateResult, Outcome
 
 MOST_N = 1_000_000
 

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import PairedGate, PooledGates, RequestRecord
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES, checks, decides
 from annie_quant.judge.paired import mcnemar
 from annie_quant.judge.workloads import Case, Workload
-from annie_quant.schema import PairedGate, PooledGates, RequestRecord
 
 Judged = tuple[Workload, Case, Answer]
 Checks = Mapping[str, bool]  # gate → passed, for the gates that apply to one answer

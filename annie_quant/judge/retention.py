@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 from annie_quant.judge.paired import mcnemar, score_interval
 from annie_quant.judge.statistics import holm
 

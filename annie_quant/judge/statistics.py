@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
-from annie_quant.schema import PairedResult
+from annie_quant.documents import PairedResult
 
 LEVEL = 0.05
 EXACT_PROMPTS = 12  # up to this many prompts the permutation test is exact

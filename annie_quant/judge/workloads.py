@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from annie_quant.errors import UsageError
-from annie_quant.files import sha256_text
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import sha256_text
+from annie_quant.documents import ContextFile
+from annie_quant.documents.persona import Persona, load_persona
 from annie_quant.judge.answers import Answer
-from annie_quant.persona import Persona, load_persona
-from annie_quant.schema import ContextFile
 
 BLOCK_WORDS = 400
 BLOCK_TOKENS = 512  # of a trace's blocks, as Mooncake's have

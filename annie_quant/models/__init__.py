@@ -14,7 +14,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 from annie_quant.models.family import (
     Experts,
     Family,

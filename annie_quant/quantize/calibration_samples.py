@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import UsageError
 from annie_quant.quantize.job import Job
 
 PROMPT, CONTENT, TOOL_MARKUP, THINKING, END_OF_TURN = range(5)
@@ -81,7 +81,7 @@ def read_samples(job: Job) -> list[Sample]:
 
 def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[Sample]:
     """Return the assistant's answers in conversations. Answers beyond MAX_TOKENS are left out."""
-    from annie_quant.evaluate.prompts import Template, conversation_answers
+    from annie_quant.offline.prompts import Template, conversation_answers
 
     template = Template(model)
     samples = []

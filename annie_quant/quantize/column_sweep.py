@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from annie_quant import nvfp4
-from annie_quant.hf import codec
+from annie_quant.offline import codec
 from annie_quant.quantize.gptq_solver import DAMPING, FactorError, check_usable, inverse_factor, with_damping
 
 GROUP = 16

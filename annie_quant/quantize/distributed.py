@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from annie_quant.checkpoint.writer import ShardPlan
-from annie_quant.errors import AnnieError, EnvironmentFault, need
-from annie_quant.progress import ByteProgress
+from annie_quant.core.errors import AnnieError, EnvironmentFault, need
+from annie_quant.core.progress import ByteProgress
 from annie_quant.quantize.job import Job
 
 RETRIES = 5  # of a shard whose worker died

@@ -19,8 +19,8 @@ from typing import Any
 
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import CheckpointError
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import CheckpointError
 from annie_quant.models.family import ModelSize
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import PLAIN_BITS
@@ -170,7 +170,7 @@ def text_of_file(file: Path, samples: int, share: bool) -> tuple[int, int]:
 
     share: tokens of a shared beginning count once, as they are computed on a CPU (shared_text.py).
     """
-    from annie_quant.evaluate.engine import common_prefix
+    from annie_quant.offline.engine import common_prefix
 
     rows = read_conversations(file, samples)
     texts = sorted(json.dumps([row.get("tools"), row["messages"]]) for row in rows)

@@ -18,8 +18,8 @@ from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, ShardPlan
-from annie_quant.errors import CheckpointError
-from annie_quant.progress import SILENT, ByteProgress, Progress
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.progress import SILENT, ByteProgress, Progress
 from annie_quant.quantize.formats import FP8, GROUP, QUANTIZED_INPUTS
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan

@@ -1,7 +1,7 @@
 """Round torch tensors to a format and back: what a served linear computes. For searches and training.
 
 NVFP4 is rounded by the codec, on a GPU by its form in torch operations (checked against the codec by
-tests/hf/test_linear.py).
+tests/offline/test_linear.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.quantized_tensors import LARGEST_E4M3, LARGEST_NVFP4
-from annie_quant.hf import codec, fp8_linear
+from annie_quant.offline import codec, fp8_linear
 
 
 def nvfp4_weight(

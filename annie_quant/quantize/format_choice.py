@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.progress import Progress
 from annie_quant.models import Family, in_layer
-from annie_quant.progress import Progress
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import active_weights

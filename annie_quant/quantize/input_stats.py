@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
-from annie_quant.files import write_json
-from annie_quant.progress import Progress
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.files import write_json
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.calibration_samples import KINDS, PADDING, PROMPT, Sample, TokenWeights, make_batches
 from annie_quant.quantize.layerwise import DecoderLayers
 

@@ -12,9 +12,9 @@ from typing import Any
 from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import source_key
-from annie_quant.errors import UsageError
-from annie_quant.resume import KeyedJson, keyed_folder
-from annie_quant.schema import HeldOut, Ingredient
+from annie_quant.core.errors import UsageError
+from annie_quant.core.resume import KeyedJson, keyed_folder
+from annie_quant.documents import HeldOut, Ingredient
 
 WAIT_FOR_FIRST_S = 60.0  # how long further processes wait for the first one's work folder
 

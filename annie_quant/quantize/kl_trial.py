@@ -18,11 +18,11 @@ import torch
 from annie_quant import nvfp4
 from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
-from annie_quant.evaluate.engine import Engine, Row
-from annie_quant.hf import codec
-from annie_quant.hf.loading import load as load_model
+from annie_quant.core.errors import CheckpointError
 from annie_quant.models import Family
+from annie_quant.offline import codec
+from annie_quant.offline.engine import Engine, Row
+from annie_quant.offline.loading import load as load_model
 from annie_quant.quantize import fake_quant
 from annie_quant.quantize.calibration_samples import Sample, TokenWeights
 from annie_quant.quantize.formats import FP8, QUANTIZED_INPUTS

@@ -19,9 +19,9 @@ from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.quantized_tensors import LARGEST_E4M3
 from annie_quant.checkpoint.shards import INDEX, SINGLE, ModelFolder
-from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.files import write_json
-from annie_quant.progress import Progress
+from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.core.files import write_json
+from annie_quant.core.progress import Progress
 
 if TYPE_CHECKING:
     from annie_quant.quantize.job import Job

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from annie_quant import nvfp4
-from annie_quant.evaluate.engine import split_by_size
-from annie_quant.hf.experts import SingleExperts
+from annie_quant.offline.engine import split_by_size
+from annie_quant.offline.experts import SingleExperts
 from annie_quant.quantize import column_sweep, fake_quant
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.gptq_solver import LEAST_WEIGHT, FactorError, Sampling

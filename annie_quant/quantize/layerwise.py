@@ -26,12 +26,12 @@ from transformers.cache_utils import DynamicCache
 
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
-from annie_quant.evaluate import caches, deltanet
-from annie_quant.hf.codec import to_torch
-from annie_quant.hf.experts import SingleExperts, separate
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.progress import SILENT, Progress
 from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX
-from annie_quant.progress import SILENT, Progress
+from annie_quant.offline import caches, deltanet
+from annie_quant.offline.codec import to_torch
+from annie_quant.offline.experts import SingleExperts, separate
 from annie_quant.quantize import delta_rule
 from annie_quant.quantize.calibration_samples import PADDING, Batch
 from annie_quant.quantize.strategy import FLOAT32_BYTES

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import transformers
 
-from annie_quant.progress import SILENT, Progress
+from annie_quant.core.progress import SILENT, Progress
 
 
 @contextlib.contextmanager

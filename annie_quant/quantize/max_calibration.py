@@ -16,11 +16,11 @@ import transformers
 from annie_quant import models
 from annie_quant.checkpoint.remote_code import loading_tokenizer, refused
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.progress import Progress
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import CheckpointError
-from annie_quant.hf.experts import separate
-from annie_quant.hf.loading import check_names
-from annie_quant.progress import Progress
+from annie_quant.offline.experts import separate
+from annie_quant.offline.loading import check_names
 from annie_quant.quantize import shared_text
 from annie_quant.quantize.calibration_samples import CONTENT, Sample, token_ids
 from annie_quant.quantize.export import export

@@ -10,8 +10,8 @@ import numpy as np
 from annie_quant import nvfp4
 from annie_quant.checkpoint.quantized_tensors import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.progress import Progress
 from annie_quant.models import Family
-from annie_quant.progress import Progress
 from annie_quant.quantize.formats import ALGORITHM, BITS, FP8, NVFP4, PLAIN_BITS, QUANTIZED_INPUTS, quantized_bytes
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.select import decoder_linears

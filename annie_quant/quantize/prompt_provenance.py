@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import read_json, sha256_text
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import UsageError
-from annie_quant.files import read_json, sha256_text
-from annie_quant.schema import RECIPE_FILE
+from annie_quant.documents import RECIPE_FILE
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def check_checkpoint(checkpoint: Path, personas: Iterable[str], allow: bool = Fa
     hashes = read_json(file).get("prompt_sha256") if file.is_file() else None
     if not hashes:
         return None
-    from annie_quant.persona import load_persona
+    from annie_quant.documents.persona import load_persona
 
     other = [p for p in sorted(set(personas)) if load_persona(p).prompt_sha256 not in hashes]
     if not other:

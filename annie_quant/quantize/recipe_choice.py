@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.files import sha256_text
-from annie_quant.progress import Progress
+from annie_quant.core.files import sha256_text
+from annie_quant.core.progress import Progress
+from annie_quant.documents import HeldOut, Ingredient
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import column_sweep, rounding_job
 from annie_quant.quantize.calibration_samples import Sample, TokenWeights
@@ -27,7 +28,6 @@ from annie_quant.quantize.layer_rounding import Method
 from annie_quant.quantize.layerwise import device_and_dtype
 from annie_quant.quantize.plan import Plan
 from annie_quant.quantize.strategies import gptq
-from annie_quant.schema import HeldOut, Ingredient
 
 LEAST_CONVERSATIONS = 8  # of which two are held out
 HELD_OUT = 4  # one of so many conversations at most

@@ -14,11 +14,11 @@ import safetensors.numpy
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
-from annie_quant.files import replacing
-from annie_quant.hf import codec
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.files import replacing
+from annie_quant.core.progress import Progress
 from annie_quant.models import in_layer, layer_of
-from annie_quant.progress import Progress
+from annie_quant.offline import codec
 from annie_quant.quantize import calibration_samples, column_sweep, learned_rounding
 from annie_quant.quantize.calibration_samples import Sample, TokenWeights
 from annie_quant.quantize.input_stats import Coverage, one_per_layer, weight_table

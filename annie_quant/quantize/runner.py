@@ -14,13 +14,13 @@ import msgspec
 from annie_quant import __version__, models, nvfp4
 from annie_quant.checkpoint.shards import ModelFolder, inside, read_object
 from annie_quant.checkpoint.staging import check_name, check_output, staged
-from annie_quant.errors import CheckpointError, UsageError, need
-from annie_quant.files import write_json
-from annie_quant.progress import Progress, as_progress
+from annie_quant.core.errors import CheckpointError, UsageError, need
+from annie_quant.core.files import write_json
+from annie_quant.core.progress import Progress, as_progress
+from annie_quant.documents import RECIPE_FILE, Recipe
 from annie_quant.quantize import kv_cache as kv_cache_format
 from annie_quant.quantize import prompt_provenance, strategies
 from annie_quant.quantize.job import Job, rank, sha256_of
-from annie_quant.schema import RECIPE_FILE, Recipe
 
 # What a serving runtime needs besides the weights; ModelOpt's exporter omits some of it.
 COMPANIONS = (

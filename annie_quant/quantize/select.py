@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from annie_quant.checkpoint.linears import all_linears, covering_pattern
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.quantize.formats import GROUP
 
 FLOATS = ("BF16", "F16", "F32")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.evaluate.engine import common_prefix
+from annie_quant.offline.engine import common_prefix
 from annie_quant.quantize import calibration_samples, input_stats, layerwise
 from annie_quant.quantize.calibration_samples import KINDS, PADDING, Batch, Sample, TokenWeights
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from annie_quant import nvfp4
-from annie_quant.errors import UsageError
-from annie_quant.progress import Progress
+from annie_quant.core.errors import UsageError
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import BITS, NVFP4, PLAIN_BITS
 
 if TYPE_CHECKING:

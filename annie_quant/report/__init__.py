@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from annie_quant.errors import UsageError
-from annie_quant.files import write_text
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import write_text
 
 if TYPE_CHECKING:
     from annie_quant.report.recount import Recount

@@ -1,6 +1,6 @@
 """Numbers as pages show them.
 
-A page shows text from models and from other machines: each output format calls annie_quant.printable.visible for every text it
+A page shows text from models and from other machines: each output format calls annie_quant.core.text.visible for every text it
 writes. Escaping for HTML is the template's task.
 """
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from annie_quant import bench, schema
+from annie_quant import bench, documents
+from annie_quant.documents import Roles, Run
 from annie_quant.judge import decision
 from annie_quant.report.run import LoadedRun, load
-from annie_quant.schema import Roles, Run
 
 
 def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) -> Run:
@@ -58,5 +58,5 @@ def _older_roles(run: LoadedRun) -> Roles | None:
 def write_judgement(run_dir: str | os.PathLike[str], stated: Roles | None = None) -> Run:
     """Judge a run directory again, and store the verdict in its run.json."""
     run = judge_again(run_dir, stated)
-    schema.write_run(run_dir, run)
+    documents.write_run(run_dir, run)
     return run

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from annie_quant.bench.aggregate import gate_counts, labelled, summaries, timed, values_by_prompt
+from annie_quant.documents import RequestRecord, ServedSide
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.metrics import COMPARED
 from annie_quant.judge.pairing import checks_by_prompt
-from annie_quant.schema import RequestRecord, ServedSide
 
 Records = Sequence[RequestRecord]
 TOLERANCE = 1e-3  # relative; absolute below 1

@@ -16,13 +16,10 @@ from typing import ClassVar
 
 import msgspec
 
-from annie_quant import schema
-from annie_quant.errors import AnnieError, UsageError
-from annie_quant.judge import decision, evidence
-from annie_quant.printable import visible
-from annie_quant.report import recount
-from annie_quant.report.format import name
-from annie_quant.schema import (
+from annie_quant import documents
+from annie_quant.core.errors import AnnieError, UsageError
+from annie_quant.core.text import visible
+from annie_quant.documents import (
     GateResult,
     LayerKL,
     ModelRow,
@@ -35,6 +32,9 @@ from annie_quant.schema import (
     salvage_line,
     salvage_or_default,
 )
+from annie_quant.judge import decision, evidence
+from annie_quant.report import recount
+from annie_quant.report.format import name
 
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
 REFERENCE = "bf16"
@@ -110,8 +110,8 @@ class LoadedRun:
     """models: those of run.json, then others (unlisted) that a side belongs to. tried: strategies in a search's order."""
 
     folder: Path
-    document: schema.Run
-    backends: dict[str, schema.Identity]
+    document: documents.Run
+    backends: dict[str, documents.Identity]
     records: list[RequestRecord]
     inputs: list[SentWorkload]
     bad_lines: list[str] = field(default_factory=list)
@@ -121,11 +121,11 @@ class LoadedRun:
     missing: list[Missing] = field(default_factory=list)
 
     @property
-    def aggregates(self) -> schema.Aggregates:
+    def aggregates(self) -> documents.Aggregates:
         return self.document.aggregates
 
     @property
-    def verdict(self) -> schema.Verdict:
+    def verdict(self) -> documents.Verdict:
         return self.document.verdict
 
     @property
@@ -217,7 +217,7 @@ class LoadedRun:
         return recount.check(served, self.measured, self.sampled) if served and self.records else None
 
     @cached_property
-    def evaluations(self) -> dict[str, schema.Evaluation]:
+    def evaluations(self) -> dict[str, documents.Evaluation]:
         """The evaluations in eval/ of the run's offline models, as far as they can be read."""
         files = {m: self.folder / f"eval/{m}.json" for m in self.aggregates.offline if Path(m).name == m}
         loaded = {model: _evaluation(path) for model, path in files.items()}
@@ -237,9 +237,9 @@ class LoadedRun:
         return next((s for s in self.served if s.name == backend), None)
 
 
-def _evaluation(path: Path) -> schema.Evaluation | None:
+def _evaluation(path: Path) -> documents.Evaluation | None:
     try:
-        return schema.Evaluation.load(path) if path.is_file() else None
+        return documents.Evaluation.load(path) if path.is_file() else None
     except AnnieError:
         return None
 
@@ -296,12 +296,12 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
             "give a folder that annie-quant demo or bench wrote",
         )
     try:
-        document = (salvage(schema.Run, folder / source) if source else None) or schema.Run()
+        document = (salvage(documents.Run, folder / source) if source else None) or documents.Run()
     except ValueError as error:
         raise UsageError(
             f"{folder / str(source)}: not JSON ({error})", "run the command that wrote it again"
         ) from error
-    bench = salvage_or_default(schema.Bench, folder / "bench.json")
+    bench = salvage_or_default(documents.Bench, folder / "bench.json")
     inputs = salvage_or_default(_Inputs, folder / "inputs.json")
     search = salvage_or_default(_Search, folder / "search.json")
     run = LoadedRun(folder, document, bench.backends, records, inputs.workloads, bad_lines)
@@ -341,7 +341,7 @@ def _show_verdict(
     if not verdict.sentence:
         model = chosen or (next(iter(stored)) if len(stored) == 1 and not run.aggregates.served else None)
         if model is not None and (own := stored.get(model)) is not None:
-            run.document.verdict = schema.Verdict(
+            run.document.verdict = documents.Verdict(
                 sentence=f"{model}: {own.sentence}",
                 passed=own.verdict not in decision.FAILING and model not in run.aggregates.blocking,
                 outcome=own.verdict,
@@ -354,7 +354,7 @@ def _show_verdict(
     later = {candidate, run.aggregates.served[backend].model if backend else candidate} & set(added) - {None}
     if later:
         name = f"eval/{next(iter(later))}.json"
-        run.document.verdict = schema.Verdict(
+        run.document.verdict = documents.Verdict(
             sentence=f"{name} was added after the verdict, which does not cover it: {JUDGE}",
             outcome="undecided",
             badge="undecided: judge again",

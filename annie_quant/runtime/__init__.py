@@ -1,10 +1,11 @@
-"""The public names of annie_quant.hf and annie_quant.evaluate. Importing it registers NVFP4 with transformers."""
+"""The public names of annie_quant.offline. Importing it registers NVFP4 with transformers."""
 
 from __future__ import annotations
 
-from annie_quant.evaluate import evaluate, sensitivity
-from annie_quant.hf import FP8Linear, NVFP4Linear, load, numerics_of, set_cache, set_numerics
-from annie_quant.hf import modelopt_backend as backend
+from annie_quant.offline import FP8Linear, NVFP4Linear, load, numerics_of, set_cache, set_numerics
+from annie_quant.offline import modelopt_backend as backend
+from annie_quant.offline.evaluation import evaluate
+from annie_quant.offline.layers import sensitivity
 
 __all__ = [
     "FP8Linear",

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.printable import printable
-from annie_quant.untrusted import integer
+from annie_quant.core.text import printable
+from annie_quant.core.untrusted import integer
 
 MAX_TOOL_CALLS = 1000
 MAX_NAME = 200  # characters of an id, a name, a reason

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 
 def poisson(count: int, rate_per_s: float, seed: int = 0) -> list[float]:

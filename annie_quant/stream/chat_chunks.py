@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from annie_quant.core.untrusted import integer, limited
 from annie_quant.stream.answer import MAX_NAME, Answer, Frame, name_field, object_field, object_list, text_of
-from annie_quant.untrusted import integer, limited
 
 
 class _Delta(msgspec.Struct, forbid_unknown_fields=True):

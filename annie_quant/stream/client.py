@@ -23,8 +23,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from annie_quant import __version__, native
-from annie_quant.errors import UsageError
+from annie_quant import __version__
+from annie_quant.core import native
+from annie_quant.core.errors import UsageError
 from annie_quant.stream.errors import RequestError
 from annie_quant.stream.redact import Redactor, safe_url, secrets_of
 from annie_quant.stream.timings import PlannedRequest, Timings

@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
+from annie_quant.core.untrusted import decode_json, integer
 from annie_quant.stream import chat_chunks, errors, messages_chunks, ollama_chunks, responses_chunks
 from annie_quant.stream.answer import MAX_NAME, Answer, Frame, ToolCall, usage_as_chat
 from annie_quant.stream.sentence import first_sentence_ns
-from annie_quant.untrusted import decode_json, integer
 
 __all__ = ["MAX_NAME", "Answer", "Frame", "TokenTimes", "ToolCall", "read_answer", "token_times"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.errors import UsageError
-from annie_quant.printable import printable
-from annie_quant.untrusted import decode_json, limited
+from annie_quant.core.errors import UsageError
+from annie_quant.core.text import printable
+from annie_quant.core.untrusted import decode_json, limited
 
 # request_row.cause (csrc/stream/plan.h)
 NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED, ANSWER_SIZE, HEAD_SIZE = range(10)

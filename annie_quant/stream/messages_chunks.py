@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from annie_quant.core.untrusted import integer, limited
 from annie_quant.stream.answer import Answer, Frame, name_field, object_field, text_of
-from annie_quant.untrusted import integer, limited
 
 _EVENTS = frozenset(
     [

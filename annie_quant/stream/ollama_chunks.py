@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from annie_quant.core.untrusted import integer
 from annie_quant.stream.answer import Answer, Frame, name_field, object_field, object_list, text_of
-from annie_quant.untrusted import integer
 
 _COUNTS = ("prompt_eval_count", "eval_count")
 

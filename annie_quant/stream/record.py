@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from annie_quant.printable import printable
+from annie_quant.core.text import printable
 from annie_quant.stream import decode, errors
 from annie_quant.stream.redact import safe_url
 

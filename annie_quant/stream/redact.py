@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 import msgspec
 import numpy as np
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 _SECRET = re.compile(r"auth|key|token|secret|cookie|passw|signature", re.IGNORECASE)
 _SHORTEST = 8  # shorter secrets are not masked: local servers use ordinary words such as "EMPTY" and "none" as keys

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from annie_quant.core.untrusted import integer, limited
 from annie_quant.stream import errors
 from annie_quant.stream.answer import MAX_NAME, Answer, Frame, name_field, object_field, text_of
-from annie_quant.untrusted import integer, limited
 
 _TEXT = ("response.output_text.delta", "response.refusal.delta")
 _REASONING = ("response.reasoning_text.delta", "response.reasoning_summary_text.delta", "response.reasoning.delta")

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from annie_quant.errors import EnvironmentFault, UsageError, need
+from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.stream.record import Record, decode_record
 from annie_quant.stream.redact import Redactor
 
@@ -152,7 +152,7 @@ class Timings:
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write folder/timings.npz: raw frames, stamps, response headers. The requests' secrets are not in it."""
-        from annie_quant.files import replacing  # imports hashlib: 3 MB that a run does not need
+        from annie_quant.core.files import replacing  # imports hashlib: 3 MB that a run does not need
 
         path = Path(folder) / FILE_NAME
         plan = {

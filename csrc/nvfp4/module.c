@@ -1,7 +1,7 @@
 /* annie_quant._nvfp4: the Python binding. It only converts arguments and checks sizes.
  *
  * It does not need NumPy: arrays are passed through the buffer protocol, bfloat16 and float8 as integers of the same size
- * (annie_quant/codec_arrays.py makes these views). The GIL is released in every kernel. The only state is the selected variant and
+ * (annie_quant/core/codec_arrays.py makes these views). The GIL is released in every kernel. The only state is the selected variant and
  * the number of threads, both atomic.
  */
 #include "common/buffers.h"

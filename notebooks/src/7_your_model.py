@@ -88,7 +88,7 @@ pd.DataFrame({side: {gate: f"{g['passes']} of {g['n']}" for gate, g in gates.ite
 # about it can be lost. `annie-quant search --persona mine` does all of this for every strategy, cheapest first.
 
 # %%
-from annie_quant.files import write_json
+from annie_quant.core.files import write_json
 
 for strategy, result in results.items():
     write_json(folder / "run" / "eval" / f"{strategy}.json", result)

@@ -12,14 +12,14 @@ from tiny_variants import save_with_head
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, writer
-from annie_quant.errors import ServerError
+from annie_quant.core.errors import ServerError
 from annie_quant.judge import load_workloads
 
 pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
 pytest.importorskip("gguf", reason="the serve extra is not installed")
 pytest.importorskip("transformers", reason="the prompts need a tokenizer")
 
-from annie_quant.evaluate.prompts import Template
+from annie_quant.offline.prompts import Template
 
 
 @pytest.fixture(scope="module")

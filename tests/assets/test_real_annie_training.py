@@ -154,11 +154,37 @@ def test_markdown_and_thinking_are_recognized():
 
 
 def test_it_learns_and_the_written_overlay_makes_the_merged_model(model, rows, tmp_path):
-    command = [sys.executable, TRAINING / "train.py", "--model", model, "--rows", rows, "--held-out", "6", "--batch", "3"]
-    options = ["--rank", "4", "--steps", "12", "--lr", "5e-2", "--tokens", "3000", "--shard-mb", "0.01", "--device", "cpu"]
+    command = [
+        sys.executable,
+        TRAINING / "train.py",
+        "--model",
+        model,
+        "--rows",
+        rows,
+        "--held-out",
+        "6",
+        "--batch",
+        "3",
+    ]
+    options = [
+        "--rank",
+        "4",
+        "--steps",
+        "12",
+        "--lr",
+        "5e-2",
+        "--tokens",
+        "3000",
+        "--shard-mb",
+        "0.01",
+        "--device",
+        "cpu",
+    ]
     first, second = tmp_path / "first", tmp_path / "second"
     subprocess.run([*command, *options, "--output", first, "--merged", first / "merged"], check=True)
-    subprocess.run([*command, "--adapter", first, "--output", second, "--merged", second / "merged", "--device", "cpu"], check=True)
+    subprocess.run(
+        [*command, "--adapter", first, "--output", second, "--merged", second / "merged", "--device", "cpu"], check=True
+    )
     report = json.loads((first / "report.json").read_text())
     assert len(report["losses"]) == 12 and sum(report["losses"][-3:]) < sum(report["losses"][:3]) - 0.6
     assert sum(g["n"] for g in report["held_out"].values()) == 6

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="needs the quantize extra (torch)")
 transformers = pytest.importorskip("transformers", reason="needs the quantize extra (transformers)")
 
 import annie_quant as aq  # noqa: E402
-from annie_quant.evaluate.prompts import Template  # noqa: E402
 from annie_quant.judge import load_workloads, parse_raw  # noqa: E402
+from annie_quant.offline.prompts import Template  # noqa: E402
 
 TINY_MOE = TINY_ANNIE.with_name("tiny-moe")
 

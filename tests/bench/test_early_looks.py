@@ -5,9 +5,9 @@ from __future__ import annotations
 from scipy.stats import norm
 
 from annie_quant.bench import sequential
+from annie_quant.cli.pipeline.demo import N_PROMPTS
+from annie_quant.documents import PairedGate
 from annie_quant.judge.decision import decided_at
-from annie_quant.pipeline.demo import N_PROMPTS
-from annie_quant.schema import PairedGate
 
 
 def first_n_that_keeps(level: float) -> int:

@@ -18,7 +18,7 @@ import annie_quant
 from annie_quant import bench
 from annie_quant.bench import endpoints
 from annie_quant.bench.run_config import read_records
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 MODEL = Path(annie_quant.__file__).parent / "assets" / "tiny-annie"
 CALL = {"id": "c1", "type": "function", "function": {"name": "search_memory", "arguments": '{"query": "robot"}'}}
@@ -111,10 +111,11 @@ def test_the_real_llama_cpp_gives_the_same_records_through_each_api(tmp_path):
     pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
     if not (MODEL / "model.safetensors").exists():
         pytest.skip("the embedded model's weights are not in this checkout")
-    from annie_quant import checkpoint, serve
+    from annie_quant import checkpoint
+    from annie_quant.ops import serving
 
     checkpoint.convert(MODEL, to="gguf", output=tmp_path / "tiny.gguf", type="Q8_0")
-    server = serve.start(tmp_path / "tiny.gguf", runtime="llama.cpp", log=tmp_path / "server.log", threads=1)
+    server = serving.start(tmp_path / "tiny.gguf", runtime="llama.cpp", log=tmp_path / "server.log", threads=1)
     try:
         sides = [bench.Backend(api, server.url, endpoint=api) for api in ("chat", "messages", "responses")]
         bench.run(sides, [FACTS, TALK, MEMORY], tmp_path / "run", warmup=0, runs=1, with_memory=False)

@@ -12,7 +12,7 @@ from paths import DATA
 
 from annie_quant.bench import guidellm
 from annie_quant.bench.export import aiperf
-from annie_quant.schema import Bench
+from annie_quant.documents import Bench
 
 PEERS = DATA / "peer_reports"
 GUIDELLM, AIPERF = (PEERS / name for name in ("guidellm_0.8.1.json", "aiperf_0.13.0.json"))

@@ -11,8 +11,8 @@ import pytest
 from bench_cases import FACTS, MEMORY, TALK, annie
 from fake_server import FakeServer
 
-from annie_quant import bench, schema
-from annie_quant.errors import UsageError
+from annie_quant import bench, documents
+from annie_quant.core.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_the_original_plans_results(folder, records):
 
 
 def test_aggregates_can_be_computed_again_from_the_folder(folder):
-    assert bench.aggregate(folder) == schema.read_bench(folder).aggregates
+    assert bench.aggregate(folder) == documents.read_bench(folder).aggregates
 
 
 def test_no_secret_is_stored(tmp_path):

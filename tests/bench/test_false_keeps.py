@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from fake_server import FakeServer, Script, words
 from stream_server import RawServer
 
-from annie_quant import bench, judge, schema
+from annie_quant import bench, documents, judge
 from annie_quant.bench import reference_answers
 from annie_quant.cli import cli
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import Aggregates, MemoryBytes, Roles, ServedSide
 from annie_quant.judge.pairing import checks_by_prompt
-from annie_quant.schema import Aggregates, MemoryBytes, Roles, ServedSide
 
 N = 60
 
@@ -362,9 +362,9 @@ def test_the_format_is_that_of_the_file_behind_a_local_server(tmp_path):
 def test_a_verdict_changes_no_counts():
     served = {"a": ServedSide(), "b": ServedSide()}
     aggregates = Aggregates(served=served)
-    before = schema.encode(aggregates)
+    before = documents.encode(aggregates)
     judge.verdict(aggregates, "a", reference="b")
-    assert schema.encode(aggregates) == before
+    assert documents.encode(aggregates) == before
 
 
 # ---- memory

@@ -9,16 +9,17 @@ import pytest
 from bench_cases import FACTS, TOOLS, ask, backends, row, rows_of, workload
 from fake_server import FakeServer, Script, words
 
-from annie_quant import bench, host, judge
+from annie_quant import bench, judge
 from annie_quant.bench import sequential
 from annie_quant.bench.aggregate import labelled, tool_surface
 from annie_quant.bench.plan import ALONE
 from annie_quant.bench.run_config import read_records
-from annie_quant.errors import UsageError
+from annie_quant.core import host
+from annie_quant.core.errors import UsageError
+from annie_quant.core.progress import Silent
+from annie_quant.documents import EarlyStop, Load, PairedGate, Roles
 from annie_quant.judge import decision
 from annie_quant.judge.paired import Threshold
-from annie_quant.progress import Silent
-from annie_quant.schema import EarlyStop, Load, PairedGate, Roles
 
 
 @pytest.fixture

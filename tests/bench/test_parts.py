@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from bench_cases import FACTS, MEMORY, TALK, check, config_of, folder_of, known, row
 
-from annie_quant import schema
+from annie_quant import documents
 from annie_quant.bench import memory
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.plan import choose, plan
 from annie_quant.bench.regression import losses, regression
 from annie_quant.bench.run_config import Records, read_records
-from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.schema import BenchConfig
+from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.documents import BenchConfig
 
 
 def test_the_plan_is_balanced_seeded_and_interleaved():
@@ -216,10 +216,10 @@ def stored_answers(folder, lost=(), won=(), n=100, gate="tool_call"):
         for i in range(n)
     ]
     folder.mkdir()
-    (folder / "records.jsonl").write_bytes(b"".join(schema.encode(r) + b"\n" for r in rows))
+    (folder / "records.jsonl").write_bytes(b"".join(documents.encode(r) + b"\n" for r in rows))
     config, identities = config_of(w={"temperature": 0}), {"a": known("a")}
     aggregates = aggregate_records(rows, config, identities)
-    schema.write(folder / "bench.json", schema.Bench(config=config, backends=identities, aggregates=aggregates))
+    documents.write(folder / "bench.json", documents.Bench(config=config, backends=identities, aggregates=aggregates))
     return folder
 
 

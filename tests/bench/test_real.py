@@ -20,10 +20,11 @@ def test_a_against_a_on_a_real_server(tmp_path):
     pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
     if not (MODEL / "model.safetensors").exists():
         pytest.skip("the embedded model's weights are not in this checkout")
-    from annie_quant import checkpoint, serve
+    from annie_quant import checkpoint
+    from annie_quant.ops import serving
 
     checkpoint.convert(MODEL, to="gguf", output=tmp_path / "tiny.gguf", type="Q8_0")
-    server = serve.start(tmp_path / "tiny.gguf", runtime="llama.cpp", log=tmp_path / "server.log")
+    server = serving.start(tmp_path / "tiny.gguf", runtime="llama.cpp", log=tmp_path / "server.log")
     try:
         sides = [bench.Backend(name, server.url, meta={"pid": server.pid}) for name in ("one", "same")]
         workloads = judge.load_workloads(["factual", "tool_memory", "multi_turn", "thinking_on"])

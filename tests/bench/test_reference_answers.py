@@ -11,7 +11,7 @@ from fake_server import FakeServer, Script, words
 from annie_quant import bench
 from annie_quant.bench import reference_answers
 from annie_quant.cli import cli, tables
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 GATES = ["non_empty", "same_tool", "same_arguments", "same_markdown", "same_length", "same_stop"]
 CALLS = workload(

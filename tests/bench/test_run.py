@@ -11,9 +11,9 @@ from bench_cases import FACTS, MEMORY, TALK, annie, backends, rows_of
 from fake_server import FakeServer, Script, words
 
 from annie_quant import bench
-from annie_quant.errors import ServerError, UsageError
-from annie_quant.progress import Silent
-from annie_quant.schema import Ended
+from annie_quant.core.errors import ServerError, UsageError
+from annie_quant.core.progress import Silent
+from annie_quant.documents import Ended
 
 
 @pytest.fixture

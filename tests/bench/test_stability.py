@@ -8,11 +8,12 @@ import types
 import pytest
 from bench_cases import config_of, known, row
 
-from annie_quant import host, report, schema
+from annie_quant import documents, report
 from annie_quant.bench import depth, drift, noise
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.plan import plan
-from annie_quant.schema import BenchConfig
+from annie_quant.core import host
+from annie_quant.documents import BenchConfig
 
 
 def records(backend, seed, factor=lambda second: 1.0, prompts=40, repeats=5, spread=0.03, **more):
@@ -106,8 +107,8 @@ def test_a_difference_has_its_noise_in_the_report(tmp_path):
     assert 0 < comparison.noise < comparison.median_difference / 3
     floor = next(f for f in aggregates.noise["a"] if f.metric == "tpot_ms")
     assert floor.n_repeated == 40 and floor.low < 0 < floor.high
-    (tmp_path / "records.jsonl").write_bytes(b"".join(schema.encode(r) + b"\n" for r in rows))
-    schema.write(tmp_path / "bench.json", schema.Bench(config=config, backends=identities, aggregates=aggregates))
+    (tmp_path / "records.jsonl").write_bytes(b"".join(documents.encode(r) + b"\n" for r in rows))
+    documents.write(tmp_path / "bench.json", documents.Bench(config=config, backends=identities, aggregates=aggregates))
     report.build(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "## Noise and drift" in page and "± " in page.split("## Paired comparisons")[1].split("##")[0]

@@ -12,10 +12,10 @@ from bench_cases import FACTS, annie, folder_of
 from click.testing import CliRunner
 from fake_server import FakeServer
 
-from annie_quant import bench, schema
+from annie_quant import bench, documents
 from annie_quant.bench import memory, server_metrics
 from annie_quant.cli import cli
-from annie_quant.schema import BenchConfig, MemoryFigures
+from annie_quant.documents import BenchConfig, MemoryFigures
 
 MB = 1 << 20
 
@@ -82,7 +82,7 @@ def test_the_servers_metrics_are_in_the_run(tmp_path):
         server.metrics = lambda: PAGE % (5 * len(server.bodies))
         done = bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path / "run", warmup=0, runs=1)
     assert done.requests == 6
-    rows = schema.decode(dict[str, server_metrics.ServerMetrics], tmp_path / "run" / server_metrics.FILE)
+    rows = documents.decode(dict[str, server_metrics.ServerMetrics], tmp_path / "run" / server_metrics.FILE)
     grown = rows["a"].growth['vllm:generation_tokens_total{engine="0"}']
     assert grown == 5 * len(server.bodies) == 35, "six prompts and the smoke question"
 
@@ -93,7 +93,7 @@ def test_a_sustained_run_lasts_its_time_and_has_a_memory_trace(tmp_path):
                  "--warmup", "0", "--output", str(tmp_path / "run"), "--json"]  # fmt: skip
         done = CliRunner().invoke(cli, words)
     assert done.exit_code in (0, 1), done.output
-    document = schema.read_bench(tmp_path / "run")
+    document = documents.read_bench(tmp_path / "run")
     assert document.config.sustained and document.requests > 10
     assert not [c for c in document.aggregates.confounds if c.code == "unfinished"]
     assert memory.read_traces(tmp_path / "run")["a"], "the server is this process"
@@ -101,7 +101,7 @@ def test_a_sustained_run_lasts_its_time_and_has_a_memory_trace(tmp_path):
 
 def test_a_run_of_the_earlier_settings_resumes():
     assert BenchConfig().differences(BenchConfig(noise_share=0.1, sustained=True)) == []
-    assert json.loads(schema.encode(BenchConfig()))["noise_share"] == 0.0
+    assert json.loads(documents.encode(BenchConfig()))["noise_share"] == 0.0
 
 
 def test_a_runs_exports_are_written_again(tmp_path):

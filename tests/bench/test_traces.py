@@ -15,8 +15,8 @@ from annie_quant import bench
 from annie_quant.bench import traces
 from annie_quant.bench.plan import arrival_times
 from annie_quant.bench.run_config import read_records
-from annie_quant.errors import UsageError
-from annie_quant.schema import Load
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import Load
 
 # The first rows of Mooncake's toolagent trace (kvcache-ai/Mooncake, FAST25-release), with a third that arrives later.
 MOONCAKE = [

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from paths import HELPERS
 
+from annie_quant.core.errors import AnnieError, EnvironmentFault, ServerError, UsageError
 from annie_quant.data import Limits, Options, generate
-from annie_quant.errors import AnnieError, EnvironmentFault, ServerError, UsageError
 
 FAKE = HELPERS / "fake_claude.py"
 

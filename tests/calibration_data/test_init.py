@@ -12,13 +12,13 @@ from click.testing import CliRunner
 from planted_secrets import HUB, KEY, PASSWORD, where
 
 from annie_quant.cli import cli
+from annie_quant.core.errors import UsageError
+from annie_quant.core.text import inert
 from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, read_rows, validate
 from annie_quant.data.initialize import Sources, initialize
 from annie_quant.data.log_workloads import prompt_text
 from annie_quant.data.resolve import personas_of, resolve
-from annie_quant.errors import UsageError
 from annie_quant.judge.gates import GATES
-from annie_quant.printable import inert
 
 HOME = load_persona("home")
 

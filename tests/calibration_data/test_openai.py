@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from annie_quant.core.errors import EnvironmentFault, ServerError, UsageError
 from annie_quant.data import Limits, Options, generate
-from annie_quant.errors import EnvironmentFault, ServerError, UsageError
 
 KEY = "sk-test-0123456789abcdef"
 

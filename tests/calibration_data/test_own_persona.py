@@ -10,12 +10,12 @@ import jsonschema
 import pytest
 
 from annie_quant import judge
+from annie_quant.core.errors import ServerError, UsageError
 from annie_quant.data import Options, check_prompt_hash, generate, load_persona, read_rows, validate
 from annie_quant.data.resolve import documents, generated_workloads, personas_of, resolve
 from annie_quant.data.rows import THRESHOLD, DuplicateFinder, features
 from annie_quant.data.tool_exchanges import draw_arguments, draw_exchange
 from annie_quant.data.validate import faults, form_faults, form_report
-from annie_quant.errors import ServerError, UsageError
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import NO_RESULT
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from annie_quant.core.errors import UsageError
 from annie_quant.data import load_persona
-from annie_quant.errors import UsageError
-from annie_quant.persona import FOLDER
+from annie_quant.documents.persona import FOLDER
 
 
 def test_annie_has_both_tools_and_a_prompt_that_forbids_markdown():

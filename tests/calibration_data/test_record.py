@@ -24,9 +24,9 @@ from record_server import RawServer, Running, body_of, chat, completion, raw_cal
 aiohttp = pytest.importorskip("aiohttp", reason="the proxy needs aiohttp: pip install annie-quant[record]")
 
 from annie_quant.cli import cli  # noqa: E402
+from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.data.logs import read_logs  # noqa: E402
 from annie_quant.data.record import Recorder, proxy  # noqa: E402
-from annie_quant.errors import UsageError  # noqa: E402
 
 TOOLS = [
     {

@@ -7,13 +7,13 @@ import json
 
 import pytest
 
+from annie_quant.core.errors import UsageError
 from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, validate
 from annie_quant.data.rows import DuplicateFinder, gate_texts
 from annie_quant.data.teachers import _base
 from annie_quant.data.validate import MAX_ANSWER, faults
-from annie_quant.errors import UsageError
+from annie_quant.documents.persona import FOLDER
 from annie_quant.judge import load_workloads
-from annie_quant.persona import FOLDER
 
 OWN = {
     "name": "Bruno",

@@ -21,7 +21,7 @@ def exported(tmp_path_factory) -> tuple[Path, Path]:
     import torch
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-    from annie_quant.hf import modelopt_backend
+    from annie_quant.offline import modelopt_backend
 
     home = tmp_path_factory.mktemp("awq")
     tensors = zoo.weights(zoo.CONFIG)

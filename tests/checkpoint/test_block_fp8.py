@@ -12,7 +12,7 @@ import pytest
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, dialects
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 NAME = "Qwen/Qwen3.6-35B-A3B-FP8"
 BASE = "model.language_model.layers.1"
@@ -110,11 +110,11 @@ def test_other_dialects_are_refused_with_the_command_that_works(fp8: Path, tmp_p
 def test_the_runtime_multiplies_as_servers_do(fp8: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations have a scale per token and 128 columns; without that rounding the model is transformers' own."""
     torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-    import annie_quant.hf
-    from annie_quant.hf import fp8_linear
+    import annie_quant.offline
+    from annie_quant.offline import fp8_linear
 
     ids = torch.arange(5, 21)[None]
-    model = annie_quant.hf.load(fp8, dtype=torch.float32)
+    model = annie_quant.offline.load(fp8, dtype=torch.float32)
     tensors: list = []
     attention = model.model.layers[3].self_attn
     attention.o_proj.register_forward_hook(lambda m, args, out: tensors.extend([args[0], out]))
@@ -139,19 +139,19 @@ def test_the_runtime_multiplies_as_servers_do(fp8: Path, plain: Path, monkeypatc
         fp8_linear.BlockFP8Linear, "dequantized", lambda self, dtype: original(self, torch.bfloat16).to(dtype)
     )
     with torch.inference_mode():
-        ours, theirs = model(ids).logits, annie_quant.hf.load(plain, dtype=torch.float32)(ids).logits
+        ours, theirs = model(ids).logits, annie_quant.offline.load(plain, dtype=torch.float32)(ids).logits
     assert torch.linalg.norm(ours - theirs) < 1e-5 * torch.linalg.norm(theirs)
 
 
 def test_other_fp8_is_computed_as_the_settings_ask(tmp_path: Path) -> None:
     """Activations with a scale per token (unsloth) or the stored one (NVIDIA), and KV scales under either name."""
     torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-    import annie_quant.hf
-    from annie_quant.hf.nvfp4_linear import scale_of
+    import annie_quant.offline
+    from annie_quant.offline.nvfp4_linear import scale_of
 
     for name, per_token in (("unsloth/Qwen3.8-27B-NVFP4", True), ("nvidia/Qwen3.6-35B-A3B-NVFP4", False)):
         folder = ModelFolder(published.write(name, tmp_path / name.partition("/")[0]))
-        model = annie_quant.hf.load(folder.path, dtype=torch.float32)
+        model = annie_quant.offline.load(folder.path, dtype=torch.float32)
         attention = model.model.layers[3].self_attn
         tensors: list = []
         attention.o_proj.register_forward_hook(lambda m, args, out, tensors=tensors: tensors.extend([args[0], out]))
@@ -170,7 +170,7 @@ def test_other_fp8_is_computed_as_the_settings_ask(tmp_path: Path) -> None:
 def test_linears_of_any_width_and_gradients(fp8: Path) -> None:
     """Columns that are no multiple of a block, by NumPy; gradients reach the input."""
     torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-    from annie_quant.hf.fp8_linear import BlockFP8Linear
+    from annie_quant.offline.fp8_linear import BlockFP8Linear
 
     assert BlockFP8Linear(200, 72, block=(2**40, 2**40)).dequantized(torch.float32).shape == (72, 200)
     linear = BlockFP8Linear(200, 72, block=(64, 128), dtype=torch.float32)
@@ -246,7 +246,7 @@ def test_each_fault_is_named_and_refused(fp8: Path, tmp_path: Path, fault: str) 
         assert not (tmp_path / "never").exists()
     if fault in ("scales dropped", "a scale per row", "a scale of 0", "static activations"):
         pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-        import annie_quant.hf
+        import annie_quant.offline
 
         with pytest.raises(CheckpointError):
-            annie_quant.hf.load(bad)
+            annie_quant.offline.load(bad)

@@ -11,7 +11,7 @@ from paths import TINY_ANNIE
 
 from annie_quant.checkpoint import chat_template
 from annie_quant.checkpoint.chat_template import ChatTemplate
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers", reason="the quantize extra is not installed")
 

@@ -16,7 +16,7 @@ from paths import ROOT
 from annie_quant.checkpoint.codes import CODES
 from annie_quant.checkpoint.loader_support import DEADLY
 from annie_quant.cli import cli, main
-from annie_quant.errors import EXIT_CODES, AnnieError
+from annie_quant.core.errors import EXIT_CODES, AnnieError
 
 PACKAGE = ROOT / "annie_quant/checkpoint"
 CALLS = ("audit.add", "audit.fault", "self.audit.fault", "result.add", "result.fault", "ShardError", "Difference")

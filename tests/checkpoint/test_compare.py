@@ -10,7 +10,7 @@ import pytest
 
 import annie_quant as aq
 from annie_quant.checkpoint.compare import compare, labels
-from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.core.errors import CheckpointError, UsageError
 
 pytest.importorskip("annie_quant.nvfp4", reason="the C codec is not built")
 pytest.importorskip("gguf", reason="the serve extra is not installed")

@@ -19,8 +19,8 @@ from paths import CALIBRATION, ROOT
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, staging, writer
-from annie_quant.errors import CheckpointError, EnvironmentFault, UsageError
-from annie_quant.progress import ByteProgress, Lines
+from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError
+from annie_quant.core.progress import ByteProgress, Lines
 from annie_quant.quantize import job as jobs
 from annie_quant.quantize.strategies import direct
 

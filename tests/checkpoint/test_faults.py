@@ -16,7 +16,7 @@ import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, ShardError
 from annie_quant.checkpoint.compare import compare
 from annie_quant.checkpoint.repair import repair
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 OUT = "model.layers.3.self_attn.o_proj"
 

@@ -82,9 +82,9 @@ def test_faults_are_named(both: tuple[Path, Path], tmp_path: Path) -> None:
 
 def test_the_runtime_computes_the_same_logits(both: tuple[Path, Path]) -> None:
     torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-    import annie_quant.hf
+    import annie_quant.offline
 
     ids = torch.arange(5, 21)[None]
     with torch.inference_mode():
-        logits = [annie_quant.hf.load(f, dtype=torch.float32)(ids).logits for f in both]
+        logits = [annie_quant.offline.load(f, dtype=torch.float32)(ids).logits for f in both]
     assert torch.equal(*logits)

@@ -17,7 +17,7 @@ import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, ShardError, planned, write
 from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
 from annie_quant.checkpoint.shards import INDEX
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "20000"))
 

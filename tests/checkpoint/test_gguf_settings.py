@@ -11,7 +11,7 @@ import pytest
 from annie_quant import checkpoint
 from annie_quant.checkpoint.gguf import settings
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 pytest.importorskip("gguf", reason="the serve extra is not installed")
 

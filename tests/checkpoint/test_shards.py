@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from annie_quant.checkpoint import ModelFolder, ShardError, header, planned, write
 from annie_quant.checkpoint.shards import INDEX
-from annie_quant.errors import CheckpointError, EnvironmentFault
+from annie_quant.core.errors import CheckpointError, EnvironmentFault
 
 FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "20000"))
 

@@ -56,9 +56,9 @@ def test_a_token_reads_its_experts_alone(tmp_path, layout):
 
 def test_every_command_has_the_same_figure(checkpoints, tmp_path):
     pytest.importorskip("torch", reason="the pipeline needs torch")
-    from annie_quant.pipeline.demo import SIDES, Demo
-    from annie_quant.pipeline.search.search import Search
-    from annie_quant.schema import StrategyRow
+    from annie_quant.cli.pipeline.demo import SIDES, Demo
+    from annie_quant.cli.pipeline.search import Search
+    from annie_quant.documents import StrategyRow
 
     source, quantized = checkpoints
     expected = aq.checkpoint.audit(quantized).summary.bits_per_weight

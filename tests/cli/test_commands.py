@@ -13,7 +13,7 @@ from paths import TINY_ANNIE
 
 import annie_quant
 from annie_quant.cli import cli
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 COMMANDS = [
     "demo",
@@ -134,7 +134,7 @@ def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatc
     pytest.importorskip("torch", reason="evaluating needs torch")
     from click.testing import CliRunner
 
-    from annie_quant.evaluate import job
+    from annie_quant.offline import job
 
     requests: list[int] = []
     verdicts = ["keeps"]

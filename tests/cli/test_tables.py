@@ -9,9 +9,9 @@ import pytest
 from annie_quant import judge
 from annie_quant.cli import tables
 from annie_quant.cli.console import Console
+from annie_quant.documents import OfflineSide, PairedGate
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, tabulate
-from annie_quant.schema import OfflineSide, PairedGate
 
 MEMBERS = (
     "w4a4",

@@ -53,7 +53,7 @@ def bench(folder: Path, workload: Path) -> int:
 
 
 if __name__ == "__main__":
-    from annie_quant.schema import SCHEMA_VERSION
+    from annie_quant.documents import SCHEMA_VERSION
 
     sample = HERE / f"runs/schema_{SCHEMA_VERSION}"
     shutil.rmtree(sample, ignore_errors=True)

@@ -115,7 +115,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
     reference = (tmp_path / "site/reference/python/index.html").read_text(encoding="utf-8")
-    for name in ("annie_quant.nvfp4.pack", "annie_quant.schema.checkpoint.Audit", "annie_quant.publish.upload.upload"):
+    for name in (
+        "annie_quant.nvfp4.pack",
+        "annie_quant.documents.checkpoint.Audit",
+        "annie_quant.report.upload.upload",
+    ):
         assert f'id="{name}"' in reference, name
     commands = (tmp_path / "site/reference/cli/index.html").read_text(encoding="utf-8")
     assert all(f'id="{name}"' in commands for name in cli.commands)

@@ -61,11 +61,7 @@ def codec(seconds: int) -> Row:
     """Run the codec's driver, which generates its inputs; each round starts from another number."""
     flags = ["-std=c11", "-g", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", f"-I{ROOT}/csrc",
              "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]  # fmt: skip
-    skipped = (
-        ("module.c", "_neon.c")
-        if os.uname().machine == "x86_64"
-        else ("module.c", "_avx2.c", "_avx512.c")
-    )
+    skipped = ("module.c", "_neon.c") if os.uname().machine == "x86_64" else ("module.c", "_avx2.c", "_avx512.c")
     objects = []
     for source in [
         *sorted((ROOT / "csrc/common").glob("*.c")),
@@ -154,11 +150,11 @@ def run_atheris(name: str, arguments: list[str]) -> None:
         import annie_quant.checkpoint
         import annie_quant.checkpoint.gguf.reader
         import annie_quant.data.rows
-        import annie_quant.doctor
         import annie_quant.judge
+        import annie_quant.ops.doctor
+        import annie_quant.ops.server
         import annie_quant.report.pages.markdown
         import annie_quant.report.run
-        import annie_quant.serve.server
         import annie_quant.stream  # noqa: F401
     from targets import TARGETS
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from annie_quant.errors import AnnieError
+from annie_quant.core.errors import AnnieError
 
 SHARED = "/dev/shm"  # in memory, because each input is written to a file
 FOLDER = Path(tempfile.mkdtemp(prefix="annie_quant_fuzz_", dir=SHARED if Path(SHARED).is_dir() else None))
@@ -347,7 +347,7 @@ def chunk_seeds() -> Iterable[bytes]:
 
 def server_log(raw: bytes) -> None:
     """A server's log, as doctor reads it: one line with the cause, one phase, a known error or none."""
-    from annie_quant import doctor
+    from annie_quant.ops import doctor
 
     path = FOLDER / "server.log"
     path.write_bytes(raw)

@@ -19,7 +19,7 @@ import pytest
 from paths import ROOT
 
 import annie_quant as aq
-from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import arrays
 
 BUILT = sorted((ROOT / "annie_quant").glob("_gemm*.so"))

@@ -208,9 +208,7 @@ def mma16864(a, b, sfa, sfb):
     scale_a, scale_b = np.zeros((16, 64)), np.zeros((64, 8))
     for k in range(64):
         for row in range(16):
-            scale_a[row, k] = ue4m3(
-                np.array([sfa[4 * (row & 7) + (row >> 3)] >> 8 * (k // 16) & 255], np.uint8)
-            )[0]
+            scale_a[row, k] = ue4m3(np.array([sfa[4 * (row & 7) + (row >> 3)] >> 8 * (k // 16) & 255], np.uint8))[0]
         for col in range(8):
             scale_b[k, col] = ue4m3(np.array([sfb[4 * col] >> 8 * (k // 16) & 255], np.uint8))[0]
     return (full_a * scale_a) @ (full_b * scale_b)

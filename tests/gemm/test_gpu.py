@@ -8,7 +8,7 @@ import pytest
 from gemm_cases import adversarial, encode, ue4m3
 from gemm_module import count_devices
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 from annie_quant.gemm.arrays import native
 
 gemm = pytest.importorskip("annie_quant.gemm")

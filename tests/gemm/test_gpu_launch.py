@@ -11,7 +11,7 @@ import pytest
 from gemm_module import count_devices
 from paths import ROOT
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 from annie_quant.gemm.arrays import native
 
 gemm = pytest.importorskip("annie_quant.gemm")

@@ -10,7 +10,7 @@ import pytest
 from gemm_cases import grouped_products
 from gemm_module import DEVICES, module, needs_module
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 from annie_quant.gemm import GroupedPlan, oracle
 
 torch = pytest.importorskip("torch", reason="the operator is torch's: pip install annie-quant[quantize]")

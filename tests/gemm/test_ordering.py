@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 from annie_quant.gemm import arrays, ops
 from annie_quant.gemm.plans import SkinnyPlan
 

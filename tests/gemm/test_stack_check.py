@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from annie_quant.cli.doctor import print_stack
-from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import container_check, known_failures, oracle, stack_check
 
 

@@ -10,7 +10,7 @@ import stack_times
 import torch
 from paths import TINY_ANNIE
 
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 
 def test_the_fastest_kernel_of_each_cell_is_named(monkeypatch):

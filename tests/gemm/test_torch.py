@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gemm_module import count_devices
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 gemm = pytest.importorskip("annie_quant.gemm")
 torch = pytest.importorskip("torch")

@@ -7,11 +7,11 @@ import random
 
 from fake_server import Script, words
 
-from annie_quant import bench, schema
+from annie_quant import bench, documents
 from annie_quant.bench import confounds
 from annie_quant.bench.aggregate import aggregate_records
+from annie_quant.documents import BenchConfig, Ended, Identity, RequestRecord, convert
 from annie_quant.judge.library import build_workload
-from annie_quant.schema import BenchConfig, Ended, Identity, RequestRecord, convert
 
 TOOLS = [
     {
@@ -118,7 +118,7 @@ def folder_of(where, shift, leaks=0):
         record.checks = {"non_empty": False}
     identities, config = {"a": known("a")}, config_of(w={"temperature": 0})
     where.mkdir()
-    (where / "records.jsonl").write_bytes(b"".join(schema.encode(r) + b"\n" for r in rows))
+    (where / "records.jsonl").write_bytes(b"".join(documents.encode(r) + b"\n" for r in rows))
     aggregates = aggregate_records(rows, config, identities)
-    schema.write(where / "bench.json", schema.Bench(config=config, backends=identities, aggregates=aggregates))
+    documents.write(where / "bench.json", documents.Bench(config=config, backends=identities, aggregates=aggregates))
     return where

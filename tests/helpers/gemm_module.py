@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from annie_quant import gemm
-from annie_quant.errors import EnvironmentFault
+from annie_quant.core.errors import EnvironmentFault
 from annie_quant.gemm.arrays import native
 
 

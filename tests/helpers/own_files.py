@@ -9,7 +9,7 @@ from pathlib import Path
 from paths import TINY_ANNIE
 
 from annie_quant.data import generate
-from annie_quant.persona import FOLDER
+from annie_quant.documents.persona import FOLDER
 
 
 def write_model(folder: Path) -> None:

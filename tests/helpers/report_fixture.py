@@ -439,7 +439,7 @@ def write_evaluation(path: Path, offline: dict, checkpoint: Path | None = None, 
     """Write the evaluation that a model's figures in run.json come from: without a gate that applies to the reference."""
     import evaluations
 
-    from annie_quant.schema import ModelFiles
+    from annie_quant.documents import ModelFiles
 
     sides = {
         numerics: {g: "1" * r["passes"] + "0" * (r["n"] - r["passes"]) for g, r in side["gates"].items()}
@@ -462,7 +462,7 @@ def record_hash(folder: Path, model: str, checkpoint: Path) -> None:
 
 
 def model_sha256(folder: Path) -> str:
-    from annie_quant.evaluate.reference import model_sha256
+    from annie_quant.offline.reference import model_sha256
 
     return model_sha256(folder)
 

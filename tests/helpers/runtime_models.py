@@ -199,8 +199,8 @@ def first_edge(model, prompt: Sequence[int], history: Sequence[int]) -> Edge | N
     generation does, and in one batch, as verification does; None if all are equal."""
     import torch
 
-    from annie_quant.evaluate.engine import Engine, Row
-    from annie_quant.hf import codec
+    from annie_quant.offline import codec
+    from annie_quant.offline.engine import Engine, Row
 
     def step_by_step() -> None:
         cache = model(torch.tensor([list(prompt)]), use_cache=True).past_key_values
@@ -232,7 +232,7 @@ def inputs_of_linears(model, forward: Callable[[], object]) -> dict:
     """Return the inputs, float32 [tokens, K], of each NVFP4 linear while `forward` runs, in the model's order."""
     import torch
 
-    from annie_quant.hf.nvfp4_linear import nvfp4_linears
+    from annie_quant.offline.nvfp4_linear import nvfp4_linears
 
     inputs: dict[str, list] = {}
     hooks = [

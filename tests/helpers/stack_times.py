@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from annie_quant import checkpoint
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 COLD_BYTES = 200 << 20
 LAUNCHES = 20  # of a graph, at least

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from scipy.stats import t
 
+from annie_quant.documents import Evaluation
 from annie_quant.judge.gates import REFERENCE_GATES, decides
 from annie_quant.judge.statistics import holm, wilson
-from annie_quant.schema import Evaluation
 
 RESIDUAL = "residual"
 LEVEL = 0.05

@@ -52,7 +52,7 @@ def environment(folder: Path) -> Path:
 def checkpoints(output: Path) -> dict[str, Path]:
     """tiny-annie quantized with each strategy, and as Q4_K_M; existing checkpoints are reused."""
     from annie_quant import checkpoint, data, quantize
-    from annie_quant.pipeline.demo import MODEL
+    from annie_quant.cli.pipeline.demo import MODEL
 
     rows = output / "calibration.jsonl"
     if not rows.exists():
@@ -78,9 +78,10 @@ def main() -> None:
     arguments = parser.parse_args()
 
     os.environ["ANNIE_QUANT_VLLM"] = str(environment(arguments.env.resolve()))
-    from annie_quant import bench, judge, report, serve
-    from annie_quant.pipeline.stages import RunDirectory
-    from annie_quant.progress import Lines
+    from annie_quant import bench, judge, report
+    from annie_quant.cli.pipeline.stages import RunDirectory
+    from annie_quant.core.progress import Lines
+    from annie_quant.ops import serving
 
     directory = RunDirectory(arguments.output)
     built = checkpoints(arguments.output)
@@ -90,7 +91,7 @@ def main() -> None:
             runtime, more = ("llama.cpp", {}) if path.suffix == ".gguf" else ("vllm", {"recipe": "cpu"})
             port = arguments.port + index
             log = arguments.output / "logs" / f"{name}.log"
-            servers.append(serve.start(path, runtime=runtime, port=port, log=log, progress=Lines(print), **more))
+            servers.append(serving.start(path, runtime=runtime, port=port, log=log, progress=Lines(print), **more))
             print(f"{runtime} {name}: ready at {servers[-1].url}", flush=True)
             meta = {"source": "tiny-annie", "pid": servers[-1].pid, "runtime": runtime, "model": name}
             backends.append(bench.Backend(f"{runtime}-{name}", servers[-1].url, meta=meta))

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from annie_quant import judge
-from annie_quant.errors import AnnieError
+from annie_quant.core.errors import AnnieError
 from annie_quant.judge import bfcl
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.calls import selection_fault, values_fault

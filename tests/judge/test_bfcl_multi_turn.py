@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from annie_quant.errors import EnvironmentFault
+from annie_quant.core.errors import EnvironmentFault
 from annie_quant.judge import bfcl
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.bfcl import DOCUMENTS, MISSING_FUNCTION, parsed_call

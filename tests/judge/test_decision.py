@@ -6,7 +6,7 @@ import pytest
 from bench_cases import row
 from msgspec import structs
 
-from annie_quant import judge, schema
+from annie_quant import documents, judge
 from annie_quant.judge import decision
 from annie_quant.judge.decision.verdict import JudgedGate
 from annie_quant.judge.paired import Threshold, decide
@@ -110,9 +110,9 @@ def test_a_failing_candidate_names_its_gates():
 
 def test_the_evidence_of_a_speed_gate_is_its_interval():
     measured = {"metric": "ttft_content_ms", "value": 130.0, "limit": 120.0, "verdict": "fail"}
-    gate = JudgedGate("served", "TTFT", schema.SpeedGate(low=125.0, high=140.0, n=40, **measured))
+    gate = JudgedGate("served", "TTFT", documents.SpeedGate(low=125.0, high=140.0, n=40, **measured))
     assert (str(gate), gate.evidence) == ("TTFT 130 ms, limit 120 (served)", "95 % interval 125 to 140")
-    one = JudgedGate("served", "TTFT", schema.SpeedGate(low=None, high=None, n=1, **measured))
+    one = JudgedGate("served", "TTFT", documents.SpeedGate(low=None, high=None, n=1, **measured))
     assert one.evidence == "too few answers for an interval"
 
 
@@ -181,7 +181,7 @@ def test_nothing_measured():
 
 
 def typed(**served):
-    return schema.convert(schema.Aggregates, {"models": MODELS, "served": served})
+    return documents.convert(documents.Aggregates, {"models": MODELS, "served": served})
 
 
 def test_the_checklist_counts_the_candidates_own_records():
@@ -222,7 +222,9 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
             "text": "x",
             "finish_reason": "stop",
         }
-        return schema.RequestRecord(id=f"{backend}/{i}", checks={"tool_call": passed and i < 88 + won + lost}, **fields)
+        return documents.RequestRecord(
+            id=f"{backend}/{i}", checks={"tool_call": passed and i < 88 + won + lost}, **fields
+        )
 
     records = [answer(backend, i) for i in range(100) for backend in ("mlp_only", "q4_k_m")]
     aggregates = typed(mlp_only=side(), q4_k_m=side())
@@ -238,7 +240,7 @@ def test_one_leak_is_neither_a_loss_nor_a_gain_and_six_are():
     cases = (("q4_k_m", 1, (0, 0)), ("mlp_only", 1, (0, 0)), ("q4_k_m", 6, (1, 0)), ("mlp_only", 6, (0, 1)))
     for leaking, n_leaks, expected in cases:
         records = [
-            schema.RequestRecord(
+            documents.RequestRecord(
                 id=f"{name}/{i}",
                 backend=name,
                 workload="w",
@@ -264,7 +266,7 @@ def test_the_outcome_is_undecided_while_a_gate_is():
     aggregates = typed(mlp_only=side(tools=65), q4_k_m=side())
     verdict = judge.verdict(aggregates)
     assert verdict.passed and decision.outcome(aggregates, verdict) == "undecided"
-    assert decision.outcome(aggregates, schema.Verdict()) == "undecided"
+    assert decision.outcome(aggregates, documents.Verdict()) == "undecided"
     failed = typed(mlp_only=side(tools=20))
     assert decision.outcome(failed, judge.verdict(failed)) == "loses"
     assert decision.combined(["pass", "undecided", "fail"]) == "fail" and decision.combined([]) == "pass"

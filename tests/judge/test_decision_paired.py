@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from annie_quant import judge, schema
+from annie_quant import documents, judge
+from annie_quant.documents import PairedGate, PooledGates
 from annie_quant.judge.decision import judge_gates, strategies
 from annie_quant.judge.decision import paired as rule
 from annie_quant.judge.gates import GATES, tabulate
 from annie_quant.judge.paired import score_interval
 from annie_quant.judge.pairing import pair_checks
-from annie_quant.schema import PairedGate, PooledGates
 
 
 def member(**counts):
@@ -287,6 +287,6 @@ def test_a_loss_of_ten_points_is_found():
 def test_documents_keep_the_verdict_and_old_ones_get_one():
     pooled = PooledGates(n=10, lost=0, won=0)
     verdict = judge.judge_members({"w4a4": member(tool_call=(240, 58, 0))}, {"w4a4": pooled})
-    assert schema.convert(schema.PairedVerdict, json.loads(schema.encode(verdict))) == verdict
-    old = schema.convert(PairedGate, {"n": 240, "lost": 58, "won": 0, "p": 1e-17})
+    assert documents.convert(documents.PairedVerdict, json.loads(documents.encode(verdict))) == verdict
+    old = documents.convert(PairedGate, {"n": 240, "lost": 58, "won": 0, "p": 1e-17})
     assert judge.judge_members({"w4a4": {"tool_call": old}}).verdict == "loses"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from annie_quant import judge, schema
+from annie_quant import documents, judge
 from annie_quant.bench.aggregate import aggregate_records
+from annie_quant.documents import BenchConfig, Identity, RequestRecord
 from annie_quant.judge import decision
-from annie_quant.schema import BenchConfig, Identity, RequestRecord
 
 
 def records(backend, passes, n=100, gate="tool_call", workload="w"):
@@ -88,8 +88,8 @@ def test_the_order_of_the_backends_does_not_matter():
 
 def test_a_served_side_that_keeps_and_an_arithmetic_that_loses_is_fragile():
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}))
-    pairs = {"tool_call": schema.PairedGate(100, 60, 0)}
-    side = schema.OfflineSide(gates=judge.gates.tabulate([{"tool_call": i < 39} for i in range(100)]), paired=pairs)
+    pairs = {"tool_call": documents.PairedGate(100, 60, 0)}
+    side = documents.OfflineSide(gates=judge.gates.tabulate([{"tool_call": i < 39} for i in range(100)]), paired=pairs)
     decision.judge_sides({"w4a4": side})
     aggregates.offline = {"nvfp4": {"w4a4": side}}
     verdict = judge.verdict(aggregates)
@@ -104,15 +104,17 @@ def test_a_fragile_sentence_names_places_that_lose_nothing():
     """It listed every place that keeps any of the gates, the losing ones too."""
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}))
     table = judge.gates.tabulate([{"tool_call": i < 39, "thinking_leak": True} for i in range(100)])
-    keeping = schema.OfflineSide(
+    keeping = documents.OfflineSide(
         gates=judge.gates.tabulate([{"tool_call": True, "thinking_leak": True}] * 100),
-        paired={"tool_call": schema.PairedGate(100, 0, 0), "thinking_leak": schema.PairedGate(100, 0, 0)},
+        paired={"tool_call": documents.PairedGate(100, 0, 0), "thinking_leak": documents.PairedGate(100, 0, 0)},
     )
-    loses = schema.OfflineSide(
-        gates=table, paired={"tool_call": schema.PairedGate(100, 60, 0), "thinking_leak": schema.PairedGate(100, 0, 0)}
+    loses = documents.OfflineSide(
+        gates=table,
+        paired={"tool_call": documents.PairedGate(100, 60, 0), "thinking_leak": documents.PairedGate(100, 0, 0)},
     )
-    leaks = schema.OfflineSide(
-        gates=table, paired={"tool_call": schema.PairedGate(100, 60, 0), "thinking_leak": schema.PairedGate(100, 9, 0)}
+    leaks = documents.OfflineSide(
+        gates=table,
+        paired={"tool_call": documents.PairedGate(100, 60, 0), "thinking_leak": documents.PairedGate(100, 9, 0)},
     )
     sides, _ = decision.judge_sides({"w4a4": loses, "w4a4+bf16": leaks, "w4a16": keeping})
     aggregates.offline = {"nvfp4": {"w4a4": sides["w4a4"], "w4a16": sides["w4a16"]}}
@@ -126,9 +128,9 @@ def test_places_that_keep_as_many_gates_share_a_reason():
     """The report began with one line per arithmetic, all alike."""
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}))
     sides = {
-        name: schema.OfflineSide(
+        name: documents.OfflineSide(
             gates=judge.gates.tabulate([{"tool_call": True, "thinking_leak": True}] * 100),
-            paired={"tool_call": schema.PairedGate(100, 0, 0), "thinking_leak": schema.PairedGate(100, 0, 0)},
+            paired={"tool_call": documents.PairedGate(100, 0, 0), "thinking_leak": documents.PairedGate(100, 0, 0)},
         )
         for name in ("w4a4", "w4a16", "w4a4+bf16")
     }

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from annie_quant import judge, schema
+from annie_quant import documents, judge
 from annie_quant.judge import evidence
 
 LOSES = {
@@ -18,8 +18,8 @@ LOSES = {
 KEEPS = {"w4a4": {"tool_call": (240, 0, 0), "non_empty": (60, 0, 0)}}
 
 
-def copy(evaluation: schema.Evaluation) -> schema.Evaluation:
-    return msgspec.convert(evaluation.to_dict(), schema.Evaluation)
+def copy(evaluation: documents.Evaluation) -> documents.Evaluation:
+    return msgspec.convert(evaluation.to_dict(), documents.Evaluation)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_counting_again_gives_what_the_answers_gave(data):
     assert pooled[0] == pooled[1]
 
 
-def reset(row: schema.PairedGate) -> None:
+def reset(row: documents.PairedGate) -> None:
     row.lost = 0
 
 
@@ -104,8 +104,8 @@ CHANGES = {
     "outcomes of the reference": lambda e: e.reference_outcomes.update(tool_call="0" * 240),
     "a prompt": lambda e: e.prompts["tool_call"].__setitem__(3, "x"),
     "the reference's hash": lambda e: setattr(e, "reference_sha256", "0"),
-    "the checkpoint's hash": lambda e: setattr(e, "checkpoint_files", schema.ModelFiles("0")),
-    "the prompts' hash": lambda e: e.workloads.update(w=schema.EvaluatedWorkload("", 1, "0")),
+    "the checkpoint's hash": lambda e: setattr(e, "checkpoint_files", documents.ModelFiles("0")),
+    "the prompts' hash": lambda e: e.workloads.update(w=documents.EvaluatedWorkload("", 1, "0")),
     "what blocks it": lambda e: setattr(e, "blocking", []),
 }
 
@@ -136,7 +136,7 @@ def test_without_a_digest_nothing_can_be_checked(stored):
 
 def test_sides_of_a_run_are_compared_too(stored):
     side = stored.numerics["w4a4"]
-    shown = {"w4a4": schema.OfflineSide(gates=side.gates, paired=side.paired, pooled=side.pooled)}
+    shown = {"w4a4": documents.OfflineSide(gates=side.gates, paired=side.paired, pooled=side.pooled)}
     assert evidence.differences(stored, shown) == []
     own = {k: msgspec.structs.replace(v, lost=0) for k, v in side.paired.items()}
     [line] = evidence.differences(stored, {"w4a4": msgspec.structs.replace(shown["w4a4"], paired=own)})
@@ -155,7 +155,7 @@ def test_a_reason_that_blocks_forbids_keeps(counts, before, after):
 
 def test_a_blocked_model_does_not_keep_in_a_run(tmp_path):
     """Also where its server keeps everything: report, demo, publish and the notebook show the run's verdict."""
-    from annie_quant.pipeline.demo import add_evaluation
+    from annie_quant.cli.pipeline.demo import add_evaluation
     from annie_quant.report.run import load
 
     document = evaluations.from_counts(KEEPS, blocking=["BROKEN EXPORT: x"])
@@ -163,7 +163,7 @@ def test_a_blocked_model_does_not_keep_in_a_run(tmp_path):
     path.parent.mkdir()
     path.write_text(msgspec.json.encode(document).decode())
     alone = load(tmp_path).verdict
-    aggregates = schema.Aggregates(models=[schema.ModelRow(name="nv", format="NVFP4")])
+    aggregates = documents.Aggregates(models=[documents.ModelRow(name="nv", format="NVFP4")])
     add_evaluation(aggregates, "nv", path)
     for verdict in (alone, judge.verdict(aggregates)):
         assert (verdict.outcome, verdict.passed) == ("undecided", False)

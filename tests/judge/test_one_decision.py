@@ -10,20 +10,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from annie_quant import judge, schema
+from annie_quant import documents, judge
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.cli.evaluate import evaluate as eval_command
+from annie_quant.cli.pipeline import demo
+from annie_quant.documents import BenchConfig, Identity, ModelFiles, RequestRecord
 from annie_quant.judge import decision
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks
-from annie_quant.pipeline import demo
-from annie_quant.publish import card
-from annie_quant.publish.upload import objections
 from annie_quant.pytest_plugin import Run
+from annie_quant.report import card
 from annie_quant.report.judging import write_judgement
 from annie_quant.report.pages import comparison
 from annie_quant.report.run import load
-from annie_quant.schema import BenchConfig, Identity, ModelFiles, RequestRecord
+from annie_quant.report.upload import objections
 
 GATES = ("tool_call", "factual", "non_empty")
 KEPT = {"tool_call": (240, 0, 0), "factual": (100, 0, 0), "non_empty": (60, 0, 0)}
@@ -73,11 +73,11 @@ def doors(members, folder):
     (folder / "eval").mkdir(parents=True)
     (folder / "eval" / "nv.json").write_text(json.dumps(document.to_dict()))
     only_evaluated = load(folder)
-    aggregates = schema.Aggregates(models=[schema.ModelRow(name="nv", format="NVFP4")])
+    aggregates = documents.Aggregates(models=[documents.ModelRow(name="nv", format="NVFP4")])
     demo.add_evaluation(aggregates, "nv", folder / "eval" / "nv.json")
     verdict = judge.verdict(aggregates)
-    schema.write(folder / "bench.json", schema.Bench(aggregates=aggregates, verdict=verdict))
-    schema.write_run(folder, schema.Run(aggregates=aggregates, verdict=verdict))
+    documents.write(folder / "bench.json", documents.Bench(aggregates=aggregates, verdict=verdict))
+    documents.write_run(folder, documents.Run(aggregates=aggregates, verdict=verdict))
     run = load(folder)
     (step,) = comparison.decision_tree(run)
     shown = {
@@ -111,7 +111,7 @@ def card_verdict(run):
 
 def plugin(run):
     """A run whose backend "nv" is the evaluated model: its server answered nothing that is judged."""
-    run.aggregates.served["nv"] = schema.ServedSide(model="nv")
+    run.aggregates.served["nv"] = documents.ServedSide(model="nv")
     loaded = Run.__new__(Run)
     loaded.folder, loaded.aggregates, loaded.served = run.folder, run.aggregates, run.aggregates.served
     return loaded
@@ -131,7 +131,7 @@ def exit_code(document):
 
     patch = pytest.MonkeyPatch()
     with patch.context() as m:
-        m.setattr("annie_quant.evaluate.job.run", lambda *a, **k: document)
+        m.setattr("annie_quant.offline.job.run", lambda *a, **k: document)
         m.setattr("annie_quant.checkpoint.export_check.export_notes", lambda *a: [])
         m.setattr("annie_quant.quantize.prompt_provenance.check_checkpoint", lambda *a, **k: None)
         result = CliRunner().invoke(eval_command, ["nv", "--reference", "bf16"])
@@ -198,13 +198,13 @@ def test_a_benchmark_decides_as_an_evaluation_does(counts, verdict, tmp_path):
 def test_an_evaluation_that_is_added_to_a_benchmark_is_part_of_its_decision(tmp_path):
     """bench writes its verdict; `eval --output RUN/eval/nvfp4.json` adds an arithmetic that loses what the server keeps."""
     served = {
-        name: schema.ServedSide(model=name, gates=tabulate(old for old, _ in rows({}))) for name in ("bf16", "nvfp4")
+        name: documents.ServedSide(model=name, gates=tabulate(old for old, _ in rows({}))) for name in ("bf16", "nvfp4")
     }
-    own = side(schema.OfflineSide, {})
+    own = side(documents.OfflineSide, {})
     decision.judge_sides({"served": own})
     served["nvfp4"].judged_by, served["nvfp4"].paired = "bf16", own.paired
-    aggregates = schema.Aggregates(served=served, roles=schema.Roles(candidate="nvfp4", reference="bf16"))
-    schema.write_run(tmp_path, schema.Run(aggregates=aggregates, verdict=judge.verdict(aggregates)))
+    aggregates = documents.Aggregates(served=served, roles=documents.Roles(candidate="nvfp4", reference="bf16"))
+    documents.write_run(tmp_path, documents.Run(aggregates=aggregates, verdict=judge.verdict(aggregates)))
     assert load(tmp_path).verdict.outcome == "keeps"
     (tmp_path / "eval").mkdir()
     document = judge.judge_evaluation(evaluation({"w4a4": {"tool_call": (240, 58, 0)}}))

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, chi2
 
-from annie_quant.judge.paired import (
-    detectable_loss,
-    least_n,
-    mcnemar,
-    score_interval,
-)
+from annie_quant.judge.paired import detectable_loss, least_n, mcnemar, score_interval
 from annie_quant.judge.pairing import pair_checks, sign_flips
 from annie_quant.judge.statistics import wilson
 

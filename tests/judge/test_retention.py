@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from scipy.stats import binomtest, bootstrap
 
 from annie_quant.cli import cli
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 from annie_quant.judge import retention as table
 from annie_quant.judge.paired import score_interval
 

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, bootstrap
 
 from annie_quant.judge.paired import n_to_decide
-from annie_quant.judge.statistics import (
-    compare,
-    holm,
-    least_p,
-    median_interval,
-    paired,
-    prompts_to_decide,
-    wilson,
-)
+from annie_quant.judge.statistics import compare, holm, least_p, median_interval, paired, prompts_to_decide, wilson
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 10, 25, 100, 1000])

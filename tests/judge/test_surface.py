@@ -7,7 +7,7 @@ import json
 import pytest
 
 from annie_quant import judge
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 from annie_quant.judge.library import build_workload
 
 TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from annie_quant import judge
-from annie_quant.errors import AnnieError, UsageError
+from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.judge.library import build_workload, read_workload
 
 GOOD = {

@@ -14,8 +14,8 @@ from paths import CALIBRATION
 
 from annie_quant import checkpoint, quantize
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import CheckpointError
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import CheckpointError
 
 torch = pytest.importorskip("torch", reason="the models are made with torch: pip install annie-quant[quantize]")
 transformers = pytest.importorskip("transformers", reason="the models are transformers' own")

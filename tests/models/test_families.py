@@ -9,7 +9,7 @@ import pytest
 from paths import ROOT
 
 from annie_quant import models
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 QWEN = models.family_of({"model_type": "qwen3_5_text"})
 # Names that belong to the families' files.

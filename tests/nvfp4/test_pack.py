@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from nvfp4_cases import BFLOAT16, DTYPES, adversarial, in_dtype, near_ties_of_steps
 
-from annie_quant import codec_arrays, nvfp4
+from annie_quant import nvfp4
+from annie_quant.core import codec_arrays
 
 TORCH_NAME = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", BFLOAT16: "bfloat16"}
 
@@ -195,7 +196,11 @@ def test_torch_tensors_come_in_without_a_copy():
         x = torch.randn(4, 32).to(dtype)
         assert codec_arrays.host_array(x, "x").ctypes.data == x.data_ptr()
         np.testing.assert_array_equal(nvfp4.pack(x).codes, nvfp4.pack(x.numpy()).codes)
-    for wrong, message in ((torch.zeros(4, 16, dtype=torch.int32), "int32"), ([[1.0] * 16], "list"), (w.to("meta"), "meta")):
+    for wrong, message in (
+        (torch.zeros(4, 16, dtype=torch.int32), "int32"),
+        ([[1.0] * 16], "list"),
+        (w.to("meta"), "meta"),
+    ):
         with pytest.raises(ValueError, match=message):
             nvfp4.pack(wrong)
 

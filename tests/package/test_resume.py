@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.resume import JsonLines, KeyedJson, keyed_folder
+from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.core.resume import JsonLines, KeyedJson, keyed_folder
 
 
 def test_a_value_is_valid_for_its_key_alone(tmp_path):

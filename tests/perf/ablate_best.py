@@ -23,7 +23,7 @@ from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data import generate
 from annie_quant.data.rows import read_conversations
-from annie_quant.hf.loading import load
+from annie_quant.offline.loading import load
 from annie_quant.quantize import calibration_samples, kl_trial
 
 TINY = Path(annie_quant.__file__).parent / "assets/tiny-annie"

@@ -37,7 +37,7 @@ def model(folder: Path) -> Path:
 
 def start_vllm(program: Path, checkpoint: Path, port: int, log: Path):
     """Serve a checkpoint with vLLM on the CPU, with more positions than its recipe `cpu` and with a prefix cache."""
-    from annie_quant.serve import server
+    from annie_quant.ops import server
 
     command = [program, "serve", checkpoint, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
                "--quantization", "modelopt", "--enforce-eager", "--max-num-seqs", "4", "--max-model-len", str(POSITIONS),
@@ -66,8 +66,9 @@ def main() -> None:
 
     import msgspec
 
-    from annie_quant import bench, checkpoint, judge, quantize, serve
+    from annie_quant import bench, checkpoint, judge, quantize
     from annie_quant.bench.run_config import read_records
+    from annie_quant.ops import serving
 
     source = model(arguments.folder)
     agent = judge.load_workloads(["agent_loop"])[0]
@@ -86,7 +87,7 @@ def main() -> None:
                     checkpoint.convert(source, to="gguf", output=file, type=kind)
                 log = arguments.folder / f"{kind}.log"
                 servers.append(
-                    serve.start(file, runtime="llama.cpp", log=log, context=POSITIONS, threads=arguments.threads)
+                    serving.start(file, runtime="llama.cpp", log=log, context=POSITIONS, threads=arguments.threads)
                 )
                 meta = {"source": "tiny-annie", "pid": servers[-1].pid}
                 sides.append(bench.Backend(f"llama.cpp-{kind}", servers[-1].url, meta=meta))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from annie_quant.hf import codec
+from annie_quant.offline import codec
 
 SHAPES = ((12288, 4096), (4096, 12288), (4096, 4096))
 GGML_F32, GGML_Q4_K, GGML_NVFP4 = 0, 12, 40

@@ -19,8 +19,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from annie_quant.bench import depth, drift, noise
+from annie_quant.documents import Comparison, RequestRecord
 from annie_quant.judge.statistics import compare, wilson
-from annie_quant.schema import Comparison, RequestRecord
 
 
 def correlated(rng, n, sigma, phi):

@@ -40,7 +40,7 @@ def median_ms(run, n: int = 25) -> float:
 
 
 def random_linear(n: int, k: int, device: str = "cpu", seed: int = 0):
-    from annie_quant.hf.nvfp4_linear import NVFP4Linear
+    from annie_quant.offline.nvfp4_linear import NVFP4Linear
 
     generator = torch.Generator(device).manual_seed(seed)
     layer = NVFP4Linear(k, n, device=device)
@@ -172,11 +172,11 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
     from runtime_models import first_edge
 
     from annie_quant import judge, runtime
-    from annie_quant.evaluate.decoding import Completion
-    from annie_quant.evaluate.engine import Engine, Row
-    from annie_quant.evaluate.prompts import Template
-    from annie_quant.evaluate.reference import Reference
-    from annie_quant.evaluate.verification import answer_from_differences, first_difference
+    from annie_quant.offline.decoding import Completion
+    from annie_quant.offline.engine import Engine, Row
+    from annie_quant.offline.prompts import Template
+    from annie_quant.offline.reference import Reference
+    from annie_quant.offline.verification import answer_from_differences, first_difference
 
     template, n = Template(reference), int(count)
     with tempfile.TemporaryDirectory() as cache:
@@ -227,7 +227,7 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
 
 
 def gpu(folder: str, reference: str, conversations: str) -> None:
-    from annie_quant.hf import codec
+    from annie_quant.offline import codec
 
     print(torch.cuda.get_device_name(), "kernels:", codec.has_kernels(), flush=True)
     for step in (
@@ -248,7 +248,7 @@ def gpu(folder: str, reference: str, conversations: str) -> None:
 @torch.inference_mode()
 def gpu_bits() -> None:
     """Fake quantization and products on the GPU compared with the C codec; one graph with torch.compile."""
-    from annie_quant.hf import codec
+    from annie_quant.offline import codec
 
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -293,13 +293,13 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 def gpu_modelopt(reference: str) -> None:
     """Logits compared with ModelOpt's simulation of its own checkpoint, including its Triton kernels; then with its weights.
 
-    Why they differ before: tests/hf/test_gpu.py. The floor is the effect of another order of sums in the same model.
+    Why they differ before: tests/offline/test_gpu.py. The floor is the effect of another order of sums in the same model.
     """
     from modelopt.torch.export import export_hf_checkpoint
     from runtime_models import simulated
 
     from annie_quant import runtime
-    from annie_quant.hf.nvfp4_linear import nvfp4_linears
+    from annie_quant.offline.nvfp4_linear import nvfp4_linears
 
     ids = torch.randint(0, 1000, (8, 128), generator=torch.Generator().manual_seed(0)).cuda()
     model, linears = simulated(Path(reference), ids)
@@ -354,7 +354,7 @@ def gpu_speed() -> None:
     from runtime_models import SERVED_AS_ONE
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    from annie_quant.hf.nvfp4_linear import nvfp4_linears
+    from annie_quant.offline.nvfp4_linear import nvfp4_linears
 
     shapes = [
         s for i in range(32) for s in (*SHAPES["full_attention" if i % 4 == 3 else "linear_attention"], *SHAPES["mlp"])

@@ -27,11 +27,11 @@ from typing import Any
 from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
-from annie_quant.evaluate.evaluation import choose_workloads
-from annie_quant.evaluate.pair import ModelPair
-from annie_quant.hf.emulation import emulate
-from annie_quant.hf.profiles import find_profile
 from annie_quant.judge import Workload
+from annie_quant.offline.emulation import emulate
+from annie_quant.offline.evaluation import choose_workloads
+from annie_quant.offline.pair import ModelPair
+from annie_quant.offline.profiles import find_profile
 
 GPTQ, FAST, MIXED = "gptq", "best recipe=fixed effort=fast activations=4", "best recipe=fixed effort=fast"
 MEASURED = "best activations=4"

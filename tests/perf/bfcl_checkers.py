@@ -42,7 +42,9 @@ def leaderboard() -> Callable[[Any, Any, Any, str], dict[str, Any]]:
     from bfcl_eval.constants.enums import Language
     from bfcl_eval.eval_checker.ast_eval.ast_checker import ast_checker
 
-    return lambda functions, calls, truth, category: ast_checker(functions, calls, truth, Language.PYTHON, category, MODEL)
+    return lambda functions, calls, truth, category: ast_checker(
+        functions, calls, truth, Language.PYTHON, category, MODEL
+    )
 
 
 def recorded(truth: list[dict[str, Any]]) -> Calls:

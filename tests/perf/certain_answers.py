@@ -3,7 +3,7 @@
     python tests/perf/certain_answers.py --work build/certain --n 30 naive:w4a4 naive:w4a16 mlp_only:w4a4
 
 Each row is STRATEGY or FOLDER, and a numerics. The table: answers equal to bf16's, the noise of the margins, how many answers the
-rule of annie_quant/evaluate/ensemble.py calls uncertain, and by member the answers that it changed, with those of certain ones.
+rule of annie_quant/offline/ensemble.py calls uncertain, and by member the answers that it changed, with those of certain ones.
 The table is in tests/perf/numerics.md. A strategy is quantized with 128 of 500 conversations of the offline teacher (seed 0).
 """
 
@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from annie_quant import data, judge, quantize  # noqa: E402
-from annie_quant.evaluate import ensemble  # noqa: E402
-from annie_quant.evaluate.decoding import Completion  # noqa: E402
-from annie_quant.evaluate.evaluation import evaluate_pair  # noqa: E402
-from annie_quant.evaluate.pair import ModelPair  # noqa: E402
+from annie_quant.offline import ensemble  # noqa: E402
+from annie_quant.offline.decoding import Completion  # noqa: E402
+from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
+from annie_quant.offline.pair import ModelPair  # noqa: E402
 
 MODEL = ROOT / "annie_quant/assets/tiny-annie"
 

@@ -21,8 +21,8 @@ from tiny_variants import save_with_head
 
 import annie_quant as aq
 from annie_quant import judge
-from annie_quant.evaluate.prompts import Request, Template
 from annie_quant.judge.statistics import wilson
+from annie_quant.offline.prompts import Request, Template
 
 WORKLOADS = ("conversational", "factual", "long_response", "reasoning", "tool_memory", "tool_surface", "tool_web")
 LIMIT, LONGEST = 200, 3800  # tokens per answer, and per prompt: a slot has 4,096

@@ -18,8 +18,8 @@ START = time.process_time()
 
 import torch  # noqa: E402
 
-from annie_quant.evaluate import engine, job  # noqa: E402
-from annie_quant.evaluate.process_group import SINGLE  # noqa: E402
+from annie_quant.offline import engine, job  # noqa: E402
+from annie_quant.offline.process_group import SINGLE  # noqa: E402
 
 IMPORTED = time.process_time()
 

@@ -43,13 +43,13 @@ from torch import nn
 
 from annie_quant import judge
 from annie_quant.data.resolve import resolve
-from annie_quant.evaluate.evaluation import evaluate_pair
-from annie_quant.evaluate.pair import ModelPair
+from annie_quant.documents import Evaluation, NumericsResult
 from annie_quant.judge import Workload, evidence
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.decision.coverage import LEAST_ANSWERS
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
-from annie_quant.schema import Evaluation, NumericsResult
+from annie_quant.offline.evaluation import evaluate_pair
+from annie_quant.offline.pair import ModelPair
 
 TRUE_LOSS = 0.10
 OPENING = ("<tool_call>", "</tool_call>", "<|im_end|>", "{", "<function", "name")

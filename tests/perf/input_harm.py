@@ -14,9 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
 from annie_quant.models import in_layer, layer_of
-from annie_quant.progress import SILENT
 from annie_quant.quantize import calibration_samples, format_choice
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.kl_trial import Trial

@@ -43,19 +43,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 from llama_cpp_answers import complete  # noqa: E402
 
-from annie_quant import files, judge  # noqa: E402
-from annie_quant.evaluate import ensemble  # noqa: E402
-from annie_quant.evaluate.decoding import Completion  # noqa: E402
-from annie_quant.evaluate.evaluation import evaluate_pair, judged, with_references  # noqa: E402
-from annie_quant.evaluate.pair import ModelPair  # noqa: E402
-from annie_quant.evaluate.prompts import Answered, Request, Template  # noqa: E402
-from annie_quant.hf.emulation import emulate  # noqa: E402
-from annie_quant.hf.loading import profiles_of  # noqa: E402
-from annie_quant.hf.profiles import find_profile  # noqa: E402
+from annie_quant import judge  # noqa: E402
+from annie_quant.core import files  # noqa: E402
 from annie_quant.judge import Workload  # noqa: E402
 from annie_quant.judge.decision import judge_members  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
 from annie_quant.judge.pairing import Judged  # noqa: E402
+from annie_quant.offline import ensemble  # noqa: E402
+from annie_quant.offline.decoding import Completion  # noqa: E402
+from annie_quant.offline.emulation import emulate  # noqa: E402
+from annie_quant.offline.evaluation import evaluate_pair, judged, with_references  # noqa: E402
+from annie_quant.offline.loading import profiles_of  # noqa: E402
+from annie_quant.offline.pair import ModelPair  # noqa: E402
+from annie_quant.offline.profiles import find_profile  # noqa: E402
+from annie_quant.offline.prompts import Answered, Request, Template  # noqa: E402
 
 MODEL = ROOT / "annie_quant" / "assets" / "tiny-annie"
 GATES = (
@@ -168,9 +169,9 @@ def served_answers(work: Path, name: str, n: int, profile: str, ends: Sequence[i
 def ask_llama_cpp(file: Path, rows: Sequence[Mapping[str, Any]], parallel: int) -> list[Any]:
     from concurrent.futures import ThreadPoolExecutor
 
-    from annie_quant import serve
+    from annie_quant.ops import serving
 
-    with serve.start(file, parallel=parallel) as server:
+    with serving.start(file, parallel=parallel) as server:
 
         def ask(row: Mapping[str, Any]) -> list[Any]:
             answer = complete(server.url, row["prompt"], row["max_tokens"], timeout_s=600, cache_prompt=False)
@@ -221,7 +222,7 @@ def serve_transformers(work: Path, folder: Path, template: Template, sample: Sam
     """Store the answers of transformers' generate to the tool prompts; null for all others."""
     import torch
 
-    from annie_quant.hf import load
+    from annie_quant.offline import load
 
     output = work / "served" / f"{folder.name}.transformers.{sample.n}.json"
     if output.exists():

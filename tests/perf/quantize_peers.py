@@ -39,8 +39,8 @@ from annie_quant.checkpoint.dialects import linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data import generate
 from annie_quant.data.rows import read_conversations
-from annie_quant.evaluate.engine import Engine, Row
-from annie_quant.hf.loading import load
+from annie_quant.offline.engine import Engine, Row
+from annie_quant.offline.loading import load
 from annie_quant.quantize import calibration_samples, kl_trial
 
 HERE = Path(__file__).resolve().parent

@@ -12,9 +12,9 @@ import msgspec
 
 from annie_quant.bench.aggregate import summary, timed, values_by_prompt
 from annie_quant.bench.run_config import read_records
-from annie_quant.errors import UsageError
-from annie_quant.schema import MetricSummary, RequestRecord, Run, decode, read_bench
-from annie_quant.untrusted import decode_json, printable
+from annie_quant.core.errors import UsageError
+from annie_quant.core.untrusted import decode_json, printable
+from annie_quant.documents import MetricSummary, RequestRecord, Run, decode, read_bench
 
 MAX_REPORT_BYTES = 1 << 30
 NAMES = ("benchmarks.json", "profile_export_aiperf.json")  # in a folder of GuideLLM or AIPerf

@@ -21,8 +21,8 @@ from scipy.stats import t
 
 import annie_quant
 from annie_quant import checkpoint, judge, quantize, runtime
+from annie_quant.core.files import read_json, write_json
 from annie_quant.data import generate
-from annie_quant.files import read_json, write_json
 
 TINY = Path(annie_quant.__file__).parent / "assets/tiny-annie"
 # Row → (strategy, settings, numerics). A model of few layers keeps its last one in FP8 where Red Hat's recipe keeps eight.

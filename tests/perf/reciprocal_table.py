@@ -1,4 +1,4 @@
-"""Derive the table of annie_quant/evaluate/deltanet_cpu.py from this processor's VRCP14PS, and compare.
+"""Derive the table of annie_quant/offline/deltanet_cpu.py from this processor's VRCP14PS, and compare.
 
     python tests/perf/reciprocal_table.py      # exit code 1 if the processor's table is another; needs AVX-512 and a C compiler
 
@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from vrcp14 import instruction  # noqa: E402
 
-from annie_quant.evaluate.deltanet_cpu import RECIPROCALS  # noqa: E402
+from annie_quant.offline.deltanet_cpu import RECIPROCALS  # noqa: E402
 
 
 def main() -> int:

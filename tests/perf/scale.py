@@ -165,7 +165,7 @@ def share(model: str, reference: str, n: str, rows: str, out: str) -> None:
 
     torch.set_num_threads(1)
     from annie_quant import judge, runtime
-    from annie_quant.evaluate.process_group import join_group, leave_group
+    from annie_quant.offline.process_group import join_group, leave_group
 
     begun = time.monotonic()
     workloads = judge.sample(judge.load_workloads(), int(n))

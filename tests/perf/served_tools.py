@@ -18,12 +18,13 @@ from pathlib import Path
 
 from predict_server import ask_vllm, has_mixed_formats, quantizes_activations, weight_only, without_end, write_prompts
 
-from annie_quant import files, judge
-from annie_quant.evaluate.prompts import Request, Template
+from annie_quant import judge
+from annie_quant.core import files
+from annie_quant.documents import PairedGate
 from annie_quant.judge.decision import judge_members
 from annie_quant.judge.decision.paired import points
 from annie_quant.judge.gates import checks, decides
-from annie_quant.schema import PairedGate
+from annie_quant.offline.prompts import Request, Template
 
 Gates = Sequence[dict[str, bool]]  # of each answer: gate → whether it passes
 GATES = ("tool_call", "tool_arguments", "tool_selection", "tool_values")

@@ -27,11 +27,11 @@ import annie_quant
 from annie_quant import checkpoint, judge, quantize, runtime
 from annie_quant.checkpoint.linears import is_linear
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.files import read_json, write_json
 from annie_quant.data import generate
-from annie_quant.files import read_json, write_json
+from annie_quant.documents import Evaluation
 from annie_quant.judge.decision.paired import points
 from annie_quant.judge.gates import decides
-from annie_quant.schema import Evaluation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import variance

@@ -28,11 +28,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from annie_quant.evaluate import caches  # noqa: E402
-from annie_quant.evaluate.engine import Engine  # noqa: E402
-from annie_quant.hf.emulation import emulate  # noqa: E402
-from annie_quant.hf.loading import load  # noqa: E402
-from annie_quant.hf.profiles import find_profile  # noqa: E402
+from annie_quant.offline import caches  # noqa: E402
+from annie_quant.offline.emulation import emulate  # noqa: E402
+from annie_quant.offline.engine import Engine  # noqa: E402
+from annie_quant.offline.loading import load  # noqa: E402
+from annie_quant.offline.profiles import find_profile  # noqa: E402
 
 PARTED = 3e-3
 SERVED_AS_ONE = {  # vLLM's module → the checkpoint's, whose outputs it concatenates

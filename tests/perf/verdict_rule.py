@@ -21,13 +21,13 @@ import numpy as np
 from scipy.stats import binom, norm
 
 from annie_quant.bench import sequential
+from annie_quant.documents import PairedGate
 from annie_quant.judge import judge_members
 from annie_quant.judge.decision import decided_at
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.paired import score_interval
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.judge.statistics import wilson
-from annie_quant.schema import PairedGate
 
 # workload → (prompts, its own gate, further gates): a third of the workloads, with the shares of gates of the built-in ones.
 WORKLOADS = {

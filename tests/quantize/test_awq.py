@@ -77,7 +77,7 @@ def modelopts_folds(model: object, samples: list[calibration_samples.Sample], tm
     from modelopt.torch.export import export_hf_checkpoint
     from safetensors.torch import load_file
 
-    from annie_quant.hf import modelopt_backend
+    from annie_quant.offline import modelopt_backend
     from annie_quant.quantize.library_output import quiet
 
     modelopt_backend.register()

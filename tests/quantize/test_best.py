@@ -12,8 +12,8 @@ import runtime_models
 
 from annie_quant import checkpoint, nvfp4, quantize
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import CheckpointError
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import CheckpointError
 from annie_quant.quantize import calibration_samples
 
 torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")

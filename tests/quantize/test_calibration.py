@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import UsageError
 from annie_quant.quantize.calibration_samples import template_messages
 
 

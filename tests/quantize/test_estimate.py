@@ -10,7 +10,7 @@ import checkpoint_zoo as zoo
 import pytest
 from paths import TINY_ANNIE
 
-from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.models.family import ModelSize
 from annie_quant.quantize import available, estimate
 

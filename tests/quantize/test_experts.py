@@ -15,7 +15,7 @@ import runtime_models
 from annie_quant import checkpoint, quantize
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
@@ -167,9 +167,9 @@ def test_part_of_a_layers_experts_is_refused(home: Path, tmp_path: Path) -> None
 
 
 def logits(folder: Path, numerics: str | None = None) -> torch.Tensor:
-    import annie_quant.hf
+    import annie_quant.offline
 
-    model = annie_quant.hf.load(folder, numerics=numerics, dtype=torch.float32)
+    model = annie_quant.offline.load(folder, numerics=numerics, dtype=torch.float32)
     ids = torch.randint(0, 200, (2, 24), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():
         return model(ids).logits

@@ -12,8 +12,8 @@ import runtime_models
 from annie_quant import checkpoint, nvfp4, quantize
 from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import UsageError
 from annie_quant.quantize import calibration_samples, format_choice
 from annie_quant.quantize.calibration_samples import RESPONSE, Sample
 

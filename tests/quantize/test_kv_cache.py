@@ -13,7 +13,7 @@ import runtime_models
 
 from annie_quant import checkpoint, quantize
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
@@ -96,13 +96,13 @@ def test_settings_are_modelopts(home: Path, tmp_path: Path) -> None:
 
 
 def test_evaluation_rounds_keys_and_values_with_the_scales(home: Path) -> None:
-    import annie_quant.hf
-    from annie_quant.evaluate.engine import Engine, Row
-    from annie_quant.hf import nvfp4_linear
-    from annie_quant.hf.emulation import emulate
-    from annie_quant.hf.profiles import find_profile
+    import annie_quant.offline
+    from annie_quant.offline import nvfp4_linear
+    from annie_quant.offline.emulation import emulate
+    from annie_quant.offline.engine import Engine, Row
+    from annie_quant.offline.profiles import find_profile
 
-    model = annie_quant.hf.load(home / "fp8", dtype=torch.float32)
+    model = annie_quant.offline.load(home / "fp8", dtype=torch.float32)
     ids = torch.randint(3, 200, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 
     def logits(name: str) -> torch.Tensor:

@@ -7,8 +7,8 @@ import pytest
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
-from annie_quant.progress import SILENT
 from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.calibration_samples import Sample
 
@@ -30,7 +30,7 @@ def whole_model() -> object:
 
 
 def test_kinds_are_those_of_the_predicted_tokens(samples: list[Sample]) -> None:
-    from annie_quant.evaluate.prompts import Template
+    from annie_quant.offline.prompts import Template
 
     template = Template(TINY_ANNIE)
     for text in samples:

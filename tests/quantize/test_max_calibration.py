@@ -124,7 +124,7 @@ def test_a_batch_of_rows_has_the_largest_inputs_of_its_rows(
     sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: whole rows, padded; the padding repeats text, and its inputs count for nothing."""
-    from annie_quant.progress import SILENT
+    from annie_quant.core.progress import SILENT
     from annie_quant.quantize import max_calibration, shared_text
     from annie_quant.quantize.input_stats import Coverage
 
@@ -165,7 +165,7 @@ def test_a_family_that_is_not_known_is_calibrated_as_a_whole(tmp_path: Path) -> 
 def test_inputs_with_nan_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
-    from annie_quant.errors import CheckpointError
+    from annie_quant.core.errors import CheckpointError
 
     bad = tmp_path / "bad"
     bad.mkdir()

@@ -27,7 +27,7 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 def test_the_fake_linear_computes_what_the_export_will(tmp_path: Path) -> None:
-    from annie_quant.hf import codec
+    from annie_quant.offline import codec
     from annie_quant.quantize.training import FakeLinear
 
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_two_processes_give_the_same_result_as_one(trained_folder: Path, tmp_pat
 
 
 def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
-    from annie_quant.errors import UsageError
+    from annie_quant.core.errors import UsageError
 
     with pytest.raises(UsageError, match="train=some"):
         quantize.run("qad", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, train="some")

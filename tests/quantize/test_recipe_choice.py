@@ -12,15 +12,15 @@ import runtime_models
 from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
+from annie_quant.documents import HeldOut
 from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, RESPONSE, Sample
 from annie_quant.quantize.job import Job
-from annie_quant.schema import HeldOut
 
 torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.hf.loading import load  # noqa: E402
-from annie_quant.progress import Lines  # noqa: E402
+from annie_quant.core.progress import Lines  # noqa: E402
+from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import kl_trial, recipe_choice  # noqa: E402
 from annie_quant.quantize.recipe_choice import Comparison, Rounding, Trials, hold_out  # noqa: E402
 

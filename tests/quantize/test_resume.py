@@ -16,8 +16,8 @@ from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import UsageError
-from annie_quant.files import sha256_text
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import sha256_text
 from annie_quant.quantize import prompt_provenance
 
 PART = ",".join(f"layers.{i}" for i in range(6))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 from annie_quant.quantize.select import excluded, names_module
 
 MODULES = [

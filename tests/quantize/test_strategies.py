@@ -11,7 +11,7 @@ from paths import TINY_ANNIE
 
 from annie_quant import checkpoint, nvfp4, quantize
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.core.errors import CheckpointError, UsageError
 
 
 @pytest.fixture(scope="module")

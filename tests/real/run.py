@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from fetch import SOURCES, fetch  # noqa: E402
 
-from annie_quant import serve  # noqa: E402
-from annie_quant.persona import load_persona  # noqa: E402
+from annie_quant.documents.persona import load_persona  # noqa: E402
+from annie_quant.ops import serving  # noqa: E402
 
 
 class Steps:
@@ -49,7 +49,9 @@ class Steps:
         command = [sys.executable, "-m", "annie_quant", *words]
         done = subprocess.run(command, stdout=subprocess.PIPE if report else None, text=True, cwd=ROOT)
         if done.returncode > int(verdict):
-            raise SystemExit(f"{name} ended with exit code {done.returncode}; after a fix, the same command continues here")
+            raise SystemExit(
+                f"{name} ended with exit code {done.returncode}; after a fix, the same command continues here"
+            )
         if report:
             (self.folder / report).write_text(done.stdout)
         self.done(name, time.monotonic() - began, done.returncode)
@@ -89,10 +91,14 @@ def main() -> None:
     annie = load_persona("annie")
     (folder / "prompt.txt").write_text(annie.system_prompt)
     (folder / "tools.json").write_text(json.dumps([dict(t) for t in annie.tools]))
-    steps.command("init", "init", "--prompt", folder / "prompt.txt", "--tools", folder / "tools.json", "--output", mine, "--force")
+    steps.command(
+        "init", "init", "--prompt", folder / "prompt.txt", "--tools", folder / "tools.json", "--output", mine, "--force"
+    )
     rows = mine / "calibration.jsonl"
     options = ("--persona", mine, "--calib-data", rows, "--calib-samples", a.rows)
-    steps.command("quantize", "quantize", "--strategy", a.strategy, "--model", model, *options, "--output", quantized, "--force")
+    steps.command(
+        "quantize", "quantize", "--strategy", a.strategy, "--model", model, *options, "--output", quantized, "--force"
+    )
     steps.command("audit", "audit", quantized, "--source", model, "--json", verdict=True, report="audit.json")
     options = ("--persona", mine, "--n", a.n, "--numerics", a.numerics, "--json")
     steps.command("eval", "eval", quantized, "--reference", model, *options, verdict=True, report="eval.json")
@@ -102,9 +108,13 @@ def main() -> None:
     if "bench" not in steps.record:
         began, servers = time.monotonic(), []
         try:
-            servers = [serve.start(file, runtime="llama.cpp") for file in files.values()]
+            servers = [serving.start(file, runtime="llama.cpp") for file in files.values()]
             steps.done("serve", time.monotonic() - began, 0)
-            sides = [word for flag, n, s in zip("ab", files, servers, strict=True) for word in (f"--backend-{flag}", n, s.url)]
+            sides = [
+                word
+                for flag, n, s in zip("ab", files, servers, strict=True)
+                for word in (f"--backend-{flag}", n, s.url)
+            ]
             options = ("--persona", mine, "--n", a.n, "--runs", 1, "--warmup", 1, "--budget-s", a.budget_s)
             sides += ["--candidate", "nvfp4", "--reference", "bf16"]
             steps.command("bench", "bench", *sides, *options, "--output", folder / "bench", verdict=True)

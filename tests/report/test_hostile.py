@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from annie_quant import report
-from annie_quant.printable import inert, visible
+from annie_quant.core.text import inert, visible
 from annie_quant.report.pages import html
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from fake_server import FakeServer, Script, words
 from paths import DATA
 
-from annie_quant import bench, report, schema
+from annie_quant import bench, documents, report
 from annie_quant.cli import cli
 from annie_quant.judge import decision
 from annie_quant.pytest_plugin import Run
@@ -33,9 +33,9 @@ def test_a_run_of_an_older_version_shows_its_verdict_with_a_note(version, tmp_pa
     # the roles that it had are kept
     done = CliRunner().invoke(cli, ["report", str(folder), "--judge"])
     assert done.exit_code == 0, done.output
-    run = schema.decode(schema.Run, folder / "run.json")
+    run = documents.decode(documents.Run, folder / "run.json")
     assert run.verdict.rule == decision.RULE and (run.verdict.candidate, run.verdict.incumbent) == ("a", "b")
-    assert run.aggregates.roles == schema.Roles(candidate="a", incumbent="b")
+    assert run.aggregates.roles == documents.Roles(candidate="a", incumbent="b")
     assert not any("older rule" in caveat for caveat in load(folder).verdict.caveats)
 
 
@@ -72,12 +72,12 @@ def run(tmp_path_factory):
 
 def test_the_same_answers_with_other_roles(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
-    bench_verdict = schema.read_bench(folder).verdict
+    bench_verdict = documents.read_bench(folder).verdict
     assert (bench_verdict.candidate, bench_verdict.incumbent, bench_verdict.outcome) == ("x", "z", "loses")
-    judged = judging.judge_again(folder, schema.Roles(candidate="z", reference="y"))
+    judged = judging.judge_again(folder, documents.Roles(candidate="z", reference="y"))
     assert (judged.verdict.candidate, judged.verdict.incumbent, judged.verdict.outcome) == ("z", "x", "keeps")
-    assert schema.read_bench(folder).verdict == bench_verdict, "nothing is written"
-    against = judging.judge_again(folder, schema.Roles(candidate="y", incumbent="x"))
+    assert documents.read_bench(folder).verdict == bench_verdict, "nothing is written"
+    against = judging.judge_again(folder, documents.Roles(candidate="y", incumbent="x"))
     assert against.aggregates.served["y"].paired["factual"].won == 30
 
 

@@ -9,7 +9,7 @@ import report_fixture
 import report_page
 
 from annie_quant import report
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_a_folder_without_a_run_is_one_clear_line(tmp_path):
 
 def test_nothing_is_half_written(whole, tmp_path, monkeypatch):
     """A disk that fills up in the middle leaves the report of before."""
-    from annie_quant import files
+    from annie_quant.core import files
 
     (tmp_path / "run.json").write_bytes((whole / "run.json").read_bytes())
     report.build(tmp_path)

@@ -17,7 +17,7 @@ from paths import DATA
 
 from annie_quant import report
 from annie_quant.cli import cli
-from annie_quant.errors import UsageError
+from annie_quant.core.errors import UsageError
 
 FIELD = {
     "ttft_content_ms": "first_content_ms",
@@ -127,7 +127,7 @@ def test_every_shown_figure_equals_its_recount(run):
 
 
 def test_the_shown_answers_are_those_of_the_records(run):
-    from annie_quant.printable import visible
+    from annie_quant.core.text import visible
     from annie_quant.report.pages import html
     from annie_quant.report.run import load
 

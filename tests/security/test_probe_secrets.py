@@ -58,5 +58,3 @@ def test_a_refusal_of_an_image_prints_no_key(tmp_path):
         printed = command("doctor", "--server", server.url, "--images", "--key-env", "PLANTED_KEY")
     assert "refuses a message with an image" in " ".join(printed[0].split()), printed
     assert where(tmp_path, *printed) == []
-
-

@@ -8,8 +8,8 @@ import string
 
 import pytest
 
+from annie_quant.core.secrets import FORMS, secret_in
 from annie_quant.data.logs.conversation import MASK, Scanner
-from annie_quant.secret_forms import FORMS, secret_in
 
 WORD = string.ascii_letters + string.digits
 # Prefix, number of characters and whether publishing is refused, from the services' own documentation of their tokens.

@@ -9,7 +9,7 @@ import pytest
 from stream_server import RawServer
 
 from annie_quant.bench.backend import Backend, identity
-from annie_quant.schema import Identity
+from annie_quant.documents import Identity
 
 DIGITS = b"9" * 4000
 PAGES = {

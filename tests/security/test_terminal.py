@@ -16,8 +16,8 @@ from rich.console import Console as Rich
 
 from annie_quant.cli import common, console
 from annie_quant.cli.console import Console
-from annie_quant.errors import AnnieError
-from annie_quant.printable import printable
+from annie_quant.core.errors import AnnieError
+from annie_quant.core.text import printable
 
 HOSTILE = [
     "\x1b[2J", "\x1b]0;title\x07", "\x1b]8;;http://evil\x1b\\x", "\x9b31m", "\x1bP1$r\x1b\\", "a\rb", "\x08\x08", "\u202egnp", "\u2066",

@@ -20,7 +20,7 @@ from merge import merged, only
 from mixture import experts
 from safetensors.torch import save
 
-from annie_quant.files import ASSETS, replacing
+from annie_quant.core.files import ASSETS, replacing
 
 THIN = "attention-r1-s1400-lr0.003-enough1-seed{}"
 VARIANTS, VOCABULARY = ASSETS / "tiny-annie-variants", Path(__file__).parent / "vocabulary"

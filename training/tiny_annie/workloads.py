@@ -17,9 +17,9 @@ sys.path.insert(0, str(ROOT))
 
 import surface  # noqa: E402
 
+from annie_quant.core.files import write_json  # noqa: E402
 from annie_quant.data import exchanges, load_persona  # noqa: E402
 from annie_quant.data.exchanges import PHRASES, Exchange  # noqa: E402
-from annie_quant.files import write_json  # noqa: E402
 
 FOLDER = ROOT / "annie_quant" / "assets" / "workloads"
 HARDENED = (

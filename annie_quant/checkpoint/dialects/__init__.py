@@ -15,11 +15,11 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from annie_quant import registry
 from annie_quant.checkpoint.linears import Linear, QuantConfig
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
-from annie_quant.printable import printable
+from annie_quant.core import registry
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.text import printable
 
 
 def find(name: str) -> ModuleType:

@@ -10,7 +10,7 @@ import mmap
 import struct
 from pathlib import Path
 
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
 STRING, ARRAY = 8, 9

@@ -14,9 +14,9 @@ import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.text import printable
 from annie_quant.models.family import DeltaNet, GGUFNames
-from annie_quant.printable import printable
 
 FLOAT32 = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text model's file

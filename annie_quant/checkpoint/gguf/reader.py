@@ -22,8 +22,8 @@ from annie_quant.checkpoint.gguf import limits
 from annie_quant.checkpoint.gguf.names import Layout
 from annie_quant.checkpoint.linears import is_linear, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError, need
-from annie_quant.files import write_json
+from annie_quant.core.errors import CheckpointError, need
+from annie_quant.core.files import write_json
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor

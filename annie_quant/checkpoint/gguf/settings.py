@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from annie_quant import models, schema
+from annie_quant import documents, models
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError
 from annie_quant.models import qwen3_5, qwen3_5_moe
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -117,7 +117,7 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
         absent = next((f for f in REQUIRED_HYBRID if f not in folder.text_config), None)
         if absent:
             raise CheckpointError(f"{where}: {absent} is missing", HINT)
-    settings = schema.convert(Settings, folder.text_config, where, error=CheckpointError, hint=HINT)
+    settings = documents.convert(Settings, folder.text_config, where, error=CheckpointError, hint=HINT)
     if settings.rope.kind not in ROPE_KINDS:
         raise CheckpointError(
             f"{where}: rotary scaling {settings.rope.kind[:40]!r} is not written, expected one of: {', '.join(ROPE_KINDS)}",

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from annie_quant import schema
+from annie_quant import documents
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError, need
-from annie_quant.printable import printable
+from annie_quant.core.errors import CheckpointError, need
+from annie_quant.core.text import printable
 
 # Pre-tokenizer expressions that llama.cpp knows by name (src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_*).
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -97,7 +97,7 @@ def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
 
 def vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
     """Return tokens and their types by id; ids without a token are padded, as llama.cpp's converter does."""
-    content = schema.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
+    content = documents.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
     if content.model is None:
         raise ShardError("tokenizer_unknown", "tokenizer.json has no model with a vocabulary", HINT)
     by_id = {i: (token, NORMAL) for token, i in content.model.vocab.items()}
@@ -120,7 +120,7 @@ def sentencepiece_scores(tokenizer: dict[str, Any], tokens: list[str]) -> list[f
 
     Merges are in the order of the scores, and llama.cpp joins the pair with the highest score first.
     """
-    content = schema.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
+    content = documents.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
     model = content.model
     byte_level = any(
         step.type == "ByteLevel" for step in steps_of(content)
@@ -140,7 +140,7 @@ def steps_of(content: Tokenizer) -> list[PreTokenizer]:
 
 def pre_tokenizer(tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for the way this tokenizer splits text."""
-    steps = steps_of(schema.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT))
+    steps = steps_of(documents.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT))
     expressions = [step.pattern.get("Regex", "") for step in steps if step.type == "Split"]
     if len(expressions) == 1 and expressions[0] in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[expressions[0]]

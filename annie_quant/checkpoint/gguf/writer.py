@@ -25,8 +25,8 @@ from annie_quant.checkpoint.gguf.settings import read as read_settings
 from annie_quant.checkpoint.linears import Linear, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import need_room
-from annie_quant.errors import CheckpointError, EnvironmentFault, UsageError, need
-from annie_quant.progress import SILENT, ByteProgress, Progress
+from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError, need
+from annie_quant.core.progress import SILENT, ByteProgress, Progress
 
 NVFP4_BLOCK = 64  # elements of one ggml NVFP4 block
 PIECE_ELEMENTS = 1 << 24  # of a large tensor at a time, so that memory stays bounded

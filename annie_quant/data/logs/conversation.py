@@ -4,7 +4,7 @@ Pool: a sample of a stream in bounded memory, the same for the same conversation
 called, or none) has its own pool, so that a rare tool in a million rows is kept. A pool holds the conversations with the smallest
 hashes; an exact repetition has the hash of its original.
 
-Masking of secrets in logged text: keys by their form (annie_quant.secret_forms), passwords by
+Masking of secrets in logged text: keys by their form (annie_quant.core.secrets), passwords by
 their name, on request personal data.
 
 What is masked is counted by kind and never shown.
@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from annie_quant.schema import ChatCall, ChatMessage, ChatRow
-from annie_quant.secret_forms import FORMS
+from annie_quant.core.secrets import FORMS
+from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.stream.redact import is_secret_name
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from annie_quant.core.errors import UsageError, need
+from annie_quant.core.untrusted import decode_json
 from annie_quant.data.logs.conversation import Conversation, Problems, Unusable
 from annie_quant.data.logs.records import ROLES, ServerLog, conversation_of, finished, parsed_message
-from annie_quant.errors import UsageError, need
-from annie_quant.schema import ChatMessage
-from annie_quant.untrusted import decode_json
+from annie_quant.documents import ChatMessage
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
 MAX_LINE = 16_000_000  # bytes

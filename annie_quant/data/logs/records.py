@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from annie_quant.data.logs.conversation import Conversation, Unusable
+from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.judge.answers import parse_raw
-from annie_quant.schema import ChatCall, ChatMessage
 
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",

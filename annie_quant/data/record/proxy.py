@@ -31,6 +31,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from annie_quant.core.errors import EnvironmentFault, UsageError, need
+from annie_quant.core.progress import SILENT, Progress
 from annie_quant.data.logs.conversation import Unusable
 from annie_quant.data.record.exchange import (
     MAX_ANSWER_BYTES,
@@ -41,8 +43,6 @@ from annie_quant.data.record.exchange import (
     line_of,
     new_scanner,
 )
-from annie_quant.errors import EnvironmentFault, UsageError, need
-from annie_quant.progress import SILENT, Progress
 from annie_quant.stream.redact import Redactor, refuse_secrets_in, secrets_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from annie_quant.persona import Category, Persona
-from annie_quant.schema import ChatCall, ChatMessage, ChatRow
+from annie_quant.documents import ChatCall, ChatMessage, ChatRow
+from annie_quant.documents.persona import Category, Persona
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 
+from annie_quant.core.errors import UsageError
 from annie_quant.data import exchanges
 from annie_quant.data.exchanges import Exchange
 from annie_quant.data.teachers._base import Batch, Options
 from annie_quant.data.tool_exchanges import abstention, draw_exchange
-from annie_quant.errors import UsageError
-from annie_quant.persona import Category, Persona
-from annie_quant.schema import ChatCall, ChatMessage, ChatRow
+from annie_quant.documents import ChatCall, ChatMessage, ChatRow
+from annie_quant.documents.persona import Category, Persona
 
 NAME = "offline"
 SUMMARY = "built-in templates: no model, no network, the same rows for the same seed"

@@ -15,9 +15,9 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from annie_quant.documents.tool_schema import mismatch
 from annie_quant.judge.answers import Answer, raw_view
 from annie_quant.judge.workloads import Case, Workload
-from annie_quant.tool_schema import mismatch
 
 _UNITS = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",

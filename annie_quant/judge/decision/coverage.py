@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from annie_quant.documents import PairedGate
 from annie_quant.judge.gates import BEHAVIOURS, GATES, decides
-from annie_quant.schema import PairedGate
 
 LEAST_ANSWERS = 52  # without a loss: score_interval(0, 0, 52) is above -0.05, score_interval(0, 0, 51) is not
 RARE_ANSWERS = 10  # of a behaviour that bf16 shows so rarely that more of the same prompts would not test it

@@ -42,20 +42,7 @@ from typing import TypeVar
 
 import msgspec
 
-from annie_quant.judge.decision.coverage import LEAST_ANSWERS, RARE_ANSWERS, coverage, describe_coverage, is_tested
-from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.paired import (
-    LARGE_N,
-    detectable_excess,
-    detectable_loss,
-    excess_loss,
-    least_n,
-    mcnemar,
-    score_interval,
-    two_sided,
-)
-from annie_quant.judge.statistics import LEVEL, holm
-from annie_quant.schema import (
+from annie_quant.documents import (
     Evaluation,
     GateResult,
     GateVerdict,
@@ -69,6 +56,19 @@ from annie_quant.schema import (
     PooledGates,
     Standing,
 )
+from annie_quant.judge.decision.coverage import LEAST_ANSWERS, RARE_ANSWERS, coverage, describe_coverage, is_tested
+from annie_quant.judge.gates import GATES, decides
+from annie_quant.judge.paired import (
+    LARGE_N,
+    detectable_excess,
+    detectable_loss,
+    excess_loss,
+    least_n,
+    mcnemar,
+    score_interval,
+    two_sided,
+)
+from annie_quant.judge.statistics import LEVEL, holm
 
 LEAST_CHANGES = 5  # fewer changed answers give no p below 5 %: 1 / 2^4 = 6.25 %
 CONFIDENCE = 0.9  # of the interval: 5 % per bound

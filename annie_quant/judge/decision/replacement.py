@@ -10,12 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from annie_quant.judge.decision import paired
-from annie_quant.judge.decision.verdict import SHOWN, by_title, deciding_gates, label_of
-from annie_quant.judge.metrics import METRICS, three_digits
-from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
-from annie_quant.judge.statistics import LEVEL
-from annie_quant.schema import (
+from annie_quant.documents import (
     Aggregates,
     Comparison,
     GateVerdict,
@@ -27,6 +22,11 @@ from annie_quant.schema import (
     Standing,
     Verdict,
 )
+from annie_quant.judge.decision import paired
+from annie_quant.judge.decision.verdict import SHOWN, by_title, deciding_gates, label_of
+from annie_quant.judge.metrics import METRICS, three_digits
+from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
+from annie_quant.judge.statistics import LEVEL
 
 MARGIN = 0.05  # of the incumbent's median or memory: smaller differences are neither gain nor loss
 # A checklist item that is not met, in a word for the badge.

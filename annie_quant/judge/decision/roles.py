@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from annie_quant.errors import UsageError
-from annie_quant.schema import Aggregates, ModelRow, Roles
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import Aggregates, ModelRow, Roles
 
 REFERENCE_FORMAT = "BF16"
 RULE = 3  # of Verdict.rule: roles are stated; a confound and an unanswered request do not keep

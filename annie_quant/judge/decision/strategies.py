@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from annie_quant.documents import GateResult, Member, Outcome, PairedGate, PairedVerdict, SearchNumerics
 from annie_quant.judge.decision.paired import CONFIDENCE, MARGIN, is_loss, loss_limit, title
 from annie_quant.judge.gates import GATES, decides
 from annie_quant.judge.paired import score_interval
 from annie_quant.judge.statistics import LEVEL
-from annie_quant.schema import GateResult, Member, Outcome, PairedGate, PairedVerdict, SearchNumerics
 
 Gates = Mapping[str, GateResult]
 Sides = Mapping[str, SearchNumerics | Member]  # by numerics, or by member of their ensembles

@@ -14,22 +14,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from annie_quant import schema
-from annie_quant.errors import UsageError
-from annie_quant.judge.decision import paired
-from annie_quant.judge.decision.coverage import coverage, describe_coverage
-from annie_quant.judge.decision.paired import (
-    FAILING,
-    OUTCOMES,
-    POOLED,
-    changing_gates,
-    describe_pooled,
-    points,
-    title,
-)
-from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, other_side, roles_of, sides
-from annie_quant.judge.metrics import METRICS, three_digits
-from annie_quant.schema import (
+from annie_quant import documents
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import (
     Aggregates,
     Comparison,
     Confound,
@@ -45,6 +32,11 @@ from annie_quant.schema import (
     Standing,
     Verdict,
 )
+from annie_quant.judge.decision import paired
+from annie_quant.judge.decision.coverage import coverage, describe_coverage
+from annie_quant.judge.decision.paired import FAILING, OUTCOMES, POOLED, changing_gates, describe_pooled, points, title
+from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, other_side, roles_of, sides
+from annie_quant.judge.metrics import METRICS, three_digits
 
 SHOWN = 4  # failing gates that a sentence names
 VERDICTS: dict[Outcome, GateVerdict] = {outcome: by_gate for by_gate, outcome in OUTCOMES.items()}
@@ -203,7 +195,7 @@ def verdict(
     when the run was aggregated; `annie-quant report DIR --candidate ...` compares them again.
     """
     if not isinstance(aggregates, Aggregates):
-        aggregates = schema.convert(Aggregates, aggregates, "aggregates", error=UsageError)
+        aggregates = documents.convert(Aggregates, aggregates, "aggregates", error=UsageError)
     if reference or incumbent:
         stated = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
         aggregates = replace(aggregates, roles=assign(sides(aggregates), formats_of(aggregates), stated))

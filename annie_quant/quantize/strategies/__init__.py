@@ -6,8 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from annie_quant import models, registry
-from annie_quant.errors import CheckpointError
+from annie_quant import models
+from annie_quant.core import registry
+from annie_quant.core.errors import CheckpointError
 from annie_quant.quantize.strategy import Strategy
 
 

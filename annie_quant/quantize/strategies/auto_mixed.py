@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import UsageError
-from annie_quant.progress import Progress
+from annie_quant.core.errors import UsageError
+from annie_quant.core.progress import Progress
+from annie_quant.core.resume import KeyedJson
 from annie_quant.quantize.formats import FP8, NVFP4
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size, effective_bits, expected_bytes
 from annie_quant.quantize.select import choose
 from annie_quant.quantize.strategy import Cost, Option, Strategy
-from annie_quant.resume import KeyedJson
 
 if TYPE_CHECKING:
     from annie_quant.quantize.calibration_samples import Batch, Sample
@@ -31,7 +31,7 @@ BITS_OPTION = Option(4.8, "bits per weight, over the linears that may be quantiz
 def quantize(job: Job, progress: Progress) -> None:
     import modelopt.torch.quantization as mtq
 
-    from annie_quant.hf import modelopt_backend
+    from annie_quant.offline import modelopt_backend
     from annie_quant.quantize import calibration_samples, kl_trial
     from annie_quant.quantize.export import export
     from annie_quant.quantize.layerwise import use_own_delta_rule
@@ -127,7 +127,7 @@ def score(searcher: Any, scored: Sequence[Sample], file: KeyedJson, progress: Pr
     from modelopt.torch.opt.utils import named_hparams
     from modelopt.torch.quantization import algorithms
 
-    from annie_quant.evaluate.engine import Engine, Row
+    from annie_quant.offline.engine import Engine, Row
 
     model = searcher.model
     plain = algorithms.QuantRecipe(quant_cfg=None)

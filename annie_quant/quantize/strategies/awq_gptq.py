@@ -11,7 +11,7 @@ import numpy as np
 
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.progress import Progress
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import FP8, NVFP4, W4A16
 from annie_quant.quantize.input_stats import Coverage
 from annie_quant.quantize.job import Job

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
-from annie_quant.progress import Progress
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.input_stats import Coverage
 from annie_quant.quantize.job import Job
@@ -66,7 +66,7 @@ def fold_layer(
     advance: let the layer's outputs become the next layer's inputs; otherwise the layer keeps the folded weights.
     Nothing is folded into routed experts: the norm before them is read by the router, too.
     """
-    from annie_quant.hf.codec import to_numpy
+    from annie_quant.offline.codec import to_numpy
     from annie_quant.quantize.calibration_samples import PROMPT, RESPONSE
     from annie_quant.quantize.input_stats import InputObserver, InputSampler
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import UsageError
-from annie_quant.progress import Progress
+from annie_quant.core.errors import UsageError
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import announce_size

@@ -14,10 +14,10 @@ import numpy as np
 from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import source_key
-from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.files import read_json
+from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.core.files import read_json
+from annie_quant.core.progress import ByteProgress, Progress
 from annie_quant.models import short_name
-from annie_quant.progress import ByteProgress, Progress
 from annie_quant.quantize.export import export, planned_tensors
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError
-from annie_quant.progress import Progress
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.input_stats import Coverage, one_per_layer
 from annie_quant.quantize.job import Job
@@ -130,8 +130,8 @@ def round_stage(
 
     tops: the largest magnitude that the tensor scale of each linear is for, by full name.
     """
-    from annie_quant.evaluate.engine import split_by_size
-    from annie_quant.hf.codec import to_numpy, to_torch
+    from annie_quant.offline.codec import to_numpy, to_torch
+    from annie_quant.offline.engine import split_by_size
     from annie_quant.quantize.gptq_solver import LEAST_WEIGHT, Hessian
 
     rounded: dict[str, torch.Tensor] = {}

@@ -6,7 +6,7 @@ Tool calls survived where attention kept its precision. The price is size: 10.96
 from __future__ import annotations
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.progress import Progress
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.select import choose

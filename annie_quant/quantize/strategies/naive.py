@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.progress import Progress
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.select import choose
 from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Strategy

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.progress import Progress
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size
@@ -28,7 +28,7 @@ def quantize(job: Job, progress: Progress) -> None:
     import torch
     import transformers
 
-    from annie_quant.hf.experts import separate
+    from annie_quant.offline.experts import separate
     from annie_quant.quantize import calibration_samples, training
     from annie_quant.quantize.export import export
     from annie_quant.quantize.input_stats import collect_stats

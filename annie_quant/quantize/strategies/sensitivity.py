@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import UsageError
-from annie_quant.progress import Progress
+from annie_quant.core.errors import UsageError
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.format_choice import least_cost, units_of, with_rounded_inputs
 from annie_quant.quantize.formats import BITS, FP8, NVFP4, PLAIN_BITS, W4A16
 from annie_quant.quantize.job import Job

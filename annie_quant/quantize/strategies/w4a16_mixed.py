@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.progress import Progress
+from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import FP8, W4A16
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from annie_quant.documents import GateResult, KLSummary
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.svg import (
     ROWS_LEFT,
@@ -24,7 +25,6 @@ from annie_quant.report.charts.svg import (
 )
 from annie_quant.report.format import SIGNS, count, ends, share, significant, size
 from annie_quant.report.run import LoadedRun, OfflineModel, Side
-from annie_quant.schema import GateResult, KLSummary
 
 ROW = 19  # pixels
 

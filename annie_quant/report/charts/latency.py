@@ -6,13 +6,13 @@ import itertools
 import statistics
 
 from annie_quant.bench.aggregate import labelled
+from annie_quant.documents import RequestRecord
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.svg import WIDE, WIDTH, Axis, Canvas, Figure, Point, line_chart
 from annie_quant.report.format import ends, name, significant, size
 from annie_quant.report.recount import quantile, values
 from annie_quant.report.run import Backend, LoadedRun
-from annie_quant.schema import RequestRecord
 
 
 def by_turn(run: LoadedRun) -> Figure:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from annie_quant.printable import visible
+from annie_quant.core.text import visible
 from annie_quant.report.run import Backend, LoadedRun, Side
 
 STYLE = (

@@ -14,11 +14,11 @@ from typing import Literal
 
 import msgspec
 
+from annie_quant.documents import Identity, Outcome, Standing, salvage_or_default
 from annie_quant.judge import decision
 from annie_quant.report.format import DASH, SIGNS, count, significant, size
 from annie_quant.report.pages.tables import Cell, Table, metric_cell, speed_cell
 from annie_quant.report.run import Backend, LoadedRun, Side
-from annie_quant.schema import Identity, Outcome, Standing, salvage_or_default
 
 CONTEXT = 32_768  # tokens, as the original plan configures
 CONTAINERS = {"vllm": "vLLM", "sglang": "SGLang"}

@@ -24,14 +24,14 @@ from typing import Any
 from msgspec import to_builtins
 
 from annie_quant import __version__
-from annie_quant.files import ASSETS
-from annie_quant.printable import visible
+from annie_quant.core.files import ASSETS
+from annie_quant.core.text import visible
+from annie_quant.documents import Environment, RequestRecord
 from annie_quant.report import format, recount
 from annie_quant.report.charts.svg import MARKS, Figure
 from annie_quant.report.format import count, name
 from annie_quant.report.pages import comparison, tables
 from annie_quant.report.run import LoadedRun
-from annie_quant.schema import Environment, RequestRecord
 
 MAX_PROMPTS = 240
 MAX_CHARACTERS = 900_000

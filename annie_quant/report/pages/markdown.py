@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from annie_quant.printable import inert
+from annie_quant.core.text import inert
 from annie_quant.report.format import seconds
 from annie_quant.report.pages import comparison, tables
 from annie_quant.report.pages.html import caveats, facts

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from annie_quant.documents import GateResult, MetricSummary, ModelRow
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.format import (
     DASH,
@@ -28,7 +29,6 @@ from annie_quant.report.format import (
     size,
 )
 from annie_quant.report.run import Backend, LoadedRun, Side
-from annie_quant.schema import GateResult, MetricSummary, ModelRow
 
 LABELS = {metric: METRICS[metric].label for metric in COMPARED}
 LEVELS = ("idle", "one", "five")

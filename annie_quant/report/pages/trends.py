@@ -18,10 +18,11 @@ from typing import Literal
 
 import msgspec
 
-from annie_quant.errors import UsageError
-from annie_quant.files import write_text
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import write_text
+from annie_quant.core.text import inert, visible
+from annie_quant.documents import Environment
 from annie_quant.judge.metrics import METRICS
-from annie_quant.printable import inert, visible
 from annie_quant.report import format
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.svg import WIDTH, Canvas
@@ -30,7 +31,6 @@ from annie_quant.report.pages import comparison, markdown
 from annie_quant.report.pages.html import render_template
 from annie_quant.report.pages.tables import Cell, Table
 from annie_quant.report.run import Backend, LoadedRun, OfflineModel, Side, load
-from annie_quant.schema import Environment
 
 GROUPS = {
     "gate": "Gates",

@@ -135,7 +135,7 @@ def listing(folder: Path, deep: bool = True) -> dict[str, tuple[int, int]]:
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Accept an expected error, if it is one line that is safe to show."""
-    from annie_quant.errors import AnnieError
+    from annie_quant.core.errors import AnnieError
 
     try:
         yield

@@ -10,7 +10,7 @@ from typing import Any
 from fuzz.boundaries.grammar import Hostile, encode
 from fuzz.boundaries.harness import Sandbox
 
-from annie_quant.files import ASSETS
+from annie_quant.core.files import ASSETS
 
 
 @contextlib.contextmanager

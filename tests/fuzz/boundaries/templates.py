@@ -30,7 +30,7 @@ EXPRESSIONS = (
 @contextlib.contextmanager
 def opened(sandbox: Sandbox) -> Iterator[Any]:
     from annie_quant.checkpoint import chat_template
-    from annie_quant.evaluate.prompts import Template
+    from annie_quant.offline.prompts import Template
 
     folder = sandbox.inputs / "model"
     folder.mkdir()

@@ -11,7 +11,7 @@ from typing import Any
 from fuzz.boundaries.grammar import Hostile, encode
 from fuzz.boundaries.harness import Sandbox, limited_time, one_line_errors
 
-from annie_quant.files import ASSETS
+from annie_quant.core.files import ASSETS
 
 PER_COMMAND = 20
 

@@ -1,0 +1,310 @@
+"""The whole pipeline on the embedded model, stage by stage, in one run directory.
+
+    conversations → quantize → audit → evaluate offline → GGUF → serve and measure → judge → report
+
+A finished stage is not done again with the same inputs. bf16's answers are computed while the checkpoints are made, and the
+checkpoints are evaluated at the same time, one process each; nothing else runs while servers are measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from annie_quant import bench, checkpoint, data, documents, judge, report
+from annie_quant.bench import memory
+from annie_quant.checkpoint.size import folder_size, gguf_size
+from annie_quant.cli.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
+from annie_quant.cli.pipeline.stages import FileResult, Plan, RunDirectory, StageResult, Stages, prompts_key
+from annie_quant.core.errors import EnvironmentFault
+from annie_quant.core.files import ASSETS, read_json
+from annie_quant.core.progress import Console, Progress, SilentConsole
+from annie_quant.core.resume import KeyedJson
+from annie_quant.data.resolve import resolve
+from annie_quant.ops import serving
+from annie_quant.quantize.runner import weight_bytes
+
+MODEL = ASSETS / "tiny-annie"
+PACKAGES = ("torch", "transformers", "modelopt", "xllamacpp", "gguf")  # of the extras quantize and serve
+N_CONVERSATIONS = 500
+CALIBRATION_ROWS = 48
+KL_ROWS = 60
+N_PROMPTS = 60  # per gate, the same with and without servers; 52 of which none is lost decide a gate (docs/method.md)
+SENSITIVITY_PROMPTS = 8  # per gate
+MEMORY_WAIT_S = 10.0  # after the servers have stopped
+# Seconds of each stage that the next one waits for: a run of 2026-11-22 on two shared cores, scaled to the 215 s of idle ones.
+USUAL_S = {
+    "data": 1.0, "quantize-naive": 11.0, "audit-naive": 0.1, "quantize-mlp_only": 8.0, "audit-mlp_only": 0.1, "gguf-bf16": 0.1,
+    "gguf-naive": 0.1, "gguf-mlp_only": 0.1, "gguf-q4_k_m": 0.2, "bf16-answers": 8.0, "eval-naive": 112.0, "eval-mlp_only": 5.0,
+    "layers-naive": 6.0, "bench": 63.0,
+}  # fmt: skip
+
+
+class Side(NamedTuple):
+    """A served model. strategy: None: made from bf16. gguf_type: None: the type of the checkpoint's tensors."""
+
+    label: str
+    strategy: str | None
+    gguf_type: str | None
+
+
+SIDES = {
+    "bf16": Side("bf16", None, "BF16"),
+    "naive": Side("NVFP4 naive", "naive", None),
+    "mlp_only": Side("NVFP4 mlp_only", "mlp_only", None),
+    "q4_k_m": Side("Q4_K_M", None, "Q4_K_M"),
+}
+CANDIDATE, INCUMBENT = "mlp_only", "q4_k_m"
+STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each is served, and judged without a server
+
+
+class DataResult(StageResult):
+    data: data.Generation
+
+
+class BenchResult(StageResult):
+    """memory_kept_after_stop_bytes: memory of the machine in use after the servers stopped, less that before they started."""
+
+    memory_kept_after_stop_bytes: int | None
+
+
+class SideRow(msgspec.Struct):
+    """One model under one arithmetic, compared with the reference."""
+
+    name: str
+    gates: documents.GateTable
+    paired: dict[str, documents.PairedGate]
+    pooled: documents.PooledGates | None
+
+    @classmethod
+    def of(cls, name: str, side: documents.ServedSide | documents.OfflineSide) -> SideRow:
+        return cls(name, side.gates, side.paired, side.pooled)
+
+
+class DemoResult(documents.Verdict, kw_only=True):
+    """The verdict, the gates by model and arithmetic, the stages, and the path of the report."""
+
+    gates: dict[str, documents.GateTable]
+    sides: list[SideRow]
+    stages: list[documents.Stage]
+    report: str
+
+
+def run(
+    output: str | Path,
+    n_offline: int = N_PROMPTS,
+    n_served: int = N_PROMPTS,
+    console: Console | None = None,
+    persona: str | Path | None = None,
+    workloads: str | None = None,
+) -> DemoResult:
+    """Run every stage into `output`.
+
+    n_offline, n_served: prompts per gate without and with servers. persona, workloads: as for data/resolve.py.
+    """
+    check_packages()
+    directory = RunDirectory(output)
+    with directory.locked():
+        return Demo(directory, n_offline, n_served, console or SilentConsole(), persona, workloads).run()
+
+
+def check_packages() -> None:
+    """Raise EnvironmentFault that names all missing packages at once, before a stage has run."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise EnvironmentFault(
+            f"the demo needs packages that are not installed: {', '.join(missing)}",
+            'pip install "annie-quant[quantize,serve]"',
+        )
+
+
+class Demo:
+    """The demo's stages."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        n_offline: int,
+        n_served: int,
+        console: Console,
+        persona: str | Path | None = None,
+        workloads: str | None = None,
+    ) -> None:
+        self.persona, self.workloads = data.load_persona(persona or "annie"), resolve(persona, workloads)
+        self.dir, self.n_served = directory, n_served
+        self.answers = EvaluationJob(
+            reference=str(MODEL),
+            cache=str(directory / "eval"),
+            n_per_gate=n_offline,
+            persona=None if persona is None else str(persona),
+            workloads=workloads,
+        )
+        self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
+        full = n_offline / N_PROMPTS, n_served / N_PROMPTS  # fewer prompts take less time
+        scale = {"bf16-answers": full[0], "eval-naive": full[0], "eval-mlp_only": full[0], "bench": full[1]}
+        self.stages.plan = Plan({name: usual_s * min(1.0, scale.get(name, 1.0)) for name, usual_s in USUAL_S.items()})
+        console.note(self.stages.plan.text())
+
+    def run(self) -> DemoResult:
+        stages = self.stages
+        prompts = {"n": N_CONVERSATIONS, **({} if self.persona.source == "annie" else {"persona": self.persona.sha256})}
+        prompts_used = {"asked": prompts_key(self.answers.prompts())}
+        with EvaluationProcesses(stages) as processes:
+            processes.start("bf16-answers", prompts_used, [], self.answers)
+            stages.stage("data", prompts, ["calibration.jsonl"], self.make_data, DataResult)
+            for strategy in STRATEGIES:
+                stages.quantize(strategy)
+                stages.audit(strategy)
+            text = {"text": stages.text_key()}
+            for side in SIDES:
+                stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), FileResult)
+            processes.finish()
+            inputs = stages.data_inputs() | prompts_used | {"kl_rows": KL_ROWS}
+            for strategy in STRATEGIES:
+                processes.start(f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], self.evaluation(strategy))
+            processes.finish()
+        inputs = {"n": SENSITIVITY_PROMPTS, **text}
+        stages.stage("layers-naive", inputs, ["sensitivity/naive.json"], self.measure_layers, StageResult)
+        outputs = ["records.jsonl", "bench.json"]
+        stages.stage("bench", {"n": self.n_served, **text}, outputs, self.measure_servers, BenchResult)
+        return self.finish()
+
+    def evaluation(self, strategy: str) -> EvaluationJob:
+        return msgspec.structs.replace(
+            self.answers,
+            checkpoint=str(self.stages.checkpoint(strategy)),
+            output=str(self.dir / f"eval/{strategy}.json"),
+            conversations=str(self.stages.conversations),
+            n_conversations=KL_ROWS,
+        )
+
+    def make_data(self, progress: Progress) -> DataResult:
+        generation = data.generate(self.persona, "offline", N_CONVERSATIONS, self.stages.conversations, 0, progress)
+        return DataResult(f"{N_CONVERSATIONS} conversations", generation)
+
+    def convert(self, name: str, progress: Progress) -> FileResult:
+        side = SIDES[name]
+        target = self.dir / f"gguf/{name}.gguf"
+        target.parent.mkdir(exist_ok=True)
+        checkpoint.convert(self.source(side), to="gguf", output=target, type=side.gguf_type, force=True)
+        size_bytes = target.stat().st_size
+        return FileResult(f"{size_bytes / 1e6:.1f} MB", size_bytes)
+
+    def source(self, side: Side) -> Path:
+        return self.stages.checkpoint(side.strategy) if side.strategy else MODEL
+
+    def measure_layers(self, progress: Progress) -> StageResult:
+        """Measure which layers naive's divergence comes from, over the prompts that need a tool."""
+        from annie_quant.offline.layers import measure
+        from annie_quant.offline.pair import ModelPair
+
+        output = self.dir / "sensitivity/naive.json"
+        output.parent.mkdir(exist_ok=True)
+        workloads = judge.sample(tool_workloads(self.workloads), SENSITIVITY_PROMPTS)
+        folder = self.stages.checkpoint("naive")
+        with ModelPair(folder, MODEL, cache=self.dir / "eval", progress=progress) as pair:
+            result = measure(pair, workloads, "w4a4", ("alone",), output)
+        worst = max(result.by_layer(), key=lambda row: row.kl)
+        return StageResult(f"most from {worst.layer}")
+
+    def measure_servers(self, progress: Progress) -> BenchResult:
+        workloads = judge.sample(self.workloads, self.n_served)
+        servers, source = [], self.stages.base["model"]
+        before_bytes = memory.system_used()
+        try:
+            for name in SIDES:
+                progress.message(f"starting {name}")
+                log = self.dir / f"logs/{name}.log"
+                servers.append(serving.start(self.dir / f"gguf/{name}.gguf", runtime="llama.cpp", log=log))
+            backends = [
+                bench.Backend(name, server.url, meta={"model": name, "source": source, "pid": server.pid})
+                for name, server in zip(SIDES, servers, strict=True)
+            ]
+            resume = self.same_bench_settings()
+            result = bench.run(
+                backends,
+                workloads,
+                self.dir.path,
+                warmup=2,
+                runs=1,
+                progress=progress,
+                resume=resume,
+                candidate=CANDIDATE,
+                reference="bf16",
+                incumbent=INCUMBENT,
+            )
+        finally:
+            for server in servers:
+                server.stop()
+        after_bytes = memory.after_stop(MEMORY_WAIT_S)
+        kept_bytes = None if before_bytes is None or after_bytes is None else after_bytes - before_bytes
+        return BenchResult(f"{result.requests} requests", kept_bytes)
+
+    def same_bench_settings(self) -> bool:
+        """Return whether the existing records were measured with these settings; other records are measured again."""
+        key = self.stages.base | {"n": self.n_served, "text": self.stages.text_key()}
+        marker = KeyedJson(self.dir / "stages/.bench-settings", key)
+        same = marker.load(default=False)
+        marker.save(True)
+        return same
+
+    def finish(self) -> DemoResult:
+        """Aggregate the stages' results, judge them, and write run.json and the report."""
+        aggregates = bench.aggregate(self.dir.path)
+        aggregates.models = [self.model_row(name) for name in SIDES]
+        for strategy in STRATEGIES:
+            add_evaluation(aggregates, strategy, self.dir / f"eval/{strategy}.json")
+        verdict = judge.verdict(aggregates)
+        config = {"n_offline": self.answers.n_per_gate, "n_served": self.n_served, "model": self.stages.base["model"]}
+        self.dir.write_run(config, aggregates, verdict, bench.environment(), self.stages.rows)
+        paths = report.build(self.dir.path)
+        served = sorted(
+            aggregates.served.items(), key=lambda item: item[1].judged_by is not None
+        )  # the reference first
+        sides = [SideRow.of(f"{SIDES[name].label} served", side) for name, side in served]
+        for strategy in STRATEGIES:
+            sides += [SideRow.of(f"{strategy} {kind}", side) for kind, side in aggregates.offline[strategy].items()]
+        return DemoResult(
+            **msgspec.structs.asdict(verdict),
+            gates={side.name: side.gates for side in sides},
+            sides=sides,
+            stages=self.stages.rows,
+            report=str(paths[0]),
+        )
+
+    def model_row(self, name: str) -> documents.ModelRow:
+        from annie_quant.offline.reference import model_sha256
+
+        side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"
+        folder = self.source(side)
+        from_gguf = side.gguf_type == "Q4_K_M"
+        size = gguf_size(gguf) if from_gguf else folder_size(checkpoint.ModelFolder(folder))
+        return documents.ModelRow(
+            name=name,
+            label=side.label,
+            format=side.gguf_type or "NVFP4",
+            size_bytes=gguf.stat().st_size if from_gguf else weight_bytes(folder),
+            bits_per_weight=size.bits_per_weight,
+            checkpoint=str(folder),
+            gguf=str(gguf),
+            model_sha256=model_sha256(folder),
+        )
+
+
+def add_evaluation(aggregates: documents.Aggregates, model: str, path: Path) -> None:
+    """Add an evaluation, with all members of its ensembles, to a run's aggregates."""
+    document = read_json(path)
+    aggregates.offline[model] = msgspec.convert(document["numerics"], dict[str, documents.OfflineSide])
+    aggregates.members[model] = msgspec.convert(document.get("members", {}), dict[str, documents.OfflineSide])
+    if blocking := document.get("blocking"):
+        aggregates.blocking[model] = list(blocking)
+
+
+def tool_workloads(workloads: Sequence[judge.Workload]) -> list[judge.Workload]:
+    """Return the workloads that need a tool, or all where none does."""
+    return [w for w in workloads if "tool_call" in w.gates] or list(workloads)

@@ -1,0 +1,166 @@
+"""An evaluation in its own process, so that several checkpoints are judged at once and other stages run meanwhile.
+
+    python -m annie_quant.cli.pipeline.evaluation_process JOB       JOB: EvaluationJob as JSON
+
+Below the supervisor of serve/server.py: it ends however annie-quant ends. Its log has one line per state.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from annie_quant import documents, judge
+from annie_quant.checkpoint.export_check import export_notes
+from annie_quant.cli.pipeline.stages import StageResult, Stages, silence_transformers
+from annie_quant.core import host
+from annie_quant.core.errors import AnnieError
+from annie_quant.core.files import write_json
+from annie_quant.core.progress import Progress
+from annie_quant.data.resolve import resolve
+from annie_quant.judge import Workload
+from annie_quant.ops import server
+from annie_quant.ops.runtimes import llama_cpp
+
+AT_ONCE = 2  # processes that share the processors
+POLL_S = 0.1
+LINE_S = 0.5  # at most one line of progress per so many seconds
+
+
+class _Stage(NamedTuple):
+    name: str
+    inputs: Mapping[str, Any]
+    outputs: list[str]
+    job: EvaluationJob
+
+
+class EvaluationJob(msgspec.Struct, kw_only=True):
+    """What one process computes.
+
+    reference: folder of the bf16 model. cache: folder for its answers. n_per_gate, persona, workloads: the prompts (as for
+    data/resolve.py). checkpoint: None for the reference's answers alone, which later jobs find in `cache`.
+    output: file for the evaluation. conversations, n_conversations: as for evaluate().
+    """
+
+    reference: str
+    cache: str
+    n_per_gate: int
+    persona: str | None = None
+    workloads: str | None = None
+    checkpoint: str | None = None
+    output: str | None = None
+    conversations: str | None = None
+    n_conversations: int | None = None
+
+    def prompts(self) -> list[Workload]:
+        return judge.sample(resolve(self.persona, self.workloads), self.n_per_gate)
+
+
+class EvaluationProcesses:
+    """Stages that run at the same time, one process each. A context manager, which ends what still runs."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self.threads = max(1, host.cores() // AT_ONCE)
+        self._started: list[tuple[_Stage, server.Server | None]] = []
+
+    def start(self, name: str, inputs: Mapping[str, Any], outputs: list[str], job: EvaluationJob) -> None:
+        """Start the process of a stage and return at once; does nothing for a stage that has finished before."""
+        process = None
+        if not self.stages.is_finished(name, inputs):
+            command = [sys.executable, "-m", __name__, msgspec.json.encode(job).decode()]
+            environment = llama_cpp.environment() | {"OMP_NUM_THREADS": str(self.threads)}
+            process = server.spawn(command, self.stages.dir / f"logs/{name}.log", name, environment)
+        self._started.append((_Stage(name, inputs, outputs, job), process))
+
+    def finish(self) -> None:
+        """Wait for all stages that were started, in order. Raises ServerError with the cause for one that failed."""
+        while self._started:
+            stage, process = self._started[0]
+
+            def work(progress: Progress, stage: _Stage = stage, process: server.Server | None = process) -> StageResult:
+                assert process is not None
+                wait(process, progress)
+                return StageResult(summary(stage.job))
+
+            self.stages.stage(stage.name, stage.inputs, stage.outputs, work, StageResult)
+            del self._started[0]
+
+    def __enter__(self) -> EvaluationProcesses:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for _, process in self._started:
+            if process is not None:
+                process.stop()
+
+
+def wait(process: server.Server, progress: Progress) -> None:
+    """Wait until the process ends, and report its states. Raises ServerError with the cause where it failed."""
+    state = ""
+    while process.alive:
+        lines = server.read(process.log).splitlines()
+        if lines and lines[-1] != state:
+            state = lines[-1]
+            progress.message(state)
+        time.sleep(POLL_S)
+    process.wait()
+
+
+def summary(job: EvaluationJob) -> str:
+    """Return the verdict of an evaluation in one sentence; "" of the reference's answers alone."""
+    if job.output is None:
+        return ""
+    verdict = documents.Evaluation.load(Path(job.output)).verdict
+    return verdict.sentence if verdict else ""
+
+
+def evaluate(job: EvaluationJob, progress: Progress) -> None:
+    """Compute a job in this process."""
+    from annie_quant.offline.evaluation import evaluate_pair
+    from annie_quant.offline.pair import ModelPair
+
+    silence_transformers()
+    workloads = job.prompts()
+    with ModelPair(job.checkpoint or job.reference, job.reference, cache=job.cache, progress=progress) as pair:
+        if job.checkpoint is None:
+            pair.reference.answer(workloads, progress)
+            return
+        faults = export_notes(job.checkpoint, job.reference)
+        result = evaluate_pair(
+            pair, workloads, conversations=job.conversations, n_conversations=job.n_conversations, faults=faults
+        )
+    assert job.output is not None
+    write_json(Path(job.output), result.to_dict())
+
+
+class _Log:
+    """Progress as lines of the log, at most one per LINE_S."""
+
+    def __init__(self) -> None:
+        self._printed = -LINE_S
+
+    def update(self, done: float, total: float | None = None, text: str = "") -> None:
+        if time.monotonic() - self._printed >= LINE_S:
+            self.message(", ".join(filter(None, (f"{done:g} of {total:g}" if total else "", text))))
+
+    def message(self, text: str) -> None:
+        self._printed = time.monotonic()
+        print(text, flush=True)
+
+
+def main() -> None:
+    job = msgspec.json.decode(sys.argv[1], type=EvaluationJob)
+    try:
+        evaluate(job, _Log())
+    except AnnieError as error:
+        sys.exit(f"error: {error.message}" + (f" → {error.hint}" if error.hint else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,351 @@
+"""The decision tree as code: strategies cheapest first; the first that keeps every gate that bf16 has is chosen.
+
+    bf16 is the fine-tune? → quantize → audit → smoke test → early look → all prompts → chosen, or explained and the next one
+
+The output is a run directory: a finished step is not done again. search.json and search.md have everything that was tried.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from annie_quant import __version__, judge, quantize
+from annie_quant.checkpoint import ModelFolder
+from annie_quant.checkpoint.size import bytes_per_token, folder_size
+from annie_quant.cli.pipeline import search_explanation, search_table
+from annie_quant.cli.pipeline.stages import RunDirectory, Stages, drawn, offline_prompts
+from annie_quant.core.errors import AnnieError, DiskFull, UsageError
+from annie_quant.core.files import write_json, write_text
+from annie_quant.core.progress import Console
+from annie_quant.data import check_prompt_hash
+from annie_quant.data.resolve import resolve
+from annie_quant.documents import (
+    CalibrationDraw,
+    Evaluation,
+    GateTable,
+    PairedVerdict,
+    SearchNumerics,
+    SearchResult,
+    Size9B,
+    StrategyRow,
+)
+from annie_quant.judge import Workload, decision
+from annie_quant.judge.decision import paired
+from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
+from annie_quant.judge.not_lost import compares_with_reference
+from annie_quant.judge.pairing import answers_per_gate
+from annie_quant.quantize import estimate
+from annie_quant.quantize.strategies import by_rank, find
+
+NUMERICS = ("w4a4", "w4a16")
+SAMPLES = 128
+KL_CONVERSATIONS = 60
+
+
+def run(
+    model: Path,
+    calib_data: Path,
+    output: Path,
+    n: int,
+    every: bool,
+    console: Console,
+    *,
+    strategies: Sequence[str] | None = None,
+    required: Sequence[str] = NUMERICS,
+    samples: int = SAMPLES,
+    allow_prompt_mismatch: bool = False,
+    anyway: bool = False,
+    persona: str | Path | None = None,
+    workloads: str | None = None,
+    seeds: int = 1,
+) -> SearchResult:
+    """Try strategies in the run directory `output`, and return everything that was tried.
+
+    n: prompts per gate. every: evaluate every strategy on all prompts, also after one that is chosen, and without the early look
+    (a failed smoke question is reported). required: the numerics under which every gate must keep. anyway: continue with a model
+    that fails the gates in bf16. persona, workloads: as for data/resolve.py. seeds: calibration draws in which a strategy must
+    keep.
+    Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
+    """
+    directory = RunDirectory(output)
+    stale = check_prompt_hash(calib_data, persona, allow=allow_prompt_mismatch)
+    chosen = resolve(persona, workloads)
+    with directory.locked():
+        stages = Stages(directory, model, calib_data, samples, console)
+        search = Search(stages, n, required, every, chosen_order(strategies), console, chosen, seeds)
+        search.result.notes += [stale] if stale else []
+        search.check_reference(anyway)
+        if not search.result.stopped:
+            search.try_strategies()
+        search.save()
+    return search.result
+
+
+def chosen_order(strategies: Sequence[str] | None) -> list[str]:
+    """Return the names of the strategies to try: by default all, cheapest first (Cost.rank)."""
+    if strategies is None:
+        return [s.name for s in by_rank() if s.searched]
+    available = list(quantize.available())
+    for name in strategies:
+        if name not in available:
+            raise UsageError(f"unknown strategy {name!r}", f"choose from: {', '.join(available)}")
+    return list(strategies)
+
+
+class Search:
+    """One search; `result` is what search.json holds."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        n: int,
+        required: Sequence[str],
+        every: bool,
+        order: list[str],
+        console: Console,
+        workloads: Sequence[Workload] | None = None,
+        seeds: int = 1,
+    ) -> None:
+        self.stages, self.n, self.required, self.every, self.order = stages, n, tuple(required), every, order
+        self.seeds = seeds
+        self.console = console
+        self.workloads = list(workloads) if workloads is not None else judge.load_workloads()
+        self.prompts = offline_prompts(n, self.workloads)
+        self.counts = answers_per_gate(self.prompts)
+        self.result = SearchResult(
+            chosen=None,
+            stopped=None,
+            required=list(self.required),
+            command=shlex.join(["annie-quant", *sys.argv[1:]]),
+            where=search_table.where(n),
+            n=n,
+            notes=[],
+            reference={},
+            labels=None,
+            strategies=[],
+            seconds=0.0,
+            seeds=seeds,
+            version=__version__,
+        )
+
+    def check_reference(self, anyway: bool) -> None:
+        """Evaluate the bf16 model's own gates, and whether the calibration answers belong to their questions."""
+        result = self.result
+        self.prompts = self.stages.prompts(self.n, self.workloads)
+        self.counts = answers_per_gate(self.prompts)
+        evaluation = self.stages.evaluate("bf16", self.stages.model, self.prompts)
+        result.reference = evaluation.reference_gates
+        if compares_with_reference(self.prompts):  # bf16's own answers are the reference: it cannot fail them
+            result.notes += evaluation.notes
+            report = None
+        else:
+            report = search_explanation.reference_report(result.reference)
+        if report:
+            result.notes.append(report)
+            result.stopped = report if report.startswith(search_explanation.WRONG_MODEL) and not anyway else None
+        result.labels = search_explanation.check_labels(self.stages)
+        own = compares_with_reference(self.prompts)
+        result.notes += filter(None, [search_explanation.labels_note(result.labels, own)])
+        for note in result.notes:
+            self.console.note(note)
+
+    def try_strategies(self) -> None:
+        waiting = list(self.order)
+        while waiting:
+            row = self.attempt(waiting.pop(0))
+            row.of_9b = self.size_of_9b(row.strategy)
+            self.result.strategies.append(row)
+            self.console.note(f"{row.strategy}: {row.outcome}")
+            if row.passed and self.result.chosen is None:
+                self.result.chosen = row.strategy
+                self.result.seconds = self.spent_s()
+            self.save()
+            if row.passed and not self.every:
+                return
+            if row.incoherent:  # R46: the quantization is too aggressive
+                waiting.sort(key=lambda name: not find(name).conservative)
+        if self.result.chosen is None:
+            self.result.seconds = self.spent_s()
+
+    def spent_s(self) -> float:
+        """Return the seconds of all stages so far, including those of earlier, interrupted runs."""
+        return round(sum(row.seconds or 0.0 for row in self.stages.rows), 1)
+
+    def attempt(self, strategy: str) -> StrategyRow:
+        """Try one strategy, and return its row of the table."""
+        stages, before_s = self.stages, self.spent_s()
+        row = StrategyRow(strategy, passed=False, outcome="", why=[], path=[], numerics={})
+        try:
+            stages.quantize(strategy)
+            audit = stages.audit(strategy)
+        except DiskFull:
+            raise
+        except AnnieError as error:
+            row.error, row.outcome, row.path = error.message, "could not be made", [f"quantize → {error.message}"]
+            return row
+        self.measure_size(row)
+        row.audit, row.loads = audit.summary, audit.loads
+        if audit.ok:
+            self.evaluate(row)
+        else:
+            row.outcome, row.why = "unsound checkpoint", [audit.summary]
+            row.path.append(f"audit → {audit.summary}")
+        row.seconds = round(self.spent_s() - before_s, 1)
+        return row
+
+    def measure_size(self, row: StrategyRow) -> None:
+        shards = ModelFolder(self.stages.checkpoint(row.strategy))
+        size = folder_size(shards)
+        row.size_bytes, row.bits_per_weight = size.size_bytes, size.bits_per_weight
+        row.read_bytes = bytes_per_token(shards)
+        row.ceiling_tok_s = estimate.GB10_READ / row.read_bytes
+
+    @staticmethod
+    def size_of_9b(strategy: str) -> Size9B:
+        expected = estimate.estimate("9b", strategy)
+        return Size9B(expected.size_bytes, estimate.GB10_READ / expected.read_bytes)
+
+    def evaluate(self, row: StrategyRow) -> None:
+        """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""
+        folder = self.stages.checkpoint(row.strategy)
+        smoke = self.stages.evaluate(f"{row.strategy}-smoke", folder, search_explanation.smoke(self.workloads))
+        keep_numerics(row, smoke)
+        failed = {
+            kind: [
+                g
+                for g, pair in side.paired.items()
+                if pair.lost and decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided
+            ]
+            for kind, side in smoke.numerics.items()
+        }
+        lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)
+        failed_smoke = [f"the smoke question fails: {lost}"] if lost else []
+        if failed_smoke:
+            row.outcome, row.why, row.incoherent = "gibberish", failed_smoke, True
+            row.path.append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
+            if not self.every:
+                return
+        else:
+            row.path.append("smoke → coherent")
+        missing = decision.missing_numerics(row.numerics, self.required)
+        if missing and not self.every:
+            row.outcome, row.why = missing[0], missing
+            row.path.append(f"servers → {'; '.join(missing)}")
+            return
+        # The whole table is for comparison, so all of it rests on the same prompts.
+        looks = [self.n] if self.every else decision.looks(self.n)
+        for look in looks[:-1]:
+            early = self.stages.evaluate(f"{row.strategy}-n{look}", folder, judge.sample(self.prompts, look))
+            keep_numerics(row, early)
+            row.why = decision.early_reasons(row.numerics, self.counts, len(looks))
+            if row.why:
+                row.outcome = f"dropped at n = {look}"
+                row.path.append(f"gates at n = {look} → dropped: {'; '.join(row.why)}")
+                self.explain(row)
+                return
+            row.path.append(f"gates at n = {look} → still open")
+        final = self.stages.evaluate(
+            row.strategy,
+            folder,
+            self.prompts,
+            conversations=self.stages.conversations,
+            n_conversations=KL_CONVERSATIONS,
+            ensemble=True,
+        )
+        keep_numerics(row, final)
+        assert final.verdict is not None  # Stages.evaluate sets it
+        row.why = failed_smoke + decision.final_reasons(final.verdict, row.numerics, self.required)
+        row.passed = not row.why
+        row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'keeps every gate'}")
+        if row.passed or self.every:
+            try_draws(self.stages, row, self.prompts, self.seeds)
+        if row.passed:
+            row.path.append("PASS: ship it")
+            row.outcome = "keeps every gate" + (f" in {1 + len(row.draws)} calibration draws" if row.draws else "")
+        else:
+            if not failed_smoke:
+                row.outcome = row.why[0] if len(row.why) == 1 else standing(row)
+            self.explain(row)
+
+    def explain(self, row: StrategyRow) -> None:
+        """Set what is known about why the row's strategy failed."""
+        tables = lost_gates(row)
+        activations = search_explanation.by_activations(tables)
+        row.explained = [activations] if activations else []
+        row.hardened = search_explanation.hardened(self.stages, row.strategy, self.workloads, tables)
+        if row.hardened is not None:
+            for gate, counts in row.hardened.gates.items():
+                parts = (("before", counts.before), ("after", counts.after), ("reference", counts.reference))
+                text = ", ".join(f"{name} {passes}/{n}" for name, (passes, n) in parts)
+                row.explained.append(f"hardened prompt, {gate}: {text} (bf16 under it)")
+            row.explained.append(row.hardened.reading)
+
+    def save(self) -> None:
+        """Write search.json and search.md; called after every strategy."""
+        write_json(self.stages.dir / "search.json", msgspec.to_builtins(self.result))
+        write_text(self.stages.dir / "search.md", search_table.render(self.result))
+
+
+def try_draws(stages: Stages, row: StrategyRow, prompts: Sequence[Workload], seeds: int) -> None:
+    """Make and evaluate a strategy again from `seeds` - 1 further draws of calibration rows. It passes if it keeps in each."""
+
+    def reject(reason: str) -> None:
+        row.passed = False
+        row.why.append(reason)
+
+    for seed in range(1, seeds):
+        try:
+            stages.quantize(row.strategy, seed)
+            audit = stages.audit(row.strategy, seed)
+        except DiskFull:
+            raise
+        except AnnieError as error:
+            reject(f"calibration draw {seed} could not be made: {error.message}")
+            return
+        if not audit.ok:
+            reject(f"calibration draw {seed}: {audit.summary}")
+            return
+        folder = stages.checkpoint(row.strategy, seed)
+        evaluation = stages.evaluate(drawn(row.strategy, seed), folder, prompts, ensemble=True)
+        verdict = evaluation.verdict or PairedVerdict()
+        gates = {
+            kind: {gate: [r.passes, r.n] for gate, r in side.gates.items() if not r.advisory}
+            for kind, side in evaluation.numerics.items()
+        }
+        row.draws.append(CalibrationDraw(seed, verdict, gates))
+        row.path.append(f"calibration draw {seed} → {verdict.sentence}")
+        if verdict.verdict != "keeps":
+            reject(f"calibration draw {seed}: {verdict.sentence}")
+
+
+def keep_numerics(row: StrategyRow, evaluation: Evaluation) -> None:
+    """Set the row's numerics to the part of an evaluation that search.json keeps."""
+    row.verdict = evaluation.verdict
+    row.model_sha256 = evaluation.checkpoint_files.sha256 if evaluation.checkpoint_files else ""
+    row.numerics = {
+        kind: msgspec.convert(side, SearchNumerics, from_attributes=True) for kind, side in evaluation.numerics.items()
+    }
+
+
+def standing(row: StrategyRow) -> str:
+    """Return the row's verdict with the number of gates that it is about."""
+    if row.verdict is None:
+        return f"not accepted: {len(row.why)} reasons"
+    members = row.verdict.members.values()
+    lost, undecided = {g for m in members for g in m.loses}, {g for m in members for g in m.undecided}
+    if not lost and undecided:
+        return f"undecided: {', '.join(sorted(map(paired.title, undecided)))} need more prompts"
+    return f"{row.verdict.verdict}: {', '.join(sorted(map(paired.title, lost or undecided)))} not kept"
+
+
+def lost_gates(row: StrategyRow) -> dict[str, GateTable]:
+    """Return, per numerics, the gates of which the row's strategy lost answers."""
+    return {
+        kind: {name: gate for name, gate in side.gates.items() if name in side.paired and side.paired[name].lost}
+        for kind, side in row.numerics.items()
+    }

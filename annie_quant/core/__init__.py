@@ -1,0 +1,1 @@
+"""What every other package builds on: errors, files, progress, resuming, the machine, untrusted text and secrets."""

@@ -1,0 +1,282 @@
+"""Facts about this machine: processors, memory, processes, GPUs, package versions. No secrets and no user paths.
+
+Memory and processes come from psutil, GPUs from nvidia-smi. What is sampled during a run comes from NVML where the package
+nvidia-ml-py (extra `gpu`) is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+_PACKAGES = ("annie-quant", "numpy", "scipy", "xllamacpp", "vllm", "sglang", "transformers", "torch", "nvidia-modelopt")
+_GPU_FIELDS = ("name", "driver_version", "compute_cap", "clocks.sm", "clocks.mem", "power.limit")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the whole machine. On a DGX Spark it is unified, so the GPU's share is in it."""
+
+    total_bytes: int
+    available_bytes: int
+    cached_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        return self.total_bytes - self.available_bytes
+
+
+class Environment(msgspec.Struct, kw_only=True):
+    """The machine and the versions of a run."""
+
+    time: str = ""
+    system: str = ""
+    machine: str = ""
+    python: str = ""
+    cpu: str | None = None
+    cores: int = 0
+    load_average: list[float] = []
+    memory_total_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    packages: dict[str, str] = {}
+    gpus: list[dict[str, str]] = []
+
+
+def environment() -> Environment:
+    """Return the description of this machine that a run stores (run.json, `environment`)."""
+    total = memory()
+    return Environment(
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        system=f"{platform.system()} {platform.release()}",
+        machine=platform.machine(),
+        python=platform.python_version(),
+        cpu=cpu_name(),
+        cores=cores(),
+        load_average=[round(x, 2) for x in os.getloadavg()],
+        memory_total_bytes=total.total_bytes if total else None,
+        memory_available_bytes=total.available_bytes if total else None,
+        packages={name: version for name in _PACKAGES if (version := package_version(name))},
+        gpus=gpus(),
+    )
+
+
+def cores() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def load_per_core() -> float:
+    """Return the load average of the last minute per usable processor."""
+    return round(os.getloadavg()[0] / cores(), 2)
+
+
+def memory() -> Memory | None:
+    """Return the machine's memory, or None if the system does not report it."""
+    try:
+        figures = psutil.virtual_memory()
+    except (OSError, RuntimeError):
+        return None
+    return Memory(figures.total, figures.available, getattr(figures, "cached", 0))
+
+
+def process_tree(pid: int) -> list[int]:
+    """Return a process and all its descendants; empty if it has ended."""
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.Error:
+        return []
+
+
+def listening_pid(port: int) -> int | None:
+    """Return the process that listens on a TCP port of this machine, where this user may see it."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        return None
+    pids = [c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid]
+    return pids[0] if pids else None
+
+
+def resident_bytes(pids: Iterable[int]) -> int | None:
+    """Return the resident memory of processes, or None if all have ended."""
+    sizes = []
+    for pid in pids:
+        try:
+            sizes.append(psutil.Process(pid).memory_info().rss)
+        except psutil.Error:
+            continue
+    return sum(sizes) if sizes else None
+
+
+def cgroup_bytes(pid: int) -> int | None:
+    """Return memory.current of a process's control group (version 2), or None in the root group, which has everything."""
+    try:
+        line = next(x for x in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if x.startswith("0::"))
+        group = line[3:].strip("/")
+        return int((Path("/sys/fs/cgroup") / group / "memory.current").read_text()) if group else None
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = [line.split(":", 1)[1].strip() for line in lines if line.lower().startswith(("model name", "hardware"))]
+    return names[0] if names else platform.processor() or None
+
+
+def package_version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# GPUs
+
+
+@cache
+def nvml_devices() -> tuple[Any, list[Any]]:
+    """Return (the module pynvml, one handle per GPU); (None, []) without the package, a driver or a GPU."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml, [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # the package, its library and the driver each raise their own types
+        return None, []
+
+
+def gpus() -> list[dict[str, str]]:
+    """Return one dict per GPU, with nvidia-smi's names and formats: {"name": "NVIDIA GB10", "clocks.sm": "2418 MHz", ...}."""
+    return _smi("gpu", _GPU_FIELDS) or []
+
+
+def _nvml_value(nvml: Any, function: str, *arguments: Any) -> Any:
+    """Return what an NVML function reports; None where this GPU does not report it, or this pynvml does not know it."""
+    try:
+        return getattr(nvml, function)(*arguments)
+    except (nvml.NVMLError, AttributeError):
+        return None
+
+
+def gpu_process_bytes() -> dict[int, int]:
+    """Return the GPU memory of each process that computes on a GPU, {pid: bytes}. Processes without a figure are left out."""
+    nvml, devices = nvml_devices()
+    sizes: dict[int, int] = {}
+    if nvml is None:
+        for row in _smi("compute-apps", ("pid", "used_memory")) or ():
+            number = row["used_memory"].removesuffix(" MiB")
+            if row["pid"].isdigit() and number.isdigit():
+                sizes[int(row["pid"])] = sizes.get(int(row["pid"]), 0) + int(number) * 2**20
+        return sizes
+    for device in devices:
+        try:
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        except nvml.NVMLError:
+            continue
+        for process in processes:
+            if process.usedGpuMemory is not None:
+                sizes[process.pid] = sizes.get(process.pid, 0) + process.usedGpuMemory
+    return sizes
+
+
+def gpu_energy_joules() -> float | None:
+    """Return the energy that all GPUs have used since the driver was loaded, or None where NVML does not count it."""
+    nvml, devices = nvml_devices()
+    readings = []
+    for device in devices:
+        try:
+            readings.append(nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3)
+        except nvml.NVMLError:
+            continue
+    return sum(readings) if readings else None
+
+
+def smi_command(query: str, fields: Iterable[str]) -> list[str]:
+    """Return the nvidia-smi command that prints `fields` of `query` ("gpu" or "compute-apps"), one line per item."""
+    return ["nvidia-smi", f"--query-{query}={','.join(fields)}", "--format=csv,noheader"]
+
+
+def smi_rows(output: str, fields: Iterable[str]) -> list[dict[str, str]]:
+    """Parse the output of `smi_command`. Missing values are empty."""
+    names = list(fields)
+    lines = (line for line in output.splitlines() if line.strip())
+    rows = ([cell.strip() for cell in line.split(",")] for line in lines)
+    return [dict(zip(names, [*row, *[""] * len(names)], strict=False)) for row in rows]
+
+
+def _smi(query: str, fields: Iterable[str]) -> list[dict[str, str]] | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        process = subprocess.run(smi_command(query, fields), capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return smi_rows(process.stdout, fields)
+
+
+# Clocks and temperature
+
+_LIMITS = {  # nvmlClocksEventReasons*; 1 is idle, 2 a user's setting
+    0x04: "software power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+def machine_state() -> tuple[float | None, float | None, str | None]:
+    """Return (clock in MHz, temperature in °C, what limits the clock) of the hottest GPU, or of the processor without one.
+
+    Each is None where it is not reported; a virtual machine reports none of them.
+    """
+    nvml, devices = nvml_devices()
+    if nvml is not None and devices:
+        states = [_gpu_state(nvml, device) for device in devices]
+        return max(states, key=lambda state: state[1] or 0.0)
+    return _cpu_clock(), _cpu_temperature_c(), None
+
+
+def _gpu_state(nvml: Any, device: Any) -> tuple[float | None, float | None, str | None]:
+    reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksEventReasons", device)
+    if reasons is None:  # the name in older versions of pynvml
+        reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", device) or 0
+    limits = ", ".join(text for bit, text in _LIMITS.items() if reasons & bit)
+    clock = _nvml_value(nvml, "nvmlDeviceGetClockInfo", device, 1)  # NVML_CLOCK_SM
+    heat = _nvml_value(nvml, "nvmlDeviceGetTemperature", device, 0)  # NVML_TEMPERATURE_GPU
+    return (None if clock is None else float(clock)), (None if heat is None else float(heat)), limits or None
+
+
+def _cpu_clock() -> float | None:
+    """Mean of the current clocks of all processors, where the kernel scales them."""
+    clocks = []
+    for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_cur_freq"):
+        with contextlib.suppress(OSError, ValueError):
+            clocks.append(int(path.read_text()) / 1e3)
+    return round(sum(clocks) / len(clocks), 1) if clocks else None
+
+
+def _cpu_temperature_c() -> float | None:
+    try:
+        sensors = psutil.sensors_temperatures()
+    except (AttributeError, OSError, RuntimeError):  # not on this system
+        return None
+    readings = [float(x.current) for group in sensors.values() for x in group if x.current and x.current > 0]
+    return max(readings, default=None)

@@ -1,0 +1,84 @@
+"""Data that another party wrote: a server's answers, a checkpoint's metadata, a log. Decode it, limit it, show it.
+
+decode_json(data)   JSON of any content; the only exception is ValueError; lenient: with NaN, and U+FFFD for lone surrogates
+limited(value)      a copy without what could not be stored again: depth, sizes and numbers are limited
+integer(value)      a count, or None; cost_usd(value): an amount, or None
+printable(text)     text for a terminal: no escape sequence, no control character, one line
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from typing import Any
+
+import msgspec
+
+from annie_quant.core.text import printable
+
+MAX_DEPTH = 8
+MAX_ENTRIES = 100
+MAX_TEXT = 1000
+MAX_INTEGER = 2**53  # beyond it JSON readers disagree
+MAX_COST_USD = 1e9
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def decode_json(data: bytes | str, lenient: bool = False) -> Any:
+    """Return the value of a JSON document. Raises ValueError, with one line, for everything that cannot be decoded.
+
+    lenient: also accept what Python's json does and msgspec does not: NaN, infinities, and lone surrogates, which become
+        U+FFFD, because no file can hold them.
+    """
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        fault = f"not JSON: {printable(str(error), 200)}"
+    except RecursionError:
+        fault = "nested too deeply"
+    if lenient:
+        with contextlib.suppress(ValueError, RecursionError):
+            return without_surrogates(json.loads(data))
+    raise ValueError(fault)
+
+
+def without_surrogates(value: Any) -> Any:
+    """Return a decoded JSON value with U+FFFD for each lone surrogate. RecursionError where it is nested too deeply."""
+    if isinstance(value, str):
+        return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict):
+        return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
+    return [without_surrogates(item) for item in value] if isinstance(value, list) else value
+
+
+def limited(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return a copy of a decoded JSON value that can be stored: MAX_ENTRIES per list or object, MAX_TEXT characters per
+    text, finite numbers, integers up to MAX_INTEGER. What does not fit is cut, or None."""
+    if isinstance(value, str):
+        return value[:MAX_TEXT]
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return value if abs(value) <= MAX_INTEGER else None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if depth <= 0:
+        return None
+    if isinstance(value, dict):
+        entries = list(value.items())[:MAX_ENTRIES]
+        return {str(key)[:MAX_TEXT]: limited(item, depth - 1) for key, item in entries}
+    if isinstance(value, list):
+        return [limited(item, depth - 1) for item in value[:MAX_ENTRIES]]
+    return None
+
+
+def integer(value: Any) -> int | None:
+    """Return a count: an integer from 0 to MAX_INTEGER; None for anything else (True is not a count)."""
+    return value if type(value) is int and 0 <= value <= MAX_INTEGER else None
+
+
+def cost_usd(value: Any) -> float | None:
+    """Return an amount of money: a number from 0 to MAX_COST_USD; None for anything else (NaN and True are no amounts)."""
+    return float(value) if type(value) in (int, float) and 0 <= value < MAX_COST_USD else None

@@ -1,0 +1,142 @@
+"""Documents that one stage writes and another reads, as types, and the functions that decode and write them.
+
+    decode(Run, path)       a document from a file or from bytes; every fault is one line that names the field
+    write(path, run)        a document as indented JSON
+    salvage(Run, path)      the parts of a document that fit; the others count as missing
+    read_bench(folder)      bench.json with its aggregates, wherever they are stored
+
+reading has these functions; prompts what is sent (messages, workload files); records records.jsonl; statistics gates, metrics and
+comparisons; results a run's aggregates and verdict; run bench.json, run.json and inputs.json; evaluation eval/*.json,
+sensitivity/*.json and search.json; checkpoint the audit and annie_quant.json. Names of a new document are added here.
+
+Fields that a reader does not know are ignored. `schema_version` is SCHEMA_VERSION in everything written; documents of older
+versions are upgraded when they are decoded. Names of fields end in their unit. JSON Schemas of the public documents are in
+docs/reference/schemas (tools/make_schemas.py).
+"""
+
+# ruff: noqa: F401
+from __future__ import annotations
+
+from annie_quant.core.host import Environment
+from annie_quant.documents.checkpoint import (
+    RECIPE_FILE,
+    Audit,
+    AuditSummary,
+    Finding,
+    HeldOut,
+    Ingredient,
+    Recipe,
+    ServerSupport,
+    TensorRow,
+)
+from annie_quant.documents.evaluation import (
+    CalibrationDraw,
+    DifferingAnswer,
+    DraftAcceptance,
+    EnsembleFigures,
+    EvaluatedWorkload,
+    Evaluation,
+    GateTable,
+    Hardened,
+    HardenedGate,
+    KLFigures,
+    KLSummary,
+    Labels,
+    LabelScores,
+    LayerDivergence,
+    LayerKL,
+    MarginBin,
+    Member,
+    ModelFiles,
+    NumericsResult,
+    SameAnswers,
+    SearchNumerics,
+    SearchResult,
+    Sensitivity,
+    SensitivityKey,
+    Size9B,
+    StrategyRow,
+)
+from annie_quant.documents.prompts import (
+    CalledFunction,
+    CaseFile,
+    ChatCall,
+    ChatMessage,
+    ChatRow,
+    ContextFile,
+    Expect,
+    LoggedChat,
+    RowProvenance,
+    WorkloadFile,
+)
+from annie_quant.documents.reading import (
+    SCHEMA_VERSION,
+    Digest,
+    JsonScalar,
+    ShortText,
+    check_version,
+    convert,
+    decode,
+    encode,
+    salvage,
+    salvage_line,
+    salvage_or_default,
+    salvage_value,
+    write,
+)
+from annie_quant.documents.records import Load, RequestRecord, ToolCall
+from annie_quant.documents.results import (
+    Aggregates,
+    Confound,
+    Crossover,
+    Energy,
+    Identity,
+    MemoryBytes,
+    MemoryFigures,
+    MemoryGrowth,
+    MemoryLevels,
+    ModelMeta,
+    ModelRow,
+    OfflineSide,
+    Roles,
+    ServedSide,
+    ToolSurfacePoint,
+    TurnPoint,
+    Verbosity,
+    Verdict,
+    limited_identity,
+)
+from annie_quant.documents.run import (
+    BackendSettings,
+    Bench,
+    BenchConfig,
+    EarlyStop,
+    Ended,
+    Inputs,
+    Run,
+    SentCase,
+    SentWorkload,
+    Stage,
+    WorkloadSettings,
+    read_bench,
+    write_run,
+)
+from annie_quant.documents.statistics import (
+    AdjustedResult,
+    Comparison,
+    Drift,
+    GateResult,
+    GateVerdict,
+    MemberVerdict,
+    Metric,
+    MetricSummary,
+    NoiseFloor,
+    Outcome,
+    PairedGate,
+    PairedResult,
+    PairedVerdict,
+    PooledGates,
+    SpeedGate,
+    Standing,
+    WorkloadSummary,
+)

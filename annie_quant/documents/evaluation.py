@@ -1,0 +1,388 @@
+"""Evaluations without a server: eval/<name>.json, the sensitivity of layers, and search.json, which has one per strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from annie_quant.core.files import finite
+from annie_quant.documents.reading import SCHEMA_VERSION, UPGRADES, decode
+from annie_quant.documents.statistics import GateResult, PairedGate, PairedVerdict, PooledGates
+
+GateTable = dict[str, GateResult]  # by name, deciding gates first
+
+
+class KLFigures(msgspec.Struct):
+    """KL divergence of the checkpoint from its reference over some tokens, with related figures.
+
+    mean, median, p99, max: nats per token. same_top: share of tokens where both models have the same most likely token;
+    flips: number of the others. flips_predicted: from margins and noise (kl.py). delta_p: change of the probability of the
+    reference's token. margin: the reference's best minus second-best logit. noise: standard deviation of the logit errors.
+    """
+
+    n_tokens: int
+    mean: float
+    median: float
+    p99: float
+    max: float
+    same_top: float
+    flips: int
+    flips_predicted: float
+    perplexity: float
+    perplexity_reference: float
+    delta_p_mean: float
+    delta_p_rms: float
+    margin_median: float
+    noise_median: float
+
+
+class MarginBin(msgspec.Struct, rename={"low": "from", "high": "to"}):
+    """Tokens whose margin in the reference is at least `low` and below `high` (None: no limit)."""
+
+    low: float
+    high: float | None
+    n_tokens: int
+    flips: int
+    flips_predicted: float
+
+
+class LayerKL(msgspec.Struct):
+    """Mean KL divergence, in nats per token, with only this layer quantized."""
+
+    layer: str
+    kl: float
+
+
+class KLSummary(KLFigures, kw_only=True, omit_defaults=True):
+    """KLFigures of all tokens, per category and per token class.
+
+    by_layer: present after a sensitivity measurement. decisions: of the tokens that decide about a call, its function, its
+    arguments or the end (evaluate/prompts.py); None for plain text and in evaluations before 0.3.
+    """
+
+    by_category: dict[str, KLFigures] = {}
+    by_class: dict[str, KLFigures] = {}
+    margins: list[MarginBin] = []
+    by_layer: list[LayerKL] = []
+    decisions: KLFigures | None = None
+
+
+class LayerDivergence(msgspec.Struct):
+    """KL divergence with one set of layers quantized: mean and p99 in nats per token, share and number as in KLFigures."""
+
+    mean: float
+    p99: float
+    same_top: float
+    flips: int
+    n_tokens: int
+
+
+class SensitivityKey(msgspec.Struct):
+    """What a sensitivity measurement depends on. answers: tokens per scored answer."""
+
+    model_sha256: str
+    reference_sha256: str
+    numerics: str
+    answers: list[int]
+
+
+class Sensitivity(msgspec.Struct, omit_defaults=True):
+    """Divergence of the whole checkpoint (all), of each layer quantized alone, and with each layer restored."""
+
+    model: str
+    numerics: str
+    key: SensitivityKey
+    all: LayerDivergence | None = None
+    alone: dict[str, LayerDivergence] = {}
+    restored: dict[str, LayerDivergence] = {}
+
+    def by_layer(self) -> list[LayerKL]:
+        """Return the mean KL of each layer quantized alone, in the model's order."""
+        return [LayerKL(layer, row.mean) for layer, row in self.alone.items()]
+
+
+class SameAnswers(msgspec.Struct):
+    n: int
+    same: int
+
+
+class DifferingAnswer(msgspec.Struct):
+    """An answer that differs from the reference's. failed: gates that the checkpoint's answer fails."""
+
+    case: str
+    agreed_tokens: int
+    failed: list[str]
+    text: str
+    tool_calls: list[str]
+    reference_text: str
+    reference_tool_calls: list[str]
+
+
+class DraftAcceptance(msgspec.Struct):
+    """First drafts of the MTP head that equal the token which the model chose, of n; low, high: 95 % Wilson interval."""
+
+    n: int
+    accepted: int
+    low: float
+    high: float
+
+
+class NumericsResult(msgspec.Struct):
+    """The checkpoint under one numerics. kl: over the reference's own answers; None without workloads.
+
+    verbosity_ratio: tokens of the checkpoint's answers divided by tokens of the reference's. arithmetic, outcomes: as in Member.
+    drafts: by workload; empty for a checkpoint without an MTP head.
+    """
+
+    gates: GateTable
+    kl: KLSummary | None
+    kl_conversations: KLSummary | None
+    kl_text: KLSummary | None
+    perplexity: float | None
+    perplexity_reference: float | None
+    same_answers: SameAnswers
+    verbosity_ratio: float | None
+    paired: dict[str, PairedGate]
+    cases: list[DifferingAnswer]
+    seconds: float
+    pooled: PooledGates | None = None
+    arithmetic: str = ""
+    outcomes: dict[str, str] = {}
+    drafts: dict[str, DraftAcceptance] = {}
+
+
+class Member(msgspec.Struct):
+    """The checkpoint's answers in a further arithmetic of the ensemble of one numerics.
+
+    arithmetic: a description. gates: over all prompts. paired: compared with the reference. outcomes: per gate one character
+    per prompt of Evaluation.prompts, "1" where the answer passes, "-" where the gate does not apply to it. n_computed: answers
+    computed in this arithmetic; the others were certain and are those of the requested numerics. n_changed: answers that differ
+    from those of the requested numerics.
+    """
+
+    arithmetic: str
+    gates: GateTable
+    paired: dict[str, PairedGate]
+    outcomes: dict[str, str]
+    n_computed: int
+    n_changed: int
+    pooled: PooledGates | None = None
+
+
+class EnsembleFigures(msgspec.Struct):
+    """How uncertain the answers under one numerics are.
+
+    noise: standard deviation of the change of a margin (best minus second-best logit) between the two arithmetics that compute
+    every answer, from its median. n_uncertain: answers that a perturbation could change, of n (ensemble.py has the rule).
+    """
+
+    noise: float
+    n_uncertain: int
+    n: int
+
+
+class EvaluatedWorkload(msgspec.Struct, omit_defaults=True):
+    """sha256: of its file. n_cases: prompts that were evaluated. prompts_sha256: of the list of their judge.prompt_sha256."""
+
+    sha256: str
+    n_cases: int
+    prompts_sha256: str = ""
+
+
+class ModelFiles(msgspec.Struct, omit_defaults=True):
+    """SHA-256 of what determines a model's answers: everything together, and single files ("" for one that is not there).
+
+    sha256: evaluate.reference.model_sha256 of the folder.
+    """
+
+    sha256: str
+    tokenizer: str = ""
+    chat_template: str = ""
+    generation_config: str = ""
+
+
+class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A checkpoint compared with its bf16 reference without a server.
+
+    numerics: one entry per requested numerics. members: the further arithmetics of each ensemble, by "w4a4+bf16", "w4a4+perm1",
+    "w4a4+cut16". prompts: by gate, names of the prompts of the workloads that name it, in the order of the characters of
+    `outcomes` (in version 0.2.0 only those that the gate applies to in the reference's answer).
+    reference_outcomes: the same characters for the bf16 reference. floor_outcomes: for its answers in a second arithmetic, of the
+    gates that compare with its own answers. ensemble: by numerics.
+    reference_drafts: acceptance of the reference's MTP head by workload. verdict: judge.decision.judge_evaluation;
+    absent in evaluations of version 0.1.0.
+    checkpoint_files, reference_files: None in evaluations of version 0.2.0.
+    blocking: reasons that forbid the verdict "keeps", such as a broken export.
+    evidence_sha256: digest of what the verdict is counted from (judge/evidence.py).
+    rule: version of the rule that decided (judge.decision.RULE), 0 in evaluations of version 0.2.0 and older.
+    """
+
+    schema_version: int
+    version: str
+    model: str
+    reference: str
+    reference_sha256: str
+    dtype: str
+    device: str
+    workloads: dict[str, EvaluatedWorkload]
+    n_answers: int
+    n_conversation_answers: int
+    n_text_tokens: int
+    notes: list[str]
+    reference_gates: GateTable
+    numerics: dict[str, NumericsResult]
+    seconds: float
+    layers: Sensitivity | None = None
+    verdict: PairedVerdict | None = None
+    prompts: dict[str, list[str]] = {}
+    reference_outcomes: dict[str, str] = {}
+    floor_outcomes: dict[str, str] = {}
+    members: dict[str, Member] = {}
+    ensemble: dict[str, EnsembleFigures] = {}
+    reference_drafts: dict[str, DraftAcceptance] = {}
+    checkpoint_files: ModelFiles | None = None
+    reference_files: ModelFiles | None = None
+    blocking: list[str] = []
+    evidence_sha256: str = ""
+    rule: int = 0
+
+    def outcomes(self) -> dict[str, dict[str, str]]:
+        """Return the outcomes of all members, those of `numerics` first."""
+        return {k: v.outcomes for k, v in self.numerics.items()} | {k: v.outcomes for k, v in self.members.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the evaluation as a dict that JSON can hold: None for a figure that is not a number."""
+        document: dict[str, Any] = finite(msgspec.to_builtins(self))
+        return document
+
+    @classmethod
+    def load(cls, path: Path) -> Evaluation:
+        """Read an evaluation that was written from to_dict(); figures of a broken model may be NaN.
+
+        Raises EnvironmentFault for a file of a newer version, or one that cannot be read.
+        """
+        return decode(cls, path, hint="annie-quant eval MODEL_DIR --reference BF16_DIR writes it again")
+
+
+UPGRADES[Evaluation] = lambda document: None  # older ones have fewer fields, which all have defaults
+
+
+class SearchNumerics(msgspec.Struct):
+    """The part of an evaluation's NumericsResult that search.json keeps."""
+
+    gates: GateTable
+    kl: KLSummary | None
+    kl_conversations: KLSummary | None
+    paired: dict[str, PairedGate]
+    same_answers: SameAnswers
+    verbosity_ratio: float | None
+    seconds: float
+    pooled: PooledGates | None = None
+
+
+class HardenedGate(msgspec.Struct):
+    """[passes, n] of a gate before and after the hardened prompt, and of bf16 under it. restored: None where bf16 fails it too."""
+
+    before: list[int]
+    after: list[int]
+    reference: list[int]
+    restored: bool | None
+
+
+class Hardened(msgspec.Struct):
+    """The effect of a hardened prompt. gates: "W4A4 tool_call" → counts. reading: the conclusion."""
+
+    gates: dict[str, HardenedGate]
+    reading: str
+
+
+class LabelScores(msgspec.Struct, rename={"original": "given"}):
+    """Mean nats per token under bf16 of the answers as they are, and of the same answers shuffled among the questions."""
+
+    original: float
+    shuffled: float
+
+
+class Labels(msgspec.Struct):
+    """Whether the calibration answers belong to their questions (pipeline/search/explain.py).
+
+    verdict: "undecided" where the model does not distinguish the rows; "" in a search of version 0.1.0, which has only `belong`.
+    """
+
+    first: LabelScores
+    last: LabelScores
+    belong: bool
+    verdict: Literal["belong", "shuffled", "undecided", ""] = ""
+
+
+class Size9B(msgspec.Struct):
+    """The strategy's result for Qwen3.5-9B, by count of its parameters."""
+
+    size_bytes: int
+    ceiling_tok_s: float
+
+
+class CalibrationDraw(msgspec.Struct):
+    """The strategy made from another random draw of the calibration rows. gates: numerics → gate → [passes, n]."""
+
+    seed: int
+    verdict: PairedVerdict
+    gates: dict[str, dict[str, list[int]]]
+
+
+class StrategyRow(msgspec.Struct, omit_defaults=True):
+    """A tried strategy.
+
+    incoherent: it failed the smoke question, which bf16 answers. path: its steps in order. why: reasons for not passing. explained:
+    further findings. read_bytes: per decoded token; ceiling_tok_s: on a GB10. draws: further calibration draws. model_sha256: of
+    the checkpoint (ModelFiles.sha256). loads: which servers load the checkpoint. error: why it could not be quantized.
+    """
+
+    strategy: str
+    passed: bool
+    outcome: str
+    why: list[str]
+    path: list[str]
+    numerics: dict[str, SearchNumerics]
+    error: str | None = None
+    incoherent: bool = False
+    size_bytes: int | None = None
+    bits_per_weight: float | None = None
+    read_bytes: int | None = None
+    ceiling_tok_s: float | None = None
+    audit: str | None = None
+    loads: list[str] | None = None
+    hardened: Hardened | None = None
+    explained: list[str] | None = None
+    seconds: float | None = None
+    of_9b: Size9B | None = None
+    verdict: PairedVerdict | None = None
+    model_sha256: str = ""
+    draws: list[CalibrationDraw] = []
+
+
+class SearchResult(msgspec.Struct):
+    """chosen: the first strategy that passes every gate. stopped: why no strategy was tried. seconds: until the choice.
+
+    seeds: calibration draws per strategy. version: of the package.
+    """
+
+    chosen: str | None
+    stopped: str | None
+    required: list[str]
+    command: str
+    where: str
+    n: int
+    notes: list[str]
+    reference: GateTable
+    labels: Labels | None
+    strategies: list[StrategyRow]
+    seconds: float
+    seeds: int = 1
+    schema_version: int = SCHEMA_VERSION
+    version: str = ""
+
+
+UPGRADES[SearchResult] = lambda document: None  # older ones have fewer fields, which all have defaults

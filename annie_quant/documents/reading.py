@@ -1,0 +1,280 @@
+"""Decode and encode documents, and the parts of a document that fit where another program or another version wrote it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from annie_quant.core.errors import AnnieError, EnvironmentFault, UsageError
+from annie_quant.core.files import write_text
+
+# Limits for what another party writes into a document: a server, a model, a file from elsewhere.
+ShortText = Annotated[str, Meta(max_length=200)]
+Digest = Annotated[str, Meta(max_length=64)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Milliseconds = Annotated[float, Meta(ge=-1e12, le=1e12)]  # our clock's; sums and charts stay finite
+Count = Annotated[int, Meta(ge=0, le=10**15)]
+JsonScalar = Annotated[str, Meta(max_length=1000)] | int | float | bool | None
+
+# Of bench.json, run.json, eval/*.json and search.json; raised when a reader of the old layout would misread the new one.
+SCHEMA_VERSION = 2
+
+T = TypeVar("T")
+
+# Versioned documents: type → function that changes a decoded document of an older version into one of this version.
+UPGRADES: dict[type, Callable[[dict[str, Any]], None]] = {}
+
+_BYTE = re.compile(r" ?\(byte (\d+)\)")
+_PACKAGE = re.compile(r"\d+(\.\d+){1,3}")  # a version of this package
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
+
+
+def decode(
+    kind: type[T],
+    source: bytes | str | os.PathLike[str],
+    where: str = "",
+    *,
+    error: type[AnnieError] = EnvironmentFault,
+    hint: str = "",
+) -> T:
+    """Decode one JSON document.
+
+    kind: a type of this package. source: bytes, or the path of a file. where: how messages name the source (default: the
+    path). error: the exception class for faults. Its message is one line with the source, the line or the field, what was
+    expected and what was there. A document of a newer package is refused with EnvironmentFault.
+    """
+    if not isinstance(source, bytes):
+        where = where or str(source)
+        try:
+            source = Path(source).read_bytes()
+        except OSError as fault:
+            raise error(f"{where}: cannot be read: {fault.strerror}", hint) from fault
+    with _one_line_errors(where, error, hint, source):
+        if kind not in UPGRADES:
+            return msgspec.json.decode(source, type=kind)
+        return _convert(kind, _loads(source), where)
+
+
+def convert(
+    kind: type[T], document: Any, where: str = "", *, error: type[AnnieError] = EnvironmentFault, hint: str = ""
+) -> T:
+    """Return `document`, as JSON decodes it, as a value of `kind`; faults as in `decode`."""
+    with _one_line_errors(where, error, hint):
+        return _convert(kind, document, where)
+
+
+def _convert(kind: type[T], document: Any, where: str) -> T:
+    if kind in UPGRADES:
+        check_version(document, where)
+    document = upgrade(kind, document)
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError:
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(with_nan(kind, document), kind)
+        raise
+
+
+def _loads(source: bytes) -> Any:
+    """Return the value of a JSON document; versions up to 0.2.0 wrote NaN, which JSON does not have."""
+    try:
+        return msgspec.json.decode(source)
+    except msgspec.DecodeError:
+        if b"NaN" in source or b"Infinity" in source:
+            with contextlib.suppress(ValueError, RecursionError):
+                return json.loads(source)
+        raise
+
+
+def with_nan(kind: Any, value: Any) -> Any:
+    """Return a decoded value with NaN for each null where `kind` has a number: figures of a broken model are not numbers."""
+    origin, members = get_origin(kind), get_args(kind)
+    if kind is float:
+        return math.nan if value is None else value
+    if origin in (Union, types.UnionType):
+        others = [member for member in members if member is not type(None)]
+        return with_nan(others[0], value) if value is not None and len(others) == 1 else value
+    if origin is dict and isinstance(value, dict):
+        return {key: with_nan(members[1], item) for key, item in value.items()}
+    if origin is list and isinstance(value, list):
+        return [with_nan(members[0], item) for item in value]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
+        return value | {key: with_nan(hints[name], value[key]) for name, key in names if key in value}
+    return value
+
+
+def upgrade(kind: type[Any], document: Any) -> Any:
+    """Return a decoded document of an older version in this version's form; others unchanged."""
+    if kind not in UPGRADES or not isinstance(document, dict):
+        return document
+    version = document.get("schema_version")
+    if not isinstance(version, int) or version < SCHEMA_VERSION:
+        document = document | {"schema_version": SCHEMA_VERSION}
+        UPGRADES[kind](document)
+    return document
+
+
+@contextlib.contextmanager
+def _one_line_errors(where: str, error: type[AnnieError], hint: str, source: bytes = b"") -> Iterator[None]:
+    prefix = f"{where}: " if where else ""
+    try:
+        yield
+    except RecursionError:
+        raise error(f"{prefix}nested too deeply", hint) from None
+    except msgspec.ValidationError as fault:
+        raise error(f"{prefix}{_mismatch(str(fault))}", hint) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+        raise error(f"{prefix}not JSON: {_malformed(str(fault), source)}", hint) from None
+    except UsageError as fault:  # from a type's own checks
+        raise error(f"{prefix}{fault.message}", hint or fault.hint) from None
+
+
+def check_version(document: Any, where: str | os.PathLike[str]) -> None:
+    """Raise EnvironmentFault for a document of a newer package: half understood, it would give wrong figures.
+
+    A document without a version, or with one that is not a number, counts as the oldest.
+    """
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        package = str(document.get("version", ""))
+        needed = f"'annie-quant>={package}'" if _PACKAGE.fullmatch(package) else "annie-quant"
+        raise EnvironmentFault(
+            f"{where} was written by a newer annie-quant (schema_version {version}; this one reads up to {SCHEMA_VERSION})",
+            f"pip install --upgrade {needed}",
+        )
+
+
+def _mismatch(message: str) -> str:
+    """msgspec's message with the field first: "served[...].n: expected int, got str"."""
+    place = _PLACE.search(message)
+    problem = _PLACE.sub("", message)
+    problem = problem.replace("`", "" if problem.startswith("Expected") else "'")
+    problem = problem[:1].lower() + problem[1:]
+    return f"{place[1]}: {problem}" if place and place[1] else problem
+
+
+def _malformed(message: str, source: bytes) -> str:
+    """msgspec's message, with the line instead of the byte where the text has several lines."""
+    message = message.removeprefix("JSON is malformed: ")
+    byte = _BYTE.search(message)
+    if byte and b"\n" in source.strip():
+        line = source.count(b"\n", 0, int(byte[1])) + 1
+        return f"{_BYTE.sub('', message)} in line {line}"
+    return message[:1].lower() + message[1:]
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy scalar or array as Python values."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise NotImplementedError(f"a {type(value).__name__} cannot be stored as JSON")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def encode(value: Any) -> bytes:
+    """`value` as JSON on one line; numbers that are not finite become null."""
+    return _ENCODER.encode(value)
+
+
+def write(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as indented JSON. The file appears complete or not at all."""
+    write_text(path, msgspec.json.format(encode(value), indent=1).decode() + "\n")
+
+
+LIMIT = 1e15  # of a figure: with larger ones sums and charts would not be finite
+_MISFIT = object()
+
+
+def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
+    """Decode a JSON document; fields and entries that do not fit count as missing, and so do numbers that are not finite.
+
+    None where the file does not exist, or where not even the required fields fit. Raises ValueError for a file that is not JSON,
+    EnvironmentFault for a document of a newer version.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        document = _finite_json(text)
+        check_version(document, path)
+        value = _fit(kind, upgrade(kind, document))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return None if value is _MISFIT else value
+
+
+def salvage_value(kind: type[T], value: Any) -> T | None:
+    """Return a decoded JSON value as `kind`, without fields and entries that do not fit; None where the required ones do not."""
+    try:
+        fit = _fit(kind, value)
+    except RecursionError:
+        return None
+    return None if fit is _MISFIT else fit
+
+
+def salvage_or_default(kind: type[T], path: str | os.PathLike[str]) -> T:
+    """Return salvage(), or kind() where the file is missing, cannot be read or is not JSON."""
+    try:
+        return salvage(kind, path) or kind()
+    except (ValueError, OSError):
+        return kind()
+
+
+def salvage_line(kind: type[T], line: bytes) -> T:
+    """Decode one line of a JSON Lines file; numbers that are not finite count as missing, lone surrogates are allowed.
+
+    Raises ValueError for a line that is not JSON, or that does not fit.
+    """
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.DecodeError:
+        return msgspec.convert(_finite_json(line), kind)
+
+
+def _finite_json(text: bytes) -> Any:
+    return json.loads(text, parse_constant=lambda name: None, parse_float=_number, parse_int=_number)
+
+
+def _number(text: str) -> int | float | None:
+    value = float(text)
+    if not math.isfinite(value) or abs(value) > LIMIT:
+        return None
+    return int(value) if value.is_integer() else value
+
+
+def _fit(kind: Any, value: Any) -> Any:
+    """`value` as `kind`, without what does not fit; _MISFIT where nothing does."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, UsageError):
+        origin, members = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return next((fit for member in members if (fit := _fit(member, value)) is not _MISFIT), _MISFIT)
+    if origin is dict and isinstance(value, dict):
+        return {key: fit for key, item in value.items() if (fit := _fit(members[1], item)) is not _MISFIT}
+    if origin is list and isinstance(value, list):
+        return [fit for item in value if (fit := _fit(members[0], item)) is not _MISFIT]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+        hints = get_type_hints(kind, include_extras=True)
+        names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
+        fields = {name: _fit(hints[name], value[key]) for name, key in names if key in value}
+        try:
+            return kind(**{name: fit for name, fit in fields.items() if fit is not _MISFIT})
+        except (TypeError, ValueError, UsageError):  # a required field is missing, or the type's own check fails
+            return _MISFIT
+    return _MISFIT

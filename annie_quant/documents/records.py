@@ -1,0 +1,229 @@
+"""records.jsonl: one line per request of a benchmark."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypedDict
+
+import msgspec
+from msgspec import Meta
+
+from annie_quant.core.errors import UsageError
+from annie_quant.documents.reading import Count, Milliseconds
+
+MAX_EVENT_TOKENS = 1000  # values of one event in `itl_token_ms`
+
+
+class Load(msgspec.Struct, frozen=True):
+    """How requests reach a server.
+
+    concurrency: requests in flight (closed loop). rate_per_s: mean arrivals per second (open loop). trace_speed: the arrivals of
+    a trace, so many times as fast. With one of the last two, concurrency is 0.
+    """
+
+    concurrency: int = 1
+    rate_per_s: float | None = None
+    trace_speed: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.trace_speed is not None and not 0 < self.trace_speed < float("inf"):
+            raise UsageError(f"a trace's speed must be more than 0, got {self.trace_speed}")
+        if self.rate_per_s is None and self.trace_speed is None and self.concurrency < 1:
+            raise UsageError(f"concurrency must be 1 or more, got {self.concurrency}")
+        if self.rate_per_s is not None and not 0 < self.rate_per_s < float("inf"):
+            raise UsageError(f"an arrival rate must be more than 0 per second, got {self.rate_per_s}")
+
+    @property
+    def label(self) -> str:
+        """What is added to a workload's name: "" (one in flight), "@8" (eight in flight), "@2/s" (two per second), "@trace"
+        (as a trace has them), "@trace-x2" (twice as fast).
+        """
+        if self.trace_speed is not None:
+            return "@trace" if self.trace_speed == 1 else f"@trace-x{self.trace_speed:g}"
+        if self.rate_per_s is not None:
+            return f"@{self.rate_per_s:g}/s"
+        return f"@{self.concurrency}" if self.concurrency > 1 else ""
+
+
+class ToolCall(TypedDict, total=False):
+    """One call of a tool; `arguments` is a JSON string, as the server sent it."""
+
+    id: str | None
+    name: str | None
+    arguments: Any
+
+
+def incomplete(error: str | None, finish_reason: str | None) -> str:
+    """Return why an answer is not complete, "" for one that is."""
+    if error:
+        return f"the request failed: {error}"
+    if finish_reason is None:
+        return "it ended without a finish reason"
+    return "it was cut at max_tokens" if finish_reason == "length" else ""
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """One line of records.jsonl: one request, its answer, its times and what the gates found.
+
+    Times are milliseconds after the request was handed to its connection (annie_quant.stream.decode defines each).
+    warmup: never counted. cold: the first request to a server. repeat: from 0. block: number of the interleaved block.
+    clock_mhz, temperature_c, throttle: of the GPU, else of the processor, after the request (host.machine_state).
+    checks: gate → passed, for the gates that apply. faults: gate → reason, for the checks that failed.
+    prompt_sha256: of what the case asks (judge.prompt_sha256), "" in a record of version 0.2.0 or older.
+    energy_j: GPU energy in joules, split evenly over requests sent together. stream: folder of the raw frames.
+
+    endpoint: the API that was used (bench/endpoints.py). depth: prompt tokens that the workload aims at; `prompt_tokens` has how
+    many there were. prefix: whether the server should find the prompt's beginning in its prefix cache ("hit") or not ("miss").
+    cached_tokens: prompt tokens that the server took from that cache, as it reports; None: it does not report them.
+    token_events: events with text, reasoning or a tool call. tokens_per_event: the server's token count over these.
+    event_tokens: tokens of each such event but the first, where each event has the server's count. drafted_tokens,
+    accepted_tokens: of a speculative decoder for this request; acceptance_source: "timings" (llama.cpp's, of this request) or
+    "metrics" (vLLM's counters over the requests that were sent together, split by their completion tokens).
+    """
+
+    id: str
+    backend: str
+    workload: str
+    case: str
+    turn: int = 0
+    repeat: int = 0
+    block: int = -1
+    warmup: bool = False
+    cold: bool = False
+    session: int = 0
+    model: str | None = None
+    concurrency: Count = 1
+    rate_per_s: Annotated[float, Meta(ge=0)] | None = None
+    trace_speed: Annotated[float, Meta(ge=0)] | None = None
+    endpoint: str = "chat"
+    depth: int | None = None
+    prefix: Literal["hit", "miss"] | None = None
+    n_tools: int = 0
+    started_at: str | float | None = None
+    load_per_core: float | None = None
+    clock_mhz: float | None = None
+    temperature_c: float | None = None
+    throttle: str | None = None
+    energy_j: float | None = None
+    arrival_s: float | None = None
+    stream: str = ""
+    request_sha256: str = ""
+    prompt_sha256: str = ""
+
+    status: int = 0
+    error: str | None = None
+    cause: str | None = None
+    warnings: list[str] = []
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
+    finish_reason: str | None = None
+    usage: dict[str, Any] | None = None
+    server_timings: dict[str, Any] | None = None
+    completion_tokens: Annotated[int, Meta(ge=-(10**15), le=10**15)] | None = None
+    tokens_estimated: bool = False
+    token_events: Count | None = None
+    tokens_per_event: Annotated[float, Meta(ge=0, le=1e12)] | None = None
+    event_tokens: list[Count] = []
+    cached_tokens: Count | None = None
+    drafted_tokens: Annotated[float, Meta(ge=0, le=1e15)] | None = None
+    accepted_tokens: Annotated[float, Meta(ge=0, le=1e15)] | None = None
+    acceptance_source: Literal["timings", "metrics"] | None = None
+
+    first_byte_ms: Milliseconds | None = None
+    first_event_ms: Milliseconds | None = None
+    first_reasoning_ms: Milliseconds | None = None
+    first_content_ms: Milliseconds | None = None
+    first_tool_ms: Milliseconds | None = None
+    first_sentence_ms: Milliseconds | None = None
+    last_token_ms: Milliseconds | None = None
+    done_ms: Milliseconds | None = None
+    e2e_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    itl_ms: list[Milliseconds] = []
+    decode_tok_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None
+    merged_reads: int = 0
+
+    clock: str | None = None
+    realtime: bool | None = None
+    unstamped_events: int = 0
+    started_s: float | None = None
+    started_unix_s: float | None = None
+    wait_ms: Milliseconds | None = None
+    scheduled_first_content_ms: Milliseconds | None = None
+    scheduled_e2e_ms: Milliseconds | None = None
+    new_connection: bool = False
+    name_lookup_ms: Milliseconds | None = None
+    connect_ms: Milliseconds | None = None
+    tls_ms: Milliseconds | None = None
+    sent_ms: Milliseconds | None = None
+    http_version: str | None = None
+    server_date: str | None = None
+    server: str | None = None
+    body_bytes: int = 0
+
+    checks: dict[str, bool] = {}
+    faults: dict[str, str] = {}
+
+    @property
+    def load(self) -> Load:
+        """The load that the request was measured under."""
+        if self.trace_speed:
+            return Load(0, None, self.trace_speed)
+        return Load(0, self.rate_per_s) if self.rate_per_s else Load(self.concurrency or 1)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other request was in flight at this backend."""
+        return not self.rate_per_s and not self.trace_speed and self.concurrency <= 1
+
+    @property
+    def prompt(self) -> tuple[str, str, int]:
+        """(workload, digest of the case's content, turn): what was asked. Equal for all backends and repeats, whatever the ids."""
+        return self.workload, self.prompt_sha256 or self.case, self.turn
+
+    @property
+    def fault(self) -> str:
+        """Why the answer is not complete: an error, no finish reason, or a cut at max_tokens; "" for a complete answer."""
+        return incomplete(self.error, self.finish_reason)
+
+    @property
+    def first_token_ms(self) -> float | None:
+        """Time to the first token of any kind: reasoning, content or tool call."""
+        times = (self.first_reasoning_ms, self.first_content_ms, self.first_tool_ms)
+        return min((t for t in times if t is not None), default=None)
+
+    @property
+    def itl_token_ms(self) -> list[float]:
+        """ITL per token where an event may hold several: each gap is divided by the tokens of its event; where only the whole
+        answer was counted, by their mean. [] where the server counted none.
+        """
+        if len(self.event_tokens) == len(self.itl_ms) and self.itl_ms:
+            return [
+                gap / n
+                for gap, n in zip(self.itl_ms, self.event_tokens, strict=True)
+                for _ in range(min(n, MAX_EVENT_TOKENS))
+            ]
+        tokens = self.completion_tokens
+        if self.tokens_estimated or not tokens or tokens < 2 or not self.itl_ms:
+            return []
+        return [gap * len(self.itl_ms) / (tokens - 1) for gap in self.itl_ms]
+
+    @property
+    def itl_token_source(self) -> Literal["event", "usage"] | None:
+        """What `itl_token_ms` was computed from: the server's count in each event, or usage at the end."""
+        if not self.itl_token_ms:
+            return None
+        return "event" if len(self.event_tokens) == len(self.itl_ms) else "usage"
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of drafted tokens that were accepted; None where nothing was drafted, or it is unknown."""
+        if not self.drafted_tokens or self.accepted_tokens is None:
+            return None
+        return min(1.0, self.accepted_tokens / self.drafted_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The server's count of prompt tokens; 0 where it sent none."""
+        tokens = (self.usage or {}).get("prompt_tokens")
+        return tokens if isinstance(tokens, int) else 0

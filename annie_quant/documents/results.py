@@ -1,0 +1,324 @@
+"""Aggregates of a run and its verdict; what it ran on: servers, machine, memory and energy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from annie_quant.core.text import printable
+from annie_quant.core.untrusted import limited
+from annie_quant.documents.evaluation import GateTable, KLSummary, SameAnswers
+from annie_quant.documents.reading import Count, Digest, JsonScalar, Share, ShortText
+from annie_quant.documents.statistics import (
+    Comparison,
+    Drift,
+    GateResult,
+    NoiseFloor,
+    PairedGate,
+    PooledGates,
+    SpeedGate,
+    Standing,
+    WorkloadSummary,
+)
+
+
+class ModelMeta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sizes of a model as its server reports them."""
+
+    n_params: int | float | None = None
+    n_vocab: int | float | None = None
+    n_embd: int | float | None = None
+    n_ctx_train: int | float | None = None
+    size: int | float | None = None
+    vocab_type: int | float | None = None
+
+
+class Identity(msgspec.Struct, kw_only=True):
+    """What a server reports about itself, cut to the limits of the types. meta: what the caller knows beforehand.
+
+    format: of the weights, from the caller, or from the model's file where that is on this machine (bench/backend.py).
+    caveats: what of it could not be read, or was cut.
+    """
+
+    name: ShortText
+    url: Annotated[str, Meta(max_length=2000)] = ""
+    model: ShortText | None = None
+    runtime: ShortText | None = None
+    version: ShortText | None = None
+    models_sha256: Digest | None = None
+    model_meta: ModelMeta = field(default_factory=ModelMeta)
+    chat_template_sha256: Digest | None = None
+    sampling_defaults: Annotated[dict[ShortText, JsonScalar | list[ShortText]], Meta(max_length=100)] = {}
+    max_model_len: int | float | None = None
+    format: ShortText | None = None
+    meta: Annotated[dict[ShortText, JsonScalar], Meta(max_length=100)] = {}
+    caveats: Annotated[list[ShortText], Meta(max_length=20)] = []
+
+
+class MemoryFigures(msgspec.Struct, kw_only=True, frozen=True):
+    """Memory of one server at one moment or at its peak; None where the figure cannot be read.
+
+    process_rss_bytes: resident memory of the process and its children. system_used_bytes: MemTotal - MemAvailable, which on
+    unified memory (DGX Spark) includes the GPU's share. gpu_process_bytes: NVML's figure for those processes.
+    cgroup_bytes: what the kernel charges to the process's control group, which for a container is all of it.
+    """
+
+    process_rss_bytes: int | None = None
+    system_used_bytes: int | None = None
+    gpu_process_bytes: int | None = None
+    cgroup_bytes: int | None = None
+
+
+class MemoryLevels(msgspec.Struct, kw_only=True):
+    """Memory of one server: idle, with one request, with five at once, and the highest of the whole run."""
+
+    idle: MemoryFigures
+    one: MemoryFigures
+    five: MemoryFigures
+    peak: MemoryFigures | None = None
+
+
+class MemoryGrowth(msgspec.Struct, kw_only=True):
+    """The slope of a server's memory over a run, its first quarter left out; low, high: 95 % interval (bench/memory.py)."""
+
+    bytes_per_hour: float
+    low: float
+    high: float
+    hours: float
+    samples: int
+    grows: bool = False
+
+
+class MemoryBytes(msgspec.Struct, kw_only=True):
+    """One figure per level for the report's table. source: the field of MemoryFigures that all are taken from."""
+
+    idle: int | None = None
+    one: int | None = None
+    five: int | None = None
+    peak: int | None = None
+    source: str = ""
+
+    @property
+    def highest(self) -> int | None:
+        """The highest figure that was measured, at any level; None without one."""
+        return max((level for level in (self.idle, self.one, self.five, self.peak) if level), default=None)
+
+
+class Energy(msgspec.Struct, kw_only=True):
+    """GPU energy over a backend's measured requests."""
+
+    joules: float
+    completion_tokens: int
+    joules_per_token: float | None
+
+
+def limited_identity(fields: dict[str, Any]) -> Identity:
+    """Return an Identity of what a server sent: long texts are cut, values of an unexpected type are left out."""
+    limits = {"url": 2000, "models_sha256": 64, "chat_template_sha256": 64}
+    names = ("name", "url", "model", "runtime", "version", "models_sha256", "chat_template_sha256", "format")
+    texts = {name: fields[name][: limits.get(name, 200)] for name in names if isinstance(fields.get(name), str)}
+    sizes, caveats = _entries(fields.get("model_meta")), fields.get("caveats")
+    known = {name: sizes[name] for name in ModelMeta.__struct_fields__ if _is_number(sizes.get(name))}
+    length = limited(fields.get("max_model_len"))
+    return Identity(
+        **{"name": ""} | texts,
+        model_meta=ModelMeta(**known),
+        sampling_defaults=_entries(fields.get("sampling_defaults")),
+        max_model_len=length if _is_number(length) else None,
+        meta={key: value for key, value in _entries(fields.get("meta")).items() if not isinstance(value, list)},
+        caveats=[printable(str(text), 200) for text in caveats[:20]] if isinstance(caveats, list) else [],
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _entries(value: Any) -> dict[ShortText, Any]:
+    """The first 100 entries of a mapping, each a scalar or a short list of texts."""
+    entries: dict[str, Any] = {}
+    for key, item in list(value.items())[:100] if isinstance(value, dict) else ():
+        if isinstance(item, list):
+            item = [str(part)[:200] for part in item[:100]]
+        elif isinstance(item, (int, float)):
+            item = limited(item)
+        elif item is not None:
+            item = str(item)[:1000]
+        entries[str(key)[:200]] = item
+    return entries
+
+
+Severity = Literal["confound", "fault", "note"]
+
+
+class Confound(msgspec.Struct, kw_only=True):
+    """What limits the conclusions of a benchmark.
+
+    severity: "confound" (the comparison does not show what it seems to), "fault" (of a server), "note".
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    backends: list[str] = []
+
+
+class Roles(msgspec.Struct, kw_only=True, frozen=True):
+    """Who is judged against whom (judge/decision/roles.py), by name of a backend or a model.
+
+    candidate: what is judged. reference: the bf16 side that all others are compared with. incumbent: what the candidate would
+    replace. assumed: candidate and incumbent follow from the order of the sides alone, so each is compared with the other.
+    """
+
+    candidate: str | None = None
+    reference: str | None = None
+    incumbent: str | None = None
+    assumed: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.candidate, self.reference, self.incumbent) if name is not None]
+
+
+class Verbosity(msgspec.Struct, kw_only=True):
+    """Answer length against the reference's answers to the same prompts: the median of the ratios."""
+
+    reference: str
+    ratio: float
+    low: float | None
+    high: float | None
+    n_prompts: int
+
+
+class ServedSide(msgspec.Struct, kw_only=True):
+    """One backend's results. left_out_of_timings: failed, cold and stalled requests, and impossible stamps.
+
+    format: of its weights ("BF16", "NVFP4", "Q4_K_M"), "" where it is unknown. judged_by: the backend that its gates are compared
+    with (paired, pooled); None where there is none.
+    """
+
+    model: str | None = None
+    runtime: str | None = None
+    format: str = ""
+    requests: int = 0
+    errors: int = 0
+    left_out_of_timings: int = 0
+    gates: dict[str, GateResult] = {}
+    judged_by: str | None = None
+    paired: dict[str, PairedGate] = {}
+    pooled: PooledGates | None = None
+    speed_gates: dict[str, SpeedGate] = {}
+    workloads: dict[str, WorkloadSummary] = {}
+    verbosity: Verbosity | None = None
+    memory_bytes: MemoryBytes | None = None
+    memory: MemoryLevels | None = None
+    memory_growth: MemoryGrowth | None = None
+    energy: Energy | None = None
+
+
+class TurnPoint(msgspec.Struct, kw_only=True):
+    """Medians of one turn of the conversations; turn counts from 1. low, high: interval of ttft_content_ms."""
+
+    turn: Annotated[int, Meta(ge=1, le=9999)]
+    n: int
+    ttft_content_ms: float | None = None
+    low: float | None = None
+    high: float | None = None
+    e2e_ms: float | None = None
+
+
+class Crossover(msgspec.Struct, kw_only=True):
+    """The answer length in tokens at which two backends need the same time; None where one is always faster."""
+
+    a: str
+    b: str
+    tokens: float | None
+    faster_when_short: str
+    faster_when_long: str
+
+
+class ToolSurfacePoint(msgspec.Struct, kw_only=True):
+    """Right calls with a number of tools on offer. worse: surely fewer than with the fewest tools (p after Holm)."""
+
+    n_tools: Count
+    passes: Count
+    n: Count
+    low: Share
+    high: Share
+    p: float = 1.0
+    worse: bool = False
+
+
+class ModelRow(msgspec.Struct, kw_only=True):
+    """A model of the run: its format, its size on disk, where its files are, and their hash (ModelFiles.sha256)."""
+
+    name: str
+    label: str = ""
+    format: str = ""
+    size_bytes: int | None = None
+    bits_per_weight: float | None = None
+    checkpoint: str = ""
+    gguf: str = ""
+    model_sha256: str = ""
+
+
+class OfflineSide(msgspec.Struct, kw_only=True):
+    """A model under one numerics, evaluated without a server; eval/<model>.json has the whole evaluation."""
+
+    gates: GateTable = {}
+    paired: dict[str, PairedGate] = {}
+    pooled: PooledGates | None = None
+    kl: KLSummary | None = None
+    kl_conversations: KLSummary | None = None
+    kl_text: KLSummary | None = None
+    perplexity: float | None = None
+    perplexity_reference: float | None = None
+    same_answers: SameAnswers | None = None
+    verbosity_ratio: float | None = None
+
+
+class Aggregates(msgspec.Struct, kw_only=True):
+    """All results of a run: behind servers (from records.jsonl), and without one (models, offline).
+
+    served and turns: by backend. offline: by model, then by numerics; members: the further arithmetics of its ensemble
+    (Evaluation.members), in the same form. blocking: by model, reasons that forbid "keeps" (Evaluation.blocking).
+    turn_ratio: TTFT of the last turn, relative to the first. noise: by backend.
+    roles: None in a run of version 0.2.0 or older, whose roles followed from names and formats.
+    """
+
+    roles: Roles | None = None
+    served: dict[str, ServedSide] = {}
+    comparisons: list[Comparison] = []
+    noise: dict[str, list[NoiseFloor]] = {}
+    drift: list[Drift] = []
+    turns: dict[str, list[TurnPoint]] = {}
+    turn_ratio: dict[str, float] = {}
+    crossover: list[Crossover] = []
+    tool_surface: dict[str, list[ToolSurfacePoint]] = {}
+    confounds: list[Confound] = []
+    models: list[ModelRow] = []
+    offline: dict[str, dict[str, OfflineSide]] = {}
+    members: dict[str, dict[str, OfflineSide]] = {}
+    blocking: dict[str, list[str]] = {}
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """The outcome. passed: the candidate neither loses nor is fragile, and nothing confounds it. comparable: no confound.
+
+    outcome: "keeps" only where `passed`; None in a run of version 0.1.0. rule: version of the rule that decided (roles.RULE), 0 in
+    a run of version 0.2.0 or older. badge: the decision in a few words, with the recommendation.
+    """
+
+    rule: int = 0
+
+    sentence: str = ""
+    passed: bool = False
+    outcome: Standing | None = None
+    badge: str = ""
+    candidate: str | None = None
+    incumbent: str | None = None
+    comparable: bool = False
+    reasons: list[str] = []
+    caveats: list[str] = []

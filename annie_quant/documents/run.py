@@ -1,0 +1,245 @@
+"""bench.json and run.json, which hold a run's results, and inputs.json, its settings and workloads as they were sent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import field
+
+from annie_quant.core.errors import UsageError
+from annie_quant.core.host import Environment
+from annie_quant.documents.prompts import ContextFile
+from annie_quant.documents.reading import SCHEMA_VERSION, UPGRADES, JsonScalar, decode, write
+from annie_quant.documents.records import Load
+from annie_quant.documents.results import (
+    Aggregates,
+    Identity,
+    MemoryLevels,
+    Roles,
+    Verdict,
+    limited_identity,
+)
+
+
+class BackendSettings(msgspec.Struct, kw_only=True):
+    """A backend as a benchmark was asked to measure it. source: hash or name of the fine-tuned weights. endpoint: the API."""
+
+    name: str
+    model: str | None = None
+    source: JsonScalar = None
+    endpoint: str = "chat"
+
+
+class WorkloadSettings(msgspec.Struct, kw_only=True):
+    """A workload as a benchmark measured it. sha256: of its file. asked_sha256: of its requests and expectations."""
+
+    sha256: str = ""
+    asked_sha256: str = ""
+    thinking: bool = False
+    max_tokens: int = 0
+    temperature: float = 0.0
+    gates: list[str] = []
+
+
+class BenchConfig(msgspec.Struct, kw_only=True):
+    """All settings of a benchmark.
+
+    warmup: requests per backend and workload that are not counted. runs: measurements per case. n: cases per workload
+    (None: all). prefix_cache: "warm" (servers as they come) or "off" (no reuse between requests, where the server can).
+    reference: the backend that answer length is compared with. roles: those that the user named. budget_s: stop measuring after so
+    many seconds.
+    noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor (bench/noise.py).
+    sustained: repeat the prompts until budget_s ends, so that requests which were not sent are no caveat.
+    stop_early: stop at a planned look when everything is decided (bench/sequential.py).
+    """
+
+    backends: list[BackendSettings] = []
+    warmup: int = 2
+    runs: int = 5
+    n: int | None = None
+    seed: int = 0
+    loads: list[Load] = field(default_factory=lambda: [Load()])
+    prefix_cache: Literal["warm", "off"] = "warm"
+    reference: str | None = None
+    roles: Roles = field(default_factory=Roles)
+    workloads: dict[str, WorkloadSettings] = {}
+    timeout_s: float = 120.0
+    with_memory: bool = True
+    budget_s: float | None = None
+    stop_early: bool = False
+    noise_share: float = 0.0
+    sustained: bool = False
+
+    # These may differ between a run and its continuation.
+    NOT_COMPARED = (
+        "timeout_s",
+        "with_memory",
+        "budget_s",
+        "stop_early",
+        "noise_share",
+        "sustained",
+        "reference",
+        "roles",
+    )
+
+    def differences(self, other: BenchConfig) -> list[str]:
+        """Names of the settings that decide which requests are sent, and that differ from `other`."""
+        names = (name for name in self.__struct_fields__ if name not in self.NOT_COMPARED)
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+    @property
+    def greedy(self) -> frozenset[str]:
+        """Workloads whose answers are the same at every repeat."""
+        return frozenset(name for name, workload in self.workloads.items() if not workload.temperature)
+
+    @property
+    def with_thinking(self) -> frozenset[str]:
+        """Workloads that are asked with thinking on."""
+        return frozenset(name for name, workload in self.workloads.items() if workload.thinking)
+
+
+class SentCase(msgspec.Struct, kw_only=True):
+    """One case in inputs.json, with all that was sent."""
+
+    id: str
+    messages: list[dict[str, Any]] = []
+    turns: list[str | dict[str, Any]] = []
+    expect: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
+    system: str | None = None
+    max_tokens: int | None = None
+    arrival_s: float | None = None
+    blocks: list[str] = []
+    prompt_tokens: int = 0
+
+
+class SentWorkload(msgspec.Struct, kw_only=True):
+    """One workload in inputs.json: complete, so that a run directory explains itself."""
+
+    name: str
+    description: str = ""
+    sha256: str = ""
+    system: str | None = None
+    thinking: bool = False
+    max_tokens: int = 0
+    temperature: float = 0.0
+    gates: list[str] = []
+    context: ContextFile | None = None
+    cases: list[SentCase] = []
+
+
+class Inputs(msgspec.Struct, kw_only=True):
+    """inputs.json: the settings of a benchmark and its workloads."""
+
+    config: BenchConfig
+    workloads: list[SentWorkload] = []
+
+
+class EarlyStop(msgspec.Struct, kw_only=True):
+    """The planned look at which everything was decided. level: the significance level of each look."""
+
+    look: int
+    looks: int
+    level: float
+
+
+class Ended(msgspec.Struct, kw_only=True):
+    """How a benchmark ended. unasked: visits that a time budget or an early stop left out."""
+
+    unasked: int = 0
+    stopped: EarlyStop | None = None
+    prefix_cache: Literal["warm", "off"] = "warm"
+
+
+class Bench(msgspec.Struct, kw_only=True):
+    """bench.json: one benchmark.
+
+    requests: measured requests on record. backends: what each server reports about itself. memory: by backend. aggregates
+    and verdict are moved to run.json when that is written (write_run).
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    ended: Ended = field(default_factory=Ended)
+    requests: int = 0
+    environment: Environment = field(default_factory=Environment)
+    config: BenchConfig = field(default_factory=BenchConfig)
+    backends: dict[str, Identity] = {}
+    memory: dict[str, MemoryLevels] = {}
+    aggregates: Aggregates = field(default_factory=Aggregates)
+    verdict: Verdict = field(default_factory=Verdict)
+
+
+class Stage(msgspec.Struct, kw_only=True):
+    """A finished stage of a run. ok: of an audit, whether the checkpoint is sound; None of other stages, and in older runs."""
+
+    name: str
+    seconds: float | None = None
+    summary: str = ""
+    ok: bool | None = None
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """run.json: command, machine, settings, results and verdict. It holds the only copy of the run's aggregates."""
+
+    schema_version: int = SCHEMA_VERSION
+    argv: list[str] = []
+    environment: Environment = field(default_factory=Environment)
+    config: dict[str, Any] = {}
+    stages: list[Stage] = []
+    aggregates: Aggregates = field(default_factory=Aggregates)
+    verdict: Verdict = field(default_factory=Verdict)
+
+
+def _upgrade(document: dict[str, Any]) -> None:
+    """Version 1 → 2: what servers report was not limited, both files had the aggregates, KL without tokens was {"n_tokens": 0}."""
+    aggregates = document.get("aggregates")
+    for sides in _mappings(aggregates.get("offline") if isinstance(aggregates, dict) else None):
+        for side in _mappings(sides):
+            side.update(
+                {key: None for key in ("kl", "kl_conversations", "kl_text") if side.get(key) == {"n_tokens": 0}}
+            )
+    identities = document.get("backends")
+    if isinstance(identities, dict):
+        document["backends"] = {
+            name: msgspec.to_builtins(limited_identity({"name": name, **fields}))
+            if isinstance(fields, dict)
+            else fields
+            for name, fields in identities.items()
+        }
+
+
+def _mappings(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value.values() if isinstance(item, dict)] if isinstance(value, dict) else []
+
+
+UPGRADES |= {Bench: _upgrade, Run: _upgrade}
+
+
+def read_bench(folder: str | os.PathLike[str]) -> Bench:
+    """bench.json of a run directory, with aggregates and verdict from run.json where they were moved there.
+
+    Raises UsageError where the folder holds no finished benchmark, EnvironmentFault for a file that cannot be read.
+    """
+    root = Path(folder)
+    if not (root / "bench.json").is_file():
+        raise UsageError(
+            f"{root} holds no finished benchmark (bench.json is missing)", f"annie-quant bench ... --output {root}"
+        )
+    bench = decode(Bench, root / "bench.json")
+    if not bench.aggregates.served and (root / "run.json").is_file():
+        run = decode(Run, root / "run.json")
+        bench.aggregates, bench.verdict = run.aggregates, run.verdict
+    return bench
+
+
+def write_run(folder: str | os.PathLike[str], run: Run) -> None:
+    """Write run.json, then remove aggregates and verdict from bench.json, so that they are stored once."""
+    root = Path(folder)
+    write(root / "run.json", run)
+    if (root / "bench.json").is_file():
+        bench = msgspec.to_builtins(decode(Bench, root / "bench.json"))
+        del bench["aggregates"], bench["verdict"]
+        write(root / "bench.json", bench)

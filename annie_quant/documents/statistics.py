@@ -1,0 +1,276 @@
+"""Gate results, metrics and paired comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from annie_quant.documents.reading import Count, Share
+
+Outcome = Literal["pass", "fail", "undecided"]
+GateVerdict = Literal["keeps", "loses", "undecided"]  # of one gate, or of all gates under one arithmetic
+Standing = Literal["keeps", "loses", "undecided", "fragile"]  # over several arithmetics
+
+
+class PairedGate(msgspec.Struct):
+    """One gate over the prompts that a checkpoint and its reference both answered (judge/decision/paired.py has the rule).
+
+    lost, won: answers that pass only in the reference, only in the checkpoint. p: McNemar's exact test towards a loss (of a gate
+    that compares with the reference's own answer: the exact binomial test of a loss above the margin); p_holm:
+    after Holm's adjustment over the gates. difference: (won - lost) / n; low, high: its 90 % score interval, so each bound has
+    an error of 5 %. margin: the loss that is accepted. detectable: the smallest true loss that n prompts find in 80 % of runs.
+    n_to_decide: how many prompts would decide at the observed rates; None where it is decided or no number would do.
+    passed: answers of the reference that show what the gate checks; None in files of version 0.2 and older.
+    """
+
+    n: int
+    lost: int
+    won: int
+    p: float = 1.0
+    p_holm: float | None = None
+    difference: float = 0.0
+    low: float = -1.0
+    high: float = 1.0
+    margin: float = 0.05
+    verdict: GateVerdict = "undecided"
+    n_to_decide: int | None = None
+    detectable: float | None = None
+    passed: int | None = None
+
+
+class PooledGates(msgspec.Struct, kw_only=True):
+    """All deciding gates together, by answer: an answer is right if it passes each of its gates.
+
+    lost, won, difference, low, high: as in PairedGate, of right answers. p_sum, p_largest, p_fisher: sign-flip permutation tests
+    (all gates of an answer flip together) of the summed losses, of the largest loss of a gate, and of Fisher's combination of the
+    gates. p: the smallest of the three, times three; p_holm: adjusted with the gates.
+    """
+
+    n: int
+    lost: int
+    won: int
+    p_sum: float = 1.0
+    p_largest: float = 1.0
+    p_fisher: float = 1.0
+    p: float = 1.0
+    p_holm: float | None = None
+    difference: float = 0.0
+    low: float = -1.0
+    high: float = 1.0
+    verdict: GateVerdict = "undecided"
+
+
+class MemberVerdict(msgspec.Struct, kw_only=True):
+    """All gates under one arithmetic, or behind one server. loses, undecided: names of gates; "all" is the pooled verdict."""
+
+    verdict: GateVerdict
+    loses: list[str] = []
+    undecided: list[str] = []
+
+
+class PairedVerdict(msgspec.Struct, kw_only=True):
+    """The decision about a checkpoint. members: by numerics. profiles: members without their perturbations (NAME+...).
+
+    sentence: the decision as text. reasons: one line per gate that is lost or undecided. coverage: behaviour → answers of the
+    reference that show it (judge/decision/coverage.py). not_tested: those behaviours that have too few.
+    """
+
+    verdict: Standing = "undecided"
+    sentence: str = ""
+    reasons: list[str] = []
+    profiles: dict[str, Standing] = {}
+    members: dict[str, MemberVerdict] = {}
+    coverage: dict[str, int] = {}
+    not_tested: list[str] = []
+
+
+class GateResult(msgspec.Struct, kw_only=True):
+    """One gate over many answers.
+
+    low, high: 95 % Wilson interval of the pass rate. verdict: pass where the gate keeps what the reference has, fail where it
+    loses it (paired); without a reference it is `meets`. rule: that rule as text. n_to_decide: how many answers would decide it at
+    the observed rate; None where it is decided, or where no number would do.
+    requirement, meets: the absolute requirement (docs/requirements.md), "" where there is none, and whether it is met; it never
+    decides where there is a reference. A result of version 0.1.0 has neither, and its verdict is the absolute one.
+    basis: what an answer is compared with: "reference" (the bf16 model's own answer), "label" (the expected answer of a workload)
+    or "rule" (neither, a property of the text); "" in records of older versions.
+    """
+
+    passes: Count
+    n: Count
+    low: Share
+    high: Share
+    threshold: Share
+    rule: str = ""
+    verdict: Outcome = "undecided"
+    n_to_decide: int | None = None
+    title: str = ""
+    advisory: bool = False
+    basis: str = ""
+    requirement: str = ""
+    meets: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        if self.passes > self.n:
+            raise ValueError(f"passes must be in 0..n, got {self.passes} of {self.n}")
+
+    @property
+    def rate(self) -> float:
+        """Share of the answers that pass; 0 without answers."""
+        return self.passes / self.n if self.n else 0.0
+
+
+class SpeedGate(msgspec.Struct, kw_only=True):
+    """The median of one metric against a limit; low and high: 95 % bootstrap interval of the median."""
+
+    metric: str
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    limit: float
+    verdict: Outcome
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """Definition of a metric (judge/metrics.py has the table).
+
+    field: of a RequestRecord; one value per request, or a list of values. server_counted: needs the server's own token
+    count, so records with an estimated count are left out. compared: compared between backends and shown in the report.
+    in_verdict: a significant difference is named among the verdict's reasons. user_latency: a user notices it, so it
+    counts as a gain or loss in the recommendation.
+    """
+
+    name: str
+    field: str
+    unit: str
+    title: str
+    better: Literal["lower", "higher", "neither"] = "lower"
+    server_counted: bool = False
+    compared: bool = True
+    in_verdict: bool = False
+    user_latency: bool = False
+
+    @property
+    def label(self) -> str:
+        """Title and unit, as a table's header."""
+        return f"{self.title}, {self.unit}"
+
+
+class MetricSummary(msgspec.Struct, kw_only=True):
+    """Percentiles and mean over all values; low and high: 95 % bootstrap interval of the median, prompts as units."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+    n_prompts: int
+
+
+class WorkloadSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The timed requests of one workload under one load: their number, and one summary per metric that has values."""
+
+    n: int
+    ttft_content_ms: MetricSummary | None = None
+    ttft_reasoning_ms: MetricSummary | None = None
+    ttft_tool_ms: MetricSummary | None = None
+    first_byte_ms: MetricSummary | None = None
+    itl_ms: MetricSummary | None = None
+    itl_token_ms: MetricSummary | None = None
+    tpot_ms: MetricSummary | None = None
+    e2e_ms: MetricSummary | None = None
+    decode_tok_s: MetricSummary | None = None
+    completion_tokens: MetricSummary | None = None
+    acceptance: MetricSummary | None = None
+
+    def metrics(self) -> Iterator[tuple[str, MetricSummary]]:
+        """(name, summary) of each metric that has values."""
+        for name in self.__struct_fields__[1:]:
+            if (summary := getattr(self, name)) is not None:
+                yield name, summary
+
+
+class PairedResult(msgspec.Struct, kw_only=True):
+    """Two sides over the same prompts. median_difference: of b - a; low and high: its 95 % bootstrap interval.
+
+    p: two-sided; None for fewer than two prompts. n_to_decide: about how many prompts would show this difference.
+    too_few: so few prompts that no difference could be significant.
+    """
+
+    n_prompts: int
+    median_a: float | None = None
+    median_b: float | None = None
+    median_difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    test: str | None = None
+    n_to_decide: int | None = None
+    too_few: bool = False
+
+
+class AdjustedResult(PairedResult, kw_only=True):
+    """One of several paired results. p_holm: p after Holm's adjustment over all of them."""
+
+    workload: str
+    metric: str
+    p_holm: float | None = None
+    significant: bool = False
+
+
+class Comparison(AdjustedResult, kw_only=True):
+    """Two backends on one metric of one workload ("all": over all workloads).
+
+    noise: the median difference that 95 % of comparisons of two equal servers would stay below (bench/noise.py), from both
+    sides' A/A measurements; None where nothing was measured twice.
+    """
+
+    a: str
+    b: str
+    noise: float | None = None
+
+
+class NoiseFloor(msgspec.Struct, kw_only=True):
+    """The noise of one backend on one metric of one workload: what 95 % of A/A comparisons of n_prompts stay below.
+
+    difference: the median difference of the prompts that were measured more than once (n_repeated), their repeats dealt to two
+    sides at random; low, high: its 95 % bootstrap interval.
+    """
+
+    workload: str
+    metric: str
+    floor: float
+    n_prompts: int
+    n_repeated: int
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Drift(msgspec.Struct, kw_only=True):
+    """A backend's times before and after the largest step of the run (bench/drift.py).
+
+    after_s: when the step is, from the first request on. shift: relative change of the median, low and high its 95 % interval.
+    machine: figure (clock_mhz, temperature_c, load_per_core) → [median before, median after, p]. throttled_before,
+    throttled_after: share of the requests during which the driver reported a limit (throttle: its name).
+    """
+
+    backend: str
+    metric: str
+    n: int
+    after_s: float
+    shift: float
+    low: float
+    high: float
+    p: float
+    p_holm: float | None = None
+    significant: bool = False
+    machine: dict[str, list[float]] = {}
+    throttled_before: float = 0.0
+    throttled_after: float = 0.0
+    throttle: str | None = None

@@ -1,0 +1,43 @@
+"""NVFP4 in transformers on any machine, and evaluating a checkpoint there before any server exists.
+
+import annie_quant.offline                              registers NVFP4 checkpoints with transformers
+model = AutoModelForCausalLM.from_pretrained(folder)    works after that import
+load(folder, numerics="w4a16", cache="bf16")            the same with chosen numerics; every fault is named
+set_numerics(model, "w4a4"), set_cache(model, "bf16")   change either in place
+modelopt_backend.register()                             ModelOpt's quantized forwards on a CPU
+evaluation.evaluate(folder, reference, workloads)       gates, KL divergence and perplexity compared with the reference
+layers.sensitivity(folder, reference, workloads)        which layers the divergence comes from
+
+`annie_quant.runtime` has the public names of both.
+"""
+
+from __future__ import annotations
+
+import os
+
+from annie_quant.core.errors import need
+
+# torch and the codec each have an OpenMP runtime, and idle threads of one take the cores from the other while they spin
+# (measured: 586 s for 33 s of work). This must be set before either is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+need("torch", "quantize")
+need("transformers", "quantize")
+
+from annie_quant.offline import codec, modelopt_backend, quantizer  # noqa: E402
+from annie_quant.offline.fp8_linear import FP8Linear  # noqa: E402
+from annie_quant.offline.loading import load, numerics_of  # noqa: E402
+from annie_quant.offline.nvfp4_linear import NVFP4Linear, set_cache, set_numerics  # noqa: E402
+
+codec.register()
+quantizer.register()
+
+__all__ = [
+    "FP8Linear",
+    "NVFP4Linear",
+    "load",
+    "modelopt_backend",
+    "numerics_of",
+    "set_cache",
+    "set_numerics",
+]

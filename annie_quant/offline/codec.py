@@ -1,0 +1,178 @@
+"""The NVFP4 codec for torch tensors: the C codec on CPU tensors, the same arithmetic in torch ops on GPU tensors.
+
+The definition of the format is in annie_quant.nvfp4. The torch form exists for GPU tensors alone and equals the C codec bit
+for bit (tests/offline/test_linear.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from annie_quant import _nvfp4, gemm, nvfp4
+from annie_quant.core.errors import EnvironmentFault
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between neighbouring magnitudes of E2M1
+MAX_E4M3 = 448.0
+MIN_STEP = 1e-5  # ModelOpt's op for activations replaces a smaller step by 1
+DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as _nvfp4 numbers them
+
+
+def to_numpy(t: torch.Tensor) -> np.ndarray:
+    """Return a CPU tensor as an array over the same memory if it is contiguous. bf16 and fp8 become ml_dtypes."""
+    t = t.detach().contiguous()
+    if t.dtype == torch.bfloat16:
+        return t.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    if t.dtype == torch.float8_e4m3fn:
+        return t.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    return t.numpy()
+
+
+def to_torch(a: np.ndarray) -> torch.Tensor:
+    """Return an array as a tensor over the same memory; the reverse of to_numpy."""
+    name = a.dtype.name
+    if name == "bfloat16":
+        return torch.from_numpy(a.view(np.uint16)).view(torch.bfloat16)
+    if name == "float8_e4m3fn":
+        return torch.from_numpy(a.view(np.uint8)).view(torch.float8_e4m3fn)
+    return torch.from_numpy(a)
+
+
+def dtype_name(dtype: Any) -> str:
+    """torch.bfloat16 → "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dequantize(
+    codes: torch.Tensor,
+    block_scale: torch.Tensor,
+    tensor_scale: float,
+    group: int,
+    dtype: torch.dtype,
+    divisor: float | None = None,
+) -> torch.Tensor:
+    """Return the weights [N, K] in `dtype`: value * f32(block scale * tensor_scale).
+
+    codes: uint8 [N, K/2]. block_scale: float8_e4m3fn [N, K/group]. divisor: the tensor scale's reciprocal as a
+    compressed-tensors checkpoint stores it; the weights are then value * f32(block scale / divisor).
+    """
+    if codes.device.type != "cpu":
+        return dequantize_torch(codes, block_scale, tensor_scale, group, dtype, divisor)
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+    reciprocal = None if divisor is None else np.float32(divisor)
+    packed = nvfp4.Tensor(to_numpy(codes), to_numpy(block_scale), np.float32(tensor_scale), shape, group, reciprocal)
+    return to_torch(nvfp4.unpack(packed, dtype=dtype_name(dtype)))
+
+
+def dequantize_torch(
+    codes: torch.Tensor,
+    block_scale: torch.Tensor,
+    tensor_scale: float,
+    group: int,
+    dtype: torch.dtype,
+    divisor: float | None = None,
+) -> torch.Tensor:
+    """dequantize in torch ops, for GPU tensors."""
+    values = torch.tensor(E2M1, dtype=torch.float32, device=codes.device)
+    # Both values of each byte; the low nibble is the even column.
+    byte_values = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)
+    # The divisor is a tensor because torch multiplies by the reciprocal of a Python number on a GPU.
+    factor = torch.full((), tensor_scale if divisor is None else divisor, dtype=torch.float32, device=codes.device)
+    scale = block_scale.float() * factor if divisor is None else block_scale.float() / factor
+    weights = byte_values[codes.int()].view(*scale.shape, group) * scale.unsqueeze(-1)
+    return weights.view(*codes.shape[:-1], -1).to(dtype)
+
+
+def packed_matmul(
+    x: torch.Tensor, codes: torch.Tensor, block_scale: torch.Tensor, scale: float, group: int, divides: bool
+) -> torch.Tensor:
+    """Return x W^T [..., N] in x's dtype for CPU tensors x [..., K] and packed weights [N, K], summed in float32.
+
+    Weights are decoded in registers, so only the packed bytes are read. This is for few rows of x: with more than about
+    four, one dequantize and a matrix product are faster. scale: the tensor scale, or its divisor if `divides`.
+    """
+    x = x.contiguous()
+    y = torch.empty((*x.shape[:-1], codes.shape[0]), dtype=x.dtype)
+    x_bytes, code_bytes, scale_bytes, y_bytes = (
+        t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in (x, codes, block_scale, y)
+    )
+    kind = DTYPE_CODES[dtype_name(x.dtype)]
+    _nvfp4.gemv(x_bytes, kind, x.shape[-1], code_bytes, scale_bytes, group, divides, scale, y_bytes)
+    return y
+
+
+def fake_quant(x: torch.Tensor, tensor_scale: float, group: int = 16) -> torch.Tensor:
+    """Return x [..., K] rounded to NVFP4 and back, in x's dtype; block scales are computed from x.
+
+    The gradient is passed straight through, as ModelOpt's dynamic block quantizer does by default.
+    """
+    if torch.compiler.is_compiling():
+        rounded = torch.ops.annie_quant.nvfp4_fake_quant(x, tensor_scale, group)
+    else:
+        with torch.no_grad():
+            rounded = fake_quant_eager(x, tensor_scale, group)
+    return x + (rounded - x).detach() if x.requires_grad else rounded
+
+
+def fake_quant_eager(x: torch.Tensor, tensor_scale: float, group: int) -> torch.Tensor:
+    """fake_quant without a gradient: by the C codec, on a GPU by our kernel if it is built, else by torch ops."""
+    if x.device.type == "cpu":
+        rounded = nvfp4.fake_quant(to_numpy(x), tensor_scale=np.float32(tensor_scale), group=group)
+        return to_torch(rounded).view(x.shape)
+    if group == 16 and has_kernels():
+        x = x.contiguous()
+        return gemm.fake_quant(x, tensor_scale, torch.empty_like(x)) if x.numel() else x
+    return fake_quant_torch(x, tensor_scale, group)
+
+
+def fake_quant_torch(x: torch.Tensor, tensor_scale: float, group: int = 16) -> torch.Tensor:
+    """fake_quant in torch ops. Divisions are true divisions: a product with the reciprocal differs near ties.
+
+    As in ModelOpt's op, values that round to zero become +0.0, a block whose step is below 1e-5 gets step 1, and NaN becomes
+    -6 steps and does not count for its block's largest magnitude.
+    """
+
+    def constant(value: float) -> torch.Tensor:
+        return torch.full((), value, dtype=torch.float32, device=x.device)
+
+    blocks = x.float().reshape(*x.shape[:-1], -1, group)
+    amax = torch.where(blocks.isnan(), 0.0, blocks.abs()).amax(-1, keepdim=True)
+    block_scale = (amax / constant(float(np.float32(6) * np.float32(tensor_scale)))).clamp_max(MAX_E4M3)
+    step = block_scale.to(torch.float8_e4m3fn).float() * tensor_scale
+    step = torch.where(step >= float(np.float32(MIN_STEP)), step, 1.0)
+    a = (blocks / step).abs()
+    # Ties go to the even code, which is where half-way integers go, too.
+    nearest = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2)).clamp_max(6.0)
+    values = torch.where(a.isnan(), 6.0, nearest) * step
+    return torch.where(blocks >= 0, values, 0.0 - values).reshape(x.shape).to(x.dtype)
+
+
+@functools.cache
+def has_kernels() -> bool:
+    """Return whether this package's CUDA kernels are built and have a GPU to run on."""
+    try:
+        return gemm.device_count() > 0
+    except EnvironmentFault:
+        return False
+
+
+@functools.cache
+def register() -> Any:
+    """Define torch.ops.annie_quant.nvfp4_fake_quant, which torch.compile calls instead of fake_quant."""
+    schema = "(Tensor x, float tensor_scale, int group) -> Tensor"
+
+    @torch.library.custom_op("annie_quant::nvfp4_fake_quant", mutates_args=(), schema=schema)
+    def op(x: Any, tensor_scale: float, group: int) -> Any:
+        rounded = fake_quant_eager(x, tensor_scale, group)
+        return rounded.clone() if rounded is x else rounded
+
+    @op.register_fake
+    def _(x: Any, tensor_scale: float, group: int) -> Any:
+        return torch.empty_like(x)
+
+    return op

@@ -1,0 +1,306 @@
+"""Greedy decoding of many prompts in one batch; finished rows leave it and waiting prompts join.
+
+Decode steps on buffers of fixed size, which a GPU replays as one CUDA graph.
+
+A step of a small model launches more than a thousand kernels of a few microseconds each. Launching them one by one takes longer
+than they run; a graph launches them together. It has fixed addresses and shapes, so a batch gets spare columns of keys and values,
+the mask hides those that are not written, and rows that have ended are computed until the batch is cut again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from annie_quant.offline.caches import KeyValueBuffer
+
+if TYPE_CHECKING:
+    from annie_quant.offline.engine import Engine
+
+
+import math
+from collections.abc import Sequence
+
+from transformers.cache_utils import DynamicCache
+
+from annie_quant.offline import caches
+from annie_quant.offline.engine import Engine
+
+SPARE_COLUMNS = 128  # steps after which a batch is cut, and its step captured, again
+
+
+@dataclass
+class FixedBuffers:
+    """What a batch with fixed addresses needs besides its own tensors.
+
+    column: int64 [1], the column that the next step writes. left: steps until all columns are written. graph: the captured step.
+    """
+
+    column: torch.Tensor
+    left: int
+    graph: Any = None
+
+
+def fix_buffers(running: RunningBatch) -> FixedBuffers:
+    """Add SPARE_COLUMNS columns to a batch."""
+    columns = running.real.shape[1]
+    column = torch.tensor([columns], device=running.real.device)
+    running.real = functional.pad(running.real, (0, SPARE_COLUMNS))
+    running.lengths, running.tokens = running.lengths.clone(), running.tokens.clone()
+    for layer in running.cache.layers:
+        if isinstance(layer, KeyValueBuffer):
+            layer.fix(columns + SPARE_COLUMNS, column)
+    return FixedBuffers(column, SPARE_COLUMNS)
+
+
+@torch.inference_mode()
+def advance_fixed(engine: Engine, running: RunningBatch) -> None:
+    """Compute one decode step in place: the first one of a batch directly, the following ones by its graph."""
+    fixed = running.fixed
+    if fixed is None or not fixed.left:
+        running.compact()
+        fixed = running.fixed = fix_buffers(running)
+        run_aside(engine, lambda: compute(engine, running, fixed.column))  # also prepares the libraries for the capture
+    else:
+        if fixed.graph is None and engine.captures:
+            fixed.graph = capture(engine, lambda: compute(engine, running, fixed.column))
+        if fixed.graph is None:
+            compute(engine, running, fixed.column)
+        else:
+            fixed.graph.replay()
+    fixed.left -= 1
+
+
+def compute(engine: Engine, running: RunningBatch, column: torch.Tensor) -> None:
+    """Compute one step, and write its results into the batch's own tensors."""
+    running.real.index_fill_(1, column, True)
+    visible: Any = running.real[:, None, None, :]
+    if set(engine.layer_types) != {
+        "full_attention"
+    }:  # as transformers' masks by layer type, which it does not check again
+        visible = engine.decode_masks(running.real, running.lengths)
+    hidden = engine.step(
+        running.tokens[:, None], running.cache, 0, attention_mask=visible, position_ids=running.lengths[:, None]
+    )
+    running.lengths.add_(1)
+    column.add_(1)
+    running.tokens.copy_(engine.logits(hidden[:, -1]).argmax(-1))
+
+
+def run_aside(engine: Engine, work: Callable[[], None]) -> None:
+    """Run `work` on the stream of captures, after all work before it and before all work after it."""
+    if engine.capture_stream is None:
+        work()
+        return
+    current = torch.cuda.current_stream(engine.device)
+    engine.capture_stream.wait_stream(current)
+    with torch.cuda.stream(engine.capture_stream):
+        work()
+    current.wait_stream(engine.capture_stream)
+
+
+def capture(engine: Engine, work: Callable[[], None]) -> Any:
+    """Return the graph of `work`; None, and no further attempts, where something in it cannot be captured.
+
+    torch.cuda.graph would also collect garbage before each capture, which takes longer than the capture.
+    """
+    graph = torch.cuda.CUDAGraph()
+
+    def record() -> None:
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+
+    try:
+        run_aside(engine, record)
+    except RuntimeError:  # such as experts that copy the tokens' counts to the host
+        engine.captures = False
+        return None
+    return graph
+
+
+FINISHED = -1  # in RunningBatch.rows: a finished row that is still computed
+REFILL = 0.5  # share of free rows at which waiting prompts join
+LEAST_ROWS = 16  # of a process's share on a GPU, where a step of few rows takes as long as one of many
+SHRINK = 0.75  # share of active rows below which finished rows are dropped
+
+
+@dataclass
+class Completion:
+    """A greedy continuation: token ids without the end token. finished: False where the token limit ended it."""
+
+    tokens: list[int]
+    finished: bool
+
+
+@dataclass
+class RunningBatch:
+    """Rows that are being decoded.
+
+    rows: the prompt's index per row, or FINISHED. lengths: int64 [B], tokens per row. real: bool [B, columns], columns that
+    hold a token of the row. tokens: int64 [B], chosen last and not computed yet. fixed: where steps are computed in buffers of
+    fixed size.
+    """
+
+    rows: list[int]
+    cache: DynamicCache
+    lengths: torch.Tensor
+    real: torch.Tensor
+    tokens: torch.Tensor
+    fixed: FixedBuffers | None = None
+
+    @property
+    def active(self) -> list[int]:
+        """Positions of the rows that are not finished."""
+        return [j for j, row in enumerate(self.rows) if row != FINISHED]
+
+    def compact(self) -> None:
+        """Drop finished rows, and the unused columns of the others."""
+        self.fixed = None
+        rows = torch.tensor(self.active, device=self.real.device)
+        self.real, self.lengths, self.tokens = self.real[rows], self.lengths[rows], self.tokens[rows]
+        self.rows = [self.rows[j] for j in rows.tolist()]
+        width = int(self.lengths.max())
+        columns = None
+        if width < self.real.shape[1]:
+            columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+            self.real = torch.arange(width, device=self.real.device) < self.lengths.unsqueeze(1)
+        caches.select(self.cache, rows, columns)
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    end_tokens: Sequence[int],
+    on_finished: Callable[[int], None] = lambda n: None,
+    n_decoded: Sequence[int] | None = None,
+) -> list[Completion]:
+    """Return greedy continuations of at most limits[i] tokens, each up to and without an end token.
+
+    Long prompts are started first, so that rows of similar length are computed together. on_finished(n): called when n more
+    rows have ended. n_decoded[i]: last tokens of prompts[i] that a server has decoded, not read; None: no tokens.
+    """
+    read = [len(p) - n for p, n in zip(prompts, n_decoded or [0] * len(prompts), strict=True)]
+    completions = [Completion([], False) for _ in prompts]
+    waiting = sorted((i for i in range(len(prompts)) if limits[i] > 0), key=lambda i: -len(prompts[i]))
+    running: RunningBatch | None = None
+    while True:
+        active = len(running.active) if running else 0
+        if waiting and active <= engine.rows * (1 - REFILL):
+            free = engine.rows - active
+            joining = start(engine, prompts, waiting[:free], read)
+            waiting = waiting[free:]
+            running = join(engine, [running, *joining] if running and active else joining)
+        elif not active:
+            return completions
+        assert running is not None
+        n_finished = 0
+        for j, token in enumerate(running.tokens.tolist()):
+            if running.rows[j] == FINISHED:
+                continue
+            completion, limit = completions[running.rows[j]], limits[running.rows[j]]
+            completion.finished = token in end_tokens
+            if not completion.finished:
+                completion.tokens.append(token)
+            if completion.finished or len(completion.tokens) == limit:
+                running.rows[j] = FINISHED
+                n_finished += 1
+        on_finished(n_finished)
+        if running.active:
+            advance(engine, running)
+
+
+def generate_distributed(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    end_tokens: Sequence[int],
+    on_finished: Callable[[int], None] = lambda n: None,
+    n_decoded: Sequence[int] | None = None,
+) -> list[Completion]:
+    """generate by all processes of the engine's group: prompts are split into parts, one process per part.
+
+    A part has prompts of similar limit and length.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: (-limits[i], -len(prompts[i])))
+    rows = rows_per_part(engine, len(prompts))
+    parts = [order[at : at + rows] for at in range(0, len(order), rows)]
+    completions: dict[int, Completion] = {}
+    decoded = n_decoded or [0] * len(prompts)
+    for number, part in enumerate(parts):
+        if engine.group.owns(number):
+            new = generate(
+                engine,
+                [prompts[i] for i in part],
+                [limits[i] for i in part],
+                end_tokens,
+                on_finished,
+                [decoded[i] for i in part],
+            )
+            completions.update(zip(part, new, strict=True))
+    completions = engine.group.gather(completions)
+    return [completions[i] for i in range(len(prompts))]
+
+
+def rows_per_part(engine: Engine, n: int) -> int:
+    """Return how many of n prompts a process decodes together.
+
+    On a CPU it does not depend on the number of processes, so that every answer comes from the same tensors. A GPU's products
+    depend on the rows next to each other anyway, so there each process gets its share.
+    """
+    if engine.device.type == "cpu":
+        return engine.rows
+    return min(engine.rows, max(LEAST_ROWS, math.ceil(n / engine.group.size)))
+
+
+def start(
+    engine: Engine, prompts: Sequence[Sequence[int]], rows: Sequence[int], read: Sequence[int]
+) -> list[RunningBatch]:
+    """Compute the prompts of these rows. The batches' tokens are the first of each row. read[i]: tokens that are not decoded."""
+    batches = []
+    for forward in engine.forwards([prompts[i] for i in rows], [read[i] - 1 for i in rows]):
+        lengths = torch.tensor([len(prompts[rows[j]]) for j in forward.rows], device=engine.device)
+        index = torch.arange(len(lengths), device=engine.device)
+        tokens = engine.logits(forward.hidden[index, lengths - 1 - forward.shared]).argmax(-1)
+        real = torch.arange(forward.shared + forward.hidden.shape[1], device=engine.device) < lengths.unsqueeze(1)
+        batches.append(RunningBatch([rows[j] for j in forward.rows], forward.cache, lengths, real, tokens))
+    return batches
+
+
+def advance(engine: Engine, running: RunningBatch) -> None:
+    """Compute one decode step."""
+    if engine.fixed_buffers:
+        advance_fixed(engine, running)
+        return
+    if len(running.active) < SHRINK * len(running.rows):
+        running.compact()
+    running.real = torch.nn.functional.pad(running.real, (0, 1), value=True)
+    windows = "sliding_attention" in engine.layer_types
+    hidden = engine.step(
+        running.tokens[:, None],
+        running.cache,
+        running.real.shape[1],
+        attention_mask=engine.decode_masks(running.real, running.lengths) if windows else running.real,
+        position_ids=running.lengths[:, None],
+    )
+    running.lengths = running.lengths + 1
+    running.tokens = engine.logits(hidden[:, -1]).argmax(-1)
+
+
+def join(engine: Engine, parts: Sequence[RunningBatch]) -> RunningBatch:
+    """Return one batch with the active rows of several."""
+    for part in parts:
+        part.compact()
+    columns = max(p.real.shape[1] for p in parts)
+    target = caches.new_cache(engine.model.config, engine.layer_types)
+    cache = caches.concatenate([p.cache for p in parts], target, columns)
+    real = torch.cat([torch.nn.functional.pad(p.real, (0, columns - p.real.shape[1])) for p in parts])
+    rows = [row for p in parts for row in p.rows]
+    return RunningBatch(rows, cache, torch.cat([p.lengths for p in parts]), real, torch.cat([p.tokens for p in parts]))

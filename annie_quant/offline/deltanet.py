@@ -1,0 +1,286 @@
+"""Gated DeltaNet over rows of unequal length, for the linear-attention layers of Qwen3.5 and its relatives.
+
+transformers 5.14 supports a batch of unequal rows only if it is padded on the left and starts without a cache. Evaluation
+computes a shared prefix once and then tails of unequal length together, padded on the right, and needs each row's state after
+its own last token:
+  the rule         a padded step gets decay exp(0) = 1 and beta 0, so the state does not change. Under a profile that rounds, the
+                   steps of an answer are computed as a server decodes them: one by one, with operands in float32;
+  the convolution  each row's cache holds the last columns before its own end, not before the end of the batch.
+Without flash-linear-attention the rule is computed here: the recurrence of transformers' torch_chunk_gated_delta_rule, with
+one triangular solve per chunk. Source of the rule: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch.nn import functional
+
+from annie_quant.core.errors import EnvironmentFault
+from annie_quant.offline.deltanet_cpu import SERVED_CHUNK, gated_delta_rule_cpu, normalized_as_on_a_cpu, silu_on_a_cpu
+from annie_quant.offline.emulation import Round, profile_of, rounding
+from annie_quant.offline.profiles import CPU_KERNELS
+
+CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
+CHUNK_GPU = 64  # half as many launches
+
+
+class RaggedBatch:
+    """The running batch, for the DeltaNet layers.
+
+    lengths: int64 [B], real steps of each row; None when all `steps` are real. cache: receives the states. prompts: int64 [B],
+    first steps of each row that belong to its prompt, the others to its answer; None when all do.
+    """
+
+    def __init__(self) -> None:
+        self.set(None, 0, None)
+
+    def set(self, lengths: torch.Tensor | None, steps: int, cache: Any, prompts: torch.Tensor | None = None) -> None:
+        self.lengths, self.steps, self.cache, self.prompts = lengths, steps, cache, prompts
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    to_operand: Round | None = None,
+    chunk: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (outputs [B, T, H, Dv], final state [B, H, Dk, Dv] or None).
+
+    query, key: [B, T, H, Dk]. value: [B, T, H, Dv]. g: log decay [B, T, H]. beta: [B, T, H].
+    Computed in float32, chunk by chunk: U and W solve (I + A) [U W] = beta [v, k e^G], where A is the strictly lower part
+    of beta k k^T e^(G_i - G_j) and G is the running sum of g.
+
+    chunk: its steps; SERVED_CHUNK with to_operand; None: CHUNK, on a GPU CHUNK_GPU.
+    to_operand: rounds what servers' kernels store in bfloat16 between their products: normalized q and k, the inverse of I + A, U
+    and W, the inner attention, new values, and the copy of the state that is multiplied. Sums and the state stay float32.
+    (Source: the order of roundings in flash-linear-attention's chunk kernels, chunk_delta_h, chunk_o, wy_fast and solve_tril.)
+    """
+    r = to_operand or (lambda x: x)
+    kind, (batch, steps, heads, dk), dv = query.dtype, key.shape, value.shape[-1]
+    if use_qk_l2norm_in_kernel:
+        query = r(query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6))
+        key = r(key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6))
+    usual = CHUNK if query.device.type == "cpu" else CHUNK_GPU
+    size = min(SERVED_CHUNK if to_operand else chunk or usual, steps)
+    pad = -steps % size
+
+    def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, ...] -> [B, H, T / size, size, ...]
+        x = functional.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, pad))
+        return x.reshape(batch, heads, -1, size, *x.shape[3:])
+
+    q, k, v, log_decay, b = (
+        chunks(query) * dk**-0.5,
+        chunks(key),
+        chunks(value),
+        chunks(g).cumsum(-1),
+        chunks(beta).unsqueeze(-1),
+    )
+    between = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).tril_().exp_().tril_()
+    lower = (r(k * b) @ k.transpose(-1, -2)).mul_(between)
+    right = r(torch.cat((v, k * log_decay.exp().unsqueeze(-1)), -1) * b)
+    u, w = r(r(unit_lower_inverse(lower)) @ right).split((dv, dk), -1)
+    within = r((q @ k.transpose(-1, -2)).mul_(between))
+    growth = log_decay.exp().unsqueeze(-1)
+    last = log_decay[..., -1:]
+    to_end = (last - log_decay).exp().unsqueeze(-1)
+    k_t = k.transpose(-1, -2)
+    decay = last.exp().unsqueeze(-1)
+    state = q.new_zeros(batch, heads, dk, dv) if initial_state is None else initial_state.float()
+    state = state.reshape(-1, dk, dv).clone()
+    out = torch.empty_like(v)
+    for c in range(v.shape[2]):
+        parts = (q, growth, w, u, within, k_t, to_end, decay)
+        q_c, growth_c, w_c, u_c, within_c, k_c, to_end_c, decay_c = (x[:, :, c].flatten(0, 1) for x in parts)
+        copy = r(state)
+        new = torch.baddbmm(u_c, w_c, copy, alpha=-1)
+        out[:, :, c] = torch.baddbmm((q_c @ copy) * growth_c, within_c, r(new)).unflatten(0, (batch, heads))
+        state = torch.baddbmm(state.mul_(decay_c), k_c, r(new * to_end_c))
+    out = out.reshape(batch, heads, -1, dv)[:, :, :steps].transpose(1, 2).to(kind)
+    return out, state.unflatten(0, (batch, heads)) if output_final_state else None
+
+
+def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
+    """Return (I + A)^-1 for A the strictly lower part of [..., n, n], by forward substitution on all matrices at once.
+
+    On a GPU that is one launch of cuBLAS. On a CPU torch's triangular solve calls LAPACK once per matrix, which takes twice as
+    long at n = 32. A product of powers of A would be faster, but loses all digits where keys repeat.
+    """
+    if lower.device.type == "cuda":
+        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+        return torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)
+    inverse = -lower.tril(-1)
+    for i in range(2, inverse.shape[-1]):
+        row = inverse[..., i, None, :i]
+        inverse[..., i, :i] += (row @ inverse[..., :i, :i]).squeeze(-2)
+    inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
+    return inverse
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    *,
+    silu: Round = functional.silu,
+    **_: Any,
+) -> torch.Tensor:
+    """Return the depthwise causal convolution [B, C, T] of x [B, C, T] with weight [C, K]; activation: "silu" or None.
+
+    silu: computes it.
+    """
+    x = functional.pad(x, (weight.shape[-1] - 1, 0))
+    y = functional.conv1d(x, weight.unsqueeze(1), bias, groups=weight.shape[0])
+    return silu(y) if activation in ("silu", "swish") else y
+
+
+def causal_conv_step(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: Any = None,
+    *,
+    silu: Round = functional.silu,
+) -> torch.Tensor:
+    """Return one output column [B, C, 1] of causal_conv for x [B, C, 1]; state [B, C, K] is updated in place.
+
+    One column is a weighted sum, for which torch's conv1d takes many times longer on a CPU.
+    """
+    state.copy_(torch.cat((state[:, :, 1:], x.to(state.dtype)), -1))
+    y = (state * weight).sum(-1, keepdim=True)
+    y = y if bias is None else y + bias.unsqueeze(-1)
+    return (silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
+
+
+def ragged_rule(rule: Callable, batch: RaggedBatch, decoding: Callable | None = None) -> Callable:
+    """Wrap `rule` so that steps after each row's length do not change the state.
+
+    decoding: the rule for the steps of answers; None: `rule`.
+    """
+
+    def masked(query, key, value, g, beta, **more):
+        if batch.lengths is not None:
+            real = (torch.arange(g.shape[1], device=g.device) < batch.lengths.unsqueeze(1)).unsqueeze(-1)
+            g, beta = g * real, beta * real
+        if batch.prompts is None or decoding is None:
+            return rule(query, key, value, g=g, beta=beta, **more)
+        return in_two_parts(rule, decoding, batch.prompts, query, key, value, g, beta, **more)
+
+    return masked
+
+
+def in_two_parts(
+    first: Callable,
+    second: Callable,
+    prompts: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the first prompts[i] steps of row i with one rule and the others with another, from the state of the first."""
+    more["output_final_state"] = True
+    inside = (torch.arange(g.shape[1], device=g.device) < prompts.unsqueeze(1)).unsqueeze(-1)
+    start, end = int(prompts.min()), int(prompts.max())
+
+    def part(rule: Callable, span: slice, mask: torch.Tensor, state: torch.Tensor | None) -> tuple:
+        q, k, v, decay, b = (x[:, span] for x in (query, key, value, g * mask, beta * mask))
+        return rule(q, k, v, g=decay, beta=b, initial_state=state, **more)
+
+    head, state = part(first, slice(0, end), inside, initial_state)
+    tail, state = part(second, slice(start, None), ~inside, state)
+    middle = torch.where(inside[:, start:end].unsqueeze(-1), head[:, start:], tail[:, : end - start])
+    return torch.cat((head[:, :start], middle, tail[:, end - start :]), 1), state
+
+
+def ragged_conv(conv: Callable, batch: RaggedBatch, layer: int) -> Callable:
+    """Wrap `conv` so that the cache receives the columns before each row's own end."""
+
+    def convolve(x, weight, bias, activation, **more):
+        if batch.lengths is not None and batch.cache is not None:
+            state = batch.cache.layers[layer].conv_states[0]
+            size = state.shape[-1]
+            columns = functional.pad(x, (size, 0))  # x ends with the batch's steps; a short row starts in the zeros
+            starts = columns.shape[-1] - batch.steps + batch.lengths - size
+            index = starts.view(-1, 1, 1) + torch.arange(size, device=x.device)
+            state.copy_(columns.gather(-1, index.expand(-1, x.shape[1], -1)))
+        return conv(x, weight, bias, activation, **more)
+
+    return convolve
+
+
+def rounded(function: Callable, to_stream: Round) -> Callable:
+    """Wrap a function whose result, or whose result's first element, is stored in the stream's dtype."""
+
+    def call(*args, **options):
+        result = function(*args, **options)
+        return (to_stream(result[0]), *result[1:]) if isinstance(result, tuple) else to_stream(result)
+
+    return call
+
+
+FUNCTIONS = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
+
+
+def delta_layers(model: torch.nn.Module) -> list[Any]:
+    """Return the DeltaNet layers of `model`, whose functions can be replaced.
+
+    Raises EnvironmentFault if they have none: transformers 5.15 and later keep them elsewhere, and replacing them would do nothing.
+    """
+    layers: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet")]
+    if not all(hasattr(layer, name) for layer in layers for name in FUNCTIONS):
+        raise EnvironmentFault(
+            f"transformers {transformers.__version__}: its DeltaNet layers cannot be computed by this package",
+            "pip install 'transformers>=5.2,<5.15'",
+        )
+    return layers
+
+
+@contextlib.contextmanager
+def ragged_layers(model: torch.nn.Module, batch: RaggedBatch) -> Iterator[None]:
+    """Let the DeltaNet layers of `model` compute `batch` as a ragged one, with the roundings of the model's profile."""
+    profile = profile_of(model)
+    layers = delta_layers(model)
+    before = [[getattr(m, name) for name in FUNCTIONS] for m in layers]
+    try:
+        for layer, (rule, _, conv, step) in zip(layers, before, strict=True):
+            own, decoding = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule, None
+            conv = conv or causal_conv
+            step = causal_conv_step if step.__name__ == "torch_causal_conv1d_update" else step
+            if own is gated_delta_rule and profile.stream != "float32":
+                served: Callable[..., Any] = own
+                decoding = own
+                if profile.delta_rule == CPU_KERNELS:
+                    served, decoding = gated_delta_rule_cpu, normalized_as_on_a_cpu(own)
+                    layer.recurrent_gated_delta_rule = normalized_as_on_a_cpu(layer.recurrent_gated_delta_rule)
+                    conv, step = (functools.partial(f, silu=silu_on_a_cpu) for f in (causal_conv, causal_conv_step))
+                own = functools.partial(served, to_operand=rounding(profile.stream))
+            layer.chunk_gated_delta_rule = ragged_rule(own, batch, decoding)
+            layer.causal_conv1d_fn, layer.causal_conv1d_update = ragged_conv(conv, batch, layer.layer_idx), step
+            if profile.stream != "float32":
+                for name in FUNCTIONS:
+                    setattr(layer, name, rounded(getattr(layer, name), rounding(profile.stream)))
+        yield
+    finally:
+        for layer, functions in zip(layers, before, strict=True):
+            for name, function in zip(FUNCTIONS, functions, strict=True):
+                setattr(layer, name, function)

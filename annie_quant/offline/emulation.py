@@ -1,0 +1,213 @@
+"""Computing a model as a server does: roundings where the server rounds, on a model that is loaded in float32.
+
+The model stays in float32, and values are rounded where a server stores them in a shorter type (profiles.Profile):
+  residual stream       in place after each norm: a fused kernel normalizes the unrounded sum and stores the rounded one
+  norms, linears, head  their outputs; a linear's input too, which rounds products of gates. An NVFP4 product is rounded before its
+                        bias is added, and a normalized value before it is multiplied by a bf16 weight; not by 1 + weight
+  activations, gates    their outputs, before they are multiplied
+  convolution, DeltaNet their outputs, and what the chunk kernels store between their products (evaluate/deltanet.py), for the
+                        tokens of a prompt; decoded tokens have operands in float32. The recurrent state stays in float32, as
+                        servers keep it; beta as the profile names it
+  attention             cosines and sines, queries, keys and values, and the output; softmax is computed in float32
+So products have exact operands and one rounding, as a GPU kernel's have, and the result is the same on a CPU and a GPU apart from
+the order of sums. Servers differ in that order, and in roundings inside fused kernels. vLLM's CPU kernels are emulated bit for bit
+except for a few sums (profiles vllm-cpu and vllm-cpu-w4a16); for all others the ensemble (evaluate/ensemble.py) measures what such
+differences do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from annie_quant.models import family_or_default
+from annie_quant.offline import matmul
+from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
+from annie_quant.offline.profiles import BFLOAT16_STEPS, FLOAT32, UNQUANTIZED, Profile
+
+Round = Callable[[torch.Tensor], torch.Tensor]
+SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
+
+
+def rounding(dtype: str) -> Round:
+    """Return the function that rounds a float tensor to `dtype` and back; values keep their own dtype."""
+    if dtype == "float32":
+        return lambda x: x
+    target = getattr(torch, dtype)
+    return lambda x: x.to(target).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class SumOrder:
+    """The order in which linears sum: the same numbers are multiplied, activations were rounded before.
+
+    permutation: seed of a permutation of the K values of every linear; None: as they are. parts: K is cut into so many parts whose
+    sums are added, as kernels for few rows do (split-K), which a server chooses by the size of the batch.
+    """
+
+    permutation: int | None = None
+    parts: int = 1
+
+
+USUAL = SumOrder()
+
+
+@contextlib.contextmanager
+def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iterator[None]:
+    """Let `model` compute with a profile's arithmetic; the model is unchanged afterwards, its numerics apart."""
+    if nvfp4_linears(model):
+        set_numerics(model, profile.name)
+    config: Any = getattr(model, "config", None)
+    adds_one = family_or_default(config.get_text_config().to_dict() if config is not None else {}).adds_one
+    hooks = [h for name, m in model.named_modules() for h in module_hooks(m, profile, adds_one(f"{name}.weight"))]
+    with reordered_linears(model, order):
+        before, model.annie_quant_profile = getattr(model, "annie_quant_profile", None), profile  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            model.annie_quant_profile = before  # type: ignore[assignment]
+            for hook in hooks:
+                hook.remove()
+
+
+def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> Iterator[Any]:
+    """Register the hooks that round a module's inputs and outputs, and yield their handles. adds_one: of a norm's weight."""
+    stream, kind = rounding(profile.stream), type(module).__name__
+    if isinstance(module, nn.Linear):
+        plain_input = rounding(profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input)
+        if profile.rounds:
+            yield module.register_forward_pre_hook(lambda _, args: (plain_input(args[0]), *args[1:]))
+        if profile.stream != "float32":
+            if isinstance(module, NVFP4Linear) and module.bias is not None:
+                yield BiasOfRounded(module, stream)
+            yield module.register_forward_hook(lambda _, args, output: stream(output))
+    elif profile.stream == "float32":
+        return
+    elif kind.endswith(("RMSNorm", "RMSNormGated", "LayerNorm")):
+        normalizes = kind.endswith("RMSNorm") and not adds_one
+        yield module.register_forward_hook(
+            lambda m, args, output: round_norm(
+                args[0], stream(normalized(m, args[0])) * m.weight if normalizes else output, stream
+            )
+        )
+    elif kind.endswith("RotaryEmbedding"):
+        yield module.register_forward_hook(lambda _, args, output: tuple(stream(t) for t in output))
+    elif isinstance(module, nn.SiLU) or kind.endswith("Activation"):
+        yield module.register_forward_hook(lambda _, args, output: stream(output))
+    elif kind.endswith("Attention"):
+        yield RoundedSigmoid(module, lambda gate: stream(gate.sigmoid()))
+    elif kind.endswith("GatedDeltaNet") and profile.beta != FLOAT32:
+        yield RoundedSigmoid(module, sigmoid_in_steps if profile.beta == BFLOAT16_STEPS else sigmoid_in_bfloat16)
+
+
+def sigmoid_in_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """Return the sigmoid rounded to bfloat16 once, in x's dtype."""
+    return x.sigmoid().bfloat16().to(x.dtype)
+
+
+def sigmoid_in_steps(x: torch.Tensor) -> torch.Tensor:
+    """Return 1 / (1 + e^-x) with the exponential, the sum and the quotient each rounded to bfloat16, in x's dtype.
+
+    A C++ expression of one bfloat16 value computes so, because each operation returns its operands' type. The sum has steps of
+    2^-7, so the result is 1 for every x above 5.55.
+    """
+    exponential = torch.exp(-x).bfloat16()
+    return (1 / (1 + exponential)).to(x.dtype)
+
+
+class RoundedSigmoid(TorchFunctionMode):
+    """Replaces the sigmoid in one module's forward: gates of attention and DeltaNet's beta are computed by functions."""
+
+    def __init__(self, module: nn.Module, sigmoid: Round) -> None:
+        super().__init__()
+        self.module, self.sigmoid, forward = module, sigmoid, module.forward
+
+        def gated(*args: Any, **options: Any) -> Any:
+            with self:
+                return forward(*args, **options)
+
+        module.forward = gated
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.sigmoid(args[0]) if func in SIGMOIDS else func(*args, **(kwargs or {}))
+
+    def remove(self) -> None:
+        """Undo it, as a hook's handle does."""
+        del self.module.forward
+
+
+class BiasOfRounded:
+    """Adds a linear's bias to the rounded product, as vLLM's NVFP4 kernels do (model_executor/kernels/linear/nvfp4)."""
+
+    def __init__(self, module: Any, stream: Round) -> None:
+        self.module, self.bias = module, module.bias
+        module.bias = None
+        self.hook = module.register_forward_hook(lambda _, args, output: stream(output) + self.bias)
+
+    def remove(self) -> None:
+        """Undo it, as a hook's handle does."""
+        self.module.bias = self.bias
+        self.hook.remove()
+
+
+def normalized(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return what an RMS norm multiplies by its weight."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+def round_norm(x: torch.Tensor, output: torch.Tensor, to_stream: Round) -> torch.Tensor:
+    """Return a norm's rounded output, and round its input in place: it is also the residual that later layers add to."""
+    x.copy_(to_stream(x))
+    return to_stream(output)
+
+
+@contextlib.contextmanager
+def reordered_linears(model: nn.Module, order: SumOrder) -> Iterator[None]:
+    """Let every linear of the model sum its products in another order."""
+    if order == USUAL:
+        yield
+        return
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears = [m for m in model.modules() if isinstance(m, NVFP4Linear) or type(m) is nn.Linear]
+    generator = torch.Generator().manual_seed(order.permutation or 0)
+    try:
+        for linear in linears:
+            permutation = None
+            if order.permutation is not None:
+                permutation = torch.randperm(linear.in_features, generator=generator).to(linear_device(linear))
+            if isinstance(linear, NVFP4Linear):
+                linear.reorder(permutation, order.parts)
+            elif permutation is None or id(linear.weight) not in embeddings:  # a second copy of a tied head may not fit
+                weight = linear.weight if permutation is None else linear.weight[:, permutation]
+                linear.forward = partial(plain_product, weight, linear.bias, permutation, order.parts)  # type: ignore[method-assign]
+        yield
+    finally:
+        for linear in linears:
+            if isinstance(linear, NVFP4Linear):
+                linear.reorder(None, 1)
+            else:
+                linear.__dict__.pop("forward", None)
+
+
+def plain_product(
+    weight: torch.Tensor, bias: torch.Tensor | None, permutation: torch.Tensor | None, parts: int, x: torch.Tensor
+) -> torch.Tensor:
+    """Return x W^T + b of a plain linear, summed in another order. weight: permuted already."""
+    y = matmul.sum_of_parts(x if permutation is None else x[..., permutation], weight, parts)
+    return y if bias is None else y + bias
+
+
+def linear_device(linear: nn.Linear) -> torch.device:
+    return linear.codes.device if isinstance(linear, NVFP4Linear) else linear.weight.device
+
+
+def profile_of(model: nn.Module) -> Profile:
+    """Return the profile that emulate() has set, for the functions that are not modules (attention, DeltaNet)."""
+    return getattr(model, "annie_quant_profile", None) or UNQUANTIZED

@@ -1,0 +1,367 @@
+"""Batched forwards: shared prefixes are computed once, rows of unequal length together.
+
+Rows are padded on the right, so no real token sees padding; attention masks padded columns in decoding, and DeltaNet's states
+are those after each row's own last token (deltanet.py). In float32 the result depends on the batching only through the
+rounding of sums; tests/offline/test_engine.py compares it with transformers' own generate.
+
+Grouped-query attention in decode steps without a copy of keys and values per query head.
+
+transformers' sdpa repeats the keys and values of each key head before every masked call; in a decode step of many rows that
+copy takes most of the time. Here the query heads of one key head are the rows of one matrix product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from annie_quant.core.errors import UsageError
+from annie_quant.offline import caches, nvfp4_linear
+from annie_quant.offline.deltanet import RaggedBatch, ragged_layers
+from annie_quant.offline.deltanet_cpu import SERVED_CHUNK
+from annie_quant.offline.emulation import profile_of, rounding
+from annie_quant.offline.process_group import SINGLE, ProcessGroup
+from annie_quant.offline.profiles import BFLOAT16, CPU_KERNELS, Profile
+
+NAME = "annie_quant_grouped"
+QUERIES = 256  # whose scores are in memory at once
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return (outputs [B, T, H, D], None), as transformers' attention functions do.
+
+    query: [B, H, T, D]. key, value: [B, Hkv, L, D]. attention_mask: bool [B, 1, T, L], True for visible columns.
+    """
+    batch, heads, steps, head_dim = query.shape
+    if steps > 1 or (attention_mask is not None and attention_mask.dtype != torch.bool):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    per_key_head = (batch * key.shape[1], heads // key.shape[1], head_dim)
+    scores = torch.bmm((query * (scaling or head_dim**-0.5)).reshape(per_key_head), key.flatten(0, 1).transpose(1, 2))
+    scores = scores.view(batch, heads, -1).float()
+    if attention_mask is not None:
+        scores = scores.masked_fill_(~attention_mask[:, 0], -torch.inf)
+    weights = scores.softmax(-1).to(value.dtype).view(per_key_head[0], per_key_head[1], -1)
+    return torch.bmm(weights, value.flatten(0, 1)).view(batch, 1, heads, head_dim), None
+
+
+def amx_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Return outputs [B, T, H, D] as vLLM's attention on a CPU with AMX: e^(score - maximum) is rounded to bfloat16 before it is
+    multiplied by the values, the sum that divides is not. Parameters as of grouped_attention.
+
+    The products of tests/perf/trace_server.py for Qwen2.5-Coder-0.5B differ in 0.02 % of values, with exact weights in 17 %.
+    """
+    length, steps = key.shape[2], query.shape[2]
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    if mask is None:
+        mask = torch.ones(steps, length, dtype=torch.bool, device=query.device).tril(length - steps)
+    mask = mask.expand(len(query), 1, steps, length)
+    outputs = []
+    for i in range(0, steps, QUERIES):
+        scores = query[:, :, i : i + QUERIES] @ key.transpose(2, 3) * scaling
+        scores = scores.masked_fill_(~mask[:, :, i : i + QUERIES], -torch.inf)
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        outputs.append(weights.bfloat16().to(value.dtype) @ value / weights.sum(-1, keepdim=True))
+    return torch.cat(outputs, 2).transpose(1, 2)
+
+
+def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return grouped_attention with the roundings of a numerics profile."""
+    stream, stored = rounding(profile.stream), nvfp4_linear.cache_rounding(profile.kv)
+    with_amx = profile.delta_rule == CPU_KERNELS and profile.stream == BFLOAT16 and torch.cpu._is_amx_tile_supported()
+
+    def attention(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        query, (key, value) = stream(query), stored(module, key, value)
+        if with_amx:
+            output = amx_attention(query, key, value, args[0], options["scaling"])
+        else:
+            output, _ = grouped_attention(module, query, key, value, *args, **options)
+        return stream(output), None
+
+    return attention
+
+
+@contextlib.contextmanager
+def use_grouped_attention(config: Any, profile: Profile) -> Iterator[None]:
+    """Let a model with this text config use grouped_attention instead of sdpa. Other implementations are unchanged.
+
+    profile: where queries, keys, values and outputs are rounded.
+    """
+    before = config._attn_implementation
+    if before != "sdpa":
+        yield
+        return
+    name = f"{NAME}_{profile.stream}_{profile.kv}_{profile.delta_rule}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(name, rounded_attention(profile) if profile.rounds else grouped_attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+
+
+MAX_LOGITS = 1 << 25  # logits in memory at one time
+TOKENS = {"cpu": 1024}  # per forward; on a CPU 512 to 2048 take 10 % less time than 4096 (tests/perf/runtime.md)
+COMPARED_TOKENS = 2048  # that a GPU compares at once; a CPU compares each answer alone
+LAUNCH_FLOP = 5e11  # what an H200 computes while the kernels of one forward through eight layers are launched
+LEAST_TOKENS, MOST_TOKENS = 4096, 32768  # per forward on a GPU; the most are for a small model
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt and the tokens that are scored after it."""
+
+    prompt: Sequence[int]
+    target: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A computed batch: the rows' indices, hidden states [B, T, D] from token `shared` on, and the cache."""
+
+    rows: list[int]
+    hidden: torch.Tensor
+    shared: int
+    cache: DynamicCache
+
+
+class Engine:
+    """A model with its batching.
+
+    tokens: most tokens (rows x length) per forward; None: TOKENS, on a GPU more for a small model. rows: most rows per batch.
+    fixed_buffers: whether decode steps are computed in buffers of fixed size (decode_graph.py), captures: and as CUDA graphs, on
+    the stream capture_stream.
+    """
+
+    def __init__(self, model: Any, tokens: int | None = None, rows: int = 128, group: ProcessGroup = SINGLE) -> None:
+        self.model, self.rows, self.group = model, rows, group
+        self.device = next(model.parameters()).device
+        launched = tokens_per_launch(model.config.get_text_config()) if self.device.type == "cuda" else 0
+        self.tokens = tokens or max(TOKENS.get(self.device.type, LEAST_TOKENS), launched)
+        self.group_cost = max(GROUP_COST, launched)
+        self.config = model.config.get_text_config()
+        self.layer_types = getattr(self.config, "layer_types", None) or (
+            ["full_attention"] * self.config.num_hidden_layers
+        )
+        unsupported = set(self.layer_types) - {"full_attention", "linear_attention", "sliding_attention"}
+        if unsupported:
+            raise UsageError(f"layers of type {sorted(unsupported)[0]} are not supported by the offline evaluation")
+        self.batch = RaggedBatch()
+        self.head = model.get_output_embeddings()
+        self.vocabulary = int(getattr(self.head, "out_features", 0) or self.head.weight.shape[0])
+        self.compared_tokens = 1 if self.device.type == "cpu" else min(COMPARED_TOKENS, MAX_LOGITS // self.vocabulary)
+        self.captures = self.device.type == "cuda"
+        self.capture_stream = torch.cuda.Stream(self.device) if self.captures else None
+        self.fixed_buffers = self.captures and can_fix_buffers(model)
+
+    def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (row index, logits float32 [len(target), V]) per row: the logits that each target token was chosen from.
+
+        The order depends on the rows alone, so two models yield the same rows in step. Each process of a group gets the
+        rows of its own batches.
+        """
+        inputs = [[*row.prompt, *row.target[:-1]] for row in rows]
+        for forward in self.forwards(inputs, [len(r.prompt) - 1 for r in rows], self.group):
+            sizes = [len(rows[i].target) for i in forward.rows]
+            for part in split_by_size(sizes, max(1, MAX_LOGITS // self.vocabulary)):
+                firsts = [len(rows[forward.rows[j]].prompt) - 1 - forward.shared for j in part]
+                states = torch.cat([forward.hidden[j, f : f + sizes[j]] for j, f in zip(part, firsts, strict=True)])
+                logits = self.logits(states).float()
+                for j, row_logits in zip(part, logits.split([sizes[j] for j in part]), strict=True):
+                    yield forward.rows[j], row_logits
+
+    def forwards(
+        self,
+        inputs: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        group: ProcessGroup = SINGLE,
+        prompts: Sequence[int] | None = None,
+    ) -> Iterator[Forward]:
+        """Compute rows of tokens in batches.
+
+        limits[i]: most tokens of row i that may be in a shared prefix. prompts[i]: first tokens of row i that are its prompt, more
+        than limits[i]; a server decodes the others. None: limits[i] + 1.
+        """
+        prompts = [limit + 1 for limit in limits] if prompts is None else prompts
+        number = 0
+        # vLLM's CPU kernels are emulated bit for bit, so DeltaNet's chunks have to begin where the server's do.
+        multiple = SERVED_CHUNK if profile_of(self.model).delta_rule == CPU_KERNELS else 1
+        for prefix_group in group_by_prefix(inputs, limits, self.group_cost, multiple):
+            shared = prefix_group.shared
+            prefix_cache = None
+            waiting = sorted(prefix_group.rows, key=lambda i: -len(inputs[i]))
+            while waiting:
+                width = len(inputs[waiting[0]]) - shared
+                count = max(1, min(self.rows, self.tokens // width))
+                batch, waiting = waiting[:count], waiting[count:]
+                number += 1
+                if not group.owns(number - 1):
+                    continue
+                if shared and prefix_cache is None:
+                    prefix_cache = caches.new_cache(self.model.config, self.layer_types)
+                    prefix = torch.tensor([list(inputs[prefix_group.rows[0]][:shared])], device=self.device)
+                    self.step(prefix, prefix_cache, shared)
+                cache = caches.new_cache(self.model.config, self.layer_types)
+                if prefix_cache is not None:
+                    cache = caches.repeat_row(prefix_cache, cache, len(batch))
+                ids = torch.zeros(len(batch), width, dtype=torch.long)
+                for j, i in enumerate(batch):
+                    ids[j, : len(inputs[i]) - shared] = torch.tensor(inputs[i][shared:])
+                lengths = torch.tensor([len(inputs[i]) - shared for i in batch], device=self.device)
+                read = torch.tensor([prompts[i] - shared for i in batch], device=self.device)
+                ragged, has_answers = int(lengths.min()) < width, bool((read < lengths).any())
+                self.batch.set(lengths if ragged else None, width, cache, read if has_answers else None)
+                hidden = self.step(ids.to(self.device), cache, shared + width)
+                self.batch.set(None, 0, None)
+                yield Forward(batch, hidden, shared, cache)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+    def decode_masks(self, real: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """Return the visible columns of a decode step by type of layer, bool [B, 1, 1, L].
+
+        real: bool [B, L], the columns with tokens.  lengths: positions [B] of the tokens that are computed. Padding lies between
+        a row's prompt and its answer, so a window counts tokens and not columns.
+        """
+        visible = real[:, None, None, :]
+        masks: dict[str, torch.Tensor | None] = {"full_attention": visible, "linear_attention": None}
+        if "sliding_attention" in self.layer_types:
+            inside = real.cumsum(1) - 1 > (lengths - self.config.sliding_window)[:, None]
+            masks["sliding_attention"] = visible & inside[:, None, None, :]
+        return masks
+
+    @torch.inference_mode()
+    def step(self, ids: torch.Tensor, cache: DynamicCache, total: int, **options: Any) -> torch.Tensor:
+        """Return hidden states [B, T, D] after the final norm. total: columns of the cache after this step."""
+        if "position_ids" not in options:
+            options["position_ids"] = torch.arange(total - ids.shape[1], total, device=self.device).expand(len(ids), -1)
+        with ragged_layers(self.model, self.batch), use_grouped_attention(self.config, profile_of(self.model)):
+            output = self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+            return output.last_hidden_state
+
+
+def tokens_per_launch(config: Any) -> int:
+    """Return how many tokens a GPU computes in the time in which a forward is launched: the price of one more forward.
+
+    From the text config alone, so that a checkpoint and its reference get the same batches.
+    """
+    weights = 12 * config.num_hidden_layers * config.hidden_size**2  # of attention and MLP of the usual shape
+    return min(MOST_TOKENS, int(LAUNCH_FLOP / (2 * weights)))
+
+
+def can_fix_buffers(model: Any) -> bool:
+    """Return whether decode_graph.py can compute the model's steps: its attention takes the mask as it is."""
+    return model.config.get_text_config()._attn_implementation == "sdpa" and hasattr(model.base_model, "layers")
+
+
+def batches(rows: Iterable[tuple[Any, ...]], least: int) -> Iterator[tuple[Any, ...]]:
+    """Yield (row indices, their logits [n, V], ...) of rows (index, logits, ...), at least `least` tokens at a time.
+
+    A GPU compares few tokens in the same time as many.
+    """
+    waiting: list[tuple[Any, ...]] = []
+    n = 0
+    for row in rows:
+        waiting.append(row)
+        n += len(row[1])
+        if n >= least:
+            yield joined(waiting)
+            waiting, n = [], 0
+    if waiting:
+        yield joined(waiting)
+
+
+def joined(rows: Sequence[Any]) -> tuple[Any, ...]:
+    indices, *tensors = zip(*rows, strict=True)
+    return indices, *(torch.cat(t) if len(t) > 1 else t[0] for t in tensors)
+
+
+def split_by_size(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Yield consecutive indices of `sizes` in runs whose sum is at most `limit`, with at least one index per run."""
+    run: list[int] = []
+    total = 0
+    for i, size in enumerate(sizes):
+        if run and total + size > limit:
+            yield run
+            run, total = [], 0
+        run.append(i)
+        total += size
+    if run:
+        yield run
+
+
+GROUP_COST = 512  # one more forward pass, in tokens
+MIN_SHARED = 16  # a shorter shared prefix does not pay for a separate forward
+
+
+@dataclass(frozen=True)
+class PrefixGroup:
+    """Rows (indices) with the same first `shared` tokens; each row has at least one more token."""
+
+    shared: int
+    rows: tuple[int, ...]
+
+
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the common prefix."""
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+def group_by_prefix(
+    rows: Sequence[Sequence[int]], limits: Sequence[int], group_cost: int = GROUP_COST, multiple: int = 1
+) -> list[PrefixGroup]:
+    """Return groups that cover all rows with few computed tokens. limits[i]: most tokens of row i that may be shared.
+
+    group_cost: of one more group, in tokens. multiple: the number of shared tokens is one of it.
+
+    Greedy over the rows in lexicographic order: a row joins the group while the shorter prefix costs less than a new group.
+    """
+    order = sorted(range(len(rows)), key=lambda i: list(rows[i]))
+    groups: list[PrefixGroup] = []
+    members: list[int] = []
+    shared = 0
+
+    def close() -> None:
+        if members:
+            whole = shared - shared % multiple
+            groups.append(PrefixGroup(whole if whole >= MIN_SHARED else 0, tuple(members)))
+
+    for i in order:
+        if members:
+            shorter = min(shared, limits[i], common_prefix(rows[members[-1]], rows[i]))
+            if (len(members) - 1) * (shared - shorter) <= shorter + group_cost:
+                members.append(i)
+                shared = shorter
+                continue
+            close()
+        members, shared = [i], limits[i]
+    close()
+    return groups

@@ -1,0 +1,216 @@
+"""The same answers in several correct arithmetics: one arithmetic is a sample, and a server is another sample.
+
+Under one numerics NAME the members are
+  NAME         every prompt, in the profile's arithmetic
+  NAME+bf16    a sample and the uncertain prompts, the same activation format with everything else rounded to bfloat16, as GPU
+               servers do (NAME+float32 for a profile that rounds by itself)
+  NAME+perm1   uncertain prompts, sums in another order (K permuted after activations were rounded)
+  NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in three parts of K (split-K), decoded
+               token by token from the prompt (the recurrent form of DeltaNet and attention over a cache instead of one forward
+               over the answer), and with DeltaNet's beta rounded where the profile rounds the stream and not beta, as SGLang and
+               older versions of vLLM do
+Batches have as many rows in all members: on most devices a row's float32 product does not depend on the rows next to it.
+An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is
+above the second by less than MARGIN_FACTOR times the noise, and so are the later turns of its conversation. The noise is the
+change of such margins between those two arithmetics (its median, as the standard deviation of a normal distribution) in a seeded
+sample of NOISE_CONVERSATIONS conversations. All other answers are certain: further members have those of NAME (measured:
+docs/numerics.md).
+
+Neither ties nor batch cuts decide: equal logits (frequent in bfloat16) give the token of the lowest index on every device, and an
+answer that hangs on a tie or on a batch's cut has a small margin, so all members compute it, and the verdict is taken over members.
+
+What a harmless change of arithmetic does to bf16's own answers: the floor of every comparison with them.
+
+The reference answers again, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums in another order): a
+sample of the prompts and all whose answer is uncertain (ensemble.py). Such an answer is as good as the first. A checkpoint loses a
+gate that compares with bf16's own answers only if it changes more of them than that (judge/decision/paired.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from annie_quant.documents import EnsembleFigures
+from annie_quant.offline.decoding import Completion
+from annie_quant.offline.emulation import USUAL, SumOrder, emulate
+from annie_quant.offline.engine import Engine, Row, batches
+from annie_quant.offline.pair import ModelPair
+from annie_quant.offline.profiles import Profile, find_profile, in_bfloat16, in_float32, with_rounded_beta
+from annie_quant.offline.prompts import Answered
+from annie_quant.offline.reference import AnswerCache, request_key
+from annie_quant.offline.verification import Choices, Difference, Outcome, answer_from_differences, choices_of
+
+MARGIN_FACTOR = 3.0
+NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
+NOISE_CONVERSATIONS = 100  # about 2,000 tokens: the noise is known to a few percent
+PERMUTED = SumOrder(permutation=1)
+SPLIT = SumOrder(parts=3)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
+FROM_THE_PROMPT = Difference(0, None)
+Differences = Mapping[int, Difference | None]  # by the answer's index; an answer that is not in it is the reference's
+
+
+@dataclass(frozen=True)
+class MemberOutcomes:
+    """A member's answers to all prompts. n_computed: the number that were computed in its arithmetic. n_changed: in the schema."""
+
+    name: str
+    arithmetic: str
+    outcomes: list[Outcome]
+    n_computed: int
+    n_changed: int
+
+
+def run(
+    pair: ModelPair,
+    name: str,
+    profile: Profile,
+    answered: Sequence[Answered],
+    base: Mapping[int, Choices],
+    outcomes: Sequence[Outcome],
+) -> tuple[list[MemberOutcomes], EnsembleFigures]:
+    """Return the further members of a numerics. base, outcomes: choices and answers of the member NAME, for all prompts."""
+    members: list[MemberOutcomes] = []
+
+    def add(suffix: str, arithmetic: str, computed: Differences) -> None:
+        part = answers_of(pair, pair.engine, answered, computed, f"{name}+{suffix}")
+        changed = sum(part[i].completion != outcomes[i].completion for i in computed)
+        merged = [part[i] if i in computed else o for i, o in enumerate(outcomes)]
+        members.append(MemberOutcomes(f"{name}+{suffix}", arithmetic, merged, len(computed), changed))
+
+    second, order = second_arithmetic(pair, profile)
+    with emulate(pair.model, second, order):
+        other, noise, uncertain = perturbed(pair, pair.engine, answered, base, f"{name}: second arithmetic")
+        suffix = f"perm{order.permutation}" if order != USUAL else "float32" if profile.rounds else "bf16"
+        add(suffix, describe(second, order), differences_of(other))
+    if order == USUAL:
+        with emulate(pair.model, profile, PERMUTED):
+            choices = choose(pair, pair.engine.scores, answered, uncertain, f"{name}: sums in another order")
+            add(f"perm{PERMUTED.permutation}", describe(profile, PERMUTED), differences_of(choices))
+    other_beta = with_rounded_beta(profile)
+    with emulate(pair.model, other_beta, SPLIT):
+        from_prompts = dict.fromkeys(uncertain, FROM_THE_PROMPT)
+        add("cut16", f"{describe(other_beta, SPLIT)}, decoded token by token", from_prompts)
+    return members, EnsembleFigures(noise, len(uncertain), len(answered))
+
+
+def perturbed(
+    pair: ModelPair, engine: Engine, answered: Sequence[Answered], base: Mapping[int, Choices], text: str
+) -> tuple[dict[int, Choices], float, list[int]]:
+    """Return the choices of engine's model for a sample and all uncertain answers, the noise, and which are uncertain."""
+    other = choose(pair, engine.scores, answered, sampled(answered), text, base)
+    noise = margin_noise(base, other)
+    rest = [i for i in uncertain_answers(answered, base, other, noise) if i not in other]
+    other |= choose(pair, engine.scores, answered, rest, text, base)
+    return other, noise, uncertain_answers(answered, base, other, noise)
+
+
+def sampled(answered: Sequence[Answered]) -> list[int]:
+    """Return the indices of a seeded sample of conversations, with all of their turns."""
+    conversations = list(dict.fromkeys(a.request.conversation for a in answered))
+    chosen = set(random.Random(0).sample(conversations, min(NOISE_CONVERSATIONS, len(conversations))))
+    return [i for i, a in enumerate(answered) if a.request.conversation in chosen]
+
+
+def second_arithmetic(pair: ModelPair, profile: Profile) -> tuple[Profile, SumOrder]:
+    """Return what every prompt is computed in besides NAME. A model in bfloat16 has no other dtype, but another order of sums."""
+    if pair.dtype != "float32":
+        return profile, PERMUTED
+    return (in_float32(profile) if profile.rounds else in_bfloat16(profile)), USUAL
+
+
+def describe(profile: Profile, order: SumOrder) -> str:
+    text = profile.describe() + (", sums in another order" if order.permutation is not None else "")
+    return text + (f", sums in {order.parts} parts" if order.parts > 1 else "")
+
+
+def choose(
+    pair: ModelPair,
+    scores: Callable[[Sequence[Row]], Iterable[tuple[int, torch.Tensor]]],
+    answered: Sequence[Answered],
+    indices: Sequence[int],
+    text: str,
+    base: Mapping[int, Choices] | None = None,
+) -> dict[int, Choices]:
+    """Score the reference's answers to the prompts of these indices, and return the model's choices by index.
+
+    scores: as Engine.scores. base: choices whose two best tokens the margins are of; None: the model's own two best.
+    """
+    scored = pair.scored([answered[i] for i in indices])
+    rows = [Row(s.prompt, s.target) for s in scored]
+    choices: dict[int, Choices] = {}
+    for numbers, logits in batches(scores(rows), pair.engine.compared_tokens):
+        part = [indices[j] for j in numbers]
+        pairs = None if base is None else [base[i].best for i in part]
+        targets = [rows[j].target for j in numbers]
+        choices |= zip(part, choices_of(logits, targets, pair.template.end_tokens, pairs), strict=True)
+        pair.progress.update(min(len(choices) * pair.group.size, len(rows)), len(rows), text)
+    return pair.group.gather(choices)
+
+
+def differences_of(choices: Mapping[int, Choices]) -> dict[int, Difference | None]:
+    return {i: c.difference for i, c in choices.items()}
+
+
+def answers_of(
+    pair: ModelPair, engine: Engine, answered: Sequence[Answered], differences: Differences, name: str
+) -> list[Outcome]:
+    """Return the model's own answers to all prompts, decoded from where they differ from the reference's."""
+    n_different = sum(d is not None for d in differences.values())
+    n_finished = 0
+
+    def on_finished(n: int) -> None:
+        nonlocal n_finished
+        n_finished += n
+        pair.progress.update(n_finished, None, f"{name}: answering from the first difference ({n_different})")
+
+    return answer_from_differences(engine, pair.template, answered, differences, on_finished)
+
+
+def margin_noise(base: Mapping[int, Choices], other: Mapping[int, Choices]) -> float:
+    """Return the standard deviation of the change of the margin between base's two best tokens, from its median over tokens."""
+    changes = [base[i].margins - other[i].margins for i in other]
+    return float(np.median(np.abs(np.concatenate(changes)))) / NORMAL_MEDIAN if changes else 0.0
+
+
+def uncertain_answers(
+    answered: Sequence[Answered], base: Mapping[int, Choices], other: Mapping[int, Choices], noise: float
+) -> list[int]:
+    """Return the indices of answers that a perturbation could change, each with the later turns of its conversation."""
+    uncertain: list[int] = []
+    conversations = set()
+    for i, (request, _) in enumerate(answered):
+        small = len(base[i].margins) and float(base[i].margins.min()) < MARGIN_FACTOR * noise
+        if base[i].difference is not None or (i in other and other[i].difference is not None) or small:
+            conversations.add(request.conversation)
+        if request.conversation in conversations:
+            uncertain.append(i)
+    return uncertain
+
+
+NAME = "bf16, second arithmetic"
+
+
+def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answered]:
+    """Return the reference's answers in the second arithmetic, from the cache where it has all of them."""
+    reference = pair.reference
+    cache = AnswerCache(reference.cache_path("second"), pair.group)
+    keys = [request_key(request, pair.template.end_tokens) for request, _ in answered]
+    if not all(key in cache.answers for key in keys):
+        cache.add(dict(zip(keys, _compute(pair, answered), strict=True)))
+    cache.close()
+    return [Answered(a.request, cache.answers[key]) for a, key in zip(answered, keys, strict=True)]
+
+
+def _compute(pair: ModelPair, answered: Sequence[Answered]) -> list[Completion]:
+    profile, order = second_arithmetic(pair, find_profile("bf16"))
+    base = choose(pair, pair.reference.scores, answered, range(len(answered)), "bf16: margins")
+    engine = pair.reference.engine()
+    with emulate(engine.model, profile, order):
+        choices, _, _ = perturbed(pair, engine, answered, base, NAME)
+        outcomes = answers_of(pair, engine, answered, differences_of(choices), NAME)
+    return [outcome.completion for outcome in outcomes]

@@ -1,0 +1,137 @@
+"""FP8Linear and BlockFP8Linear: the FP8 (E4M3) linears of a checkpoint.
+
+W = value * weight_scale. If the checkpoint has an input_scale, x is rounded to E4M3 and back with it; if its settings ask for
+scales per token (compressed-tensors' FP8_DYNAMIC), with each token's own. Both whatever the numerics of the NVFP4 linears are:
+kernels for FP8 linears multiply FP8 by FP8 on every GPU that supports it. Weights stay 8 bits in
+memory and are dequantized in each forward.
+
+BlockFP8Linear has a scale per block of the weight, as Qwen and DeepSeek publish it, and rounds each token's activations with a
+scale per block of columns (transformers, integrations/finegrained_fp8.py; vLLM, per_token_group_quant_fp8).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from annie_quant.offline.base_linear import FixedDtypeLinear
+from annie_quant.offline.codec import MAX_E4M3
+
+SMALLEST_TOKEN_SCALE = 1 / (MAX_E4M3 * 512)
+SMALLEST_AMAX = 1e-10  # of a token's activations in a block of columns: vLLM's lower bound
+
+
+class FP8Linear(FixedDtypeLinear):
+    """Parameters: weight float8_e4m3fn [N, K]; weight_scale float32, one value or one per row; input_scale float32 or None."""
+
+    FIXED_DTYPE: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "input_scale")
+
+    weight_scale: nn.Parameter
+    input_scale: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        scale_shape: tuple[int, ...] = (),
+        input_shape: tuple[int, ...] | None = None,
+        per_token: bool = False,
+        scale_dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device=None,
+    ) -> None:
+        super().__init__(in_features, out_features)
+        self.per_token = per_token
+        self.add_parameter("weight", (out_features, in_features), torch.float8_e4m3fn, device)
+        self.add_parameter("weight_scale", scale_shape, scale_dtype, device)
+        self.add_parameter("input_scale", input_shape, torch.float32, device)
+        self.add_parameter("bias", (out_features,) if bias else None, dtype or torch.bfloat16, device)
+
+    def scales(self) -> list[nn.Parameter]:
+        """Return the stored scales."""
+        return [s for s in (self.weight_scale, self.input_scale) if s is not None]
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights [N, K] in `dtype`."""
+        scale = self.weight_scale.float()
+        return (self.weight.float() * (scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(()))).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = token_scales(x.detach()) if self.per_token else self.input_scale
+        if scale is not None:
+            rounded = fake_quant(x.detach(), scale)
+            x = x + (rounded - x).detach() if x.requires_grad else rounded
+        return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, activations={self.per_token or self.input_scale is not None}"
+
+
+class BlockFP8Linear(FixedDtypeLinear):
+    """Parameters: weight float8_e4m3fn [N, K]; weight_scale_inv [ceil(N / rows), ceil(K / columns)], a multiplier."""
+
+    SCALE: ClassVar[str] = "weight_scale_inv"
+    FIXED_DTYPE: ClassVar[tuple[str, ...]] = ("weight", SCALE)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        block: tuple[int, int],
+        scale_dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device=None,
+    ) -> None:
+        super().__init__(in_features, out_features)
+        block = self.block = (min(block[0], out_features), min(block[1], in_features))
+        grid = (-(-out_features // block[0]), -(-in_features // block[1]))
+        self.add_parameter("weight", (out_features, in_features), torch.float8_e4m3fn, device)
+        self.add_parameter(self.SCALE, grid, scale_dtype, device)
+        self.add_parameter("bias", (out_features,) if bias else None, dtype or torch.bfloat16, device)
+
+    def scales(self) -> list[nn.Parameter]:
+        """Return the stored scales."""
+        return [getattr(self, self.SCALE)]
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights [N, K] in `dtype`."""
+        scale = self.scales()[0].float()
+        for axis, size in enumerate(self.block):
+            scale = scale.repeat_interleave(size, axis)
+        return (self.weight.float() * scale[: self.out_features, : self.in_features]).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = self.block[1]
+        values = nn.functional.pad(x.detach(), (0, -x.shape[-1] % columns)).unflatten(-1, (-1, columns))
+        scale = values.float().abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX) / MAX_E4M3
+        rounded = fake_quant(values, scale).flatten(-2)[..., : x.shape[-1]]
+        x = x + (rounded - x).detach() if x.requires_grad else rounded
+        return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, block={self.block}"
+
+
+class NamedBlockFP8Linear(BlockFP8Linear):
+    """The same with compressed-tensors' name of the scales (llm-compressor's FP8_BLOCK)."""
+
+    SCALE = "weight_scale"
+    FIXED_DTYPE = ("weight", SCALE)
+
+
+def token_scales(x: torch.Tensor) -> torch.Tensor:
+    """Return amax / 448 of each token [..., 1], with the lower bound of vLLM's kernel (csrc/quantization, per-token FP8)."""
+    return (x.float().abs().amax(-1, keepdim=True) / MAX_E4M3).clamp_min(SMALLEST_TOKEN_SCALE)
+
+
+def fake_quant(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return e4m3(clamp(x / scale, ±448)) * scale, computed in float32, in x's dtype. scale: one number, or one per token."""
+    scale = scale.float()
+    scale = scale.reshape(()) if scale.numel() == 1 else scale
+    return ((x.float() / scale).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)

@@ -1,0 +1,168 @@
+"""Which layers a checkpoint's divergence comes from: each quantized alone, and each restored among all the others.
+
+A restored linear computes with the reference's own weights and unrounded activations. Each measurement is one pass over the
+reference's answers. Finished measurements are stored, so that a killed run resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from annie_quant.core import files
+from annie_quant.core.errors import UsageError, need
+from annie_quant.core.progress import Progress
+from annie_quant.documents import LayerDivergence, Sensitivity, SensitivityKey
+from annie_quant.judge import Workload
+from annie_quant.offline.evaluation import choose_workloads
+from annie_quant.offline.loading import numerics_of
+from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
+from annie_quant.offline.pair import ModelPair, StrPath
+from annie_quant.offline.prompts import ScoredAnswer
+from annie_quant.offline.reference import model_sha256
+
+MODES = ("alone", "restored")
+
+
+def sensitivity(
+    model_dir: StrPath,
+    reference_dir: StrPath,
+    workloads: Sequence[Workload] | None = None,
+    numerics: str | None = None,
+    modes: Sequence[str] = MODES,
+    output: StrPath | None = None,
+    cache: StrPath | None = None,
+    progress: Progress | None = None,
+    n_per_gate: int | None = None,
+    device: str | None = None,
+    rows: int = 128,
+) -> dict[str, Any]:
+    """Measure KL and flips of the checkpoint as it is, and per layer: quantized alone, and restored among the others.
+
+    The parameters that are not listed are those of evaluate.
+
+    Parameters:
+        numerics: default: w4a4 if the checkpoint has input scales, else w4a16.
+        modes: "alone", "restored" or both.
+        output: a JSON file, written after every measurement and read at the start.
+        n_per_gate: number of prompts per gate, drawn from the workloads.
+
+    Returns:
+        The Sensitivity document as a dict: {"model", "numerics", "key", "all", "alone": {layer: ...}, "restored": ...},
+        each measurement with mean and p99 KL in nats per token, same_top, flips and n_tokens.
+
+    Raises:
+        UsageError: the checkpoint has no NVFP4 linears.
+    """
+    chosen = choose_workloads(workloads, n_per_gate)
+    with ModelPair(model_dir, reference_dir, cache=cache, device=device, rows=rows, progress=progress) as pair:
+        return msgspec.to_builtins(measure(pair, chosen, numerics, modes, None if output is None else Path(output)))
+
+
+def measure(
+    pair: ModelPair,
+    workloads: Sequence[Workload],
+    numerics: str | None = None,
+    modes: Sequence[str] = MODES,
+    output: Path | None = None,
+) -> Sensitivity:
+    """sensitivity for models that are loaded already; the same parameters."""
+    scored = pair.scored(pair.reference.answer(workloads, pair.progress))
+    linears = nvfp4_linears(pair.model)
+    if not linears:
+        raise UsageError(f"{pair.model_dir} has no NVFP4 linears")
+    numerics = numerics or numerics_of(pair.model)[0]
+    set_numerics(pair.model, numerics)
+    reference_model = pair.reference.engine().model
+    originals = {name: reference_model.get_submodule(name).weight for name in linears}
+    key = SensitivityKey(model_sha256(pair.model_dir), pair.reference.sha256, numerics, [len(s.target) for s in scored])
+    stored = pair.group.gather({0: load_stored(output, key)} if pair.group.is_first else {})[0]
+    result = stored or Sensitivity(str(pair.model_dir), numerics, key)
+
+    def divergence(restored: Iterable[str]) -> LayerDivergence:
+        with restored_linears(linears, originals, restored):
+            return measure_divergence(pair, scored)
+
+    layers = list(dict.fromkeys(layer_of(name) for name in linears))
+    total = 1 + len(modes) * len(layers)
+    pair.progress.update(0, total, "sensitivity: all")
+    if result.all is None:
+        result.all = divergence(())
+        store(pair, result, output)
+    for index, (mode, layer) in enumerate(((m, layer) for m in modes for layer in layers), 1):
+        pair.progress.update(index, total, f"sensitivity: {mode} {layer}")
+        measured = result.alone if mode == "alone" else result.restored
+        if layer not in measured:
+            measured[layer] = divergence(n for n in linears if (layer_of(n) == layer) == (mode == "restored"))
+            store(pair, result, output)
+    return result
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a linear: model.layers.3.mlp.up_proj → layers.3.mlp (attention and MLP are separate)."""
+    match = re.search(r"(layers\.\d+\.[^.]+)", name)
+    return match.group(1) if match else name
+
+
+@contextlib.contextmanager
+def restored_linears(
+    linears: Mapping[str, NVFP4Linear], originals: Mapping[str, torch.Tensor], names: Iterable[str]
+) -> Iterator[None]:
+    """Let the linears called `names` compute with their original weights and unrounded activations."""
+    before = {name: (linears[name].dense, linears[name].numerics) for name in names}
+    try:
+        for name in before:
+            linears[name].dense, linears[name].numerics = originals[name].detach(), "w4a16"
+        yield
+    finally:
+        for name, (dense, numerics) in before.items():
+            linears[name].dense, linears[name].numerics = dense, numerics
+
+
+def measure_divergence(pair: ModelPair, scored: Sequence[ScoredAnswer]) -> LayerDivergence:
+    kl = pair.summarize(scored, pair.compare(scored))
+    if kl is None:
+        raise UsageError("sensitivity needs at least one answer", "give more workloads or a larger n_per_gate")
+    return LayerDivergence(kl.mean, kl.p99, kl.same_top, kl.flips, kl.n_tokens)
+
+
+def load_stored(output: Path | None, key: SensitivityKey) -> Sensitivity | None:
+    """Return the measurements of an earlier run on the same models and answers, or None."""
+    try:
+        stored = None if output is None else msgspec.convert(files.read_whole_json(output), Sensitivity)
+    except msgspec.ValidationError:
+        return None
+    return stored if stored is not None and stored.key == key else None
+
+
+def store(pair: ModelPair, result: Sensitivity, output: Path | None) -> None:
+    if output is not None and pair.group.is_first:
+        files.write_json(output, msgspec.to_builtins(result))
+
+
+def plot(result: Sensitivity, path: Path) -> None:
+    """Draw two bars per layer: KL when quantized alone, and the KL that restoring it removes (SVG or PNG by suffix)."""
+    need("matplotlib", "plots")
+    from matplotlib.figure import Figure
+
+    assert result.all is not None
+    total = result.all.mean
+    layers = list(result.alone)
+    figure = Figure(figsize=(8, 1 + 0.22 * len(layers)), layout="constrained")
+    axes = figure.subplots()
+    positions = range(len(layers))
+    axes.barh(positions, [result.alone[n].mean for n in layers], 0.4, label="quantized alone")
+    if result.restored:
+        removed = [total - result.restored[n].mean for n in layers]
+        axes.barh([i + 0.4 for i in positions], removed, 0.4, label="removed by restoring it")
+    axes.set_yticks([i + 0.2 for i in positions], layers, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"mean KL divergence, nats per token ({result.numerics}; all layers: {total:.4g})")
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,185 @@
+"""Several processes that evaluate together, started by torchrun or accelerate launch; each computes its share of batches.
+
+Batches are cut from the whole work as one process would cut them, and each is computed whole by one process. So every number
+is computed from the same tensors wherever it is computed, and counts equal those of one process. Gathered values are small
+(figures and tokens) and travel as Python objects over gloo, whatever the model's device is.
+
+Helper processes: one evaluation shared by processes that this one starts on the same machine.
+
+A small model's steps are too short for several threads of a CPU. So several processes with one thread each share the batches, as
+under torchrun (process_group.py). They exchange results over pipes. On one GPU they would take turns, and their start takes longer
+than they save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from annie_quant.core import host
+from annie_quant.core.errors import EnvironmentFault
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """This process among `size` processes. gloo: the group of torch.distributed; None for a single process."""
+
+    rank: int = 0
+    size: int = 1
+    gloo: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and writes files."""
+        return self.rank == 0
+
+    def owns(self, batch: int) -> bool:
+        """Return whether this process computes the batch of this number."""
+        return batch % self.size == self.rank
+
+    def gather(self, part: Mapping[Key, Value]) -> dict[Key, Value]:
+        """Return the entries of all processes, the same in each of them."""
+        if self.size == 1:
+            return dict(part)
+        parts: list[Any] = [None] * self.size
+        dist.all_gather_object(parts, dict(part), group=self.gloo)
+        return {key: value for part in parts for key, value in part.items()}
+
+
+SINGLE = ProcessGroup()
+
+
+def join_group() -> ProcessGroup:
+    """Return the group that torchrun's or accelerate's environment describes, or SINGLE."""
+    if not dist.is_available():
+        return SINGLE
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            return SINGLE
+        dist.init_process_group("gloo")
+    group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), group)
+
+
+def leave_group() -> None:
+    """Leave the group that join_group joined."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def default_device(group: ProcessGroup) -> str:
+    """Return "cuda" where there is a GPU (each process of a group its own, by LOCAL_RANK), else "cpu"."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    if group.size == 1:
+        return "cuda"
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', group.rank)) % torch.cuda.device_count()}"
+
+
+SMALL_BYTES = 256 << 20  # of both checkpoints together: larger models keep all threads busy, and need the memory
+LEAST_ANSWERS = 200  # fewer take about as long as the start of a process
+MOST_PROCESSES = 4
+MEMORY_BYTES = 2 << 30  # free memory per process; tiny-annie's evaluation takes 1.2 GB (2026-11-22, n = 100)
+FIX = "run it with --processes 1"
+
+
+def automatic(folders: Sequence[Path], n_answers: int) -> int:
+    """Return how many processes evaluate the checkpoints in these folders fastest on this machine."""
+    size = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
+    if n_answers < LEAST_ANSWERS or size > SMALL_BYTES or torch.cuda.device_count() == 1:
+        return 1
+    memory = host.memory()
+    fitting = memory.available_bytes // MEMORY_BYTES if memory else 1
+    return max(1, min(MOST_PROCESSES, host.cores(), fitting))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a helper sends instead of its part when it fails."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class PipeGroup(ProcessGroup):
+    """Processes connected by pipes. connections: the first process has one to each helper, a helper one to the first."""
+
+    connections: tuple[Connection, ...] = ()
+
+    def gather(self, part: Mapping[Key, Value]) -> dict[Key, Value]:
+        if not self.is_first:
+            self.connections[0].send(dict(part))
+            return self.connections[0].recv()
+        merged = dict(part)
+        for connection in self.connections:
+            merged |= received(connection)
+        for connection in self.connections:
+            connection.send(merged)
+        return merged
+
+
+def received(connection: Connection) -> dict[Any, Any]:
+    """Return a helper's part. Raises EnvironmentFault where it has failed or ended."""
+    try:
+        part = connection.recv()
+    except (EOFError, OSError):
+        raise EnvironmentFault("a helper process of the evaluation ended (was memory short?)", FIX) from None
+    if isinstance(part, Failure):
+        raise EnvironmentFault(f"a helper process of the evaluation failed: {part.text}", FIX)
+    return part
+
+
+@contextlib.contextmanager
+def helped_by(work: Callable[..., object], processes: int) -> Iterator[ProcessGroup]:
+    """Start processes - 1 helpers that run work(group=...), and yield the group of which this process is the first.
+
+    This process must call `work` too. Its threads are divided by the number of processes.
+    """
+    context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    share = max(1, threads // processes)
+    connections, helpers = [], []
+    try:
+        for rank in range(1, processes):
+            own, other = context.Pipe()
+            helper = context.Process(target=help_with, args=(work, rank, processes, share, other), daemon=True)
+            helper.start()
+            other.close()  # the helper has a copy: its end must close with it
+            connections.append(own)
+            helpers.append(helper)
+        torch.set_num_threads(share)
+        yield PipeGroup(0, processes, connections=tuple(connections))
+    finally:
+        torch.set_num_threads(threads)
+        for connection in connections:
+            connection.close()
+        for helper in helpers:
+            helper.terminate()
+            helper.join()
+
+
+def help_with(work: Callable[..., object], rank: int, size: int, threads: int, connection: Connection) -> None:
+    """A helper's main function."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; the first one ends the others
+    torch.set_num_threads(threads)
+    try:
+        work(group=PipeGroup(rank, size, connections=(connection,)))
+    except (EOFError, OSError) as error:  # also when the first process has ended
+        with contextlib.suppress(OSError):
+            connection.send(Failure(str(error)))
+    except Exception as error:
+        connection.send(Failure(f"{type(error).__name__}: {error}"))

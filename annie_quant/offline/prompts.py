@@ -1,0 +1,328 @@
+"""Prompts and scored answers as tokens, from workload cases, conversations and plain text.
+
+Prompts are rendered by the reference's own chat template, always with `enable_thinking`, as the benchmark sends them.
+
+The characters of an answer that decide: where one other token is another call, or none.
+
+They are the first character of an answer (a call or not), the opening of every tool call, the whole name of its function, the
+first character of each argument's name and value (for a string the first one inside its quotes, too), and the ends of arguments
+and of a call. A token decides that has one of them, or that ends the turn. A call that is cut or malformed has the points before
+its fault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer
+
+from annie_quant.checkpoint.chat_template import ChatTemplate
+from annie_quant.checkpoint.remote_code import loading_tokenizer
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import read_whole_json
+from annie_quant.core.untrusted import integer
+from annie_quant.judge import Answer, Case, Workload, parse_raw
+from annie_quant.judge.answers import PYTHON_TAG, THINK, Form, form_of
+from annie_quant.offline.decoding import Completion
+from annie_quant.offline.engine import common_prefix
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_XML = re.compile(r"<function=(?P<name>[^>\n]+)|<parameter=(?P<key>.)[^>\n]*>\n?(?P<value>.)|</function>", re.DOTALL)
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)', re.DOTALL)  # its end may be missing: the answer was cut
+_SPACE = re.compile(r"\s*")
+_THOUGHTS = re.compile(r".*</think>\s*", re.DOTALL)
+_DECODER = json.JSONDecoder()
+ARGUMENTS = ("arguments", "parameters")
+
+
+def deciding(text: str, form: Form) -> set[int]:
+    """Return the positions of an answer's characters that decide. form: of its tool calls."""
+    answer = match.end() if (match := _THOUGHTS.match(text)) else 0
+    points = {0, answer}
+    if form == "llama_json":
+        points.update(_llama_calls(text, answer))
+        return points
+    for call in _CALL.finditer(text, answer):
+        body, end = call.span(1)
+        points.update((call.start(), end))
+        points.update(_xml_call(text, body, end) if form == "qwen_xml" else _json_call(text, body))
+    return points
+
+
+def covers(points: Iterable[int], pieces: Sequence[str], start: int = 0) -> list[bool]:
+    """Return for each piece of a text whether it has one of the points. start: the position of the first piece."""
+    inside, result = set(points), []
+    for piece in pieces:
+        result.append(any(at in inside for at in range(start, start + len(piece))))
+        start += len(piece)
+    return result
+
+
+def _xml_call(text: str, start: int, end: int) -> Iterator[int]:
+    for match in _XML.finditer(text, start, end):
+        if match["name"]:
+            yield from range(*match.span("name"))
+        elif match["key"]:
+            yield from (match.start("key"), match.start("value"))
+        else:
+            yield match.start()
+
+
+def _llama_calls(text: str, start: int) -> Iterator[int]:
+    """Yield the points of calls that are the whole answer, several separated by ";"."""
+    at = _space(text, start)
+    if text.startswith(PYTHON_TAG, at):
+        at = _space(text, at + len(PYTHON_TAG))
+    while text.startswith("{", at):
+        points = list(_json_call(text, at))
+        yield from (at, *points)
+        try:
+            at = _space(text, _DECODER.raw_decode(text, at)[1])
+        except (ValueError, RecursionError):
+            return
+        if text.startswith(";", at):
+            at = _space(text, at + 1)
+
+
+def _json_call(text: str, start: int) -> Iterator[int]:
+    """Yield the points of {"name": NAME, "arguments": {...}}, whose brace follows at `start` or after white space."""
+    for key, _, value in _members(text, _space(text, start)):
+        if key == "name":
+            function = _STRING.match(text, value)
+            yield from range(*function.span(1)) if function else ()
+        elif key in ARGUMENTS:
+            for name, at, argument in _members(text, value):
+                if name is None:
+                    yield at
+                    break
+                yield from (at + 1, argument)
+                if text.startswith('"', argument):
+                    yield argument + 1
+
+
+def _members(text: str, at: int) -> Iterator[tuple[str | None, int, int]]:
+    """Yield each member of a JSON object: its key, where that begins, and where its value begins; at last None and the closing
+    brace's place twice. Malformed JSON ends it before.
+    """
+    if not text.startswith("{", at):
+        return
+    at = _space(text, at + 1)
+    try:
+        while text.startswith('"', at):
+            key, end = _DECODER.raw_decode(text, at)
+            value = _space(text, end)
+            if not text.startswith(":", value):
+                return
+            value = _space(text, value + 1)
+            if value >= len(text):
+                return
+            yield key, at, value
+            at = _space(text, _end(text, value))
+            if text.startswith(",", at):
+                at = _space(text, at + 1)
+    except (ValueError, RecursionError):
+        return
+    if text.startswith("}", at):
+        yield None, at, at
+
+
+def _end(text: str, at: int) -> int:
+    """Return where the JSON value that begins at `at` ends. Raises ValueError for malformed JSON."""
+    return int(_DECODER.raw_decode(text, at)[1])
+
+
+def _space(text: str, at: int) -> int:
+    """Return the position of the first character from `at` on that is not white space."""
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
+
+
+CLASSES = ("content", "tool_markup", "thinking", "end_of_turn")
+TEXT_HINT = "--text takes a plain text file"
+_SPANS = re.compile(
+    r"(?P<tool_markup><tool_call>.*?(?:</tool_call>|$))|(?P<thinking><think>.*?(?:</think>|$))", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One turn of one case. prompt: its tokens, earlier turns included."""
+
+    workload: Workload
+    case: Case
+    turn: int
+    prompt: tuple[int, ...]
+
+    @property
+    def conversation(self) -> tuple[str, str]:
+        """Identifies the conversation: equal for all turns of one case."""
+        return (self.workload.name, self.case.id)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.workload.max_tokens_for(self.case)
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload.name}/{self.case.id}" + (f"/{self.turn + 1}" if self.case.turns else "")
+
+
+class Answered(NamedTuple):
+    """A request and a model's greedy answer to it."""
+
+    request: Request
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class ScoredAnswer:
+    """An answer whose tokens (target) are scored after a prompt.
+
+    category: workload, conversation category or file name. plain: text that answers nothing.
+    """
+
+    category: str
+    prompt: tuple[int, ...]
+    target: tuple[int, ...]
+    thinking: bool = False
+    plain: bool = False
+
+
+def end_tokens(folder: Path, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: the tokenizer's own, then generation_config.json's. Raises UsageError for none."""
+    generation = read_whole_json(folder / "generation_config.json")
+    eos = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    named = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
+    tokens = list(dict.fromkeys(e for e in map(integer, named) if e is not None))
+    if not tokens:
+        raise UsageError(f"{folder}: neither the tokenizer nor generation_config.json names an end token")
+    return tokens
+
+
+class Template:
+    """A model folder's tokenizer with its chat template.
+
+    end_tokens: those that end an answer; the first one, the tokenizer's own, ends a turn.
+    """
+
+    def __init__(self, folder: str | os.PathLike) -> None:
+        with loading_tokenizer(Path(folder)):
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not self.tokenizer.chat_template:
+            raise UsageError(f"{folder} has no chat template", f"copy chat_template.jinja into {folder}")
+        self.chat_template = ChatTemplate(self.tokenizer, str(folder))
+        source = self.chat_template.with_tools()
+        self.tool_form, self.thinks = form_of(source), THINK in source or not source
+        self.end_tokens = end_tokens(Path(folder), self.tokenizer)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, thinking: bool, generation_prompt: bool = True
+    ) -> str:
+        decoded = [with_decoded_calls(m) for m in messages]
+        return self.chat_template.render(decoded, tools, generation_prompt, enable_thinking=thinking)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def request(
+        self, workload: Workload, case: Case, turn: int = 0, answers: Sequence[Mapping[str, Any]] = ()
+    ) -> Request:
+        """Return the request of a turn. answers: assistant messages of the turns before."""
+        text = self.render(workload.messages(case, turn, answers), workload.tools_for(case), workload.thinking)
+        return Request(workload, case, turn, tuple(self.ids(text)))
+
+    def answer(self, request: Request, completion: Completion) -> Answer:
+        """Return the parsed answer, as a server with correct parsers returns it for these tokens."""
+        raw = self.tokenizer.decode(completion.tokens, skip_special_tokens=False)
+        n_tokens = len(completion.tokens) + completion.finished
+        tools = request.workload.tools_for(request.case)
+        thinking = request.workload.thinking and self.thinks
+        parsed = parse_raw(raw, thinking, tools, completion_tokens=n_tokens, form=self.tool_form)
+        reason = "length" if not completion.finished else "tool_calls" if parsed.tool_calls else "stop"
+        return Answer(parsed.text, parsed.reasoning, parsed.tool_calls, reason, "", parsed.completion_tokens)
+
+    def target(self, completion: Completion) -> list[int]:
+        """Return the answer's tokens and, if the model ended the turn itself, the end token of a turn."""
+        return [*completion.tokens, *self.end_tokens[:1]] if completion.finished else list(completion.tokens)
+
+    def classes(self, target: Sequence[int], thinking: bool) -> list[int]:
+        """Return the index in CLASSES of each target token."""
+        pieces = self.tokenizer.batch_decode([[t] for t in target], skip_special_tokens=False)
+        opened = "<think>" if thinking else ""
+        text = opened + "".join(pieces)
+        kinds = [0] * len(text)
+        for match in _SPANS.finditer(text):
+            kinds[match.start() : match.end()] = [CLASSES.index(str(match.lastgroup))] * (match.end() - match.start())
+        classes: list[int] = []
+        at = len(opened)
+        for token, piece in zip(target, pieces, strict=True):
+            classes.append(3 if token in self.end_tokens else kinds[min(at, len(kinds) - 1)] if kinds else 0)
+            at += len(piece)
+        return classes
+
+    def decisions(self, target: Sequence[int], thinking: bool) -> list[bool]:
+        """Return for each target token whether it decides (decision_tokens.py); the first and those that end a turn do."""
+        pieces = self.tokenizer.batch_decode([[t] for t in target], skip_special_tokens=False)
+        opened = "<think>" if thinking else ""
+        points = deciding(opened + "".join(pieces), self.tool_form) | {len(opened)}
+        covered = covers(points, pieces, len(opened))
+        return [c or t in self.end_tokens for c, t in zip(covered, target, strict=True)]
+
+
+def with_decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with its tool calls' arguments as dicts, which Qwen3.5's template needs."""
+    message = dict(message)
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call.get("function") or call)
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except ValueError:
+                function["arguments"] = {"arguments": function["arguments"]}
+        calls.append({**call, "function": function})
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def conversation_answers(template: Template, rows: Iterable[Mapping[str, Any]]) -> list[ScoredAnswer]:
+    """Return every assistant message of every conversation with its prompt."""
+    answers = []
+    for row in rows:
+        messages, tools, thinking = row["messages"], row.get("tools"), bool(row.get("thinking"))
+        for n, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = template.render(messages[:n], tools, thinking)
+            whole = template.render(messages[: n + 1], tools, thinking, generation_prompt=False)
+            if not whole.startswith(prompt):
+                whole = prompt + whole[common_prefix(prompt, whole) :]
+            target = template.ids(whole[len(prompt) :])
+            ends = [i for i, t in enumerate(target) if t in template.end_tokens]
+            if ends:  # the template's newline after the end token is not part of the answer
+                prompt_ids, answer_ids = tuple(template.ids(prompt)), tuple(target[: ends[0] + 1])
+                answers.append(ScoredAnswer(row.get("category", ""), prompt_ids, answer_ids, thinking))
+    return answers
+
+
+def text_pieces(template: Template, path: str | os.PathLike, length: int = 512) -> list[ScoredAnswer]:
+    """Return a plain text file in pieces of `length` tokens; in each, every token but the first is scored."""
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"{path} is not a file", TEXT_HINT)
+    try:
+        ids = template.ids(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", TEXT_HINT) from None
+    pieces = [ids[at : at + length] for at in range(0, len(ids), length)]
+    answers = [ScoredAnswer(path.name, tuple(p[:1]), tuple(p[1:]), plain=True) for p in pieces if len(p) > 1]
+    if not answers:
+        raise UsageError(f"{path} has {len(ids)} tokens; perplexity needs at least two")
+    return answers

@@ -1,0 +1,394 @@
+"""The transformers quantizer for NVFP4: quant_method "modelopt", and "compressed-tensors" where its format is NVFP4.
+
+FP8 in blocks goes through it under its own method, which hf.load sets: transformers' quantizer of "fp8" stays as it is.
+
+transformers 5.14 has no ModelOpt loader, and its compressed-tensors loader needs that package. Which modules are quantized is
+read from the checkpoint's tensors, not from the ignore list, which is written in three dialects and is sometimes wrong.
+
+Replacing a model's linears by NVFP4Linear, FP8Linear or BlockFP8Linear.
+
+Their tensors have the shapes and types in the checkpoint's headers.
+
+While a checkpoint is loaded only cheap checks run: types and shapes in the headers, the scales, and whether other weights are
+finite. If one fails, the audit reads the whole folder, and its first finding that makes answers useless is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from annie_quant import checkpoint, models, nvfp4
+from annie_quant.checkpoint import Linear, ModelFolder, checks, loader_support
+from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
+from annie_quant.checkpoint.linears import FP8_BLOCK, is_per_token
+from annie_quant.core.errors import CheckpointError
+from annie_quant.models import aliases
+from annie_quant.offline import codec
+from annie_quant.offline.experts import SingleExperts, separate
+from annie_quant.offline.fp8_linear import BlockFP8Linear, FP8Linear, NamedBlockFP8Linear
+from annie_quant.offline.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear, nvfp4_linears
+
+AUDIT = "annie-quant audit DIR"
+SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Match(NamedTuple):
+    """A module and its name in the model, which may differ from its name in the checkpoint."""
+
+    name: str
+    module: nn.Module
+
+
+def find_module(model: nn.Module, name: str) -> Match | None:
+    """Return the module that a checkpoint calls `name`, with or without the multimodal prefix."""
+    for candidate in models.aliases(name):
+        try:
+            return Match(candidate, model.get_submodule(candidate))
+        except AttributeError:
+            continue
+    return None
+
+
+def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder, per_token: bool = False) -> None:
+    """Replace one linear of the model, after a check of its tensors' types and shapes.
+
+    per_token: the settings ask for FP8 activations with a scale per token.
+
+    A linear of a part that the model class leaves out (vision tower, MTP) is skipped; transformers reports its tensors as
+    unexpected.
+    """
+    match = find_module(model, linear.name)
+    if match is None:
+        if ".experts." in linear.name and not folder.family.is_auxiliary(linear.name):
+            raise CheckpointError(
+                f"{linear.name}: this runtime reads no quantized experts (transformers stores them as one 3-D weight)",
+                "audit, compare and convert work; serve it with vLLM",
+            )
+        return
+    if not isinstance(match.module, nn.Linear):
+        raise CheckpointError(
+            f"{linear.name} has {linear.format} tensors but is a {type(match.module).__name__}, expected a linear"
+        )
+    n, k = match.module.out_features, match.module.in_features
+    info = folder.info(linear.weight)
+    expected = ("U8", (n, k // 2)) if linear.format == "nvfp4" else ("F8_E4M3", (n, k))
+    if (info.dtype, info.shape) != expected:
+        raise CheckpointError(
+            f"{linear.weight} is {info.dtype} {list(info.shape)}, expected {expected[0]} {list(expected[1])}", AUDIT
+        )
+    options = {"bias": match.module.bias is not None, "dtype": match.module.weight.dtype, "device": "meta"}
+    if linear.format == "nvfp4":
+        new: nn.Module = build_nvfp4(linear, folder, k, n, options)
+    elif linear.block:
+        new = build_block_fp8(linear, folder, k, n, options)
+    else:
+        new = build_fp8(linear, folder, k, n, options | {"per_token": per_token})
+    new._is_hf_initialized = True  # type: ignore[assignment]  # so that transformers draws no random values for it
+    parent, _, leaf = match.name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, new.requires_grad_(False))
+
+
+def build_nvfp4(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict[str, Any]) -> NVFP4Linear:
+    kind = PackedNVFP4Linear if linear.reciprocal else NVFP4Linear
+    for name, tensor in (
+        (kind.NAMES.block_scale, linear.block_scale),
+        (kind.NAMES.tensor_scale, linear.global_scale),
+    ):
+        if tensor is None:
+            raise CheckpointError(f"{linear.name}.{name} is missing, {linear.weight} needs it", AUDIT)
+    scales = folder.info(linear.block_scale or "")
+    if scales.dtype != "F8_E4M3" or scales.shape not in {(n, k // 16), (n, k // 32)}:
+        raise CheckpointError(
+            f"{scales.name} is {scales.dtype} {list(scales.shape)}, expected F8_E4M3 [{n}, {k // 16}] or [{n}, {k // 32}]",
+            AUDIT,
+        )
+    activations = linear.input_global is not None
+    return kind(k, n, group=k // scales.shape[1], activations=activations, pre_quant=bool(linear.pre_quant), **options)
+
+
+def build_fp8(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict[str, Any]) -> FP8Linear:
+    if linear.block_scale is None:
+        raise CheckpointError(f"{linear.name}.weight_scale is missing, {linear.weight} needs it", AUDIT)
+    scale = folder.info(linear.block_scale)
+    if scale.elements not in (1, n):
+        raise CheckpointError(f"{scale.name} is {list(scale.shape)}, expected one value or one for each of {n} rows")
+    return FP8Linear(
+        k,
+        n,
+        scale_shape=scale.shape,
+        scale_dtype=meta_tensor(folder, scale.name).dtype,
+        input_shape=folder.info(linear.input_global).shape if linear.input_global else None,
+        **options,
+    )
+
+
+def build_block_fp8(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict[str, Any]) -> BlockFP8Linear:
+    if linear.block is None or linear.block_scale is None:
+        raise CheckpointError(f"the block scales of {linear.weight} are missing", AUDIT)
+    if folder.info(linear.block_scale).shape != linear.scale_grid(folder):
+        raise linear.wrong_grid(folder)
+    kind = BlockFP8Linear if linear.block_scale.endswith(BlockFP8Linear.SCALE) else NamedBlockFP8Linear
+    return kind(k, n, block=linear.block, scale_dtype=meta_tensor(folder, linear.block_scale).dtype, **options)
+
+
+def check_shapes(model: nn.Module, folder: ModelFolder) -> None:
+    """Raise CheckpointError where a tensor's shape differs from the model's.
+
+    transformers does not compare shapes for quantized models. This also finds codes without their scales.
+    """
+    state = model.state_dict()
+    for name in folder:
+        module_name, _, part = name.rpartition(".")
+        match = find_module(model, module_name)
+        info, tensor = folder.info(name), state.get(f"{match.name}.{part}") if match else None
+        if tensor is not None and tuple(tensor.shape) != info.shape:
+            raise CheckpointError(
+                f"{name} is {info.dtype} {list(info.shape)}, and config.json makes it {list(tensor.shape)}",
+                "compare config.json with the source checkpoint's",
+            )
+
+
+def meta_tensor(folder: ModelFolder, name: str) -> torch.Tensor:
+    """Return a tensor without memory that has the shape and type of a scale in the file."""
+    info = folder.info(name)
+    if info.dtype not in SCALE_DTYPES:
+        raise CheckpointError(f"{name} is {info.dtype}, expected a scale of 16 or 32 bits", AUDIT)
+    return torch.empty(info.shape, dtype=SCALE_DTYPES[info.dtype], device="meta")
+
+
+AUDIT_HINT = "annie-quant audit DIR --repair"
+
+
+@contextlib.contextmanager
+def as_audit_finding(folder: Path) -> Iterator[None]:
+    """Replace a CheckpointError raised inside by the audit's finding about `folder`, if the audit has one."""
+    try:
+        yield
+    except CheckpointError as error:
+        findings = checkpoint.audit(folder).findings
+        deadly = [f for f in findings if f.code in loader_support.DEADLY]
+        deadly.sort(key=lambda f: f.code == "orphan_scale")  # last: a missing tensor explains more than the rest of it
+        if not deadly:
+            raise
+        more = f" (and {len(findings) - 1} more findings)" if findings[1:] else ""
+        raise CheckpointError(f"{deadly[0].message}{more}", AUDIT_HINT) from error
+
+
+def check_values(model: nn.Module) -> None:
+    """Raise CheckpointError for scales and weights that would spread NaN, infinity or nonsense. Skips meta tensors."""
+    for name, module in model.named_modules():
+        if any(p.device.type == "meta" for p in module.parameters(recurse=False)):
+            continue
+        if isinstance(module, NVFP4Linear):
+            check_nvfp4(name, module)
+        elif isinstance(module, FP8Linear | BlockFP8Linear):
+            for scale in module.scales():
+                if not bool(((scale > 0) & scale.isfinite()).all()):
+                    raise CheckpointError(f"{name}: a scale is not a positive number", AUDIT_HINT)
+        else:
+            for part, weight in module.named_parameters(recurse=False):
+                values = weight.exp() if models.is_log_decay(f"{name}.{part}") else weight
+                if weight.is_floating_point() and not math.isfinite(max_magnitude(values)):
+                    raise CheckpointError(f"{name}.{part} holds NaN or infinity", AUDIT_HINT)
+
+
+def max_magnitude(weight: torch.Tensor) -> float:
+    """Return the largest magnitude, or NaN if the tensor has one."""
+    if weight.device.type == "cpu" and codec.dtype_name(weight.dtype) in codec.DTYPE_CODES:
+        return float(nvfp4.amax(codec.to_numpy(weight)))
+    return weight.abs().amax().item() if weight.numel() else 0.0
+
+
+def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
+    scalars = linear.scalars()
+    for part, value, limit in (
+        (linear.NAMES.tensor_scale, scalars.tensor_scale, checks.LARGEST_TENSOR_SCALE),
+        (linear.NAMES.input_scale, scalars.input_scale, checks.LARGEST_INPUT_SCALE),
+    ):
+        if value is not None and not 0 < value <= limit:
+            raise CheckpointError(
+                f"{name}.{part} means {value}, expected a positive number of at most {limit:g}", AUDIT_HINT
+            )
+    magnitude = linear.block_scale.view(torch.uint8) & checks.MAGNITUDE
+    if magnitude.numel() and int(magnitude.max()) == checks.NAN:
+        raise CheckpointError(f"{name}.{linear.NAMES.block_scale} holds NaN block scales", AUDIT_HINT)
+
+
+log = logging.getLogger(__name__)
+
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION", FP8_BLOCK)
+BLOCK_FP8, NAMED_BLOCK_FP8 = "annie_quant_fp8", "annie_quant_fp8_block"
+DIALECTS = {
+    modelopt.NAME: modelopt,
+    compressed_tensors.NAME: compressed_tensors,
+    BLOCK_FP8: fp8,
+    NAMED_BLOCK_FP8: compressed_tensors,
+}
+SCALE_SUFFIXES = tuple(f".{name}" for kind in (NVFP4Linear, PackedNVFP4Linear) for name in kind.NAMES[1:])
+KV_CACHE_SCALE_SUFFIXES = (".k_scale", ".v_scale")
+
+
+class UnchangedConfig(QuantizationConfigMixin):
+    """A quantization_config that is saved exactly as it was read."""
+
+    def __init__(self, quant_method: str = modelopt.NAME, **fields: Any) -> None:
+        self.quant_method = quant_method  # type: ignore[assignment]  # transformers' enum has no "modelopt"
+        self.__dict__.update(fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {k: v for k, v in super().to_dict().items() if not k.startswith("_")}
+        return fields | {"quant_method": DIALECTS[str(self.quant_method)].NAME}
+
+
+class NVFP4Quantizer(HfQuantizer):
+    """Replaces each linear that the checkpoint stores as NVFP4 or FP8 by NVFP4Linear, FP8Linear or BlockFP8Linear.
+
+    Raises CheckpointError that names the tensor for everything it cannot read.
+    """
+
+    requires_calibration = True
+    quantization_config: UnchangedConfig
+
+    @property
+    def dialect(self) -> Any:
+        return DIALECTS[str(self.quantization_config.quant_method)]
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        settings = self.dialect.read(self.quantization_config.to_dict())
+        if settings.algo not in ALGORITHMS:
+            raise CheckpointError(
+                f"quant_algo {settings.algo!r} is not supported here, expected one of {', '.join(ALGORITHMS)}",
+                "quantize to NVFP4 (annie-quant quantize), or serve this checkpoint with vLLM",
+            )
+        if settings.kv_cache or settings.raw.get("kv_cache_scheme"):
+            log.warning("the checkpoint's config requests a quantized KV cache; here the cache has the model's dtype")
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        files = kwargs.get("checkpoint_files") or []
+        if not files:
+            raise CheckpointError("NVFP4 is read from safetensors files, and this checkpoint has none")
+        self.folder = Path(files[0]).parent
+        with as_audit_finding(self.folder):
+            folder = ModelFolder(self.folder)
+            linears = self.dialect.linears(folder)
+            settings = self.dialect.config(folder)
+            self.singles = single_experts(folder)
+            with torch.device("meta"):
+                separate(model, folder.family, lambda name: any(a in self.singles for a in aliases(name)))
+            for linear in linears.values():
+                replace_linear(model, linear, folder, is_per_token(settings, linear.name))
+            linear_tensors = {t for linear in linears.values() for t in linear.tensors()}
+            for name in folder:
+                if name not in linear_tensors and name.endswith(SCALE_SUFFIXES) and find_module(model, parent(name)):
+                    raise CheckpointError(f"{name}: the other tensors of its linear are missing", AUDIT_HINT)
+            if not nvfp4_linears(model) and settings.algo != FP8_BLOCK:
+                raise CheckpointError(
+                    f"{self.folder.name}: config.json declares NVFP4, and no tensor is NVFP4", AUDIT_HINT
+                )
+            check_shapes(model, folder)
+        for name in folder:
+            if name.endswith(KV_CACHE_SCALE_SUFFIXES) and (match := find_module(model, parent(name))):
+                match.module.register_buffer(name.rpartition(".")[2], meta_tensor(folder, name))
+        self.dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """Leave out transformers' merging of single experts where the model has single ones, too."""
+        if not self.singles:
+            return super().update_weight_conversions(weight_conversions)
+        merges = [c for c in weight_conversions if isinstance(c, WeightConverter)]
+        return super().update_weight_conversions([c for c in weight_conversions if c not in merges])
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for name, p in model.named_parameters():
+            # transformers leaves a tensor that it renamed (a multimodal checkpoint's) in the file's dtype.
+            if p.device.type != "meta" and p.dtype != self.dtypes.get(name, p.dtype):
+                p.data = p.data.to(self.dtypes[name])
+        with as_audit_finding(self.folder):
+            check_values(model)
+        single = {m for experts in model.modules() if isinstance(experts, SingleExperts) for m in experts.modules()}
+        for linear in nvfp4_linears(model).values():
+            if linear.codes.device.type == "cuda" and linear not in single:  # of experts, those that run one by one
+                linear.prepare()
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True  # adapters: gradients reach the input, the packed weights do not change
+
+    @property
+    def is_compileable(self) -> bool:
+        return torch.cuda.is_available()
+
+
+def single_experts(folder: ModelFolder) -> set[str]:
+    """Return the modules of experts that the folder stores under a name per expert ("model.layers.3.mlp.experts")."""
+    experts = folder.family.experts
+    split = (experts.split(name) for name in folder) if experts else ()
+    return {f"{expert[0]}.{experts.module}" for expert in split if experts and expert}
+
+
+def parent(tensor_name: str) -> str:
+    """Return the name of the module that has this tensor."""
+    return tensor_name.rpartition(".")[0]
+
+
+def register() -> None:
+    """Register the quantizer with transformers for "modelopt", compressed-tensors' NVFP4 and our own FP8 in blocks.
+
+    A transformers that already supports "modelopt" keeps its own quantizer, and compressed-tensors' other formats keep
+    theirs.
+    """
+    for method in (modelopt.NAME, BLOCK_FP8, NAMED_BLOCK_FP8):
+        if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+            register_quantization_config(method)(UnchangedConfig)
+        if method not in AUTO_QUANTIZER_MAPPING:
+            register_quantizer(method)(NVFP4Quantizer)
+    name = compressed_tensors.NAME
+    original_config: Any = AUTO_QUANTIZATION_CONFIG_MAPPING[name]
+    original_quantizer: Any = AUTO_QUANTIZER_MAPPING[name]
+    if original_config.__name__ == "CompressedTensorsConfigOrNVFP4":
+        return
+
+    class CompressedTensorsConfigOrNVFP4(QuantizationConfigMixin):
+        """compressed-tensors' settings: UnchangedConfig for NVFP4, transformers' own class for other formats."""
+
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            kind = UnchangedConfig if is_nvfp4(config_dict) else original_config
+            return kind.from_dict(config_dict, *args, **kwargs)
+
+    def quantizer(config: Any, **kwargs: Any) -> HfQuantizer:
+        return (NVFP4Quantizer if isinstance(config, UnchangedConfig) else original_quantizer)(config, **kwargs)
+
+    AUTO_QUANTIZATION_CONFIG_MAPPING[name] = CompressedTensorsConfigOrNVFP4
+    AUTO_QUANTIZER_MAPPING[name] = quantizer  # type: ignore[assignment]
+
+
+def is_nvfp4(config: dict[str, Any]) -> bool:
+    """Return whether compressed-tensors' settings have a group of packed NVFP4 and no group of another 4-bit format."""
+    groups = [g for g in (config.get("config_groups") or {}).values() if isinstance(g, dict)]
+    nvfp4_groups = [g for g in groups if "NVFP4" in compressed_tensors.group_algo(g)]
+    return bool(nvfp4_groups) and all(
+        (g.get("format") or config.get("format")) == compressed_tensors.NVFP4_FORMAT for g in nvfp4_groups
+    )

@@ -1,0 +1,247 @@
+"""Dated serving recipes, stored as data in assets/recipes, as a shell command, a YAML file or a running process.
+
+A recipe with an image runs in a container; one without runs the program that is installed on this machine. Each recipe
+states when and by whom it was seen to work (R17).
+
+The servers' parsers of tool calls and of thinking that fit a checkpoint's chat template.
+
+Recipes name those of Qwen3.5. Sources: vLLM's documentation, "Tool Calling" (hermes, llama3_json), and SGLang's, "Tool Parser"
+(qwen25, llama3), both read on 2026-11-23.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from annie_quant.checkpoint import ModelFolder, ShardError, dialects
+from annie_quant.checkpoint.loader_support import fits_modelopt_option
+from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.core.files import ASSETS, write_text
+from annie_quant.core.progress import SILENT, Progress
+from annie_quant.documents import salvage_or_default
+from annie_quant.judge.answers import THINK, Form, form_of
+from annie_quant.ops import server as process
+
+TOOL_PARSERS: dict[str, dict[Form, str]] = {
+    "vllm": {"hermes": "hermes", "llama_json": "llama3_json"},
+    "sglang": {"hermes": "qwen25", "llama_json": "llama3"},
+}
+
+
+class TokenizerConfig(msgspec.Struct):
+    """tokenizer_config.json; chat_template is a text or a list of named ones."""
+
+    chat_template: object = msgspec.UNSET
+
+
+def template_of(model: Path) -> str:
+    """Return the source of a checkpoint's chat template, of all of them where they are several; "" without one."""
+    try:
+        return (model / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        named = salvage_or_default(TokenizerConfig, model / "tokenizer_config.json").chat_template
+    templates = named if isinstance(named, list) else [{"template": named}]
+    texts = [t.get("template") for t in templates if isinstance(t, Mapping)]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def fitted(words: list[str], model: Path, runtime: str) -> list[str]:
+    """Return a copy of a command with the parsers for a checkpoint's template; an equal one where no template can be read.
+
+    A template without thinking gets no reasoning parser, because vLLM's stops at a vocabulary without its marks; one without
+    tools gets no tool parser.
+    """
+    template, words = template_of(model), list(words)
+    if not template:
+        return words
+    if THINK not in template:
+        remove(words, "--reasoning-parser", 2)
+    if "tools" not in template:
+        remove(words, "--tool-call-parser", 2)
+        remove(words, "--enable-auto-tool-choice", 1)
+    elif "--tool-call-parser" in words and (parser := TOOL_PARSERS[runtime].get(form_of(template))):
+        words[words.index("--tool-call-parser") + 1] = parser
+    return words
+
+
+def remove(words: list[str], option: str, count: int) -> None:
+    """Take an option out of a command, if it is there. count: of its words, the value included."""
+    if option in words:
+        at = words.index(option)
+        del words[at : at + count]
+
+
+RECIPES = ASSETS / "recipes"
+PROGRAMS = {"vllm": ["vllm", "serve"], "sglang": []}
+HEALTH = "/health"
+
+
+class Recipe(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One way to serve a model. {model}, {name} and {port} in `command` are replaced.
+
+    note     what it is for
+    source   date and origin: who ran it, or which public notes it follows
+    command  arguments of the container or of the program
+    image    container image; None: the installed program
+    docker   options of `docker run`
+    env      environment variables
+    nodes    machines that share the model
+    """
+
+    note: str
+    source: str
+    command: list[str]
+    image: str | None = None
+    docker: list[str] = []
+    env: dict[str, str] = {}
+    nodes: int = 1
+
+    @property
+    def tag_moves(self) -> bool:
+        """Whether the image's name may be of another image tomorrow: it has neither a digest nor a version as its tag."""
+        image = self.image or ""
+        return "@sha256:" not in image and not re.search(r":v?\d+\.\d+[^/]*$", image)
+
+
+def load_recipes(runtime: str) -> dict[str, Recipe]:
+    """Return all recipes of a runtime by name."""
+    return msgspec.json.decode((RECIPES / f"{runtime}.json").read_bytes(), type=dict[str, Recipe])
+
+
+# What `sparkrun benchmark RECIPE` measures: llama-benchy at the depths of the workloads depth_0 to depth_16k.
+BENCHMARK: dict[str, Any] = {
+    "framework": "llama-benchy",
+    "args": {
+        "pp": [2048],
+        "tg": [64],
+        "depth": [0, 4096, 16384],
+        "concurrency": [1, 2, 5],
+        "prefix_caching": True,
+        "runs": 5,
+    },
+}
+
+
+def choose(runtime: str, recipe: str | None = None) -> tuple[str, Recipe]:
+    """Return a recipe and its name; None: the newest dated one. Raises UsageError for an unknown name."""
+    known = load_recipes(runtime)
+    name = recipe or max(n for n in known if n.replace("-", "").isdigit())
+    if name not in known:
+        raise UsageError(f"{runtime} has no recipe {name!r}", f"choose one of: {', '.join(sorted(known))}")
+    return name, known[name]
+
+
+class RecipeRuntime:
+    """A runtime that is started from recipes. `recipe` in its methods is a recipe's name; None: the newest dated one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find(self, recipe: str | None) -> Recipe:
+        return choose(self.name, recipe)[1]
+
+    def arguments(self, model: Path, port: int, recipe: str | None = None) -> list[str]:
+        """Return the whole command: `docker run …` in the foreground, or the program itself."""
+        chosen, model = self.find(recipe), model.resolve()
+        fill = {"{port}": str(port), "{name}": model.name, "{model}": "/model" if chosen.image else str(model)}
+        words = [fill.get(word, word) for word in words_for(self.name, model, chosen)]
+        if chosen.image is None:
+            program = os.environ.get(f"ANNIE_QUANT_{self.name.upper()}") or PROGRAMS[self.name][0]
+            return [program, *PROGRAMS[self.name][1:], *_model_first(words)]
+        published = [] if "--network" in chosen.docker else ["-p", f"{port}:{port}"]
+        mount = ["-v", f"{model}:/model:ro"]
+        return ["docker", "run", "--rm", *chosen.docker, *published, *mount, chosen.image, *words]
+
+    def command(self, model: Path, port: int = 8000, recipe: str | None = None) -> str:
+        """Return the command as one line for a shell."""
+        env = [f"{key}={value}" for key, value in self.find(recipe).env.items()]
+        return shlex.join([*env, *self.arguments(model, port, recipe)])
+
+    def write(self, model: Path, path: Path, port: int = 8000, recipe: str | None = None) -> Path:
+        """Write the recipe as YAML for sparkrun and spark-vllm-docker (recipe_version 1)."""
+        chosen, model = self.find(recipe), model.resolve()
+        if chosen.image is None:
+            raise UsageError("a recipe without a container cannot be written for sparkrun", "choose a dated recipe")
+        fill = {"{name}": model.name, "{model}": str(model)}
+        command = words_for(self.name, model, chosen)
+        words = [shlex.quote(fill.get(word, word)) if word != "{port}" else word for word in command]
+        words = [word.replace("{", "{{").replace("}", "}}") if word.startswith("'{") else word for word in words]
+        start = "vllm serve" if self.name == "vllm" else ""
+        line = " ".join([start, *(_model_first(words) if start else words)]).strip()
+        fields: dict[str, Any] = {
+            "recipe_version": "1",
+            "name": f"{model.name}-{self.name}",
+            "description": chosen.note,
+            "model": str(model),
+            "runtime": self.name,
+            "container": chosen.image,
+            ("cluster_only" if chosen.nodes > 1 else "solo_only"): True,
+            "defaults": {"port": port, "host": "0.0.0.0", "tensor_parallel": chosen.nodes},  # noqa: S104 - in a container
+            "command": line,
+            "benchmark": BENCHMARK,
+        }
+        text = f"# {chosen.note}\n# source: {chosen.source}\n"
+        # JSON is valid YAML, so values are written as JSON: no YAML library, and correct quoting.
+        write_text(path, text + "".join(f"{key}: {json.dumps(value)}\n" for key, value in fields.items()))
+        return path
+
+    def start(
+        self,
+        model: Path,
+        port: int = 0,
+        log: str | os.PathLike | None = None,
+        timeout_s: float = 900.0,
+        recipe: str | None = None,
+        progress: Progress = SILENT,
+    ) -> process.Server:
+        """Start the server and wait for /health. Raises EnvironmentFault if docker or the program is not installed."""
+        if not (model / "config.json").is_file():
+            raise UsageError(f"{model} is not a model folder", f"{self.name} serves a safetensors checkpoint")
+        chosen, port = self.find(recipe), port or 8000
+        words = self.arguments(model, port, recipe)
+        if shutil.which(words[0]) is None:
+            missing = f"{self.name} runs in a container, and docker" if chosen.image else f"the program {words[0]}"
+            raise EnvironmentFault(
+                f"{missing} is not installed here",
+                f"annie-quant serve {shlex.quote(str(model))} --runtime {self.name} --dry-run",
+            )
+        process.check_port(port)
+        container_file = None
+        if chosen.image:
+            container_file = str(Path(tempfile.mkdtemp(prefix="annie-quant-")) / "container")
+            words[2:2] = ["--cidfile", container_file]  # after `docker run`
+        server = process.spawn(words, log, self.name, {**os.environ, **chosen.env}, container_file)
+        process.wait_ready(server, lambda: f"http://127.0.0.1:{port}", HEALTH, timeout_s, progress)
+        return server
+
+
+def words_for(runtime: str, model: Path, recipe: Recipe) -> list[str]:
+    """Return a recipe's command, with the parsers for the model's chat template, and without its --quantization where the
+    model's settings are of another format.
+
+    Recipes name ModelOpt's plain NVFP4. A folder that cannot be read keeps the option.
+    """
+    words = fitted(recipe.command, model, runtime)
+    try:
+        settings = dialects.config(ModelFolder(model))
+    except ShardError:
+        return words
+    if not fits_modelopt_option(settings.method, settings.algo):
+        remove(words, "--quantization", 2)
+    return words
+
+
+def _model_first(words: list[str]) -> list[str]:
+    """Move the value of --model to the front, as `vllm serve MODEL …` expects it."""
+    index = words.index("--model")
+    return [words[index + 1], *words[:index], *words[index + 2 :]]

@@ -1,0 +1,301 @@
+"""Checks of a running server (`annie-quant doctor --server`): which arithmetic it runs, and whether it sees images.
+
+The arithmetic is named from the log-probabilities of its greedy answers, in vLLM's and llama.cpp's forms.
+For images the same question is asked about two generated PNGs of one colour each. A model that sees them names both colours; one
+without a working vision tower answers both alike, and a server for text alone refuses the message.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+import urllib.parse
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from annie_quant.core.errors import ServerError, UsageError
+from annie_quant.ops.model_checks import Finding, fault, note, ok
+from annie_quant.stream.client import Request, chat, run
+from annie_quant.stream.record import transport_fault
+
+if TYPE_CHECKING:
+    from annie_quant.offline.fingerprint import Fingerprint
+
+TIMEOUT_S = 120.0
+MAX_BYTES = 16 << 20
+NATIVE, OPENAI = "/completion", "/v1/completions"  # llama.cpp's own path; vLLM's, SGLang's and llama.cpp's
+
+
+@dataclass(frozen=True)
+class ServedAnswer:
+    """Tokens that a server chose, and per token the log-probabilities of the best ones: {token id: natural logarithm}."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """Answers of one server. family: "llama.cpp" where it has that server's own path, else "vllm"."""
+
+    family: str
+    answers: list[ServedAnswer]
+
+
+def served_answers(
+    url: str, prompts: Sequence[Sequence[int]], n_tokens: int, n_best: int, headers: Mapping[str, str] | None = None
+) -> Served:
+    """Return a server's greedy answer of at most n_tokens tokens to each prompt (token ids).
+
+    Raises ServerError where the server does not answer or returns no log-probabilities with token ids, UsageError for a URL that
+    is not an HTTP URL.
+    """
+    root = check_url(url)
+    native = [
+        {"prompt": list(p), "n_predict": n_tokens, "temperature": 0, "n_probs": n_best, "return_tokens": True,
+         "cache_prompt": False}
+        for p in prompts
+    ]  # fmt: skip
+    first = post(root + NATIVE, native[:1], headers)
+    if first[0].status == 200:
+        replies, path = [*first, *post(root + NATIVE, native[1:], headers)], NATIVE
+    else:
+        model = model_name(root, headers)
+        bodies = [
+            {"model": model, "prompt": list(p), "max_tokens": n_tokens, "temperature": 0, "logprobs": n_best,
+             "return_tokens_as_token_ids": True}
+            for p in prompts
+        ]  # fmt: skip
+        replies, path = post(root + OPENAI, bodies, headers), OPENAI
+    answers = []
+    for reply in replies:
+        if reply.status != 200:
+            raise ServerError(
+                f"{root}{path}: status {reply.status} {reply.fault or ''}".rstrip(),
+                "pass the server's root as --server",
+            )
+        answers.append(read_answer(reply.json, root + path))
+    return Served("llama.cpp" if path == NATIVE else "vllm", answers)
+
+
+def check_url(url: str) -> str:
+    """Return a server's root, without /v1. Raises UsageError for a URL that is not an HTTP URL."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UsageError(f"{url!r} is not an HTTP URL", "write it as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    json: Any
+    fault: str | None
+
+
+def post(url: str, bodies: Sequence[Mapping[str, Any]], headers: Mapping[str, str] | None) -> list[Reply]:
+    """POST the bodies one after another."""
+    if not bodies:
+        return []
+    requests = [Request(url, json=dict(body), headers=headers, timeout_s=TIMEOUT_S) for body in bodies]
+    timings = run(requests, 1, max_event_bytes=MAX_BYTES, max_answer_bytes=MAX_BYTES)
+    replies = []
+    for i in range(len(bodies)):
+        fault = transport_fault(timings, i)
+        replies.append(Reply(int(timings.requests["status"][i]), decoded(timings.body(i)), fault[1] if fault else None))
+    return replies
+
+
+def decoded(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
+
+
+def model_name(root: str, headers: Mapping[str, str] | None) -> str:
+    """Return the name of the first model that the server lists, which vLLM needs in a request."""
+    from annie_quant.stream.client import fetch
+
+    reply = fetch(root + "/v1/models", headers)
+    if reply.status == 0:
+        raise ServerError(
+            f"{root} does not answer: {reply.fault or 'no connection'}", "start the server, or check --server"
+        )
+    listed = decoded(reply.body)
+    rows = listed.get("data") if isinstance(listed, dict) else None
+    name = rows[0].get("id") if isinstance(rows, list) and rows and isinstance(rows[0], dict) else None
+    if not isinstance(name, str):
+        raise ServerError(f"{root}/v1/models lists no model (status {reply.status})", "check --server and the key")
+    return name
+
+
+def read_answer(body: Any, where: str) -> ServedAnswer:
+    """Return the tokens and log-probabilities of one reply.
+
+    Three formats: llama.cpp's `completion_probabilities` and its /v1/completions (`logprobs.content`), both lists of
+    {"id", "logprob", "top_logprobs": [{"id", "logprob"}]}; vLLM's `logprobs` with "token_id:N" as tokens.
+    """
+    try:
+        if "completion_probabilities" in body:
+            return from_steps(body["completion_probabilities"])
+        logprobs = body["choices"][0]["logprobs"]
+        if "content" in logprobs:
+            return from_steps(logprobs["content"])
+        tokens = [token_id(t) for t in logprobs["tokens"]]
+        rows = [{token_id(t): float(v) for t, v in row.items()} for row in logprobs["top_logprobs"]]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        raise ServerError(
+            f"{where}: the answer has no log-probabilities with token ids",
+            "vLLM: do not start it with --max-logprobs 0; other servers are not supported",
+        ) from None
+    return ServedAnswer(tokens[: len(rows)], rows[: len(tokens)])
+
+
+def from_steps(steps: Sequence[Mapping[str, Any]]) -> ServedAnswer:
+    rows = [{int(t["id"]): float(t["logprob"]) for t in step["top_logprobs"]} for step in steps]
+    return ServedAnswer([int(step["id"]) for step in steps], rows)
+
+
+def token_id(text: str) -> int:
+    """ "token_id:42" → 42."""
+    prefix, _, number = text.partition(":")
+    if prefix != "token_id":
+        raise ValueError(text)
+    return int(number)
+
+
+ARITHMETIC = "served arithmetic"
+N_PROMPTS, N_TOKENS, N_BEST = 20, 12, 5
+
+
+def check_server(
+    url: str, checkpoint: Path, reference: Path, headers: Mapping[str, str] | None = None
+) -> tuple[list[Finding], Fingerprint]:
+    """Name the numerics profile that a server runs on a checkpoint, by the log-probabilities of about 20 short answers.
+
+    Raises ServerError where the server returns no log-probabilities with token ids.
+    """
+    from annie_quant.offline import fingerprint as offline
+
+    prompts = offline.prompts(reference, N_PROMPTS)
+    served = served_answers(url, prompts, N_TOKENS, N_BEST, headers)
+    tokens, logprobs = [a.tokens for a in served.answers], [a.logprobs for a in served.answers]
+    result = offline.fingerprint(checkpoint, reference, prompts, tokens, logprobs, served.family)
+    return [finding(result, checkpoint, reference, offline.REFERENCE)], result
+
+
+def finding(result: Fingerprint, checkpoint: Path, reference: Path, reference_name: str) -> Finding:
+    """Return the finding for a fingerprint."""
+    from annie_quant.offline.profiles import find_profile
+
+    best = result.candidates[0]
+    figures = (
+        f"mean difference {best.difference:.3g} nats over {result.n_values} log-probabilities of {result.n_prompts} answers, "
+        f"expected {best.noise:.3g}; {result.equal_tokens:.0%} of tokens equal"
+    )
+    if result.name is None:
+        return fault(
+            ARITHMETIC,
+            f"none of these: {', '.join(c.name for c in result.candidates)}; closest {best.name}, {figures}",
+            "the server computes something else than this checkpoint: another checkpoint, or a faulty kernel",
+            "annie-quant validate-gpu --stack all, and compare the served folder with --checkpoint",
+        )
+    also = f"; cannot be distinguished from {', '.join(result.also)}" if result.also else ""
+    message = f"{best.name} ({best.arithmetic}); {figures}{also}"
+    if best.name == reference_name:
+        return fault(
+            ARITHMETIC, message, "the server serves the bf16 model, not the checkpoint", "serve the checkpoint's folder"
+        )
+    if result.is_doubtful:
+        return note(
+            ARITHMETIC,
+            message,
+            "two noisy computations of one checkpoint differ by 1.4 times the expected at most: the server may have another "
+            "checkpoint of this model",
+            "compare the served folder with --checkpoint",
+        )
+    w4a4 = any(c.name == "vllm-cutlass" for c in result.candidates)
+    if w4a4 and not find_profile(best.name).needs_input_scale:
+        return note(
+            ARITHMETIC,
+            message,
+            "the checkpoint has scales for 4-bit activations, and this server does not use them",
+            f"annie-quant eval {checkpoint} --reference {reference} --numerics {best.name}",
+        )
+    return ok(ARITHMETIC, message)
+
+
+IMAGES = "images"
+PIXELS = 64  # a side: two patches of Qwen3.5's tower after its merge of 2 x 2 patches of 16
+COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
+QUESTION = "Which colour fills this image? Answer with one word."
+MAX_TOKENS = 256  # a model that thinks first has room for its answer
+
+
+def check_images(url: str, headers: Mapping[str, str] | None = None) -> Finding:
+    """Ask a server for the colours of two images.
+
+    Raises ServerError where it does not answer a question without an image, UsageError for a URL that is not an HTTP URL.
+    """
+    root = check_url(url)
+    model = model_name(root, headers)
+    messages: list[Any] = ["Answer with one word: yes.", *(message(colour) for colour in COLOURS.values())]
+    requests = [
+        chat(root, model, [{"role": "user", "content": content}], max_tokens=MAX_TOKENS, temperature=0, headers=headers,
+             timeout_s=TIMEOUT_S)
+        for content in messages
+    ]  # fmt: skip
+    plain, *records = run(requests, 1).records()
+    if plain["error"]:
+        raise ServerError(f"{root} does not answer a question without an image: {plain['error']}", "check --server")
+    refusal = next((r["error"] for r in records if r["error"]), None)
+    if refusal:
+        why = (
+            "it serves a text model, or was started without images (--language-model-only, llama.cpp without --mmproj)"
+        )
+        return note(IMAGES, f"the server refuses a message with an image: {refusal}", why)
+    answers = [str(r["text"]).strip() for r in records]
+    listed = ", ".join(f"{name}: {answer[:60]!r}" for name, answer in zip(COLOURS, answers, strict=True))
+    if all(names_only(name, answer) for name, answer in zip(COLOURS, answers, strict=True)):
+        return ok(IMAGES, f"the server names the colours of two images ({listed})")
+    if answers[0] == answers[1]:
+        return fault(
+            IMAGES,
+            f"the answer is the same for two images ({listed})",
+            "the server accepts images and the model does not see them: a lost or faulty vision tower",
+            "annie-quant audit DIR --source BF16",
+        )
+    return fault(IMAGES, f"the server names another colour than an image has ({listed})", "the vision tower may be faulty",
+                 "ask the bf16 checkpoint the same, and annie-quant audit DIR --source BF16")  # fmt: skip
+
+
+def names_only(colour: str, answer: str) -> bool:
+    """Return whether an answer has the word for this colour and for no other."""
+    words = set(re.findall(r"[a-z]+", answer.lower()))
+    return words & COLOURS.keys() == {colour}
+
+
+def message(colour: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """Return the content of a message with an image of one colour and the question."""
+    data = base64.b64encode(png(colour)).decode()
+    return [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "text", "text": QUESTION},
+    ]
+
+
+def png(colour: tuple[int, int, int], side: int = PIXELS) -> bytes:
+    """Return a PNG of one colour (W3C PNG, chunks IHDR, IDAT and IEND; 8 bits, colour type 2)."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = (b"\0" + bytes(colour) * side) * side  # a byte for the filter, 0: none
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")

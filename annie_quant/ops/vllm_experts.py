@@ -1,0 +1,205 @@
+"""This package's grouped W4A16 kernel for a mixture's experts in vLLM on CUDA GPUs, instead of Marlin. vllm_cuda installs it.
+
+vLLM calls a class for the experts of a layer, between its router and its sum over ranks; shared experts are apart. Where it takes
+its class for Marlin with NVFP4 weights, it takes one derived from it. The layer's two weights (gate and up; down) are then
+repacked for our kernel instead, after a check of the first layer of each shape against its dequantized products; a layer that
+does not agree, or that our kernel cannot take, stays on Marlin. In a forward pass: vLLM's alignment of the pairs of a token and
+an expert, our product, vLLM's activation, our product, vLLM's weighted sum. All is launched on torch's stream, in vLLM's
+workspace. vLLM's opaque operator around a mixture keeps this out of compiled graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from annie_quant.ops import w4a16_layer
+
+NAME = "AnnieQuantNvFp4Experts"
+CONVERT = "convert_to_nvfp4_moe_kernel_format"
+
+on_marlin: dict[str, str] = {}  # the reason of each layer whose experts stay on Marlin
+
+
+class Converted(NamedTuple):
+    """What vLLM's conversion returns: of both weights the data, the block scales, the tensor scales, the input scales."""
+
+    w13: Any
+    w13_scale: Any
+    w13_scale_2: Any
+    a13_scale: Any
+    w2: Any
+    w2_scale: Any
+    w2_scale_2: Any
+    a2_scale: Any
+
+
+def install(logger: str) -> None:
+    """Let vLLM take our class where it takes Marlin's for NVFP4 experts. Raises what a vLLM with other names gives."""
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+
+    ours = experts_class(MarlinExperts)
+    stand_for(MarlinExperts, [ours], lambda convert: converter(convert, ours, logger))
+
+
+def stand_for(marlin: type[Any], ours: list[type[Any]], converter: Callable[[Any], Any]) -> None:
+    """Put classes and a conversion of loaded weights, made from vLLM's, in the place of Marlin's. Once: later calls do nothing."""
+    from vllm.model_executor.layers.fused_moe.oracle import nvfp4
+
+    classes, convert = nvfp4.backend_to_kernel_cls, getattr(nvfp4, CONVERT)
+    if hasattr(classes, "annie_quant"):
+        return
+
+    def with_ours(backend: Any) -> list[Any]:
+        of_backend = classes(backend)
+        return ours if of_backend == [marlin] else of_backend
+
+    with_ours.annie_quant = True  # type: ignore[attr-defined]
+    nvfp4.backend_to_kernel_cls = with_ours
+    replace_everywhere(CONVERT, convert, converter(convert))
+
+
+def replace_everywhere(name: str, old: Any, new: Any, *, but: str = "") -> None:
+    """Replace a name in those of vLLM's modules that imported it, and in the one that defines it unless it is `but`."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("vllm.model_executor.") and vars(module).get(name) is old and module_name != but:
+            setattr(module, name, new)
+
+
+def converter(convert: Callable[..., Any], ours: type[Any], logger: str) -> Callable[..., Any]:
+    """Return vLLM's conversion of a layer's loaded weights, which repacks for our class where that was chosen."""
+
+    def convert_or_take(nvfp4_backend: Any, layer: Any, **tensors: Any) -> Any:
+        layer.annie_width = None
+        if getattr(getattr(layer, "quant_method", None), "experts_cls", None) is ours:
+            name = getattr(layer, "layer_name", "") or f"experts {list(tensors['w13'].shape)}"
+            on_marlin.pop(name, None)
+            taken = take(layer, tensors, logger)
+            if isinstance(taken, Converted):
+                return taken
+            on_marlin[name] = taken
+            line = f"experts stay on Marlin, the first are {name}: {taken}"
+            w4a16_layer.log_once(logger, logging.WARNING, line, f"experts: {taken}")
+        return convert(nvfp4_backend=nvfp4_backend, layer=layer, **tensors)
+
+    return convert_or_take
+
+
+def unsupported(layer: Any, is_act_and_mul: bool) -> str:
+    """Return why our class cannot compute a layer, "" if it can."""
+    config = layer.moe_config
+    if not is_act_and_mul or layer.activation.name != "SILU" or getattr(layer, "swiglu_limit", None) is not None:
+        return "its activation is not SiLU times up"
+    if layer.apply_router_weight_on_input:
+        return "the router's weights are applied to the input"
+    if getattr(config, "is_lora_enabled", False):
+        return "LoRA is enabled"
+    return "experts are moved between GPUs (EPLB)" if config.moe_parallel_config.enable_eplb else ""
+
+
+def take(layer: Any, tensors: dict[str, Any], logger: str) -> Converted | str:
+    """Repack both weights of a layer for our kernel. Returns them, or why they stay as they are.
+
+    tensors: as loaded, with the names of Converted: w13 uint8 [experts, 2 width, K/2], w2 uint8 [experts, K, width/2], block scales
+    float8_e4m3fn, tensor scales float32 [experts]
+    """
+    from annie_quant.gemm import grouped, self_check
+
+    w13, w2, dtype = tensors["w13"].data, tensors["w2"].data, layer.params_dtype
+    key = ("experts", str(w13.device), tuple(w13.shape), tuple(w2.shape), str(dtype))
+    if reason := unsupported(layer, tensors["is_act_and_mul"]) or w4a16_layer.refused(key, dtype):
+        return reason
+    try:
+        grouped.register()
+        # codes, block scales, tensor scales, and the pairs that read a row
+        loaded = [(w, tensors[f"{n}_scale"].data, tensors[f"{n}_scale_2"].data) for n, w in (("w13", w13), ("w2", w2))]
+        first, second = (grouped.prepare_experts(*parts) for parts in loaded)
+        several = min(len(w13), int(layer.top_k))
+        check = partial(self_check.worst_experts_error, dtype=dtype, align=partial(align, experts=len(w13)))
+        errors = lambda: max(check(first, *loaded[0], top_k=several), check(second, *loaded[1], top_k=1))  # noqa: E731
+        if reason := w4a16_layer.checked(key, errors, "NVFP4 experts", w13.device, logger):
+            return reason
+    except Exception as error:
+        return w4a16_layer.in_one_line(error)
+    layer.annie_width = w2.shape[2] * 2
+    nothing = loaded[0][1].new_empty(len(w13), 0)  # block scales are part of the repacked weights
+    return Converted(first.packed, nothing, first.scales, None, second.packed, nothing.clone(), second.scales, None)
+
+
+def align(chosen: Any, tile_tokens: int, *, experts: int, expert_map: Any = None) -> tuple[Any, Any, Any]:
+    """Sort pairs by expert with vLLM's kernel. chosen: int [tokens, top_k]; experts: of all ranks; expert_map: which are here."""
+    from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+
+    sorted_pairs, tile_experts, padded = moe_align_block_size(
+        chosen, tile_tokens, experts, expert_map, pad_sorted_ids=True, ignore_invalid_experts=True
+    )
+    return sorted_pairs, tile_experts, padded
+
+
+def experts_class(marlin: type[Any]) -> type[Any]:
+    """Return the class that vLLM instantiates per layer, derived from its class for Marlin."""
+
+    class AnnieQuantNvFp4Experts(marlin):
+        """NVFP4 experts times bf16 or fp16 activations by annie_quant's kernel; Marlin for layers that it does not take."""
+
+        annie_width: int | None = None  # the experts' intermediate size; None: on Marlin
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            super().process_weights_after_loading(layer)
+            self.annie_width = layer.annie_width
+
+        def moe_problem_size(self, a1: Any, w1: Any, w2: Any, topk_ids: Any) -> Any:
+            if self.annie_width is None:
+                return super().moe_problem_size(a1, w1, w2, topk_ids)
+            return w1.shape[0], a1.shape[0], self.annie_width, a1.shape[1], topk_ids.shape[1]
+
+        def apply(self, **arguments: Any) -> Any:
+            if self.annie_width is None:
+                return super().apply(**arguments)
+            return compute(self, self.annie_width, **arguments)
+
+    AnnieQuantNvFp4Experts.__name__ = AnnieQuantNvFp4Experts.__qualname__ = NAME
+    return AnnieQuantNvFp4Experts
+
+
+def compute(
+    experts: Any,
+    width: int,
+    *,
+    output: Any,
+    hidden_states: Any,
+    w1: Any,
+    w2: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: Any,
+    workspace13: Any,
+    workspace2: Any,
+    **unused: Any,
+) -> None:
+    """Write the weighted sums of the experts' outputs into `output` [tokens, hidden]; the other names are vLLM's.
+
+    experts: an instance of our class, whose g1_alphas and g2_alphas are the tensor scales.  width: the intermediate size
+    """
+    import torch
+    from vllm.model_executor.layers.fused_moe.moe_fused_mul_sum import moe_fused_mul_sum
+
+    from annie_quant.gemm import grouped
+
+    (tokens, hidden), top_k = hidden_states.shape, topk_ids.shape[1]
+    pairs = tokens * top_k
+    tile = grouped.plan_tokens(pairs, w1.shape[0], top_k, 2 * width, hidden, hidden_states.device.index)
+    aligned = align(topk_ids, tile, experts=global_num_experts, expert_map=expert_map)
+    # As vLLM's class for Marlin asked for them: the output may share workspace13, which the last step does not read.
+    gate_up, of_experts = (workspace2.flatten()[: pairs * n].view(pairs, n) for n in (2 * width, hidden))
+    inner = workspace13.flatten()[: pairs * width].view(pairs, width)
+    multiply = torch.ops.annie_quant.nvfp4_experts_out
+    multiply(gate_up, hidden_states, w1, experts.g1_alphas, *aligned, top_k, tile)
+    experts.activation(activation, inner, gate_up)
+    multiply(of_experts, inner, w2, experts.g2_alphas, *aligned, 1, tile)
+    moe_fused_mul_sum(of_experts.view(tokens, top_k, hidden), topk_weights, output, topk_ids, expert_map)

@@ -1,1 +1,0 @@
-"""Publish a checkpoint: the model card and the upload to the Hugging Face Hub."""

@@ -1,0 +1,326 @@
+"""When the search drops and passes a strategy, and its reports on models, labels and prompts. No model is run here."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from msgspec.structs import replace
+
+from annie_quant import judge
+from annie_quant.cli.pipeline import search, search_explanation, search_table
+from annie_quant.cli.pipeline.stages import AuditResult
+from annie_quant.core.progress import SilentConsole
+from annie_quant.data import load_persona
+from annie_quant.documents import KLSummary, NumericsResult, PairedGate, SameAnswers
+from annie_quant.judge import decision
+from annie_quant.judge.gates import GATES
+from annie_quant.judge.paired import LARGE_N, decide
+from annie_quant.judge.pairing import answers_per_gate
+
+
+def gate_row(gate, passes, n):
+    row = decide(passes, n, GATES[gate].threshold)
+    row.meets = row.verdict
+    return row
+
+
+def pair(gate, passes, n, won=0):
+    """The counts of a checkpoint whose reference passes every prompt but the won ones, judged."""
+    return judged({"w4a4": {gate: PairedGate(n, n - passes, won)}})["w4a4"][gate]
+
+
+def judged(members):
+    return decision.judge_gates(members)[0]
+
+
+@pytest.mark.parametrize("lost", range(0, 31))
+def test_a_strategy_that_could_still_keep_is_never_dropped_as_impossible(lost):
+    """The first reason is exact: if no other prompt changes, the gate does not keep at the last look."""
+    reason = decision.cannot_keep("tool_call", pair("tool_call", 30 - lost, 30), 240, 2)
+    could = pair("tool_call", 240 - lost, 240).verdict == "keeps"
+    assert bool(reason) >= (not could)
+    if reason and "even without" in reason:
+        assert not could
+
+
+def test_one_leak_drops_at_once_and_facts_only_after_too_many_losses():
+    assert "none may be lost" in decision.cannot_keep("thinking_leak", pair("thinking_leak", 29, 30), 505, 2)
+    assert decision.cannot_keep("thinking_leak", pair("thinking_leak", 30, 30), 505, 2) is None
+    # Of 100 facts one may be lost for a lower bound above -5 points; of 160, three.
+    assert decision.cannot_keep("factual", pair("factual", 29, 30), 100, 2) is None
+    assert decision.cannot_keep("factual", pair("factual", 28, 30), 100, 2)
+    assert decision.cannot_keep("factual", pair("factual", 27, 30), 160, 2) is None
+    assert decision.cannot_keep("factual", pair("factual", 26, 30), 160, 2)
+
+
+def test_a_strategy_without_a_difference_is_dropped_early_in_at_most_five_percent_of_searches():
+    rng = random.Random(0)
+    dropped = 0
+    for _ in range(1000):
+        changed = [rng.choice((-1, 1)) for _ in range(30) if rng.random() < 0.04]
+        counts = PairedGate(30, changed.count(-1), changed.count(1))
+        counts = judged({"w4a4": {"tool_call": counts}})["w4a4"]["tool_call"]
+        dropped += bool(decision.cannot_keep("tool_call", counts, 240, 2))
+    assert dropped / 1000 <= 0.05
+
+
+def test_looks():
+    assert decision.looks(100) == [30, 100] and decision.looks(25) == [25]
+
+
+def test_final_counts_are_those_of_the_last_evaluation():
+    prompts = judge.sample(judge.load_workloads(), 100)
+    counts = answers_per_gate(prompts)
+    assert all(counts[g] >= LARGE_N for g in ("tool_call", "factual", "reasoning", "no_markdown"))
+    early = judge.sample(prompts, 30)
+    chosen = {(w.name, c.id) for w in prompts for c in w.cases}
+    assert {(w.name, c.id) for w in early for c in w.cases} <= chosen, (
+        "an early look has part of the prompts of the last one"
+    )
+
+
+def tables(**gates):
+    return {"w4a4": gates, "w4a16": {name: gate_row(name, 100, 100) for name in gates}}
+
+
+def sides(w4a4, w4a16=None):
+    kinds = {"w4a4": w4a4, "w4a16": w4a16 or dict.fromkeys(w4a4, (100, 100))}
+    return judged_sides(kinds)
+
+
+def judged_sides(kinds):
+    """Return the verdict over the numerics, and their results."""
+    results = {kind: numerics_result(gates) for kind, gates in kinds.items()}
+    gates = judged({kind: side.paired for kind, side in results.items()})
+    results = {kind: replace(side, paired=gates[kind]) for kind, side in results.items()}
+    return judge.judge_members({kind: side.paired for kind, side in results.items()}), results
+
+
+def test_passing_needs_every_gate_under_every_required_numerics():
+    both_numerics = ("w4a4", "w4a16")
+    good, bad = sides({"tool_call": (99, 100)}), sides({"tool_call": (97, 100)})
+    assert decision.final_reasons(*good, both_numerics) == []
+    reasons = decision.final_reasons(*bad, both_numerics)
+    assert len(reasons) == 1 and "w4a4: tool calls undecided: 3 lost" in reasons[0] and "would decide" in reasons[0]
+    weight_only = {"w4a16": good[1]["w4a16"]}
+    assert "weight-only" in decision.final_reasons(good[0], weight_only, both_numerics)[0]
+    assert decision.final_reasons(good[0], weight_only, ("w4a16",)) == []
+    nothing = judge.judge_members({"w4a16": {}})
+    assert "no gate tests anything" in decision.final_reasons(nothing, weight_only, ("w4a16",))[0]
+
+
+def test_a_base_model_instead_of_the_fine_tune_is_reported():
+    base = {"tool_call": gate_row("tool_call", 0, 100), "no_markdown": gate_row("no_markdown", 3, 400)}
+    assert search_explanation.reference_report(base).startswith("WRONG MODEL")
+    fine = {"tool_call": gate_row("tool_call", 98, 100), "no_markdown": gate_row("no_markdown", 400, 400)}
+    assert search_explanation.reference_report(fine) is None
+    weak = fine | {"factual": gate_row("factual", 60, 100)}
+    report = search_explanation.reference_report(weak)
+    assert "factual 60 of 100" in report and "WRONG MODEL" not in report
+
+
+def test_shuffling_leaves_no_answer_with_its_own_question():
+    rows = [
+        {"id": i, "messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
+        for i in range(20)
+    ]
+    shuffled = search_explanation.with_shuffled_answers(rows)
+    assert sorted(r["messages"][-1]["content"] for r in shuffled) == sorted(f"a{i}" for i in range(20))
+    assert all(r["messages"][0]["content"][1:] != r["messages"][1]["content"][1:] for r in shuffled)
+    assert shuffled == search_explanation.with_shuffled_answers(rows)
+
+
+def conversations(n=40):
+    return [
+        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
+        for i in range(n)
+    ]
+
+
+def scorer(apart, own_apart=1.0, offset=0):
+    """nats per token of answer ai or oi (the model's own) to question qj: `apart` more where j is not i + offset."""
+
+    def score(rows):
+        values = []
+        for row in rows:
+            question, answer = (message["content"] for message in row["messages"])
+            mine = answer.startswith("o")
+            at_home = int(answer[1:]) == (int(question[1:]) if mine else (int(question[1:]) + offset) % 40)
+            values.append(0.5 + (0 if at_home else own_apart if mine else apart) + 0.001 * (int(answer[1:]) % 7))
+        return values
+
+    return score
+
+
+def own(rows):
+    return [
+        {"messages": [r["messages"][0], {"role": "assistant", "content": "o" + r["messages"][0]["content"][1:]}]}
+        for r in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("score", "verdict"),
+    [
+        (scorer(apart=1.0), "belong"),
+        (scorer(apart=1.0, offset=3), "shuffled"),  # at home three questions further
+        (scorer(apart=0.0, own_apart=0.0), "undecided"),  # near-identical rows: its own answers fit every question
+        (scorer(apart=0.0, own_apart=1.0), "shuffled"),  # foreign answers to questions that it distinguishes
+        (scorer(apart=0.05, own_apart=1.0), "undecided"),  # surely likelier, but not by much
+    ],
+)
+def test_shuffled_labels_need_a_model_that_distinguishes_the_questions(score, verdict):
+    """40 near-identical rows were reported as SHUFFLED LABELS."""
+    labels = search_explanation.judge_labels(conversations(), score, own)
+    assert (labels.verdict, labels.belong) == (verdict, verdict == "belong")
+
+
+def test_the_hardened_prompt_is_the_personas_own_rules():
+    annie = load_persona("annie")
+    prompt = search_explanation.hardened_prompt(annie)
+    assert "CRITICAL RULES (violations cause errors)" in prompt and all(rule in prompt for rule in annie.rules)
+
+
+def test_the_conclusion_from_a_hardened_prompt():
+    assert search_explanation.reading([None, None]).startswith("no conclusion")
+    assert search_explanation.reading([True, None]).startswith("restored")
+    assert search_explanation.reading([True, False]).startswith("not restored")
+
+
+def test_restored_is_judged_against_bf16_under_the_same_prompt():
+    good, bad = gate_row("tool_call", 38, 40), gate_row("tool_call", 10, 40)
+    assert search_explanation.restored(good, good) is True and search_explanation.restored(bad, good) is False
+    assert search_explanation.restored(bad, gate_row("tool_call", 15, 40)) is None
+    one = gate_row("thinking_leak", 194, 195)
+    assert search_explanation.restored(one, one) is True, (
+        "not worse than bf16, which leaks once itself under this prompt"
+    )
+
+
+def test_what_only_activations_lose():
+    assert "held under W4A16: tool_call" in search_explanation.by_activations(
+        tables(tool_call=gate_row("tool_call", 40, 100))
+    )
+    assert search_explanation.by_activations(tables(tool_call=gate_row("tool_call", 99, 100))) is None
+
+
+def test_the_order_is_cheapest_first_and_training_last():
+    order = search.chosen_order(None)
+    assert [s for s in order if s in ("naive", "direct", "mlp_only", "qad")] == ["naive", "direct", "mlp_only", "qad"]
+    assert order[-1] == "qad"
+    assert search.chosen_order(["mlp_only", "naive"]) == ["mlp_only", "naive"]
+    with pytest.raises(Exception, match="unknown strategy 'x'"):
+        search.chosen_order(["x"])
+
+
+class FakeStages:
+    """Stages without models. tables: strategy → {"smoke"?, "all": {numerics: {gate: (passes, n)}}}; None: it cannot be made."""
+
+    def __init__(self, tables, tmp_path):
+        self.tables, self.dir, self.rows, self.log = tables, tmp_path, [], []
+        self.model, self.conversations = tmp_path, tmp_path / "c.jsonl"
+
+    def quantize(self, strategy):
+        self.log.append(strategy)
+        if self.tables[strategy] is None:
+            from annie_quant.core.errors import UsageError
+
+            raise UsageError("infeasible: at least 9 bits are needed")
+
+    def audit(self, strategy):
+        return AuditResult("sound", {"ok": True, "summary": {}})
+
+    def checkpoint(self, strategy):
+        return self.dir / strategy
+
+    def evaluate(self, name, checkpoint, workloads, **more):
+        strategy, _, part = name.partition("-")
+        entry = self.tables[strategy]
+        gates = entry.get("smoke", both(factual=(1, 1))) if part == "smoke" else entry["all"]
+        verdict, numerics = judged_sides(gates)
+        return SimpleNamespace(numerics=numerics, members={}, verdict=verdict, checkpoint_files=None)
+
+
+def numerics_result(gates):
+    figures = dict.fromkeys(KLSummary.__struct_fields__[:14], 0.0) | {"n_tokens": 100, "mean": 0.01, "flips": 3}
+    return NumericsResult(
+        gates={g: gate_row(g, *counts) for g, counts in gates.items()},
+        kl=KLSummary(**figures),
+        kl_conversations=None,
+        kl_text=None,
+        perplexity=1.0,
+        perplexity_reference=1.0,
+        same_answers=SameAnswers(n=10, same=9),
+        verbosity_ratio=1.0,
+        paired={g: PairedGate(n, n - passes, 0) for g, (passes, n) in gates.items()},
+        cases=[],
+        seconds=0.0,
+    )
+
+
+def search_tables(tmp_path, monkeypatch, tables, every=False):
+    def measure_size(self, row):
+        row.size_bytes, row.bits_per_weight, row.read_bytes, row.ceiling_tok_s = 1, 5.0, 1, 2.0
+
+    monkeypatch.setattr(search.Search, "measure_size", measure_size)
+    monkeypatch.setattr(search_explanation, "hardened", lambda *a: None)
+    stages = FakeStages(tables, tmp_path)
+    new = search.Search(stages, 100, ("w4a4", "w4a16"), every, list(tables), SilentConsole())
+    new.try_strategies()
+    return new.result, stages.log
+
+
+def both(**gates):
+    return {"w4a4": gates, "w4a16": gates}
+
+
+def test_the_search_stops_at_the_first_that_passes_and_keeps_what_failed(tmp_path, monkeypatch):
+    tables = {
+        "naive": {"all": both(tool_call=(40, 100), factual=(100, 100))},
+        "auto_mixed": None,
+        "mlp_only": {"all": both(tool_call=(99, 100), factual=(100, 100))},
+        "qad": {"all": both(tool_call=(99, 100))},
+    }
+    result, log = search_tables(tmp_path, monkeypatch, tables)
+    assert result.chosen == "mlp_only" and log == ["naive", "auto_mixed", "mlp_only"]
+    assert [r.passed for r in result.strategies] == [False, False, True]
+    assert "infeasible" in result.strategies[1].error
+    page = (tmp_path / "search.md").read_text()
+    for part in ("PASS: ship it", "infeasible", "tool calls lost 60 and won 0 of 100", "99/100 ✓ (-1.0: -4.4 to +1.7)"):
+        assert part in page, part
+    everything, log = search_tables(tmp_path, monkeypatch, tables, every=True)
+    assert everything.chosen == "mlp_only" and log[-1] == "qad"
+
+
+def test_a_weight_only_checkpoint_is_not_evaluated_in_full_where_w4a4_is_required(tmp_path, monkeypatch):
+    weight_only = {"smoke": {"w4a16": {"factual": (1, 1)}}, "all": {"w4a16": {"factual": (100, 100)}}}
+    good = {"all": both(factual=(100, 100))}
+    result, _ = search_tables(tmp_path, monkeypatch, {"direct": weight_only, "gptq": good})
+    assert result.chosen == "gptq" and "weight-only" in result.strategies[0].outcome
+    assert not any("n = 100" in step for step in result.strategies[0].path)
+
+
+def test_gibberish_is_followed_by_strategy_c(tmp_path, monkeypatch):
+    broken = {"smoke": both(factual=(0, 1)), "all": both(factual=(0, 100))}
+    good = {"all": both(factual=(100, 100))}
+    result, log = search_tables(tmp_path, monkeypatch, {"naive": broken, "mlp_only": good, "auto_mixed": good})
+    assert log == ["naive", "auto_mixed"] and result.chosen == "auto_mixed"
+    assert result.strategies[0].outcome == "gibberish"
+
+
+def test_with_all_a_strategy_that_fails_the_smoke_question_is_evaluated_too(tmp_path, monkeypatch):
+    """The spread over fine-tunes needs each draw of each strategy; one wrong answer must not leave a cell empty."""
+    smoke, good = both(factual=(0, 1)), both(factual=(100, 100))
+    result, log = search_tables(tmp_path, monkeypatch, {"naive": {"smoke": smoke, "all": good}}, every=True)
+    row = result.strategies[0]
+    assert log == ["naive"] and row.numerics["w4a4"].gates["factual"].n == 100
+    assert row.outcome == "gibberish" and not row.passed and result.chosen is None
+    assert "smoke question fails: W4A4 factual; W4A16 factual" in row.why[0]
+
+
+def test_a_search_without_a_passing_strategy_reports_it(tmp_path, monkeypatch):
+    result, _ = search_tables(tmp_path, monkeypatch, {"naive": {"all": both(tool_call=(10, 100))}})
+    assert result.chosen is None and "None of 1 strategies" in search_table.outcome(result)
+    assert result.strategies[0].outcome == "dropped at n = 30"

@@ -1,0 +1,124 @@
+"""The search on tiny-annie: the three negative controls with real models and data, and a killed search."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+from paths import TINY_ANNIE
+from tiny_variants import save_variant
+
+from annie_quant.cli import cli
+from annie_quant.cli.pipeline import search, search_explanation
+from annie_quant.cli.pipeline.stages import RunDirectory, Stages
+from annie_quant.core.errors import UsageError
+from annie_quant.core.progress import SilentConsole
+from annie_quant.data import generate, load_persona, read_rows
+from annie_quant.documents.persona import FOLDER
+
+torch = pytest.importorskip("torch", reason="the search needs torch: pip install annie-quant[quantize]")
+pytest.importorskip("transformers", reason="the search needs transformers: pip install annie-quant[quantize]")
+
+
+WORKLOADS = "factual,tool_web"  # the rest of Annie's are more of the same work
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "annie.jsonl"
+    generate("annie", n=24, output=path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_variant("base", tmp_path_factory.mktemp("base") / "tiny-base")
+
+
+@pytest.fixture(autouse=True)
+def few_hardened(monkeypatch):
+    """Two prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py."""
+    monkeypatch.setattr(search_explanation, "HARDENED_N", 2)
+
+
+def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
+    options = {"strategies": ["direct"], "required": ["w4a16"], "workloads": WORKLOADS}
+    result = search.run(base, calibration, tmp_path / "s", 3, False, SilentConsole(), **options)
+    assert result.stopped.startswith("WRONG MODEL") and result.chosen is None and result.strategies == []
+    assert result.reference["tool_call"].passes == 0
+    page = (tmp_path / "s" / "search.md").read_text()
+    assert "WRONG MODEL" in page and "└── NO →" in page
+    again = search.run(base, calibration, tmp_path / "s", 3, False, SilentConsole(), anyway=True, **options)
+    assert len(again.strategies) == 1 and not again.strategies[0].passed
+
+
+def test_only_shuffled_labels_are_reported(calibration, tmp_path):
+    """The control: the same answers, each with another question."""
+    shuffled = tmp_path / "shuffled.jsonl"
+    rows = search_explanation.with_shuffled_answers(read_rows(calibration), seed=7)
+    shuffled.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labels = {}
+    for name, file in (("sound", calibration), ("shuffled", shuffled)):
+        stages = Stages(RunDirectory(tmp_path / name), TINY_ANNIE, file, 16, SilentConsole())
+        labels[name] = search_explanation.check_labels(stages)
+    assert labels["sound"].verdict == "belong" and labels["shuffled"].verdict == "shuffled"
+    assert labels["sound"].last.original < 0.6 * labels["shuffled"].last.original
+
+
+def test_near_identical_rows_are_undecided_and_no_alarm(calibration, tmp_path):
+    """Forty times the same question and answer: every answer fits every question."""
+    row = read_rows(calibration)[0]
+    same = tmp_path / "same.jsonl"
+    same.write_text("".join(json.dumps(row | {"id": f"r{i}"}) + "\n" for i in range(40)))
+    stages = Stages(RunDirectory(tmp_path / "s"), TINY_ANNIE, same, 16, SilentConsole())
+    assert search_explanation.check_labels(stages).verdict == "undecided"
+
+
+def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
+    persona = tmp_path / "annie.json"
+    data = json.loads((FOLDER / "annie.json").read_text())
+    persona.write_text(json.dumps(data))
+    generate(load_persona(persona), n=20, output=tmp_path / "d.jsonl")
+    persona.write_text(json.dumps(data | {"system_prompt": "You are Annie, as of today."}))
+    options = {"strategies": [], "required": ["w4a16"], "workloads": "factual"}
+    with pytest.raises(UsageError, match="stale prompt"):
+        search.run(TINY_ANNIE, tmp_path / "d.jsonl", tmp_path / "s", 5, False, SilentConsole(), **options)
+    result = search.run(
+        TINY_ANNIE,
+        tmp_path / "d.jsonl",
+        tmp_path / "s",
+        5,
+        False,
+        SilentConsole(),
+        allow_prompt_mismatch=True,
+        **options,
+    )
+    assert "stale prompt" in result.notes[0] and "stale prompt" in (tmp_path / "s" / "search.md").read_text()
+
+
+def test_a_killed_search_resumes_and_gives_the_same_result(calibration, tmp_path):
+    def words(output):
+        return ["search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration), "--output", str(output), "--n", "2",
+                "--strategies", "direct", "--require", "w4a16", "--workloads", WORKLOADS]  # fmt: skip
+
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    command = [sys.executable, "-m", "annie_quant.cli", *words(broken)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 300
+    while process.poll() is None and not (broken / "stages/eval-bf16.json").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (broken / "search.json").exists()
+    first = (broken / "stages/eval-bf16.json").stat().st_mtime_ns
+    for output in (broken, whole):
+        CliRunner().invoke(cli, words(output))  # its own process would import torch and transformers again
+    assert (broken / "stages/eval-bf16.json").stat().st_mtime_ns == first, "a finished stage is not done again"
+    tables = [json.loads((output / "search.json").read_text()) for output in (broken, whole)]
+    rows = [[(r["strategy"], r["outcome"], r["why"], r["size_bytes"]) for r in table["strategies"]] for table in tables]
+    assert rows[0] == rows[1] and tables[0]["chosen"] == tables[1]["chosen"]

@@ -1,0 +1,225 @@
+"""The doctor on other machines: answers of nvidia-smi and docker, and memory, as public documents show them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from annie_quant.core import host
+from annie_quant.core.errors import UsageError
+from annie_quant.ops import doctor
+from annie_quant.ops.model_checks import Answer, Probe, check_model
+
+SPARK_MEMORY = host.Memory(125_513_064 << 10, 118_000_000 << 10, 9_000_000 << 10)
+VLLM_IMAGE = "vllm/vllm-openai:cu130-nightly"
+SERVER = (
+    'annie\tvllm/vllm-openai:cu130-nightly\t"python3 -m vllm.entrypoints.openai.api_server --model /model '
+    '--reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser qwen3_coder"'
+)
+
+
+class Machine(Probe):
+    """A machine with fixed answers. answers: {first words of a command: Answer or text}."""
+
+    def __init__(self, answers=None, **facts):
+        self.answers = {k: v if isinstance(v, Answer) else Answer(0, v) for k, v in (answers or {}).items()}
+        self.facts = facts
+        self.home = facts.get("home", Path("/nowhere"))
+
+    def run(self, *command, timeout_s=20.0):
+        line = " ".join(command)
+        known = [key for key in self.answers if key in line]
+        return self.answers[max(known, key=len)] if known else Answer(127, "")
+
+    def which(self, program):
+        return f"/usr/bin/{program}" if any(key.split()[0] == program for key in self.answers) else None
+
+    def memory(self):
+        return self.facts.get("memory", SPARK_MEMORY)
+
+    def machine(self):
+        return self.facts.get("machine", "aarch64")
+
+    def python(self):
+        return self.facts.get("python", (3, 12, 3))
+
+    def in_venv(self):
+        return self.facts.get("venv", True)
+
+    def externally_managed(self):
+        return self.facts.get("managed", True)
+
+    def installed(self, module):
+        return module not in self.facts.get("missing", ())
+
+    def version(self, distribution):
+        return "1.0"
+
+    def disk_free(self, path="."):
+        return self.facts.get("disk", 10**12)
+
+    def writable(self, path):
+        return self.facts.get("writable", True)
+
+    def env(self, name):
+        return {"HF_TOKEN": "hf_secret", "HF_HOME": str(self.home)}.get(name)
+
+    def torch_cuda_version(self):
+        return self.facts.get("cuda", "13.0")
+
+
+def spark(**changes):
+    answers = {
+        "nvidia-smi --query-gpu=name,compute_cap": "NVIDIA GB10, 12.1, 580.95.05",
+        "nvidia-smi --query-gpu=name --format": "NVIDIA GB10",
+        "nvidia-smi --query-compute-apps": "",
+        "nvcc --version": "Cuda compilation tools, release 13.0, V13.0.88",
+        "validate-gpu": "{}",
+        "docker info": json.dumps({"ServerVersion": "28.3.3", "Runtimes": {"nvidia": {}, "runc": {}}}),
+        "docker ps": SERVER,
+    }
+    return Machine(answers | changes.pop("answers", {}), **changes)
+
+
+def levels(findings, level):
+    return {f.check: f for f in findings if f.level == level}
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        spark(),
+        Machine(machine="x86_64", memory=host.Memory(16 << 30, 9 << 30, 4 << 30)),
+        Machine(machine="x86_64", managed=False, venv=False, missing=("annie_quant._gemm", "modelopt")),
+    ],
+    ids=["spark", "laptop", "container"],
+)
+def test_no_false_alarm_on_a_healthy_machine(machine):
+    assert levels(doctor.examine(probe=machine), "fault") == {}
+
+
+def test_a_healthy_spark_needs_nothing():
+    findings = doctor.examine(probe=spark())
+    assert levels(findings, "note") == {} and doctor.fix_plan(findings) == []
+    assert "GB10" in levels(findings, "ok")["gpu"].message
+
+
+@pytest.mark.parametrize(
+    ("machine", "level", "check", "fix"),
+    [
+        (spark(answers={"nvidia-smi --query-gpu=name,compute_cap": "NVIDIA GB10, 12.1, 570.86"}), "fault", "driver", "580"),
+        (spark(answers={"nvidia-smi --query-gpu=name,compute_cap": Answer(9, "NVIDIA-SMI has failed")}), "fault", "gpu", "driver"),
+        (spark(answers={"nvidia-smi --query-compute-apps": "4242, ollama, 9000 MiB"}), "note", "gpu processes", "stop"),
+        (spark(answers={"nvcc --version": "release 12.8, V12.8.93"}), "note", "nvcc", "CUDA 13"),
+        (spark(cuda=None), "note", "torch", "cu130"),
+        (spark(cuda="12.8"), "note", "torch", "cu130"),
+        (spark(answers={"validate-gpu": Answer(1, "{}")}), "fault", "NVFP4 kernels", "--stack all"),
+        (spark(answers={"docker info": Answer(1, "permission denied while trying to connect")}), "fault", "docker", "usermod"),
+        (spark(answers={"docker info": '{"Runtimes": {"runc": {}}}'}), "fault", "docker's NVIDIA runtime", "nvidia-ctk"),
+        (spark(answers={"docker ps": SERVER.replace("--tool-call-parser qwen3_coder", "")}), "fault", "parsers", "qwen3_coder"),
+        (spark(memory=replace(SPARK_MEMORY, cached_bytes=90_000_000 << 10)), "note", "page cache", "drop_caches"),
+        (spark(memory=replace(SPARK_MEMORY, available_bytes=900_000 << 10)), "note", "memory", "stop"),
+        (spark(disk=10**9), "fault", "disk", "disk"),
+        (spark(python=(3, 9, 1)), "fault", "python", "3.10"),
+        (spark(venv=False), "note", "environment", "venv"),
+        (spark(missing=("annie_quant._nvfp4",)), "fault", "_nvfp4", "reinstall"),
+        (spark(missing=("modelopt",)), "note", "extra quantize", "annie-quant[quantize]"),
+    ],
+)  # fmt: skip
+def test_each_problem_is_reported_with_its_fix(machine, level, check, fix):
+    findings = doctor.examine(probe=machine)
+    assert check in levels(findings, level), findings
+    assert fix in levels(findings, level)[check].fix
+    assert levels(findings, level)[check].fix in doctor.fix_plan(findings)
+
+
+def test_folders_owned_by_root_are_reported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    findings = [f for f in doctor.examine(probe=spark(writable=False)) if f.check == "ownership"]
+    assert findings[0].level == "fault" and "chown" in findings[0].fix and findings[0].message.startswith("runs")
+
+
+def test_the_token_itself_is_never_shown():
+    assert "hf_secret" not in json.dumps([asdict(f) for f in doctor.examine(probe=spark())])
+
+
+def model(where, config, **files):
+    where.mkdir(exist_ok=True)
+    (where / "config.json").write_text(json.dumps(config))
+    (where / "chat_template.jinja").write_text("x")
+    (where / "model.safetensors").write_bytes(b"")
+    for name, text in files.items():
+        (where / name).write_text(text)
+    return where
+
+
+def test_a_checkpoint_is_checked_before_it_is_served(tmp_path):
+    sound = model(tmp_path / "a", {"model_type": "qwen3_5", "quantization_config": {"quant_algo": "NVFP4"}})
+    assert levels(check_model(sound), "fault") == {}
+    awq = model(tmp_path / "b", {"quantization_config": {"quant_algo": "NVFP4_AWQ"}})
+    assert "--repair" in levels(check_model(awq), "fault")["format"].fix
+    mixed = model(tmp_path / "c", {"quantization_config": {"quant_algo": "MIXED_PRECISION"}})
+    assert "0.19" in levels(check_model(mixed), "note")["format"].why
+    text = model(tmp_path / "d", {"model_type": "qwen3_5_text"})
+    assert "not recognized" in levels(check_model(text), "note")["model_type"].why
+    visual = model(tmp_path / "e", {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {}})
+    assert "preprocessor_config.json" in levels(check_model(visual), "fault")
+    bare = model(tmp_path / "f", {})
+    (bare / "chat_template.jinja").unlink()
+    assert "chat template" in levels(check_model(bare), "fault")
+    assert "no readable config.json" in check_model(tmp_path / "none")[0].message
+
+
+def test_missing_shards_are_counted(tmp_path):
+    folder = model(tmp_path / "m", {})
+    index = {"weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-00001.safetensors").write_bytes(b"")
+    assert "1 of 2 shards" in levels(check_model(folder), "fault")["shards"].message
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"metadata": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}', "\udc80"]
+)
+def test_a_malformed_index_or_config_does_not_stop_the_checks(tmp_path, text):
+    folder = model(tmp_path / "m", {"quantization_config": {"quant_algo": "NVFP4"}})
+    for name in ("model.safetensors.index.json", "hf_quant_config.json", "tokenizer_config.json"):
+        (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert levels(check_model(folder), "ok")["format"].message == "NVFP4"
+    odd = model(tmp_path / "odd", {"quantization_config": ["NVFP4"], "architectures": "Qwen", "text_config": 3})
+    assert levels(check_model(odd), "ok")["format"].message == "not quantized"
+
+
+def test_a_log_is_compared_with_the_known_errors(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text("INFO fine\nRuntimeError: CUDA error: no kernel image is available for execution on the device\n")
+    finding = levels(doctor.examine(probe=spark(), log=log), "fault")["server log"]
+    assert "no kernel image" in finding.message and "121a" in finding.fix
+    log.write_text("INFO: Application startup complete.\n")
+    assert "ready" in levels(doctor.examine(probe=spark(), log=log), "ok")["server log"].message
+    with pytest.raises(UsageError):
+        doctor.examine(probe=spark(), log=tmp_path / "none")
+
+
+def test_this_machine_can_be_examined():
+    findings = doctor.examine()
+    assert {f.level for f in findings} <= {"ok", "note", "fault"}
+    assert Probe().run("sh", "-c", "sleep 5", timeout_s=0.1).code == 124
+    assert Probe().run("no-such-program").code == 127
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", None])
+def test_a_kv_cache_in_nvfp4_is_a_fault(tmp_path, scheme):
+    config = {"model_type": "qwen3_5_moe", "quantization_config": {"quant_algo": "NVFP4", "kv_cache_scheme": scheme}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    algorithm = "FP8" if scheme else "NVFP4"
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"kv_cache_quant_algo": algorithm}}))
+    assert levels(check_model(tmp_path), "fault")["KV cache"].fix == "--kv-cache-dtype fp8"
+    config["quantization_config"]["kv_cache_scheme"] = {"type": "float", "num_bits": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf_quant_config.json").unlink()
+    assert "KV cache" not in levels(check_model(tmp_path), "fault")

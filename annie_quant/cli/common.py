@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from annie_quant.cli.console import Console, is_secondary_process, shown
+from annie_quant.cli.terminal import Console, is_secondary_process, shown
 from annie_quant.core.files import finite
 
 console = Console()

@@ -24,7 +24,7 @@ from annie_quant.cli.common import (
     refuse_stale_prompt,
     workloads_option,
 )
-from annie_quant.cli.console import is_secondary_process
+from annie_quant.cli.terminal import is_secondary_process
 from annie_quant.core.errors import need
 
 

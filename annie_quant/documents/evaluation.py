@@ -59,7 +59,7 @@ class KLSummary(KLFigures, kw_only=True, omit_defaults=True):
     """KLFigures of all tokens, per category and per token class.
 
     by_layer: present after a sensitivity measurement. decisions: of the tokens that decide about a call, its function, its
-    arguments or the end (evaluate/prompts.py); None for plain text and in evaluations before 0.3.
+    arguments or the end (offline/prompts.py); None for plain text and in evaluations before 0.3.
     """
 
     by_category: dict[str, KLFigures] = {}
@@ -306,7 +306,7 @@ class LabelScores(msgspec.Struct, rename={"original": "given"}):
 
 
 class Labels(msgspec.Struct):
-    """Whether the calibration answers belong to their questions (pipeline/search/explain.py).
+    """Whether the calibration answers belong to their questions (cli/pipeline/search_explanation.py).
 
     verdict: "undecided" where the model does not distinguish the rows; "" in a search of version 0.1.0, which has only `belong`.
     """

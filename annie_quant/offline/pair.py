@@ -184,7 +184,7 @@ def working_dtype(folders: Sequence[Path], device: str) -> str:
     """Return "float32" where both models fit into half of the device's free memory that way, else "bfloat16".
 
     The same on a CPU and a GPU, so that a verdict does not depend on the device: numerics profiles round from float32
-    (hf/emulation.py).
+    (offline/emulation.py).
     """
     free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     # In float32 both need 8 bytes per weight. On disk they have 2.5 (4 bits and bf16), so this is at most 3.2 times the size;

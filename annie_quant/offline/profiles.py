@@ -36,7 +36,7 @@ class Profile:
                   (sgl-project/sglang #38975) and vLLM's packed decode before vllm-project/vllm #53877 do; "bfloat16 steps": the
                   exponential, the sum and the quotient, as vLLM's CPU kernels do (csrc/cpu/sgl-kernels/fla.cpp)
     delta_rule    whose kernels' roundings DeltaNet's prefill has, if the stream is rounded: "GPU": flash-linear-attention's
-                  (evaluate/deltanet.py); "CPU": vLLM's for CPUs (evaluate/deltanet_cpu.py)
+                  (offline/deltanet.py); "CPU": vLLM's for CPUs (offline/deltanet_cpu.py)
     served_by     the server and its kernel, "" for an arithmetic that no server has
     """
 

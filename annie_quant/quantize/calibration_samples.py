@@ -38,7 +38,7 @@ class Sample:
     """One answer after its prompt.
 
     ids: the tokens that are fed (the answer's last token is only predicted).  kinds: of each position.
-    answer: the answer's tokens.  decides: of each, whether it decides (evaluate/prompts.py).
+    answer: the answer's tokens.  decides: of each, whether it decides (offline/prompts.py).
     row: index of its conversation.
     """
 

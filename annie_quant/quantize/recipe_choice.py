@@ -2,7 +2,7 @@
 
 Part of the calibration conversations is held out. Every recipe rounds the model on the others, and the held-out answers are scored
 as served and with no input rounded. The divergence is the mean KL of all answer tokens plus that of the tokens that decide
-(evaluate/prompts.py), summed over both. GPTQ is the start. An ingredient stays only where the divergence falls by more than
+(offline/prompts.py), summed over both. GPTQ is the start. An ingredient stays only where the divergence falls by more than
 the noise, which is the standard error of the difference over conversations. Plain rounding (naive) is compared at the end. So the
 recipe is not worse than gptq or naive on that text by more than the noise. The final model is rounded with all conversations.
 """

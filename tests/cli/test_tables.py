@@ -8,7 +8,7 @@ import pytest
 
 from annie_quant import judge
 from annie_quant.cli import tables
-from annie_quant.cli.console import Console
+from annie_quant.cli.terminal import Console
 from annie_quant.documents import OfflineSide, PairedGate
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, tabulate

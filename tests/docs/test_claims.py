@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from paths import ROOT
 
-from annie_quant.cli.console import HEARTBEAT_S
+from annie_quant.cli.terminal import HEARTBEAT_S
 from annie_quant.data.record import exchange, proxy
 from annie_quant.judge.decision.paired import MARGIN
 

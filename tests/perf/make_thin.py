@@ -48,7 +48,7 @@ class Overlay(nn.Module):
 
 
 def delta_rule(query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any) -> tuple[torch.Tensor, None]:
-    """Return the gated delta rule's outputs [B, T, H, Dv] in a form with a gradient (evaluate/deltanet.py has the definition)."""
+    """Return the gated delta rule's outputs [B, T, H, Dv] in a form with a gradient (offline/deltanet.py has the definition)."""
     query, key = (functional.normalize(x, dim=-1, eps=1e-6) for x in (query, key))
     batch, steps, heads, dk = key.shape
     pad = -steps % CHUNK

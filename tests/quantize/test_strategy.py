@@ -78,7 +78,7 @@ def test_an_option_takes_the_type_of_its_default_and_explains_itself() -> None:
 
 def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
     """The demo chooses strategies to show, its report their order, and the command line names three as examples."""
-    allowed = {"pipeline/demo.py", "report/run.py", "cli/quantize.py", "nvfp4.py"}  # nvfp4.gptq is the algorithm
+    allowed = {"cli/pipeline/demo.py", "report/run.py", "cli/quantize.py", "nvfp4.py"}  # nvfp4.gptq is the algorithm
     package = ROOT / "annie_quant"
     names = [n for n in strategies.names() if n not in ("direct", "sensitivity", "manners", "best")]  # words
     uses = [

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as Rich
 
-from annie_quant.cli import common, console
-from annie_quant.cli.console import Console
+from annie_quant.cli import common, terminal
+from annie_quant.cli.terminal import Console
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.text import printable
 
@@ -87,7 +87,7 @@ def test_json_is_escaped_and_stays_the_same(capsys):
 def test_log_records_and_warnings_of_libraries(capsys, monkeypatch):
     factory, form = logging.getLogRecordFactory(), warnings.formatwarning
     try:
-        console.clean_library_messages()
+        terminal.clean_library_messages()
         logger = logging.Logger("x")
         logger.addHandler(logging.StreamHandler())
         logger.warning("a %s", "\x1b[31m\u202e")

@@ -2,7 +2,7 @@
 
     python -m annie_quant.cli.pipeline.evaluation_process JOB       JOB: EvaluationJob as JSON
 
-Below the supervisor of serve/server.py: it ends however annie-quant ends. Its log has one line per state.
+Below the supervisor of ops/server.py: it ends however annie-quant ends. Its log has one line per state.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -13,13 +12,12 @@ import time
 import pytest
 from paths import ROOT
 
-from annie_quant.cli.console import Console, value_text
-
-module = importlib.import_module("annie_quant.cli.console")  # annie_quant.cli.console is also an object
+from annie_quant.cli import terminal
+from annie_quant.cli.terminal import Console, value_text
 
 
 def test_a_pipe_gets_a_line_while_a_task_runs(monkeypatch, capsys):
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(terminal, "HEARTBEAT_S", 0.05)
     console = Console()
     with console.task("measure") as step:
         step.update(3, 10, "alpha · factual")
@@ -39,7 +37,7 @@ def test_a_short_task_and_a_secondary_process_write_no_heartbeat(monkeypatch, ca
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"✓ short \d\.\d s", line)
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(terminal, "HEARTBEAT_S", 0.01)
     with Console().task("other"):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
@@ -54,7 +52,7 @@ def test_the_thread_ends_with_an_error_of_the_task():
 def test_a_closed_pipe_does_not_end_the_task():
     code = (
         "import importlib, os, sys, time\n"
-        "module = importlib.import_module('annie_quant.cli.console')\n"
+        "module = importlib.import_module('annie_quant.cli.terminal')\n"
         "module.HEARTBEAT_S = 0.02\n"
         "r, w = os.pipe(); os.close(r); os.dup2(w, 2)\n"
         "with module.Console().task('x'):\n"

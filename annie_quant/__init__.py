@@ -12,6 +12,7 @@
     aq.serve       serving runtimes
     aq.bench       timing two or more servers against each other
     aq.report      HTML and Markdown reports, model card, upload
+    aq.errors      AnnieError and its kinds, with their exit codes
 
 Each part is imported on first use. Importing the package itself imports no third-party package.
 """
@@ -25,6 +26,7 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from annie_quant import bench, checkpoint, data, gemm, judge, kquant, nvfp4, quantize, report, runtime, stream
+    from annie_quant.core import errors
     from annie_quant.ops import serving as serve
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "bench",
     "checkpoint",
     "data",
+    "errors",
     "gemm",
     "judge",
     "kquant",
@@ -44,11 +47,12 @@ __all__ = [
 ]
 
 
+_MODULES = {"errors": "core.errors", "serve": "ops.serving"}  # where they are not named as the attribute
+
+
 def __getattr__(name: str) -> Any:
-    if name == "serve":
-        return importlib.import_module("annie_quant.ops.serving")
     if name in __all__:
-        return importlib.import_module(f"annie_quant.{name}")
+        return importlib.import_module(f"annie_quant.{_MODULES.get(name, name)}")
     raise AttributeError(f"module 'annie_quant' has no attribute {name!r}")
 
 

@@ -146,16 +146,16 @@ def serve(
     """
     options: dict[str, Any] = {"recipe": use} if use else {}
     recipe_file = recipe_file or old_recipe_file
-    for note in annie_quant.ops.serving.check(model, runtime=runtime, **options) if recipe_file or dry_run else ():
+    for note in annie_quant.serve.check(model, runtime=runtime, **options) if recipe_file or dry_run else ():
         console.note(note)
     if recipe_file:
-        echo(str(annie_quant.ops.serving.write_recipe(model, recipe_file, runtime=runtime, port=port, **options)))
+        echo(str(annie_quant.serve.write_recipe(model, recipe_file, runtime=runtime, port=port, **options)))
     if dry_run:
-        echo(annie_quant.ops.serving.command(model, runtime=runtime, port=port, **options))
+        echo(annie_quant.serve.command(model, runtime=runtime, port=port, **options))
     if recipe_file or dry_run:
         return
     with console.task(f"{runtime} on port {port}") as step:
-        server = annie_quant.ops.serving.start(model, runtime=runtime, port=port, progress=step, **options)
+        server = annie_quant.serve.start(model, runtime=runtime, port=port, progress=step, **options)
     console.note(f"ready: {server.url}/v1   (Ctrl-C stops it)")
     try:
         server.wait()

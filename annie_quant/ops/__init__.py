@@ -2,5 +2,4 @@
 
 serving     start a server, wait until it is ready, or print the command that starts it
 doctor      what is missing on this machine, and how to fix it
-runtimes/   one file per serving runtime
 """

@@ -1,4 +1,4 @@
-"""The llama.cpp server process. Started by runtimes/llama_cpp.py with one argument, a JSON object.
+"""The llama.cpp server process. Started by llama_cpp.py with one argument, a JSON object.
 
 It ends on SIGTERM, which supervisor.py sends.
 """

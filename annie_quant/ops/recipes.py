@@ -23,9 +23,10 @@ from typing import Any
 
 import msgspec
 
+from annie_quant import checkpoint
 from annie_quant.checkpoint import ModelFolder, ShardError, dialects
 from annie_quant.checkpoint.loader_support import fits_modelopt_option
-from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError
 from annie_quant.core.files import ASSETS, write_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.documents import salvage_or_default
@@ -166,6 +167,35 @@ class RecipeRuntime:
         """Return the command as one line for a shell."""
         env = [f"{key}={value}" for key, value in self.find(recipe).env.items()]
         return shlex.join([*env, *self.arguments(model, port, recipe)])
+
+    def check(self, model: Path, recipe: str | None = None) -> list[str]:
+        """Audit a model folder, which reads every tensor, and return notes for the user.
+
+        The notes are the recipe with its date and who ran it, and findings that the server tolerates. Raises CheckpointError where
+        the server does not load the checkpoint (annie_quant.checkpoint.loader_support).
+        """
+        name, chosen = choose(self.name, recipe)
+        quoted = shlex.quote(str(model))
+        if not (model / "config.json").is_file():
+            raise UsageError(f"{model} is not a model folder", f"{self.name} serves a safetensors checkpoint")
+        audit = checkpoint.audit(model)
+        support = next((s for s in audit.summary.servers if s.server.lower() == self.name), None)
+        if support is None:  # its files cannot be read
+            first = f": {audit.findings[0].message}" if audit.findings else ""
+            raise CheckpointError(f"{model} cannot be served{first}", f"annie-quant audit {quoted}")
+        if support.loads == "no":
+            raise CheckpointError(f"{self.name} does not load {model}: {support.note}", f"annie-quant audit {quoted}")
+        notes = [f"recipe {self.name} {name}: {chosen.note} (source: {chosen.source})"]
+        if chosen.image and chosen.tag_moves:
+            notes.append(
+                f"the tag of {chosen.image} moves to newer images; the one that is here: "
+                f"docker inspect --format '{{{{index .RepoDigests 0}}}}' {chosen.image}"
+            )
+        if support.note:
+            notes.append(f"{self.name} loads it: {str(support).partition(': ')[2]}")
+        if audit.findings:
+            notes.append(f"{len(audit.findings)} findings in {model}: annie-quant audit {quoted}")
+        return notes
 
     def write(self, model: Path, path: Path, port: int = 8000, recipe: str | None = None) -> Path:
         """Write the recipe as YAML for sparkrun and spark-vllm-docker (recipe_version 1)."""

@@ -9,18 +9,34 @@ write_recipe(model, "annie.yaml", runtime="vllm")     the recipe as a file for s
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
-from annie_quant.core import registry
-from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SILENT, Progress
-from annie_quant.ops import runtimes
+from annie_quant.ops.llama_cpp import LlamaCpp
+from annie_quant.ops.recipes import RecipeRuntime
 from annie_quant.ops.server import Server
 
 __all__ = ["Server", "check", "command", "start", "write_recipe"]
+
+
+class Runtime(Protocol):
+    """A program that serves models. Options beyond those named here are the runtime's own."""
+
+    name: str
+
+    def start(self, model: Path, port: int = 0, *, progress: Progress = SILENT, **options: Any) -> Server: ...
+
+    def command(self, model: Path, port: int = 8000, **options: Any) -> str: ...
+
+    def check(self, model: Path, recipe: str | None = None) -> list[str]: ...
+
+    def write(self, model: Path, path: Path, port: int = 8000, recipe: str | None = None) -> Path: ...
+
+
+# Another runtime is one row here; one that is started from recipes also has a file in assets/recipes.
+RUNTIMES: dict[str, Runtime] = {r.name: r for r in (LlamaCpp(), RecipeRuntime("vllm"), RecipeRuntime("sglang"))}
 
 
 def start(
@@ -52,53 +68,25 @@ def command(model_path: str | os.PathLike, runtime: str = "llama.cpp", port: int
 
 
 def check(model_path: str | os.PathLike, runtime: str = "llama.cpp", recipe: str | None = None) -> list[str]:
-    """Audit a model for one runtime; reads every tensor of a model folder. recipe: its name; None: the newest. llama.cpp has none.
+    """Check a model for one runtime; a model folder is audited, which reads every tensor. Returns notes for the user.
 
-    Returns notes for the user: the recipe with its date and who ran it, and findings that the runtime tolerates.
-    Raises UsageError where it is not what the runtime serves (llama.cpp: a GGUF file), CheckpointError where it is not loaded by
-    the rules of annie_quant.checkpoint.loader_support.
+    recipe: its name; None: the newest. llama.cpp has none.
+
+    Raises UsageError where the model is not what the runtime serves, CheckpointError where the runtime does not load it.
     """
-    from annie_quant import checkpoint
-    from annie_quant.ops import recipes
-
-    model, module = Path(model_path), find_runtime(runtime)
-    if not hasattr(module, "write"):
-        module.check_file(model)
-        return []
-    name, chosen = recipes.choose(module.NAME, recipe)
-    quoted = shlex.quote(str(model))
-    if not (model / "config.json").is_file():
-        raise UsageError(f"{model} is not a model folder", f"{module.NAME} serves a safetensors checkpoint")
-    audit = checkpoint.audit(model)
-    support = next((s for s in audit.summary.servers if s.server.lower() == module.NAME), None)
-    if support is None:  # its files cannot be read
-        first = f": {audit.findings[0].message}" if audit.findings else ""
-        raise CheckpointError(f"{model} cannot be served{first}", f"annie-quant audit {quoted}")
-    if support.loads == "no":
-        raise CheckpointError(f"{module.NAME} does not load {model}: {support.note}", f"annie-quant audit {quoted}")
-    notes = [f"recipe {module.NAME} {name}: {chosen.note} (source: {chosen.source})"]
-    if chosen.image and chosen.tag_moves:
-        notes.append(
-            f"the tag of {chosen.image} moves to newer images; the one that is here: "
-            f"docker inspect --format '{{{{index .RepoDigests 0}}}}' {chosen.image}"
-        )
-    if support.note:
-        notes.append(f"{module.NAME} loads it: {str(support).partition(': ')[2]}")
-    if audit.findings:
-        notes.append(f"{len(audit.findings)} findings in {model}: annie-quant audit {quoted}")
-    return notes
+    return find_runtime(runtime).check(Path(model_path), recipe)
 
 
 def write_recipe(
     model_path: str | os.PathLike, path: str | os.PathLike, runtime: str = "vllm", port: int = 8000, **options: Any
 ) -> Path:
     """Write the recipe as YAML. Raises UsageError for a runtime without such recipes (llama.cpp)."""
-    module = find_runtime(runtime)
-    if not hasattr(module, "write"):
-        raise UsageError(f"{runtime} has no recipe files", "choose vllm or sglang")
-    return module.write(Path(model_path), Path(path), port=port, **options)
+    return find_runtime(runtime).write(Path(model_path), Path(path), port=port, **options)
 
 
-def find_runtime(name: str) -> ModuleType:
-    """Return the runtime's module from annie_quant.ops.runtimes."""
-    return registry.find(runtimes, name, "runtime", lambda part: part.replace("_", "."))
+def find_runtime(name: str) -> Runtime:
+    """Return a runtime; "llama_cpp" is llama.cpp too. Raises UsageError for an unknown one, with the names there are."""
+    runtime = RUNTIMES.get(name.replace("_", "."))
+    if runtime is None:
+        raise UsageError(f"there is no runtime called {name!r}", f"choose one of: {', '.join(sorted(RUNTIMES))}")
+    return runtime

@@ -19,7 +19,7 @@ import pytest
 
 import annie_quant as aq
 from annie_quant.core.errors import AnnieError, CheckpointError, ServerError
-from annie_quant.ops.runtimes import llama_cpp
+from annie_quant.ops import llama_cpp
 
 pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
 pytest.importorskip("gguf", reason="the serve extra is not installed")

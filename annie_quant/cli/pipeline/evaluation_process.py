@@ -24,8 +24,7 @@ from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
 from annie_quant.data.resolve import resolve
 from annie_quant.judge import Workload
-from annie_quant.ops import server
-from annie_quant.ops.runtimes import llama_cpp
+from annie_quant.ops import llama_cpp, server
 
 AT_ONCE = 2  # processes that share the processors
 POLL_S = 0.1

@@ -124,7 +124,7 @@ def bench(
     """
     from annie_quant import bench as timing
     from annie_quant.bench import traces
-    from annie_quant.cli.pipeline.stages import RunDirectory
+    from annie_quant.cli.pipeline.run_directory import RunDirectory
     from annie_quant.data.resolve import resolve
     from annie_quant.report.judging import write_judgement
 

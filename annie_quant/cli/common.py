@@ -10,10 +10,10 @@ from typing import Any
 import click
 import msgspec
 
-from annie_quant.cli.terminal import Console, is_secondary_process, shown
+from annie_quant.cli.terminal import TerminalConsole, is_secondary_process, shown
 from annie_quant.core.files import finite
 
-console = Console()
+console = TerminalConsole()
 PATH = click.Path(path_type=Path)
 
 

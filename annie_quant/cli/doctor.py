@@ -19,7 +19,7 @@ from annie_quant.cli.common import PATH, console, echo, emit, json_option, quiet
 from annie_quant.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from annie_quant.ops.doctor import Finding
+    from annie_quant.ops.doctor import CheckResult
 
 
 import shlex
@@ -104,7 +104,7 @@ def doctor(
     sys.exit(3 if any(f.level == "fault" for f in findings) else 0)
 
 
-def print_findings(findings: Iterable[Finding]) -> None:
+def print_findings(findings: Iterable[CheckResult]) -> None:
     for finding in findings:
         console.line(f"{finding.check}: {finding.message}", mark=MARKS[finding.level])
         if finding.why:

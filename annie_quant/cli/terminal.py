@@ -71,7 +71,7 @@ def is_secondary_process() -> bool:
     return os.environ.get("RANK", "0") != "0"
 
 
-class Step:
+class TerminalTask:
     """Progress of one task (annie_quant.core.progress.Progress) as a bar on a terminal; `state` is its last report as a line."""
 
     def __init__(self, bar: Any, task: Any, title: str) -> None:
@@ -115,7 +115,7 @@ class Heartbeat:
         self._thread.join()
 
 
-class Console:
+class TerminalConsole:
     """Two rich consoles, created when they are first used."""
 
     def __init__(self) -> None:
@@ -156,12 +156,12 @@ class Console:
         self.out.print(shown(text), markup=False, soft_wrap=True)
 
     @contextlib.contextmanager
-    def task(self, title: str) -> Iterator[Step]:
+    def task(self, title: str) -> Iterator[TerminalTask]:
         """Show a progress bar while the block runs; on a pipe, print a line every HEARTBEAT_S and one at its end."""
         from rich import progress
 
         if is_secondary_process():
-            yield Step(None, None, title)
+            yield TerminalTask(None, None, title)
             return
         start = time.monotonic()
         if self.err.is_terminal:
@@ -174,9 +174,9 @@ class Console:
                 progress.TimeRemainingColumn(),
             )
             with progress.Progress(*columns, console=self.err, transient=True) as bar:
-                yield Step(bar, bar.add_task(literal(title), total=None), title)
+                yield TerminalTask(bar, bar.add_task(literal(title), total=None), title)
         else:
-            step = Step(None, None, title)
+            step = TerminalTask(None, None, title)
 
             def beat(elapsed_s: float) -> None:
                 # Not through rich, which on a broken pipe closes stdout, too.

@@ -1,6 +1,6 @@
 """Progress of long work: one protocol for every stage, and the two implementations that need no terminal.
 
-A terminal's implementation is `annie_quant.cli.terminal.Step`.
+A terminal's implementation is `annie_quant.cli.terminal.TerminalTask`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from annie_quant.core.host import smi_command, smi_rows
 from annie_quant.core.native import BUILDS
 from annie_quant.documents import salvage_line
 from annie_quant.ops.known_errors import PARSER_FLAGS
-from annie_quant.ops.model_checks import Finding, Probe, fault, note, ok
+from annie_quant.ops.probe import CheckResult, Probe, fault, note, ok
 
 EXTRAS = {
     "quantize": ("torch", "transformers", "modelopt", "accelerate", "gguf"),
@@ -23,7 +23,7 @@ MACHINES = ("x86_64", "aarch64")
 MIN_MEMORY_BYTES, MIN_DISK_BYTES, LARGE_CACHE_SHARE = 2_000_000_000, 2_000_000_000, 0.4
 
 
-def check_python(probe: Probe) -> list[Finding]:
+def check_python(probe: Probe) -> list[CheckResult]:
     version, machine = probe.python(), probe.machine()
     message = f"Python {'.'.join(map(str, version))} on {machine}"
     if version < (3, 10):
@@ -44,17 +44,17 @@ def check_python(probe: Probe) -> list[Finding]:
     return findings
 
 
-def check_modules(probe: Probe) -> list[Finding]:
+def check_modules(probe: Probe) -> list[CheckResult]:
     """The three C modules. Without _gemm only the GPU kernels are missing."""
     return [
         ok(name, "built")
         if probe.installed(f"annie_quant.{name}")
-        else Finding("note" if name == "_gemm" else "fault", name, "not built", build.without, build.fix)
+        else CheckResult("note" if name == "_gemm" else "fault", name, "not built", build.without, build.fix)
         for name, build in BUILDS.items()
     ]
 
 
-def check_extras(probe: Probe) -> list[Finding]:
+def check_extras(probe: Probe) -> list[CheckResult]:
     findings = []
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if not probe.installed(module)]
@@ -67,7 +67,7 @@ def check_extras(probe: Probe) -> list[Finding]:
     return findings
 
 
-def check_memory(probe: Probe) -> list[Finding]:
+def check_memory(probe: Probe) -> list[CheckResult]:
     """Available memory, and the page cache, which on unified memory can block large allocations."""
     memory = probe.memory()
     if memory is None:
@@ -89,7 +89,7 @@ def check_memory(probe: Probe) -> list[Finding]:
     return findings
 
 
-def check_disk(probe: Probe) -> list[Finding]:
+def check_disk(probe: Probe) -> list[CheckResult]:
     free = probe.disk_free()
     message = f"{free / 1e9:.0f} GB free here"
     if free < MIN_DISK_BYTES:
@@ -97,7 +97,7 @@ def check_disk(probe: Probe) -> list[Finding]:
     return [ok("disk", message)]
 
 
-def check_ownership(probe: Probe) -> list[Finding]:
+def check_ownership(probe: Probe) -> list[CheckResult]:
     """Folders that a container created as root."""
     folders = (Path("runs"), Path("data"), Path("models"), _hub_folder(probe), Path("~/.cache/vllm").expanduser())
     return [
@@ -112,7 +112,7 @@ def check_ownership(probe: Probe) -> list[Finding]:
     ]
 
 
-def check_token(probe: Probe) -> list[Finding]:
+def check_token(probe: Probe) -> list[CheckResult]:
     if probe.env("HF_TOKEN") or (_hub_folder(probe) / "token").is_file():
         return [ok("hub token", "present")]
     return [note("hub token", "none", "needed only to publish or to load a private model", "hf auth login")]
@@ -128,7 +128,7 @@ GPU_FIELDS = ("name", "compute_cap", "driver_version")
 PROCESS_FIELDS = ("pid", "process_name", "used_memory")
 
 
-def check_gpu(probe: Probe) -> list[Finding]:
+def check_gpu(probe: Probe) -> list[CheckResult]:
     answer = probe.run(*smi_command("gpu", GPU_FIELDS))
     if answer.code == 127:
         why = "quantizing, auditing, evaluating and the embedded servers run on the CPU"
@@ -156,7 +156,7 @@ def check_gpu(probe: Probe) -> list[Finding]:
     return [*findings, _check_processes(probe), _check_nvcc(probe), *_check_torch(probe), *_check_kernels(probe)]
 
 
-def _check_processes(probe: Probe) -> Finding:
+def _check_processes(probe: Probe) -> CheckResult:
     answer = probe.run(*smi_command("compute-apps", PROCESS_FIELDS))
     processes = smi_rows(answer.text, PROCESS_FIELDS) if answer.code == 0 else []
     if not processes:
@@ -166,7 +166,7 @@ def _check_processes(probe: Probe) -> Finding:
     return note("gpu processes", f"{len(processes)}: {names}", why, "stop them before serving or measuring")
 
 
-def _check_nvcc(probe: Probe) -> Finding:
+def _check_nvcc(probe: Probe) -> CheckResult:
     answer = probe.run("nvcc", "--version")
     if answer.code == 127:
         return note("nvcc", "not installed", "needed only to build the GPU kernels from source")
@@ -177,7 +177,7 @@ def _check_nvcc(probe: Probe) -> Finding:
     return ok("nvcc", release or "responds")
 
 
-def _check_torch(probe: Probe) -> list[Finding]:
+def _check_torch(probe: Probe) -> list[CheckResult]:
     if not probe.installed("torch"):
         return []
     version = probe.torch_cuda_version()
@@ -190,7 +190,7 @@ def _check_torch(probe: Probe) -> list[Finding]:
     return [ok("torch", f"built for CUDA {version}")]
 
 
-def _check_kernels(probe: Probe) -> list[Finding]:
+def _check_kernels(probe: Probe) -> list[CheckResult]:
     """Run this package's own kernels in another process, because a driver fault ends the process."""
     if not probe.installed("annie_quant._gemm"):
         return []
@@ -216,7 +216,7 @@ class DockerInfo(msgspec.Struct, rename="pascal"):
     runtimes: dict[str, object] | None = None
 
 
-def check_docker(probe: Probe) -> list[Finding]:
+def check_docker(probe: Probe) -> list[CheckResult]:
     if probe.which("docker") is None:
         why = "vLLM and SGLang recipes run in containers; llama.cpp and the recipe `cpu` do not"
         return [note("docker", "not installed", why, "https://docs.docker.com/engine/install")]
@@ -244,7 +244,7 @@ def check_docker(probe: Probe) -> list[Finding]:
     return [*findings, *_check_servers(probe)]
 
 
-def _check_servers(probe: Probe) -> list[Finding]:
+def _check_servers(probe: Probe) -> list[CheckResult]:
     """Running vLLM and SGLang containers: without parsers, tool calls fail with HTTP 400 or are returned as text."""
     answer = probe.run("docker", "ps", "--no-trunc", "--format", "{{.Names}}\t{{.Image}}\t{{.Command}}")
     findings = []

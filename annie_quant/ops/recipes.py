@@ -87,7 +87,7 @@ PROGRAMS = {"vllm": ["vllm", "serve"], "sglang": []}
 HEALTH = "/health"
 
 
-class Recipe(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class ServingRecipe(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """One way to serve a model. {model}, {name} and {port} in `command` are replaced.
 
     note     what it is for
@@ -114,9 +114,9 @@ class Recipe(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return "@sha256:" not in image and not re.search(r":v?\d+\.\d+[^/]*$", image)
 
 
-def load_recipes(runtime: str) -> dict[str, Recipe]:
+def load_recipes(runtime: str) -> dict[str, ServingRecipe]:
     """Return all recipes of a runtime by name."""
-    return msgspec.json.decode((RECIPES / f"{runtime}.json").read_bytes(), type=dict[str, Recipe])
+    return msgspec.json.decode((RECIPES / f"{runtime}.json").read_bytes(), type=dict[str, ServingRecipe])
 
 
 # What `sparkrun benchmark RECIPE` measures: llama-benchy at the depths of the workloads depth_0 to depth_16k.
@@ -133,7 +133,7 @@ BENCHMARK: dict[str, Any] = {
 }
 
 
-def choose(runtime: str, recipe: str | None = None) -> tuple[str, Recipe]:
+def choose(runtime: str, recipe: str | None = None) -> tuple[str, ServingRecipe]:
     """Return a recipe and its name; None: the newest dated one. Raises UsageError for an unknown name."""
     known = load_recipes(runtime)
     name = recipe or max(n for n in known if n.replace("-", "").isdigit())
@@ -148,7 +148,7 @@ class RecipeRuntime:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def find(self, recipe: str | None) -> Recipe:
+    def find(self, recipe: str | None) -> ServingRecipe:
         return choose(self.name, recipe)[1]
 
     def arguments(self, model: Path, port: int, recipe: str | None = None) -> list[str]:
@@ -255,7 +255,7 @@ class RecipeRuntime:
         return server
 
 
-def words_for(runtime: str, model: Path, recipe: Recipe) -> list[str]:
+def words_for(runtime: str, model: Path, recipe: ServingRecipe) -> list[str]:
     """Return a recipe's command, with the parsers for the model's chat template, and without its --quantization where the
     model's settings are of another format.
 

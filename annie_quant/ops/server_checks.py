@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from annie_quant.core.errors import ServerError, UsageError
-from annie_quant.ops.model_checks import Finding, fault, note, ok
+from annie_quant.ops.probe import CheckResult, fault, note, ok
 from annie_quant.stream.client import Request, chat, run
 from annie_quant.stream.record import transport_fault
 
@@ -92,13 +92,13 @@ def check_url(url: str) -> str:
 
 
 @dataclass(frozen=True)
-class Reply:
+class CompletionReply:
     status: int
     json: Any
     fault: str | None
 
 
-def post(url: str, bodies: Sequence[Mapping[str, Any]], headers: Mapping[str, str] | None) -> list[Reply]:
+def post(url: str, bodies: Sequence[Mapping[str, Any]], headers: Mapping[str, str] | None) -> list[CompletionReply]:
     """POST the bodies one after another."""
     if not bodies:
         return []
@@ -107,7 +107,9 @@ def post(url: str, bodies: Sequence[Mapping[str, Any]], headers: Mapping[str, st
     replies = []
     for i in range(len(bodies)):
         fault = transport_fault(timings, i)
-        replies.append(Reply(int(timings.requests["status"][i]), decoded(timings.body(i)), fault[1] if fault else None))
+        replies.append(
+            CompletionReply(int(timings.requests["status"][i]), decoded(timings.body(i)), fault[1] if fault else None)
+        )
     return replies
 
 
@@ -176,7 +178,7 @@ N_PROMPTS, N_TOKENS, N_BEST = 20, 12, 5
 
 def check_server(
     url: str, checkpoint: Path, reference: Path, headers: Mapping[str, str] | None = None
-) -> tuple[list[Finding], Fingerprint]:
+) -> tuple[list[CheckResult], Fingerprint]:
     """Name the numerics profile that a server runs on a checkpoint, by the log-probabilities of about 20 short answers.
 
     Raises ServerError where the server returns no log-probabilities with token ids.
@@ -190,7 +192,7 @@ def check_server(
     return [finding(result, checkpoint, reference, offline.REFERENCE)], result
 
 
-def finding(result: Fingerprint, checkpoint: Path, reference: Path, reference_name: str) -> Finding:
+def finding(result: Fingerprint, checkpoint: Path, reference: Path, reference_name: str) -> CheckResult:
     """Return the finding for a fingerprint."""
     from annie_quant.offline.profiles import find_profile
 
@@ -238,7 +240,7 @@ QUESTION = "Which colour fills this image? Answer with one word."
 MAX_TOKENS = 256  # a model that thinks first has room for its answer
 
 
-def check_images(url: str, headers: Mapping[str, str] | None = None) -> Finding:
+def check_images(url: str, headers: Mapping[str, str] | None = None) -> CheckResult:
     """Ask a server for the colours of two images.
 
     Raises ServerError where it does not answer a question without an image, UsageError for a URL that is not an HTTP URL.

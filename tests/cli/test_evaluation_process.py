@@ -7,7 +7,8 @@ from paths import TINY_ANNIE
 
 from annie_quant.cli.pipeline import evaluation_process
 from annie_quant.cli.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
-from annie_quant.cli.pipeline.stages import RunDirectory, StageResult, Stages
+from annie_quant.cli.pipeline.run_directory import RunDirectory
+from annie_quant.cli.pipeline.stages import StageResult, Stages
 from annie_quant.core.errors import ServerError
 from annie_quant.core.progress import SilentConsole
 

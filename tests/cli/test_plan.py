@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from annie_quant.cli.pipeline import demo
-from annie_quant.cli.pipeline.stages import WEIGHT_S, Plan, RunDirectory
+from annie_quant.cli.pipeline.run_directory import WEIGHT_S, RunDirectory, StagePlan
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.progress import SilentConsole
 
@@ -15,12 +15,12 @@ USUAL_S = {"a": 60.0, "b": 30.0, "c": 90.0}
 
 
 def test_the_first_line_has_the_usual_time():
-    assert Plan(USUAL_S).text() == "0 of 3 stages finished, about 3 minutes left"
+    assert StagePlan(USUAL_S).text() == "0 of 3 stages finished, about 3 minutes left"
 
 
 def test_a_slow_machine_makes_the_rest_longer():
     now = [0.0]
-    plan = Plan(USUAL_S, clock=lambda: now[0])
+    plan = StagePlan(USUAL_S, clock=lambda: now[0])
     now[0] = 120.0
     plan.finish("a")
     assert plan.left_s == pytest.approx(120 * (120 + WEIGHT_S) / (60 + WEIGHT_S))
@@ -33,7 +33,7 @@ def test_a_slow_machine_makes_the_rest_longer():
 
 def test_stages_of_an_earlier_run_do_not_count_as_fast():
     now = [0.0]
-    plan = Plan(USUAL_S, clock=lambda: now[0])
+    plan = StagePlan(USUAL_S, clock=lambda: now[0])
     plan.finish("a", before=True)
     assert plan.left_s == 120.0
 

@@ -13,7 +13,8 @@ from paths import ROOT
 
 from annie_quant import documents, judge
 from annie_quant.cli.pipeline import search as searching
-from annie_quant.cli.pipeline.stages import RunDirectory, Stages
+from annie_quant.cli.pipeline.run_directory import RunDirectory
+from annie_quant.cli.pipeline.stages import Stages
 from annie_quant.core.progress import SilentConsole
 from annie_quant.data.rows import read_rows
 from annie_quant.documents import Evaluation, StrategyRow

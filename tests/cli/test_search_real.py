@@ -15,7 +15,8 @@ from tiny_variants import save_variant
 
 from annie_quant.cli import cli
 from annie_quant.cli.pipeline import search, search_explanation
-from annie_quant.cli.pipeline.stages import RunDirectory, Stages
+from annie_quant.cli.pipeline.run_directory import RunDirectory
+from annie_quant.cli.pipeline.stages import Stages
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SilentConsole
 from annie_quant.data import generate, load_persona, read_rows

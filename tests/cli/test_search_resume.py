@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from annie_quant import cli
-from annie_quant.cli.pipeline.stages import RunDirectory
+from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core.errors import UsageError
 
 
@@ -45,7 +45,7 @@ def test_a_stage_is_done_once_per_inputs_and_again_when_they_or_its_outputs_chan
 
 def test_a_second_command_in_the_same_folder_is_refused(tmp_path):
     code = (
-        "import sys, time; from annie_quant.cli.pipeline.stages import RunDirectory\n"
+        "import sys, time; from annie_quant.cli.pipeline.run_directory import RunDirectory\n"
         "with RunDirectory(sys.argv[1]).locked(): print('in', flush=True); time.sleep(60)"
     )
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -8,7 +8,7 @@ import pytest
 
 from annie_quant import judge
 from annie_quant.cli import tables
-from annie_quant.cli.terminal import Console
+from annie_quant.cli.terminal import TerminalConsole
 from annie_quant.documents import OfflineSide, PairedGate
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, tabulate
@@ -113,7 +113,7 @@ def test_one_row_per_side_names_what_is_not_kept():
 
 def test_a_pipe_gets_plain_text(capsys, monkeypatch):
     verdict, _ = columns(MEMBERS[:2])
-    console = Console()
+    console = TerminalConsole()
     assert console.width == 80
     console.print_lines(tables.verdict_lines(verdict))
     text = capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_a_pipe_gets_plain_text(capsys, monkeypatch):
 def test_a_terminal_gets_colours():
     from rich.console import Console as Rich
 
-    console, stream = Console(), io.StringIO()
+    console, stream = TerminalConsole(), io.StringIO()
     console._out = Rich(file=stream, force_terminal=True, width=100, highlight=False)
     console.print_lines(["tool calls loses"])
     assert "\x1b[31m" in stream.getvalue() and console.width == 100

@@ -13,12 +13,12 @@ import pytest
 from paths import ROOT
 
 from annie_quant.cli import terminal
-from annie_quant.cli.terminal import Console, value_text
+from annie_quant.cli.terminal import TerminalConsole, value_text
 
 
 def test_a_pipe_gets_a_line_while_a_task_runs(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "HEARTBEAT_S", 0.05)
-    console = Console()
+    console = TerminalConsole()
     with console.task("measure") as step:
         step.update(3, 10, "alpha · factual")
         time.sleep(0.3)
@@ -32,19 +32,19 @@ def test_a_pipe_gets_a_line_while_a_task_runs(monkeypatch, capsys):
 
 
 def test_a_short_task_and_a_secondary_process_write_no_heartbeat(monkeypatch, capsys):
-    with Console().task("short"):
+    with TerminalConsole().task("short"):
         pass
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"✓ short \d\.\d s", line)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(terminal, "HEARTBEAT_S", 0.01)
-    with Console().task("other"):
+    with TerminalConsole().task("other"):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
 
 
 def test_the_thread_ends_with_an_error_of_the_task():
-    with pytest.raises(RuntimeError), Console().task("fails"):
+    with pytest.raises(RuntimeError), TerminalConsole().task("fails"):
         raise RuntimeError
     assert not any(t.name.endswith("heartbeat") for t in threading.enumerate())
 
@@ -55,7 +55,7 @@ def test_a_closed_pipe_does_not_end_the_task():
         "module = importlib.import_module('annie_quant.cli.terminal')\n"
         "module.HEARTBEAT_S = 0.02\n"
         "r, w = os.pipe(); os.close(r); os.dup2(w, 2)\n"
-        "with module.Console().task('x'):\n"
+        "with module.TerminalConsole().task('x'):\n"
         "    time.sleep(0.5)\n"
         "    os.dup2(os.open('/dev/null', os.O_WRONLY), 2)\n"
         "print('finished')\n"
@@ -84,7 +84,7 @@ def test_values_are_short(key, value, text):
 
 
 def test_a_value_that_is_unknown_has_no_row(capsys):
-    Console().print_mapping("x", {"size_bytes": None, "rel_l2": 0.08562429379285291})
+    TerminalConsole().print_mapping("x", {"size_bytes": None, "rel_l2": 0.08562429379285291})
     out = capsys.readouterr().out
     assert "0.08562 " in out and "None" not in out and "size_bytes" not in out
 

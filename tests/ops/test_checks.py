@@ -11,7 +11,8 @@ import pytest
 from annie_quant.core import host
 from annie_quant.core.errors import UsageError
 from annie_quant.ops import doctor
-from annie_quant.ops.model_checks import Answer, Probe, check_model
+from annie_quant.ops.doctor import check_model
+from annie_quant.ops.probe import Output, Probe
 
 SPARK_MEMORY = host.Memory(125_513_064 << 10, 118_000_000 << 10, 9_000_000 << 10)
 VLLM_IMAGE = "vllm/vllm-openai:cu130-nightly"
@@ -22,17 +23,17 @@ SERVER = (
 
 
 class Machine(Probe):
-    """A machine with fixed answers. answers: {first words of a command: Answer or text}."""
+    """A machine with fixed answers. answers: {first words of a command: Output or text}."""
 
     def __init__(self, answers=None, **facts):
-        self.answers = {k: v if isinstance(v, Answer) else Answer(0, v) for k, v in (answers or {}).items()}
+        self.answers = {k: v if isinstance(v, Output) else Output(0, v) for k, v in (answers or {}).items()}
         self.facts = facts
         self.home = facts.get("home", Path("/nowhere"))
 
     def run(self, *command, timeout_s=20.0):
         line = " ".join(command)
         known = [key for key in self.answers if key in line]
-        return self.answers[max(known, key=len)] if known else Answer(127, "")
+        return self.answers[max(known, key=len)] if known else Output(127, "")
 
     def which(self, program):
         return f"/usr/bin/{program}" if any(key.split()[0] == program for key in self.answers) else None
@@ -111,13 +112,13 @@ def test_a_healthy_spark_needs_nothing():
     ("machine", "level", "check", "fix"),
     [
         (spark(answers={"nvidia-smi --query-gpu=name,compute_cap": "NVIDIA GB10, 12.1, 570.86"}), "fault", "driver", "580"),
-        (spark(answers={"nvidia-smi --query-gpu=name,compute_cap": Answer(9, "NVIDIA-SMI has failed")}), "fault", "gpu", "driver"),
+        (spark(answers={"nvidia-smi --query-gpu=name,compute_cap": Output(9, "NVIDIA-SMI has failed")}), "fault", "gpu", "driver"),
         (spark(answers={"nvidia-smi --query-compute-apps": "4242, ollama, 9000 MiB"}), "note", "gpu processes", "stop"),
         (spark(answers={"nvcc --version": "release 12.8, V12.8.93"}), "note", "nvcc", "CUDA 13"),
         (spark(cuda=None), "note", "torch", "cu130"),
         (spark(cuda="12.8"), "note", "torch", "cu130"),
-        (spark(answers={"validate-gpu": Answer(1, "{}")}), "fault", "NVFP4 kernels", "--stack all"),
-        (spark(answers={"docker info": Answer(1, "permission denied while trying to connect")}), "fault", "docker", "usermod"),
+        (spark(answers={"validate-gpu": Output(1, "{}")}), "fault", "NVFP4 kernels", "--stack all"),
+        (spark(answers={"docker info": Output(1, "permission denied while trying to connect")}), "fault", "docker", "usermod"),
         (spark(answers={"docker info": '{"Runtimes": {"runc": {}}}'}), "fault", "docker's NVIDIA runtime", "nvidia-ctk"),
         (spark(answers={"docker ps": SERVER.replace("--tool-call-parser qwen3_coder", "")}), "fault", "parsers", "qwen3_coder"),
         (spark(memory=replace(SPARK_MEMORY, cached_bytes=90_000_000 << 10)), "note", "page cache", "drop_caches"),

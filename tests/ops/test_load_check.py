@@ -13,7 +13,7 @@ from paths import TINY_ANNIE
 
 from annie_quant.core.errors import UsageError
 from annie_quant.ops import serving
-from annie_quant.ops.recipes import Recipe
+from annie_quant.ops.recipes import ServingRecipe
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_an_unknown_recipe_is_a_usage_error(sound):
     ],
 )  # fmt: skip
 def test_an_image_whose_tag_moves_is_named(image, moves):
-    assert Recipe("", "", [], image).tag_moves == moves
+    assert ServingRecipe("", "", [], image).tag_moves == moves
 
 
 def test_the_note_has_the_command_that_pins_the_image(sound):

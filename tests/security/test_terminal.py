@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console as Rich
 
 from annie_quant.cli import common, terminal
-from annie_quant.cli.terminal import Console
+from annie_quant.cli.terminal import TerminalConsole
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.text import printable
 
@@ -47,7 +47,7 @@ def test_ordinary_text_is_unchanged(text):
 def screen(monkeypatch):
     """A console on a terminal of 200 columns."""
     out = io.StringIO()
-    terminal = Console()
+    terminal = TerminalConsole()
     terminal._err = terminal._out = Rich(file=out, force_terminal=True, width=200, color_system=None, highlight=False)
     terminal.text = out.getvalue
     return terminal

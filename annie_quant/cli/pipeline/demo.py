@@ -20,7 +20,8 @@ from annie_quant import bench, checkpoint, data, documents, judge, report
 from annie_quant.bench import memory
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
-from annie_quant.cli.pipeline.stages import FileResult, Plan, RunDirectory, StageResult, Stages, prompts_key
+from annie_quant.cli.pipeline.run_directory import RunDirectory, StagePlan
+from annie_quant.cli.pipeline.stages import FileResult, StageResult, Stages, prompts_key
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.files import ASSETS, read_json
 from annie_quant.core.progress import Console, Progress, SilentConsole
@@ -147,7 +148,9 @@ class Demo:
         self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
         full = n_offline / N_PROMPTS, n_served / N_PROMPTS  # fewer prompts take less time
         scale = {"bf16-answers": full[0], "eval-naive": full[0], "eval-mlp_only": full[0], "bench": full[1]}
-        self.stages.plan = Plan({name: usual_s * min(1.0, scale.get(name, 1.0)) for name, usual_s in USUAL_S.items()})
+        self.stages.plan = StagePlan(
+            {name: usual_s * min(1.0, scale.get(name, 1.0)) for name, usual_s in USUAL_S.items()}
+        )
         console.note(self.stages.plan.text())
 
     def run(self) -> DemoResult:

@@ -18,7 +18,8 @@ from annie_quant import __version__, judge, quantize
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token, folder_size
 from annie_quant.cli.pipeline import search_explanation, search_table
-from annie_quant.cli.pipeline.stages import RunDirectory, Stages, drawn, offline_prompts
+from annie_quant.cli.pipeline.run_directory import RunDirectory
+from annie_quant.cli.pipeline.stages import Stages, drawn, offline_prompts
 from annie_quant.core.errors import AnnieError, DiskFull, UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console

@@ -1,190 +1,26 @@
 """The stages that the demo and the search share: quantize, audit and evaluate one strategy.
 
 A stage that finished with the same inputs is not done again, so a killed run resumes.
-
-A run directory: all results of a run in one folder. Each stage is done once, by one process at a time.
-
-run.json  records.jsonl  streams/  inputs.json  results.csv  plots/  report.html  report.md
-stages/<name>.json       the result of a finished stage, with the inputs that it was made from
-models/  gguf/  eval/    files that stages leave for later ones
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import random
-import re
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from annie_quant import __version__, checkpoint, documents, judge, quantize
-from annie_quant.core.errors import EnvironmentFault, UsageError
-from annie_quant.core.files import owner, read_json, read_whole_json, take_lock, write_json, write_text
+from annie_quant.cli.pipeline.run_directory import RunDirectory, StagePlan
+from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console, Progress
-from annie_quant.core.resume import KeyedJson
 from annie_quant.data.rows import read_rows
 from annie_quant.judge import Workload
 from annie_quant.judge.not_lost import compares_with_reference
-
-PARTIAL_FILE = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part, from files.replacing
-
-
-class StageStamp(msgspec.Struct):
-    """A finished stage. outputs: paths in the run directory, which must still exist. result: what its work returned."""
-
-    stage: str
-    seconds: float
-    outputs: list[str]
-    result: Any
-
-
-def not_writable(folder: Path, path: Path, error: OSError) -> EnvironmentFault:
-    """Return the error for a run directory that cannot be written, with the owner if that is another user."""
-    note = owner(path)
-    return EnvironmentFault(
-        f"{path}: cannot be created or written ({error.strerror}{note})",
-        f"sudo chown -R $(id -u):$(id -g) {folder}, or choose another --output" if note else "choose another --output",
-    )
-
-
-class RunDirectory:
-    """The folder and its finished stages."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        try:
-            (self.path / "stages").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise not_writable(self.path, self.path, error) from error
-
-    def __truediv__(self, name: str) -> Path:
-        return self.path / name
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the folder against a second command, until the context or the process ends.
-
-        Raises UsageError if another process, which is named, holds the lock; EnvironmentFault if the folder cannot be
-        written or locked, or has results of a newer annie-quant.
-        """
-        try:
-            file = (self.path / ".lock").open("a+")  # not "w", which would erase the holder's name
-        except OSError as error:
-            raise not_writable(self.path, self.path / ".lock", error) from error
-        with file:
-            if not take_lock(file, self.path):
-                file.seek(0)
-                raise UsageError(
-                    f"{self.path}: another annie-quant is working in this run directory ({file.read() or 'unnamed'})",
-                    "wait for it, or choose another --output",
-                )
-            file.truncate(0)
-            with contextlib.suppress(OSError):  # on a full disk the lock holds without a name
-                file.write(f"process {os.getpid()}: {' '.join(['annie-quant', *sys.argv[1:]])[:300]}")
-                file.flush()
-            for name in ("run.json", "bench.json"):
-                if (self.path / name).is_file():
-                    with contextlib.suppress(ValueError):  # a torn file is written again
-                        documents.check_version(read_json(self.path / name), self.path / name)
-            self.remove_partial_files()
-            yield
-
-    def remove_partial_files(self) -> None:
-        """Remove what a killed process was writing; the lock ensures that no other process writes now."""
-        for path in self.path.rglob(".*.part"):
-            if path.is_file() and PARTIAL_FILE.search(path.name):
-                try:
-                    path.unlink(missing_ok=True)
-                except OSError as error:
-                    raise not_writable(self.path, path, error) from error
-
-    def write_run(
-        self,
-        config: Any,
-        aggregates: documents.Aggregates,
-        verdict: documents.Verdict,
-        environment: documents.Environment,
-        stages: Sequence[documents.Stage] = (),
-    ) -> None:
-        """Write run.json, which then has the only copy of the aggregates."""
-        run = documents.Run(
-            argv=["annie-quant", *sys.argv[1:]],
-            environment=environment,
-            config=msgspec.to_builtins(config),
-            stages=list(stages),
-            aggregates=aggregates,
-            verdict=verdict,
-        )
-        documents.write_run(self.path, run)
-
-    def finished(self, stage: str, inputs: Any) -> StageStamp | None:
-        """Return the stamp of a stage that finished with these inputs and whose outputs still exist."""
-        try:
-            stamp = msgspec.convert(self._stamp(stage, inputs).load(), StageStamp)
-        except msgspec.ValidationError:
-            return None
-        return stamp if all(self.is_complete(output) for output in stamp.outputs) else None
-
-    def is_complete(self, output: str) -> bool:
-        """Return whether a stage's output exists and, if it is JSON, can be read."""
-        path = self.path / output
-        return read_whole_json(path) is not None if path.suffix == ".json" else path.exists()
-
-    def stage(self, name: str, inputs: Any, outputs: list[str], work: Callable[[], Any]) -> tuple[StageStamp, bool]:
-        """Do `work` unless the stage has finished with these inputs. Return its stamp, and whether it was finished before.
-
-        work: returns the stage's result, a value that JSON can hold or a msgspec.Struct.
-        """
-        stamp = self.finished(name, inputs)
-        if stamp is not None:
-            return stamp, True
-        start = time.monotonic()
-        result = msgspec.to_builtins(work())
-        stamp = StageStamp(name, round(time.monotonic() - start, 2), outputs, result)
-        self._stamp(name, inputs).save(msgspec.to_builtins(stamp))
-        return stamp, False
-
-    def _stamp(self, stage: str, inputs: Any) -> KeyedJson:
-        return KeyedJson(self.path / "stages" / f"{stage}.json", inputs)
-
-
-WEIGHT_S = 20.0  # the usual times count as much as so many seconds of finished stages
-
-
-class Plan:
-    """The stages of one run. usual_s: stage -> its share of the run's time on the machine that the times are of, in seconds."""
-
-    def __init__(self, usual_s: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
-        self.usual_s, self._clock, self._start = usual_s, clock, clock()
-        self._done: list[str] = []
-        self._before_s = 0.0  # usual seconds of stages that an earlier run finished
-
-    def finish(self, name: str, before: bool = False) -> None:
-        """Note that a stage has finished. before: in an earlier run."""
-        self._done.append(name)
-        self._before_s += self.usual_s.get(name, 0.0) if before else 0.0
-
-    @property
-    def left_s(self) -> float:
-        """Return the seconds that the other stages take, at the pace of this run so far."""
-        done_s = sum(self.usual_s.get(name, 0.0) for name in self._done)
-        pace = (self._clock() - self._start + WEIGHT_S) / (done_s - self._before_s + WEIGHT_S)
-        return (sum(self.usual_s.values()) - done_s) * pace
-
-    def text(self) -> str:
-        """Return the state in one line: "3 of 14 stages finished, about 2 minutes left"."""
-        minutes = round(self.left_s / 60)
-        left = f"about {minutes} minute{'s' * (minutes > 1)}" if minutes else "less than a minute"
-        return f"{len(self._done)} of {len(self.usual_s)} stages finished, {left} left"
-
 
 NOTED_S = 2.0  # the remaining time is shown after stages that took at least so long
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
@@ -236,7 +72,7 @@ class Stages:
         self.model, self.conversations, self.samples = model, conversations, samples
         self.base = {"version": __version__, "model": model_key(model)}  # inputs of every stage
         self.rows: list[documents.Stage] = []
-        self.plan: Plan | None = None  # where the remaining time is to be shown
+        self.plan: StagePlan | None = None  # where the remaining time is to be shown
         self._text_key: str | None = None
 
     def stage(

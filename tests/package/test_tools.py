@@ -1,4 +1,4 @@
-"""tools/check_imports.py and tools/check_language.py report planted violations, and nothing in correct text."""
+"""tools/check_imports.py reports planted violations, and nothing in correct code."""
 
 from __future__ import annotations
 
@@ -61,33 +61,3 @@ def test_a_cycle_of_modules_is_reported(package):
 def test_imports_for_type_checking_are_ignored(package):
     text = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from annie_quant.report import build\n"
     assert check("check_imports.py", package(judge__rules=text, report="")) == (0, [])
-
-
-# The bars keep the check from reporting this file.
-WRONG = '''"""A file that sa|ys what the foun|ding table holds."""
-
-found = [1]  # men|ded
-cfg = {"me|nd": 1}
-text = "two bytes a weight, be|side it"
-'''.replace("|", "")
-RIGHT = '''"""Return the rows of the comparison table (R48)."""
-
-findings = [1]
-settings = {"fix": 1}
-text = "two bytes per weight"
-reply = "he said hello"  # language: data
-'''
-
-
-def test_words_and_names_are_reported(tmp_path):
-    file = ROOT / "build" / f"language_{tmp_path.name}.py"
-    file.parent.mkdir(exist_ok=True)
-    try:
-        file.write_text(WRONG)
-        code, lines = check("check_language.py", file)
-        assert code == 1
-        assert [int(line.split(":")[1]) for line in lines] == [1, 1, 3, 3, 4, 4, 5]
-        file.write_text(RIGHT)
-        assert check("check_language.py", file) == (0, [])
-    finally:
-        file.unlink()

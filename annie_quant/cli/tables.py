@@ -96,7 +96,7 @@ class _Head:
 
 
 def _ordered(tables: Sequence[Mapping[str, GateResult]]) -> dict[str, GateResult]:
-    """The gates of all tables, deciding ones first."""
+    """Return the gates of all tables, deciding ones first."""
     first: dict[str, GateResult] = {}
     for table in tables:
         for gate, result in table.items():

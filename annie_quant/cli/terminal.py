@@ -66,8 +66,10 @@ def value_text(key: str, value: Any) -> str:
 
 
 def is_secondary_process() -> bool:
-    """Whether this is not the first process of a launcher (torchrun, accelerate launch). Only the first one prints,
-    except for errors."""
+    """Return whether this is not the first process of a launcher (torchrun, accelerate launch).
+
+    Only the first one prints, except for errors.
+    """
     return os.environ.get("RANK", "0") != "0"
 
 

@@ -22,7 +22,13 @@ from annie_quant.gemm.stack_check import STACKS, StackResult, last_json_line
 
 PROGRAMS = ("docker", "podman")
 PACKAGE = Path(__file__).parents[1]
-DEPENDENCIES = ("__init__", "core/__init__", "core/errors", "core/native", "core/text")  # of annie_quant.gemm in the rest of the package
+DEPENDENCIES = (
+    "__init__",
+    "core/__init__",
+    "core/errors",
+    "core/native",
+    "core/text",
+)  # of annie_quant.gemm in the rest of the package
 SCRIPT = """import base64, os, runpy, sys, tempfile
 folder = tempfile.mkdtemp()
 archive = os.path.join(folder, "annie.zip")

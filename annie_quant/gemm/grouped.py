@@ -205,7 +205,7 @@ def fake(
     top_k: int,
     tile_tokens: int,
 ) -> Any:
-    """The result's shape and dtype, for tracing."""
+    """Return an empty result of the right shape and dtype, for tracing."""
     return x.new_empty((x.shape[0] * top_k, n))
 
 

@@ -1,5 +1,4 @@
-"""Checks of other libraries' FP4 GEMMs against our oracle: which backends of an installed serving stack are right, wrong
-or missing on this GPU.
+"""Checks of other libraries' FP4 GEMMs: which backends of an installed serving stack are right, wrong or missing on this GPU.
 
 A backend is a function (case) -> array [M, N]. `judge` compares it with the float64 product of the same bytes within the
 bound that fp32 accumulation allows (times a small factor for other orders of scaling and a bf16 alpha), so that faults

@@ -104,7 +104,7 @@ def product(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
 
 
 def fake(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
-    """The result's shape and dtype, for tracing."""
+    """Return an empty result of the right shape and dtype, for tracing."""
     return x.new_empty((*x.shape[:-1], n))
 
 

@@ -148,7 +148,7 @@ def _w4a4(has_native: bool) -> Iterator[Check]:
 
 
 def _codec() -> Iterator[Check]:
-    """The GPU's values compared with the C codec, if that is built here."""
+    """Compare the GPU's values with the C codec, if that is built here."""
     try:
         from annie_quant import nvfp4
     except ImportError:

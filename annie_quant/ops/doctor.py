@@ -109,7 +109,7 @@ def check_model(folder: Path) -> list[CheckResult]:
 
 
 def _check_kv_cache(folder: Path, config: ModelConfig) -> list[CheckResult]:
-    """A KV cache in NVFP4, which servers accept."""
+    """Report a KV cache in NVFP4, which servers accept."""
     scheme = config.quantization_config.kv_cache_scheme if config.quantization_config else None
     exported = salvage_or_default(Exported, folder / "hf_quant_config.json").quantization
     kv_cache = (scheme if isinstance(scheme, str) else exported.kv_cache_quant_algo or "").upper()

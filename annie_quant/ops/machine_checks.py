@@ -45,7 +45,7 @@ def check_python(probe: Probe) -> list[CheckResult]:
 
 
 def check_modules(probe: Probe) -> list[CheckResult]:
-    """The three C modules. Without _gemm only the GPU kernels are missing."""
+    """Check the three C modules. Without _gemm only the GPU kernels are missing."""
     return [
         ok(name, "built")
         if probe.installed(f"annie_quant.{name}")
@@ -245,7 +245,7 @@ def check_docker(probe: Probe) -> list[CheckResult]:
 
 
 def _check_servers(probe: Probe) -> list[CheckResult]:
-    """Running vLLM and SGLang containers: without parsers, tool calls fail with HTTP 400 or are returned as text."""
+    """Check running vLLM and SGLang containers: without parsers, tool calls fail with HTTP 400 or are returned as text."""
     answer = probe.run("docker", "ps", "--no-trunc", "--format", "{{.Names}}\t{{.Image}}\t{{.Command}}")
     findings = []
     for line in answer.text.splitlines() if answer.code == 0 else ():

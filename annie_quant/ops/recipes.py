@@ -256,9 +256,9 @@ class RecipeRuntime:
 
 
 def words_for(runtime: str, model: Path, recipe: ServingRecipe) -> list[str]:
-    """Return a recipe's command, with the parsers for the model's chat template, and without its --quantization where the
-    model's settings are of another format.
+    """Return a recipe's command for one model.
 
+    It has the parsers for the model's chat template, and no --quantization where the model's settings are of another format.
     Recipes name ModelOpt's plain NVFP4. A folder that cannot be read keeps the option.
     """
     words = fitted(recipe.command, model, runtime)

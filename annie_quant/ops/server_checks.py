@@ -93,6 +93,8 @@ def check_url(url: str) -> str:
 
 @dataclass(frozen=True)
 class CompletionReply:
+    """One answer of /completions. fault: why it cannot be used."""
+
     status: int
     json: Any
     fault: str | None
@@ -165,7 +167,7 @@ def from_steps(steps: Sequence[Mapping[str, Any]]) -> ServedAnswer:
 
 
 def token_id(text: str) -> int:
-    """ "token_id:42" → 42."""
+    """Return the id in a token of the form "token_id:42"."""
     prefix, _, number = text.partition(":")
     if prefix != "token_id":
         raise ValueError(text)

@@ -1,4 +1,4 @@
-"""This package's W4A16 kernel in vLLM on CUDA GPUs, instead of Marlin. vLLM loads it through vllm_plugin.
+"""Our W4A16 kernel in vLLM on CUDA GPUs, instead of Marlin. vLLM loads it through vllm_plugin.
 
     ANNIE_QUANT_VLLM_KERNEL=1 vllm serve CHECKPOINT
 

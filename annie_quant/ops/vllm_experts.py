@@ -1,4 +1,4 @@
-"""This package's grouped W4A16 kernel for a mixture's experts in vLLM on CUDA GPUs, instead of Marlin. vllm_cuda installs it.
+"""Our grouped W4A16 kernel for a mixture's experts in vLLM on CUDA GPUs, instead of Marlin. vllm_cuda installs it.
 
 vLLM calls a class for the experts of a layer, between its router and its sum over ranks; shared experts are apart. Where it takes
 its class for Marlin with NVFP4 weights, it takes one derived from it. The layer's two weights (gate and up; down) are then

@@ -1,5 +1,6 @@
-"""NVFP4 for vLLM: linear kernels and experts (vllm_cpu) for CPUs, and on GPUs, if asked for, ours instead of Marlin
-(vllm_cuda). vLLM loads this plug-in itself (entry point vllm.general_plugins).
+"""The plug-in for vLLM, which loads it itself (entry point vllm.general_plugins).
+
+For CPUs it has linear kernels and experts in NVFP4 (vllm_cpu); on GPUs, if asked for, our kernels instead of Marlin (vllm_cuda).
 
 vLLM's table of NVFP4 kernels has no entry for CPUs. This plug-in adds W4A4 (activations rounded to NVFP4 by the C codec,
 exact weights) and W4A16. Up to matmul.FEW_ROWS rows are multiplied with the packed weights; for more, weights are

@@ -65,6 +65,8 @@ STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each
 
 
 class DataResult(StageResult):
+    """The conversations that were written."""
+
     data: data.Generation
 
 

@@ -1,4 +1,6 @@
-"""Why a strategy failed, or why none can pass. The models themselves answer these questions of the original plan (R46, R47):
+"""Find out why a strategy failed, or why none can pass.
+
+The models themselves answer these questions of the original plan (R46, R47):
 
 - Does the bf16 model pass the gates? If not, it is the base model, not the fine-tune, and no quantization helps.
 - Do the calibration answers belong to their questions? They are scored against the same answers, shuffled.
@@ -146,6 +148,8 @@ LEVEL = 0.05
 
 
 class LabelsResult(StageResult):
+    """Whether the calibration answers belong to their questions."""
+
     labels: Labels
 
 

@@ -87,7 +87,7 @@ int64_t tiled_blocks(const aq_grouped_shape &s, const aq_grouped_plan &plan, int
 
 const char *tiles_problem(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs) {
     if (plan.step_tiles != kTiledRows / kRows) return "step_tiles must be 16 for more than 32 tokens";
-    const char *problem = tiled_problem(shape_of_expert(s), limits, aq_tiled_plan{plan.tile_tokens, plan.cluster_size, plan.stages}, needs);
+    const char *problem = tiled_problem(shape_of_expert(s), limits, TiledPlan{plan.tile_tokens, plan.cluster_size, plan.stages}, needs);
     if (problem) return problem;
     if (tiled_blocks(s, plan, tiles) >= 1ll << 31) return "the product has too many tiles";
     needs->smem_bytes += Experts::kHead - OneProduct::kHead;
@@ -156,7 +156,7 @@ extern "C" int aq_plan_grouped(const aq_grouped_shape *shape, int tile_tokens, c
             *plan = few.plan;
             if (!aq_grouped_problem(shape, limits, plan, &needs)) return 0;
         }
-    aq_tiled_plan tiled;
+    TiledPlan tiled;
     if (!plan_tiled(shape_of_expert(s), std::max<int64_t>(1, std::min(s.pairs, s.experts)), *limits, &tiled)) return AQ_GEMM_NO_PLAN;
     for (const int tokens : {std::max(tiled.tile_tokens, 64), 64, 128})
         for (int stages = kMostStages; stages >= 2 && (!tile_tokens || tile_tokens == tokens); stages--) {

@@ -1,12 +1,11 @@
 // The many-token kernel by mma.sync: 256 rows x 16, 64 or 128 tokens.
 #include <algorithm>
 
-#include "gemm/paths.cuh"
 #include "gemm/tiled.cuh"
 
 namespace {
 
-constexpr int kMaxStages = 32;
+constexpr int kMaxStages = 32, kMaxSplit = 8;
 
 template <typename Tile>
 int64_t shared_bytes(int stages) {
@@ -15,7 +14,7 @@ int64_t shared_bytes(int stages) {
 
 }  // namespace
 
-const char *tiled_problem(const Shape &shape, const aq_limits &limits, const aq_tiled_plan &plan, aq_needs *needs) {
+const char *tiled_problem(const Shape &shape, const aq_limits &limits, const TiledPlan &plan, aq_needs *needs) {
     if (plan.tile_tokens != 16 && plan.tile_tokens != 64 && plan.tile_tokens != 128) return "tile_tokens must be 16, 64 or 128";
     if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8)
         return "cluster_size must be 1, 2, 4 or 8";
@@ -32,7 +31,38 @@ const char *tiled_problem(const Shape &shape, const aq_limits &limits, const aq_
     return nullptr;
 }
 
-int run_tiled(const Product &p, const aq_tiled_plan &plan, const aq_needs &needs) {
+bool plan_tiled(const Shape &shape, int64_t products, const aq_limits &limits, TiledPlan *best) {
+    double best_cost = kNever;
+    for (const int tokens : {16, 64, 128}) {
+        if (tokens > 16 && shape.m <= tokens / 4) continue;
+        const int64_t tiles = products * ((shape.n + kTiledRows - 1) / kTiledRows) * ((shape.m + tokens - 1) / tokens);
+        for (int size = 1; size <= (limits.major >= 9 ? kMaxSplit : 1); size *= 2) {
+            TiledPlan plan{tokens, size, 8};
+            aq_needs needs;
+            while (plan.stages > 1 && tiled_problem(shape, limits, plan, &needs)) plan.stages--;
+            const int at_once = resident(limits.sms, size) / size;
+            if (plan.stages < 2 || at_once < 1) continue;
+            // in units of one token's work on one chunk of 256 rows: the multiplication, or the decode if there are few tokens; then
+            // the pipeline's fill and the reduction of partial tiles
+            const double chunk = std::max(tokens, 24) + 24, waves = (double)((tiles + at_once - 1) / at_once);
+            const double cost = waves * (((shape.chunks + size - 1) / size + 3) * chunk + (size > 1 ? 200 * size : 60));
+            if (cost < best_cost) {
+                best_cost = cost;
+                *best = plan;
+            }
+        }
+    }
+    return best_cost != kNever;
+}
+
+namespace {
+
+// For a product that has no better path.
+double plan(const Shape &shape, const aq_limits &limits, TiledPlan *best) {
+    return plan_tiled(shape, 1, limits, best) ? kLastResort : kNever;
+}
+
+int run(const Product &p, const TiledPlan &plan, const aq_needs &needs) {
     const int n_tiles = (int)((p.shape.n + kTiledRows - 1) / kTiledRows),
               m_tiles = (int)((p.shape.m + plan.tile_tokens - 1) / plan.tile_tokens);
     const TiledArgs a{p.packed, p.x,     p.out,         p.ldx,          p.shape.n,         p.scale,     (int)p.shape.m, (int)p.shape.k,
@@ -51,3 +81,7 @@ int run_tiled(const Product &p, const aq_tiled_plan &plan, const aq_needs &needs
     return half ? launch<tiled_kernel<8, 1, 2, 16, true, OneProduct>>(how(Tokens128::kWarps), a, OneProduct{})
                 : launch<tiled_kernel<8, 1, 2, 16, false, OneProduct>>(how(Tokens128::kWarps), a, OneProduct{});
 }
+
+}  // namespace
+
+const Path tiled_path = make_path<TiledPlan, plan, tiled_problem, run>("tiled", "tile_tokens cluster_size stages");

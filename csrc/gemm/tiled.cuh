@@ -8,6 +8,17 @@
 #include <type_traits>
 
 #include "gemm/numerics.cuh"
+#include "gemm/paths.cuh"
+
+// Tiles of 256 rows x tile_tokens by mma.sync.
+struct TiledPlan {
+    int tile_tokens;   // 16, 64 or 128
+    int cluster_size;  // blocks that share K
+    int stages;        // pipeline stages of a block
+};
+// The best plan for `products` products of one shape in one launch.
+bool plan_tiled(const Shape &shape, int64_t products, const aq_limits &limits, TiledPlan *best);
+const char *tiled_problem(const Shape &shape, const aq_limits &limits, const TiledPlan &plan, aq_needs *needs);
 
 struct TiledArgs {
     const uint8_t *packed;

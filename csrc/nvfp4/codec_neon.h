@@ -255,8 +255,8 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
         top = pack_blocks(plan, KIND_BF16, 16, x, first, whole, codes, scales);
     else
         top = pack_blocks(plan, plan->kind, group, x, first, whole, codes, scales);
-    uint32_t rest = serial_pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2,
-                                      scales + whole);
+    uint32_t rest =
+        serial_pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2, scales + whole);
     return rest > top ? rest : top;
 }
 

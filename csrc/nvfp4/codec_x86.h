@@ -481,8 +481,8 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
     default:
         top = pack_kind(plan, KIND_BF16, x, first, runs, codes, scales);
     }
-    uint32_t rest = serial_pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2,
-                                      scales + whole);
+    uint32_t rest =
+        serial_pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2, scales + whole);
     return rest > top ? rest : top;
 }
 

@@ -79,7 +79,7 @@ static bool round_window(const struct gptq_plan *plan, const struct pack_plan *t
             scales[r * blocks + start / group] = chosen[r];
             finite &= round_block(plan, start, chosen[r], row + start, of_block, codes + r * (columns / 2));
             kernels->gptq.subtract_errors(first + width - next, group, of_block, plan->factor + start * columns + next, columns,
-                                           row + next);
+                                          row + next);
         }
     }
     return finite;

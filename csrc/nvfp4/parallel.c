@@ -120,8 +120,8 @@ void tensor_fake_quant(const struct fake_plan *plan, const void *x, size_t block
 }
 
 /* One part of a row as floats. The row's mean square is summed in order over the whole row, as llama.cpp does. */
-static void kquantize_row(const struct kq_kernels *kernels, const struct kq_type *type, const void *x, int kind, size_t start, size_t columns,
-                          const float *weight, uint8_t *out)
+static void kquantize_row(const struct kq_kernels *kernels, const struct kq_type *type, const void *x, int kind, size_t start,
+                          size_t columns, const float *weight, uint8_t *out)
 {
     enum { PIECE = 1024 };
     float v[PIECE], row_square = 0;

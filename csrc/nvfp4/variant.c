@@ -22,7 +22,7 @@ static bool has_f16c(void)
 #define VARIANTS(X)                                                                                                                        \
     X(serial, true)                                                                                                                        \
     X(avx2, HAS_AVX2)                                                                                                                      \
-    X(avx512, HAS_AVX2 && HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("avx512dq"))
+    X(avx512, HAS_AVX2 &&HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("avx512dq"))
 #elif defined(__aarch64__)
 #define VARIANTS(X)                                                                                                                        \
     X(serial, true)                                                                                                                        \

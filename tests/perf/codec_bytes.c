@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { ROWS = 70, COLUMNS = 512, COUNT = ROWS * COLUMNS, PATTERNS = 6 };
+enum { ROWS = 70, COLUMNS = 256, COUNT = ROWS * COLUMNS, PATTERNS = 6 };
 
 static uint64_t state = 88172645463325252u;
 

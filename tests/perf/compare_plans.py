@@ -2,8 +2,8 @@
 
     python tests/perf/compare_plans.py OLD/annie_quant/_gemm*.so
 
-For each device of tests/helpers/gemm_module.py, each shape and each number of tokens: the plan by each path and by `auto`, its shared
-memory and workspace, or the refusal; the same for the grouped products of a mixture's experts. Exit status 1 if one differs.
+For each device of tests/helpers/gemm_module.py, each shape and each number of tokens: the plan by each path and by `auto`, its
+shared memory and workspace, or the refusal; the same for the grouped products of a mixture's experts. Exit status 1 if one differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,28 @@ from annie_quant import _gemm
 
 NUMBERS = {"auto": 0, "skinny": 1, "tiled": 2, "wgmma": 3}  # of the paths, which older builds took instead of names
 DIMENSIONS = (1, 16, 40, 128, 272, 768, 1008, 1024, 2048, 4096, 5120, 8192, 12288, 17408, 24576, 81920, 248320)
-TOKENS = (*range(1, 34), 48, 63, 64, 65, 100, 127, 128, 129, 192, 255, 256, 257, 512, 1000, 1024, 2048, 4096, 16384, 100000)
+TOKENS = (
+    *range(1, 34),
+    48,
+    63,
+    64,
+    65,
+    100,
+    127,
+    128,
+    129,
+    192,
+    255,
+    256,
+    257,
+    512,
+    1000,
+    1024,
+    2048,
+    4096,
+    16384,
+    100000,
+)
 EXPERTS = ((8, 2), (128, 8), (256, 8), (512, 10))  # and the experts per token
 PAIRS = (1, 2, 8, 10, 64, 100, 640, 1280, 4096, 40960, 327680)
 GROUPED = ((512, 2048), (2048, 512), (1536, 4096), (4096, 1408), (256, 48))

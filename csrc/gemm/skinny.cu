@@ -51,9 +51,9 @@ const char *problem(const Shape &shape, const aq_limits &limits, const SkinnyPla
     if (plan.blocks < 1 || plan.blocks % plan.cluster_size) return "blocks must be a positive multiple of cluster_size";
     const int clusters = plan.blocks / plan.cluster_size, pairs = plan.step_tiles / 2;
     if (clusters > shape.tiles / 2) return "blocks is larger than cluster_size times the pairs of row tiles";
-    const int tiles = (shape.tiles + clusters - 1) / clusters, chunks = (shape.chunks + plan.cluster_size - 1) / plan.cluster_size;
+    const int tiles = ceil_div(shape.tiles, clusters), chunks = ceil_div(shape.chunks, plan.cluster_size);
     // The kernel divides by multiplication with reciprocals of 32 bits, and multiplies the number of steps by the number of warps.
-    const int64_t groups = ((tiles + 1) / 2 + pairs - 1) / pairs, steps = groups * chunks;
+    const int64_t groups = ceil_div((tiles + 1) / 2, pairs), steps = groups * chunks;
     if (steps * (chunks + 1) >= 1ll << 32 || steps * kSkinnyWarps >= 1ll << 31) return "blocks is too small for this shape";
     // The memory is that of the most tokens of the instantiation, so that a plan is valid for all of them.
     int64_t bytes;
@@ -76,8 +76,8 @@ double plan(const Shape &shape, const aq_limits &limits, SkinnyPlan *best) {
             for (int waves = 1; waves <= 16; waves *= 2) {
                 const int clusters = std::min(resident(limits.sms, size) / size * waves, shape.tiles / 2);
                 if (!clusters) continue;
-                const int rows = (shape.tiles + clusters - 1) / clusters, columns = (shape.chunks + size - 1) / size;
-                const int steps = ((rows + 1) / 2 + pairs - 1) / pairs * pairs * columns;  // of 32 rows
+                const int rows = ceil_div(shape.tiles, clusters), columns = ceil_div(shape.chunks, size);
+                const int steps = ceil_div((rows + 1) / 2, pairs) * pairs * columns;  // of 32 rows
                 // A second pipeline stage helps if a warp has many steps and there are few tokens.
                 const int warp_stages = shape.m <= 8 && shape.k % kCols == 0 && size == 1 && steps * waves >= 12 * kSkinnyWarps ? 2 : 1;
                 const SkinnyPlan tried{clusters * size, size, warp_stages, 2 * pairs};
@@ -109,7 +109,7 @@ int run(const Product &p, const SkinnyPlan &plan, const aq_needs &needs) {
     a.chunks_each = a.chunks / plan.cluster_size, a.chunks_more = a.chunks % plan.cluster_size;
     for (int i = 0; i < 2; i++) a.by_chunks[i] = reciprocal(a.chunks_each + i);
     a.by_m = reciprocal(a.m);
-    const Launch how{dim3((unsigned)plan.blocks), 32 * kSkinnyWarps, needs.smem_bytes, plan.cluster_size, p.pdl, p.stream};
+    const Launch how{dim3((unsigned)plan.blocks), 32 * kSkinnyWarps, p.stream, p.pdl, needs.smem_bytes, plan.cluster_size};
     const bool half = p.x_type == AQ_F16;
     if (a.m <= 8) return half ? launch_step<1, true>(a, plan, how) : launch_step<1, false>(a, plan, how);
     return half ? launch_step<2, true>(a, plan, how) : launch_step<2, false>(a, plan, how);

@@ -251,3 +251,11 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
     if (a.cluster_size > 1) cluster_arrive_relaxed(), cluster_wait();  // no block may exit while another one reads its shared memory
 #endif
 }
+
+// Launch the kernel for tiles of one shape. blocks: of tiles and tokens, without those of a cluster.
+template <int WR, int KS, int TR, int TC, class Of>
+int launch_tiles(TileShape<WR, KS, TR, TC>, bool half, int64_t blocks, int smem_bytes, cudaStream_t stream, const TiledArgs &a,
+                 const Of &of) {
+    const Launch how{dim3((unsigned)(blocks * a.cluster_size)), 32 * WR * KS, stream, a.pdl != 0, smem_bytes, a.cluster_size};
+    return half ? launch<tiled_kernel<WR, KS, TR, TC, true, Of>>(how, a, of) : launch<tiled_kernel<WR, KS, TR, TC, false, Of>>(how, a, of);
+}

@@ -81,7 +81,7 @@ int launch_permute(const Product &p, const WgmmaPlan &plan, uint8_t *image, size
     while (1 << log_tokens < plan.tile_tokens) log_tokens++;
     const int rows = (int)(image_bytes / 128);
     const PermuteArgs args{p.x, image, p.ldx, (int)p.shape.m, (int)p.shape.k, log_tokens, p.shape.chunks * 2, rows, p.pdl};
-    return launch<permute_kernel>(Launch{dim3((unsigned)(rows + 63) / 64), kPermuteThreads, 0, 1, p.pdl, p.stream}, args);
+    return launch<permute_kernel>(Launch{dim3((unsigned)(rows + 63) / 64), kPermuteThreads, p.stream, p.pdl}, args);
 }
 
 template <int TOKENS>
@@ -90,13 +90,13 @@ int launch_tokens(const WgmmaArgs &args, const CUtensorMap &map, bool half, cons
                             : launch<wgmma_kernel<TOKENS, false>>(how, args, how.cluster_size, map);
     if (status || !args.stream_k_tiles || how.cluster_size > 1) return status;
     const int units = args.stream_k_tiles * kWarps * (TOKENS / 16);
-    return launch<fixup_kernel<TOKENS>>(Launch{dim3((unsigned)(units / kFixupWarps)), 32 * kFixupWarps, 0, 1, true, how.stream}, args,
+    return launch<fixup_kernel<TOKENS>>(Launch{dim3((unsigned)(units / kFixupWarps)), 32 * kFixupWarps, how.stream, true}, args,
                                         (int)how.blocks.x);
 }
 
 WgmmaSpace space_of(const Shape &shape, const WgmmaPlan &plan) {
-    return wgmma_space(plan.tile_tokens, (int)((shape.m + plan.tile_tokens - 1) / plan.tile_tokens), shape.chunks, plan.permute_first,
-                       plan.stream_k_tiles, plan.cluster_size, plan.blocks);
+    return wgmma_space(plan.tile_tokens, (int)ceil_div(shape.m, plan.tile_tokens), shape.chunks, plan.permute_first, plan.stream_k_tiles,
+                       plan.cluster_size, plan.blocks);
 }
 
 const char *problem(const Shape &shape, const aq_limits &limits, const WgmmaPlan &plan, aq_needs *needs) {
@@ -114,8 +114,8 @@ const char *problem(const Shape &shape, const aq_limits &limits, const WgmmaPlan
     if (halves == 2 && shape.chunks % 2) return "tile_rows 128 needs an even number of 128-column chunks";
     if (plan.tile_rows == 192 && (plan.cluster_size != 1 || plan.stream_k_tiles || plan.tile_tokens == 128))
         return "tile_rows 192 needs cluster_size 1, stream_k_tiles 0 and at most 64 tokens per tile";
-    const int64_t tile_row_tiles = plan.tile_rows / kRows, m_tiles = (shape.m + plan.tile_tokens - 1) / plan.tile_tokens;
-    const int64_t tiles = (shape.tiles + tile_row_tiles - 1) / tile_row_tiles * m_tiles;
+    const int64_t tile_row_tiles = plan.tile_rows / kRows, m_tiles = ceil_div(shape.m, plan.tile_tokens);
+    const int64_t tiles = ceil_div(shape.tiles, tile_row_tiles) * m_tiles;
     if (shape.m >= 1ll << 31 || tiles * shape.chunks > INT32_MAX / 4 || m_tiles * shape.chunks * plan.tile_tokens >= 1ll << 30)
         return "the product has too many tiles";
     if (plan.stream_k_tiles < 0 || plan.stream_k_tiles > tiles) return "stream_k_tiles must be between 0 and the number of tiles";
@@ -153,7 +153,7 @@ double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
     if (!limits.wgmma) return kNever;
     const int sms = limits.sms, tiles = shape.tiles, chunks = shape.chunks;
     for (const WgmmaCost &c : kWgmmaCosts) {
-        const int64_t m_tiles = (shape.m + c.tokens - 1) / c.tokens;
+        const int64_t m_tiles = ceil_div(shape.m, c.tokens);
         if (m_tiles * (tiles + 15) / 16 * chunks > INT32_MAX / 4) continue;
         const auto consider = [&](int cluster_size, int rows, int permute_first, int blocks, int stream_k_tiles, double us) {
             if (us >= best_us) return;
@@ -171,28 +171,27 @@ double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
         for (int permute_first = c.tokens == 128; permute_first < 2; permute_first++) {
             const double start = kWgmmaStart + (permute_first ? kWgmmaPermute : 0.);
             for (int halves = 1; halves <= (c.tokens == 16 ? 1 : c.tokens == 128 ? 0 : 2); halves++) {
-                const int64_t all = (tiles * halves + kBlockTiles - 1) / kBlockTiles * m_tiles;
+                const int64_t all = ceil_div(tiles * halves, kBlockTiles) * m_tiles;
                 if (chunks % halves || chunks / halves < 2 || all * 2 > resident(sms, 2)) continue;
                 const double step = c.step + (permute_first ? 0. : halves == 1 ? c.permute : c.permute2);
                 consider(2, 256 / halves, permute_first, (int)all * 2, (int)all, start + (chunks / halves + 1) / 2 * step + kWgmmaCluster);
             }
-            const int64_t all = (tiles + kBlockTiles - 1) / kBlockTiles * m_tiles;
+            const int64_t all = ceil_div(tiles, kBlockTiles) * m_tiles;
             const auto shares = [&](int blocks, int stream_k_tiles) {
-                const int64_t steps =
-                    (all - stream_k_tiles + blocks - 1) / blocks * chunks + ((int64_t)stream_k_tiles * chunks + blocks - 1) / blocks;
+                const int64_t steps = ceil_div(all - stream_k_tiles, blocks) * chunks + ceil_div((int64_t)stream_k_tiles * chunks, blocks);
                 const double more =
                     stream_k_tiles ? c.add + kWgmmaPart * blocks / stream_k_tiles + (blocks % stream_k_tiles ? kWgmmaUneven : 0.) : 0.;
                 consider(1, 256, permute_first, blocks, stream_k_tiles,
                          start + (double)steps * (c.step + (permute_first ? 0. : c.permute)) + more);
             };
-            const int64_t waves = (all + sms - 1) / sms;
-            shares((int)((all + waves - 1) / waves), 0);
+            const int64_t waves = ceil_div(all, sms);
+            shares((int)ceil_div(all, waves), 0);
             if (all % sms) shares(sms, (int)(all % sms));
             if (all % sms && all > sms) shares(sms, (int)(all % sms) + sms);
             if (all <= sms / 2) shares((int)(sms / all * all), (int)all);
-            const int64_t lower = (tiles + 11) / 12 * m_tiles, low_waves = (lower + sms - 1) / sms;
+            const int64_t lower = (tiles + 11) / 12 * m_tiles, low_waves = ceil_div(lower, sms);
             if (c.tokens < 128)
-                consider(1, 192, permute_first, (int)((lower + low_waves - 1) / low_waves), 0,
+                consider(1, 192, permute_first, (int)ceil_div(lower, low_waves), 0,
                          start + (double)low_waves * chunks * (c.low + (permute_first ? 0. : c.permute)));
         }
     }
@@ -202,8 +201,8 @@ double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
 int run(const Product &p, const WgmmaPlan &plan, const aq_needs &needs) {
     WgmmaArgs a{};
     a.packed = p.packed, a.out = p.out, a.n = p.shape.n, a.scale = p.scale, a.m = (int)p.shape.m, a.halves = plan.tile_rows == 128 ? 2 : 1;
-    a.row_tiles = plan.tile_rows / kRows, a.n_tiles = (p.shape.tiles + a.row_tiles - 1) / a.row_tiles;
-    a.m_tiles = (int)((p.shape.m + plan.tile_tokens - 1) / plan.tile_tokens), a.tiles = p.shape.tiles, a.chunks = p.shape.chunks,
+    a.row_tiles = plan.tile_rows / kRows, a.n_tiles = ceil_div(p.shape.tiles, a.row_tiles);
+    a.m_tiles = (int)ceil_div(p.shape.m, plan.tile_tokens), a.tiles = p.shape.tiles, a.chunks = p.shape.chunks,
     a.steps = a.chunks / a.halves;
     a.stream_k_tiles = plan.stream_k_tiles, a.stages = plan.stages, a.out_type = p.out_type, a.pdl = p.pdl;
     const WgmmaSpace space = space_of(p.shape, plan);
@@ -212,8 +211,8 @@ int run(const Product &p, const WgmmaPlan &plan, const aq_needs &needs) {
     CUtensorMap map{};
     const int status = plan.permute_first ? launch_permute(p, plan, at, space.image) : make_tensor_map(p, plan.tile_tokens, &map);
     if (status) return status;
-    const Launch how{dim3((unsigned)plan.blocks), kWgmmaThreads, needs.smem_bytes, plan.cluster_size,
-                     p.pdl || plan.permute_first, p.stream};
+    const Launch how{dim3((unsigned)plan.blocks), kWgmmaThreads,    p.stream,
+                     p.pdl || plan.permute_first, needs.smem_bytes, plan.cluster_size};
     const bool half = p.x_type == AQ_F16;
     if (plan.tile_tokens == 16) return launch_tokens<16>(a, map, half, how);
     if (plan.tile_tokens == 32) return launch_tokens<32>(a, map, half, how);

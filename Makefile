@@ -37,7 +37,7 @@ lint: setup
 	$(BIN)/python tools/check_imports.py
 	$(BIN)/codespell $$(git ls-files)
 	@test ! -x $(BIN)/clang-format || $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
-	ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ONLY=_nvfp4,_stream $(BIN)/python setup.py -q build_ext --force --build-temp build/lint --build-lib build/lint
+	ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ARCHS=80 $(BIN)/python setup.py -q build_ext --force --parallel 2 --build-temp build/lint --build-lib build/lint
 
 # The measurements that need neither a GPU nor arguments; the others state theirs in their first lines.
 PERF := codec gptq nvfp4_decode overhead power report rules runtime stream

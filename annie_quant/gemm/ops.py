@@ -124,10 +124,10 @@ class Weight:
             module = native()
             try:
                 with CurrentDevice(self.device):
-                    number, fields = module.plan(m, self.n, self.k, PATHS[path])
+                    name, fields = module.plan(m, self.n, self.k, path)
             except module.CudaError as error:
                 raise UsageError(f"W4A16 of M={m}, N={self.n}, K={self.k} by path {path!r}: {error.args[0]}") from error
-            self._plans[key] = TYPES[number](*fields)
+            self._plans[key] = TYPES[name](*fields)
         return self._plans[key]
 
     def workspace_bytes(self, m: int, plan: Plan | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Launch plans of W4A16 products, one type per path. Fields are those of the structs in csrc/gemm/gemm.h, in their order.
+"""Launch plans of W4A16 products, one type per path. Fields are those of the path's struct in csrc/gemm, in their order.
 
 A plan depends on the device and the shape. `Weight.plan` chooses one; `_replace` makes a variant of it, which the launch
 checks. Shared memory and workspace are computed from the plan.
@@ -7,8 +7,6 @@ checks. Shared memory and workspace are computed from the plan.
 from __future__ import annotations
 
 from typing import NamedTuple
-
-PATHS = {"auto": 0, "skinny": 1, "tiled": 2, "wgmma": 3}  # as AQ_PATH_* in csrc/gemm/gemm.h
 
 
 class SkinnyPlan(NamedTuple):
@@ -71,12 +69,17 @@ class WgmmaPlan(NamedTuple):
 
 
 Plan = SkinnyPlan | TiledPlan | WgmmaPlan
-TYPES: dict[int, type[SkinnyPlan] | type[TiledPlan] | type[WgmmaPlan]] = {1: SkinnyPlan, 2: TiledPlan, 3: WgmmaPlan}
+TYPES: dict[str, type[SkinnyPlan] | type[TiledPlan] | type[WgmmaPlan]] = {
+    "skinny": SkinnyPlan,
+    "tiled": TiledPlan,
+    "wgmma": WgmmaPlan,
+}
+PATHS = ("auto", *TYPES)
 
 
-def path_of(plan: Plan) -> int:
-    """Return the path's number. TypeError: `plan` is none of the three types."""
-    for number, kind in TYPES.items():
+def path_of(plan: Plan) -> str:
+    """Return the path's name. TypeError: `plan` is of none of the types."""
+    for name, kind in TYPES.items():
         if isinstance(plan, kind):
-            return number
-    raise TypeError(f"plan is a {type(plan).__name__}; expected SkinnyPlan, TiledPlan or WgmmaPlan")
+            return name
+    raise TypeError(f"plan is a {type(plan).__name__}; expected {', '.join(kind.__name__ for kind in TYPES.values())}")

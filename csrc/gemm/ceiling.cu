@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(512) read_kernel(const uint4 *p, int64_t count
 }  // namespace
 
 extern "C" int aq_read(const void *from, int64_t bytes, void *sink, int sms, void *stream) {
-    const Launch how{dim3((unsigned)(sms * 4)), 512, 0, 1, false, (cudaStream_t)stream};
+    const Launch how{dim3((unsigned)(sms * 4)), 512, (cudaStream_t)stream};
     return launch<read_kernel>(how, (const uint4 *)from, bytes / 16, (uint32_t *)sink);
 }
 

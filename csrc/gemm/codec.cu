@@ -78,9 +78,7 @@ __global__ void fake_quant_kernel(const T *x, int64_t blocks, float ts, T *out) 
 
 // A thread per block of 16 elements.
 constexpr int kThreads = 128;
-Launch grid(int64_t blocks, void *stream) {
-    return Launch{dim3((unsigned)((blocks + kThreads - 1) / kThreads)), kThreads, 0, 1, false, (cudaStream_t)stream};
-}
+Launch grid(int64_t blocks, void *stream) { return Launch{dim3((unsigned)ceil_div(blocks, kThreads)), kThreads, (cudaStream_t)stream}; }
 
 template <typename T>
 int fake_quant(const void *x, int64_t blocks, float ts, void *out, void *stream) {

@@ -11,6 +11,11 @@
 #define AQ_HD inline
 #endif
 
+template <typename A, typename B>
+AQ_HD constexpr auto ceil_div(A a, B b) {
+    return (a + b - 1) / b;
+}
+
 // ---- repacked weights: chunks of 16 rows x 128 columns, 1152 contiguous bytes ----
 // Chunks are ordered [block of 256 rows][128 columns][16 rows]: a block of 256 rows x 128 columns is contiguous for the tiled kernel, and
 // two row tiles (32 rows) are contiguous for the skinny kernel. The last block has only the row tiles that exist, an even number.

@@ -17,7 +17,6 @@ extern "C" {
 #endif
 
 enum { AQ_F32 = 0, AQ_F16 = 1, AQ_BF16 = 2 };
-enum { AQ_PATH_AUTO = 0, AQ_PATH_SKINNY = 1, AQ_PATH_TILED = 2, AQ_PATH_WGMMA = 3 };
 enum { AQ_FP4_AUTO = 0, AQ_FP4_NATIVE = 1, AQ_FP4_EMULATED = 2 };
 enum { AQ_GEMM_NO_PLAN = -1, AQ_GEMM_NO_NATIVE = -2, AQ_GEMM_BAD_PLAN = -3, AQ_GEMM_SMALL_WORKSPACE = -4, AQ_GEMM_OTHER_SHAPE = -5 };
 
@@ -33,39 +32,19 @@ typedef struct {
     int native_fp4; /* 1 if the code for the device has the FP4 instruction */
 } aq_limits;
 
-/* Up to 16 tokens: a block has all tokens and a share of the row tiles of 16 rows. */
+/* A kernel for W4A16 products. Paths have the numbers 1, 2, ... */
 typedef struct {
-    int blocks;
-    int cluster_size; /* blocks that share K */
-    int warp_stages;  /* pipeline stages of a warp, 1 or 2 */
-    int step_tiles;   /* row tiles per step, 2 or 4 */
-} aq_skinny_plan;
+    const char *name;
+    const char *fields; /* the names of its plan's fields, separated by spaces */
+    int field_count;
+} aq_path;
+/* Return NULL if there is no path of this number. */
+const aq_path *aq_path_of(int number);
 
-/* Tiles of 256 rows x tile_tokens by mma.sync. */
+enum { AQ_PATH_AUTO = 0, AQ_MOST_FIELDS = 8 };
 typedef struct {
-    int tile_tokens;  /* 16, 64 or 128 */
-    int cluster_size; /* blocks that share K */
-    int stages;       /* pipeline stages of a block */
-} aq_tiled_plan;
-
-/* Tiles of tile_rows x tile_tokens by wgmma. */
-typedef struct {
-    int tile_tokens; /* 16, 32, 64 or 128 */
-    int tile_rows;   /* 256, 192, or 128 (its block computes two parts of K in parallel) */
-    int blocks;
-    int cluster_size;   /* blocks that share K, 1 or 2 */
-    int stages;         /* pipeline stages of a block */
-    int stream_k_tiles; /* tiles that are computed stream-K: all blocks get equal shares of them along K */
-    int permute_first;  /* 1 if a separate kernel permutes the activations, 0 if the blocks do it in place */
-} aq_wgmma_plan;
-
-typedef struct {
-    int path; /* AQ_PATH_*, which of the three is set */
-    union {
-        aq_skinny_plan skinny;
-        aq_tiled_plan tiled;
-        aq_wgmma_plan wgmma;
-    } of;
+    int path;
+    int fields[AQ_MOST_FIELDS];
 } aq_plan;
 
 /* Memory of one launch. */

@@ -77,19 +77,14 @@ static_assert(Experts::kHead % 128 == 0 && Tokens128::kBM == kMostTokens);
 // A product in which every expert that can have a token has an equal number of them.
 Shape shape_of_expert(const aq_grouped_shape &s) {
     const int64_t active = std::max<int64_t>(1, std::min(s.pairs, s.experts));
-    return Shape((s.pairs + active - 1) / active, s.n, s.k);
-}
-
-// Blocks that the tiled kernel needs for this number of tiles of tokens.
-int64_t tiled_blocks(const aq_grouped_shape &s, const aq_grouped_plan &plan, int64_t tiles) {
-    return tiles * ((s.n + kTiledRows - 1) / kTiledRows) * plan.cluster_size;
+    return Shape(ceil_div(s.pairs, active), s.n, s.k);
 }
 
 const char *tiles_problem(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs) {
     if (plan.step_tiles != kTiledRows / kRows) return "step_tiles must be 16 for more than 32 tokens";
-    const char *problem = tiled_problem(shape_of_expert(s), limits, aq_tiled_plan{plan.tile_tokens, plan.cluster_size, plan.stages}, needs);
+    const char *problem = tiled_problem(shape_of_expert(s), limits, TiledPlan{plan.tile_tokens, plan.cluster_size, plan.stages}, needs);
     if (problem) return problem;
-    if (tiled_blocks(s, plan, tiles) >= 1ll << 31) return "the product has too many tiles";
+    if (tiles * ceil_div(s.n, kTiledRows) * plan.cluster_size >= 1ll << 31) return "the product has too many tiles";
     needs->smem_bytes += Experts::kHead - OneProduct::kHead;
     return needs->smem_bytes > limits.smem_bytes ? "stages is too large: they do not fit into shared memory" : nullptr;
 }
@@ -98,32 +93,16 @@ int run_tiles(const GroupedProduct &p, const aq_grouped_plan &plan, const aq_nee
     const aq_grouped_shape &s = p.shape;
     const Shape each = shape_of_expert(s);
     const bool half = p.type == AQ_F16;
-    const TiledArgs a{p.packed,
-                      p.x,
-                      p.out,
-                      p.ldx,
-                      s.n,
-                      half ? 1.f : kUndo,
-                      (int)s.pairs,
-                      (int)s.k,
-                      (int)((s.n + kTiledRows - 1) / kTiledRows),
-                      (int)p.tiles,
-                      each.tiles,
-                      each.chunks,
-                      plan.cluster_size,
-                      plan.stages,
-                      p.type,
-                      p.pdl};
+    TiledArgs a{};
+    a.packed = p.packed, a.x = p.x, a.out = p.out, a.ldx = p.ldx, a.n = s.n, a.scale = half ? 1.f : kUndo, a.m = (int)s.pairs,
+    a.k = (int)s.k;
+    a.n_tiles = (int)ceil_div(s.n, kTiledRows), a.m_tiles = (int)p.tiles, a.tiles = each.tiles, a.chunks = each.chunks;
+    a.cluster_size = plan.cluster_size, a.stages = plan.stages, a.out_type = p.type, a.pdl = p.pdl;
     const Experts of{p.scales,     p.sorted_pairs, p.tile_experts, p.padded, (int64_t)aq_packed_bytes(s.n, s.k),
                      (int)s.pairs, (int)s.top_k,   (int)s.experts};
-    const auto how = [&](int warps) {
-        return Launch{dim3((unsigned)tiled_blocks(s, plan, p.tiles)), 32 * warps, needs.smem_bytes, plan.cluster_size, p.pdl, p.stream};
-    };
-    if (plan.tile_tokens == 64)
-        return half ? launch<tiled_kernel<8, 2, 2, 8, true, Experts>>(how(Tokens64::kWarps), a, of)
-                    : launch<tiled_kernel<8, 2, 2, 8, false, Experts>>(how(Tokens64::kWarps), a, of);
-    return half ? launch<tiled_kernel<8, 1, 2, 16, true, Experts>>(how(Tokens128::kWarps), a, of)
-                : launch<tiled_kernel<8, 1, 2, 16, false, Experts>>(how(Tokens128::kWarps), a, of);
+    const int64_t blocks = p.tiles * a.n_tiles;
+    if (plan.tile_tokens == 64) return launch_tiles(Tokens64{}, half, blocks, needs.smem_bytes, p.stream, a, of);
+    return launch_tiles(Tokens128{}, half, blocks, needs.smem_bytes, p.stream, a, of);
 }
 
 const char *shape_problem(const aq_grouped_shape &s) {
@@ -138,6 +117,7 @@ const char *shape_problem(const aq_grouped_shape &s) {
 // As aq_grouped_problem, for an alignment with space for `tiles` tiles of tokens.
 const char *problem_of(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs) {
     if (const char *problem = shape_problem(s)) return problem;
+    if (tiles >= 1ll << 31) return "the product has too many tiles";
     if (plan.tile_tokens == 8 || plan.tile_tokens == 16 || plan.tile_tokens == 32)
         return grouped_skinny_problem(s, limits, plan, tiles, needs);
     if (plan.tile_tokens == 64 || plan.tile_tokens == 128) return tiles_problem(s, limits, plan, tiles, needs);
@@ -156,7 +136,7 @@ extern "C" int aq_plan_grouped(const aq_grouped_shape *shape, int tile_tokens, c
             *plan = few.plan;
             if (!aq_grouped_problem(shape, limits, plan, &needs)) return 0;
         }
-    aq_tiled_plan tiled;
+    TiledPlan tiled;
     if (!plan_tiled(shape_of_expert(s), std::max<int64_t>(1, std::min(s.pairs, s.experts)), *limits, &tiled)) return AQ_GEMM_NO_PLAN;
     for (const int tokens : {std::max(tiled.tile_tokens, 64), 64, 128})
         for (int stages = kMostStages; stages >= 2 && (!tile_tokens || tile_tokens == tokens); stages--) {
@@ -183,7 +163,8 @@ extern "C" int aq_grouped(const void *x, int64_t ldx, const uint8_t *packed, int
     if (status) return status;
     aq_needs needs;
     if (tiles < 1 || problem_of(*shape, state.limits, *plan, tiles, &needs)) return AQ_GEMM_BAD_PLAN;
-    if (packed_bytes != (int64_t)aq_packed_bytes(shape->n, shape->k) * shape->experts) return AQ_GEMM_OTHER_SHAPE;
+    if (packed_bytes % shape->experts || packed_bytes / shape->experts != (int64_t)aq_packed_bytes(shape->n, shape->k))
+        return AQ_GEMM_OTHER_SHAPE;
     bool programmatic = pdl > 0;
     if (pdl < 0 && (status = programmatic_possible(state.limits, (cudaStream_t)stream, &programmatic))) return status;
     const GroupedProduct p{*shape,       (const uint16_t *)x, ldx, packed, scales, sorted_pairs, tile_experts, padded, tiles, out, type,

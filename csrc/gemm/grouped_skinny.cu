@@ -32,13 +32,13 @@ const char *grouped_skinny_problem(const aq_grouped_shape &s, const aq_limits &l
     if (plan.step_tiles != 2 && (plan.step_tiles != 4 || plan.tile_tokens != 16)) return "step_tiles must be 2, or 4 for 16 tokens";
     if (plan.cluster_size != 1) return "cluster_size must be 1 for up to 32 tokens";
     if (s.k % kCols && plan.step_tiles != 2) return "K is not a multiple of 128: step_tiles must be 2";
-    // The kernel divides by multiplication with reciprocals of 32 bits.
+    // The kernel divides by multiplication with reciprocals of 32 bits. No product here overflows, because those before it are in range.
     constexpr int64_t kMost = 1ll << 32;
+    constexpr const char *kTooMany = "the product has too many tiles of up to 32 tokens";
     const int64_t groups = groups_of(s, plan), all = tiles * groups, blocks = limits.sms, chunks = column_chunks(s.k);
+    if (all >= ceil_div(kMost, std::max(blocks, groups))) return kTooMany;
     const int64_t steps = (all / blocks + 1) * chunks;
-    if (all * std::max(blocks, groups) >= kMost || steps * chunks >= kMost || steps * (kSkinnyWarps + 16) >= kMost / 2 ||
-        s.pairs * s.top_k >= kMost)
-        return "the product has too many tiles of up to 32 tokens";
+    if (steps >= ceil_div(kMost, chunks) || steps * (kSkinnyWarps + 16) >= kMost / 2 || s.pairs * s.top_k >= kMost) return kTooMany;
     const int bytes = plan.tile_tokens == 8    ? GroupedSkinnyShape<1, 1>::kBytes
                       : plan.tile_tokens == 32 ? GroupedSkinnyShape<4, 1>::kBytes
                       : plan.step_tiles == 2   ? GroupedSkinnyShape<2, 1>::kBytes
@@ -59,7 +59,7 @@ int run_grouped_skinny(const GroupedProduct &p, const aq_grouped_plan &plan, con
     a.groups = groups_of(s, plan), a.pdl = p.pdl;
     a.by_chunks = reciprocal(a.chunks), a.by_groups = reciprocal(a.groups), a.by_blocks = reciprocal(limits.sms),
     a.by_top_k = reciprocal((int)s.top_k);
-    const Launch how{dim3((unsigned)limits.sms), 0, needs.smem_bytes, 1, p.pdl, p.stream};
+    const Launch how{dim3((unsigned)limits.sms), 0, p.stream, p.pdl, needs.smem_bytes};
     if (plan.tile_tokens == 8) return launch_type<1>(a, plan, how, half);
     return plan.tile_tokens == 16 ? launch_type<2>(a, plan, how, half) : launch_type<4>(a, plan, how, half);
 }

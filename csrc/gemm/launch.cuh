@@ -73,9 +73,10 @@ int prepare_kernel(bool more_shared_memory) {
 
 struct Launch {
     dim3 blocks;
-    int threads, smem_bytes, cluster_size;
-    bool pdl;  // may start before the previous kernel of the stream ends; the kernel waits for it
+    int threads;
     cudaStream_t stream;
+    bool pdl = false;  // may start before the previous kernel of the stream ends; the kernel waits for it
+    int smem_bytes = 0, cluster_size = 1;
 };
 
 template <auto kKernel, typename... Args>

@@ -2,6 +2,9 @@
  * They are passed on, and a CUDA status becomes an exception. The driver is not used until a function is called. */
 #include <Python.h>
 
+#include <limits.h>
+#include <string.h>
+
 #include "gemm/ceiling.h"
 #include "gemm/gemm.h"
 
@@ -109,61 +112,66 @@ static PyObject *py_limits(PyObject *module, PyObject *unused) {
     return Py_BuildValue("(iiiNN)", l.sms, l.smem_bytes, l.major, PyBool_FromLong(l.wgmma), PyBool_FromLong(l.native_fp4));
 }
 
-/* The fields of each path's plan in the order of the struct; annie_quant/gemm/plans.py has the same. */
-static const char *const plan_fields[] = {
-    [AQ_PATH_SKINNY] = "blocks cluster_size warp_stages step_tiles",
-    [AQ_PATH_TILED] = "tile_tokens cluster_size stages",
-    [AQ_PATH_WGMMA] = "tile_tokens tile_rows blocks cluster_size stages stream_k_tiles permute_first",
-};
-
-static PyObject *plan_to_tuple(const aq_plan *p) {
-    const aq_skinny_plan *s = &p->of.skinny;
-    const aq_tiled_plan *t = &p->of.tiled;
-    const aq_wgmma_plan *w = &p->of.wgmma;
-    switch (p->path) {
-    case AQ_PATH_SKINNY: return Py_BuildValue("(iiii)", s->blocks, s->cluster_size, s->warp_stages, s->step_tiles);
-    case AQ_PATH_TILED: return Py_BuildValue("(iii)", t->tile_tokens, t->cluster_size, t->stages);
-    default:
-        return Py_BuildValue("(iiiiiii)", w->tile_tokens, w->tile_rows, w->blocks, w->cluster_size, w->stages, w->stream_k_tiles,
-                             w->permute_first);
-    }
+/* Return the number of a path, and 0 for "auto" where that is accepted; -1 with ValueError for another name. */
+static int path_number(const char *name, int auto_accepted) {
+    if (auto_accepted && strcmp(name, "auto") == 0) return AQ_PATH_AUTO;
+    for (int number = 1; aq_path_of(number); number++)
+        if (strcmp(name, aq_path_of(number)->name) == 0) return number;
+    PyErr_Format(PyExc_ValueError, "there is no path %s", name);
+    return -1;
 }
 
-static int plan_from_tuple(int path, PyObject *fields, aq_plan *p) {
-    aq_skinny_plan *s = &p->of.skinny;
-    aq_tiled_plan *t = &p->of.tiled;
-    aq_wgmma_plan *w = &p->of.wgmma;
-    p->path = path;
-    switch (path) {
-    case AQ_PATH_SKINNY: return PyArg_ParseTuple(fields, "iiii", &s->blocks, &s->cluster_size, &s->warp_stages, &s->step_tiles);
-    case AQ_PATH_TILED: return PyArg_ParseTuple(fields, "iii", &t->tile_tokens, &t->cluster_size, &t->stages);
-    case AQ_PATH_WGMMA:
-        return PyArg_ParseTuple(fields, "iiiiiii", &w->tile_tokens, &w->tile_rows, &w->blocks, &w->cluster_size, &w->stages,
-                                &w->stream_k_tiles, &w->permute_first);
-    default: PyErr_Format(PyExc_ValueError, "path %d, expected 1 to 3", path); return 0;
+static PyObject *plan_to_tuple(const aq_plan *p) {
+    const int count = aq_path_of(p->path)->field_count;
+    PyObject *fields = PyTuple_New(count);
+    for (int i = 0; fields && i < count; i++) {
+        PyObject *field = PyLong_FromLong(p->fields[i]);
+        if (field) PyTuple_SET_ITEM(fields, i, field);
+        else Py_CLEAR(fields);
     }
+    return fields;
+}
+
+static int plan_from_tuple(const char *name, PyObject *fields, aq_plan *p) {
+    const int number = path_number(name, 0);
+    if (number < 0) return 0;
+    const int count = aq_path_of(number)->field_count;
+    if (PyTuple_GET_SIZE(fields) != count) {
+        PyErr_Format(PyExc_TypeError, "a plan of path %s has %d fields, got %zd", name, count, PyTuple_GET_SIZE(fields));
+        return 0;
+    }
+    p->path = number;
+    for (int i = 0; i < count; i++) {
+        const long field = PyLong_AsLong(PyTuple_GET_ITEM(fields, i));
+        if (field == -1 && PyErr_Occurred()) return 0;
+        p->fields[i] = field < INT_MIN || field > INT_MAX ? -1 : (int)field; /* -1 is refused by the check of the plan */
+    }
+    return 1;
 }
 
 static PyObject *py_plan(PyObject *module, PyObject *args) {
     long long m, n, k;
-    int path, status;
+    const char *path;
+    int number, status;
     PyObject *of = Py_None;
     aq_limits limits;
     aq_plan p;
-    if (!PyArg_ParseTuple(args, "LLLi|O", &m, &n, &k, &path, &of) || !parse_limits(module, of, &limits)) return NULL;
-    CALL(status, aq_plan_w4a16(m, n, k, path, &limits, &p));
+    if (!PyArg_ParseTuple(args, "LLLs|O", &m, &n, &k, &path, &of) || (number = path_number(path, 1)) < 0 ||
+        !parse_limits(module, of, &limits))
+        return NULL;
+    CALL(status, aq_plan_w4a16(m, n, k, number, &limits, &p));
     if (status) return raise_status(module, status);
-    return Py_BuildValue("(iN)", p.path, plan_to_tuple(&p));
+    return Py_BuildValue("(sN)", aq_path_of(p.path)->name, plan_to_tuple(&p));
 }
 
 static PyObject *py_plan_needs(PyObject *module, PyObject *args) {
     long long m, n, k;
-    int path;
+    const char *path;
     PyObject *fields, *of = Py_None;
     aq_limits limits;
     aq_plan p;
     aq_needs needs;
-    if (!PyArg_ParseTuple(args, "LLLiO!|O", &m, &n, &k, &path, &PyTuple_Type, &fields, &of) || !plan_from_tuple(path, fields, &p))
+    if (!PyArg_ParseTuple(args, "LLLsO!|O", &m, &n, &k, &path, &PyTuple_Type, &fields, &of) || !plan_from_tuple(path, fields, &p))
         return NULL;
     if (!parse_limits(module, of, &limits)) return NULL;
     const char *problem = aq_plan_problem(m, n, k, &limits, &p, &needs);
@@ -175,10 +183,11 @@ static PyObject *py_w4a16(PyObject *module, PyObject *args) {
     unsigned long long x, packed, out, workspace, stream;
     long long ldx, m, n, k, workspace_bytes;
     float scale;
-    int x_type, out_type, path, pdl, status;
+    int x_type, out_type, pdl, status;
+    const char *path;
     PyObject *fields;
     aq_plan p;
-    if (!PyArg_ParseTuple(args, "KLKfKKLLLLiiiO!iK", &x, &ldx, &packed, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k, &x_type,
+    if (!PyArg_ParseTuple(args, "KLKfKKLLLLiisO!iK", &x, &ldx, &packed, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k, &x_type,
                           &out_type, &path, &PyTuple_Type, &fields, &pdl, &stream) ||
         !plan_from_tuple(path, fields, &p))
         return NULL;
@@ -421,8 +430,12 @@ static int module_exec(PyObject *module) {
     state->error = PyErr_NewException("annie_quant._gemm.CudaError", PyExc_RuntimeError, NULL);
     if (!state->error) return -1;
     if (PyModule_AddObjectRef(module, "CudaError", state->error) < 0) return -1;
-    PyObject *fields = Py_BuildValue("{s:s,s:s,s:s}", "skinny", plan_fields[AQ_PATH_SKINNY], "tiled", plan_fields[AQ_PATH_TILED], "wgmma",
-                                     plan_fields[AQ_PATH_WGMMA]);
+    PyObject *fields = PyDict_New();
+    for (int number = 1; fields && aq_path_of(number); number++) {
+        PyObject *names = PyUnicode_FromString(aq_path_of(number)->fields);
+        if (!names || PyDict_SetItemString(fields, aq_path_of(number)->name, names) < 0) Py_CLEAR(fields);
+        Py_XDECREF(names);
+    }
     const int added = fields ? PyModule_AddObjectRef(module, "PLAN_FIELDS", fields) : -1;
     Py_XDECREF(fields);
     if (added < 0) return -1;

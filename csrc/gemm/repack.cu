@@ -65,7 +65,7 @@ extern "C" int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *p
     ReportMemory memory(report, (cudaStream_t)stream);
     int status = memory.prepare();
     if (status) return status;
-    const Launch how{dim3((unsigned)tiles * (unsigned)chunks), 256, 0, 1, false, (cudaStream_t)stream};
+    const Launch how{dim3((unsigned)tiles * (unsigned)chunks), 256, (cudaStream_t)stream};
     status = launch<repack_kernel>(how, s, packed, tiles, chunks, memory.get());
     return status ? status : memory.read();
 }

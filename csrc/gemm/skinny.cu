@@ -6,6 +6,14 @@
 
 namespace {
 
+// Up to 16 tokens: a block has all tokens and a share of the row tiles of 16 rows.
+struct SkinnyPlan {
+    int blocks;
+    int cluster_size;  // blocks that share K
+    int warp_stages;   // pipeline stages of a warp, 1 or 2
+    int step_tiles;    // row tiles per step, 2 or 4
+};
+
 int log2_of(int v) {
     int l = 0;
     while (v >> (l + 1)) l++;
@@ -13,7 +21,7 @@ int log2_of(int v) {
 }
 
 template <int NT, bool HALF>
-int launch_step(const SkinnyArgs &args, const aq_skinny_plan &plan, const Launch &how) {
+int launch_step(const SkinnyArgs &args, const SkinnyPlan &plan, const Launch &how) {
     if (args.k % kCols) return launch<skinny_kernel<NT, HALF, 1, 1, false>>(how, args);
     if constexpr (NT == 1)
         if (plan.warp_stages == 2) {
@@ -30,9 +38,7 @@ int64_t shared_bytes(int64_t m, int row_tiles_of_a_block, int cluster_size) {
     return Shared::bytes((int)m, Shared::groups(row_tiles_of_a_block), cluster_size);
 }
 
-}  // namespace
-
-const char *skinny_problem(const Shape &shape, const aq_limits &limits, const aq_skinny_plan &plan, aq_needs *needs) {
+const char *problem(const Shape &shape, const aq_limits &limits, const SkinnyPlan &plan, aq_needs *needs) {
     if (shape.m < 1 || shape.m > 16) return "it has more than 16 tokens";
     if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8)
         return "cluster_size must be 1, 2, 4 or 8";
@@ -45,9 +51,9 @@ const char *skinny_problem(const Shape &shape, const aq_limits &limits, const aq
     if (plan.blocks < 1 || plan.blocks % plan.cluster_size) return "blocks must be a positive multiple of cluster_size";
     const int clusters = plan.blocks / plan.cluster_size, pairs = plan.step_tiles / 2;
     if (clusters > shape.tiles / 2) return "blocks is larger than cluster_size times the pairs of row tiles";
-    const int tiles = (shape.tiles + clusters - 1) / clusters, chunks = (shape.chunks + plan.cluster_size - 1) / plan.cluster_size;
+    const int tiles = ceil_div(shape.tiles, clusters), chunks = ceil_div(shape.chunks, plan.cluster_size);
     // The kernel divides by multiplication with reciprocals of 32 bits, and multiplies the number of steps by the number of warps.
-    const int64_t groups = ((tiles + 1) / 2 + pairs - 1) / pairs, steps = groups * chunks;
+    const int64_t groups = ceil_div((tiles + 1) / 2, pairs), steps = groups * chunks;
     if (steps * (chunks + 1) >= 1ll << 32 || steps * kSkinnyWarps >= 1ll << 31) return "blocks is too small for this shape";
     // The memory is that of the most tokens of the instantiation, so that a plan is valid for all of them.
     int64_t bytes;
@@ -61,7 +67,38 @@ const char *skinny_problem(const Shape &shape, const aq_limits &limits, const aq
     return nullptr;
 }
 
-int run_skinny(const Product &p, const aq_skinny_plan &plan, const aq_needs &needs) {
+// The plan must be equal for all m in 1..8 and in 9..16, because the result's bits must not depend on m.
+double plan(const Shape &shape, const aq_limits &limits, SkinnyPlan *best) {
+    if (shape.m > 16) return kNever;
+    double best_cost = kNever;
+    for (int pairs = 1; pairs <= (shape.k % kCols ? 1 : 2); pairs++)
+        for (int size = 1; size <= (limits.major >= 9 ? 2 : 1); size *= 2)  // clusters of 4 are not all resident: twice as slow
+            for (int waves = 1; waves <= 16; waves *= 2) {
+                const int clusters = std::min(resident(limits.sms, size) / size * waves, shape.tiles / 2);
+                if (!clusters) continue;
+                const int rows = ceil_div(shape.tiles, clusters), columns = ceil_div(shape.chunks, size);
+                const int steps = ceil_div((rows + 1) / 2, pairs) * pairs * columns;  // of 32 rows
+                // A second pipeline stage helps if a warp has many steps and there are few tokens.
+                const int warp_stages = shape.m <= 8 && shape.k % kCols == 0 && size == 1 && steps * waves >= 12 * kSkinnyWarps ? 2 : 1;
+                const SkinnyPlan tried{clusters * size, size, warp_stages, 2 * pairs};
+                aq_needs needs;
+                if (problem(shape, limits, tried, &needs)) continue;
+                // In units of tiles x chunks that an SM streams and decodes, plus measured costs: twice as many loads of activations,
+                // a cluster, and about one microsecond per additional wave.
+                const double cost =
+                    (.5 * rows * columns + steps) * waves * (pairs == 1 ? 1.04 : 1.) + (size > 1 ? 35. : 0.) + 30. * (waves - 1);
+                if (cost < best_cost) {
+                    best_cost = cost;
+                    *best = tried;
+                }
+            }
+    if (best_cost == kNever) return kNever;
+    if (shape.m <= 8) return 0.;
+    // Measured on an H200, by the packed weights' size. Up to 8 tokens this kernel is always the fastest.
+    return 3. + .272e-6 * (double)shape.tiles * shape.chunks * kChunk;
+}
+
+int run(const Product &p, const SkinnyPlan &plan, const aq_needs &needs) {
     const int clusters = plan.blocks / plan.cluster_size;
     SkinnyArgs a{};
     a.packed = p.packed, a.x = p.x, a.out = p.out, a.ldx = p.ldx, a.n = p.shape.n, a.scale = p.scale, a.m = (int)p.shape.m,
@@ -72,8 +109,12 @@ int run_skinny(const Product &p, const aq_skinny_plan &plan, const aq_needs &nee
     a.chunks_each = a.chunks / plan.cluster_size, a.chunks_more = a.chunks % plan.cluster_size;
     for (int i = 0; i < 2; i++) a.by_chunks[i] = reciprocal(a.chunks_each + i);
     a.by_m = reciprocal(a.m);
-    const Launch how{dim3((unsigned)plan.blocks), 32 * kSkinnyWarps, needs.smem_bytes, plan.cluster_size, p.pdl, p.stream};
+    const Launch how{dim3((unsigned)plan.blocks), 32 * kSkinnyWarps, p.stream, p.pdl, needs.smem_bytes, plan.cluster_size};
     const bool half = p.x_type == AQ_F16;
     if (a.m <= 8) return half ? launch_step<1, true>(a, plan, how) : launch_step<1, false>(a, plan, how);
     return half ? launch_step<2, true>(a, plan, how) : launch_step<2, false>(a, plan, how);
 }
+
+}  // namespace
+
+const Path skinny_path = make_path<SkinnyPlan, plan, problem, run>("skinny", "blocks cluster_size warp_stages step_tiles");

@@ -9,11 +9,7 @@
 // step. A warp writes partial sums to shared memory when it finishes its part of a group. They are added in a fixed order at the end, also
 // across a cluster, so results repeat to the bit. The tensor scale is applied there, once, in fp32.
 #pragma once
-#include <type_traits>
-
-#include "gemm/numerics.cuh"
-
-constexpr int kSkinnyWarps = 16;
+#include "gemm/skinny_warp.cuh"
 
 struct SkinnyArgs {
     const uint8_t *packed;
@@ -33,8 +29,7 @@ struct SkinnyArgs {
 template <int NT, int G, int STAGES>
 struct SkinnyShape {
     static constexpr int kStageBytes = 2 * kChunk, kRing = STAGES * (kStageBytes + 8);
-    static constexpr int kPitch = 32 * G + 4, kSlot = 8 * NT * kPitch;
-    static constexpr int kChains = NT == 1 ? 2 : 1;  // independent sums, to hide the latency of mma
+    static constexpr int kSlot = SkinnySums<NT, G>::kSlot;
     // Groups of a block with this number of row tiles. A block may begin in the middle of a pair; then no block has one tile more.
     AQ_HD static int groups(int tiles) { return ((tiles + 1) / 2 + G - 1) / G; }
     static int64_t bytes(int m, int64_t groups, int cluster_size) {
@@ -43,254 +38,122 @@ struct SkinnyShape {
     }
 };
 
-// ceil(2^32 / d); 0 means d = 1, because 2^32 does not fit
-inline uint32_t reciprocal(int d) { return d <= 1 ? 0u : (uint32_t)(((1ull << 32) + (unsigned)d - 1) / (unsigned)d); }
-// x / d from the host's reciprocal(d): exact for x * d < 2^32
-__device__ __forceinline__ int divide(int x, uint32_t reciprocal) { return reciprocal ? (int)__umulhi((uint32_t)x, reciprocal) : x; }
+// What a block computes: the row tiles tile0 .. tile1 - 1 and `chunks` column chunks from chunk0 on, in steps of G pairs of row tiles (a
+// group) x one chunk.
+template <int G>
+struct SkinnyShare {
+    int rank, tile0, tile1, pair0, groups, chunk0, chunks, steps;
+    bool wide;  // has one chunk more than the ranks after it
 
-// ---- a warp's own pipeline: the warp issues copies for itself, before sm_90 with all its lanes ----
-__device__ __forceinline__ void pipeline_init(uint32_t bars, int count) {
-#if AQ_HOPPER
-    if ((threadIdx.x & 31) < count) mbarrier_init(bars + (threadIdx.x & 31) * 8, 1);
-    mbarrier_init_fence();
-    async_fence_shared();
-    __syncwarp();
-#endif
-}
-__device__ __forceinline__ void pipeline_copy(uint32_t to, const uint8_t *from, uint32_t bytes, uint32_t bar) {
-    const uint32_t lane = threadIdx.x & 31;
-#if AQ_HOPPER
-    if (lane == 0) {
-        mbarrier_expect(bar, bytes);
-        if (bytes) bulk_copy<true>(to, from, bytes, bar);
+    __device__ __forceinline__ explicit SkinnyShare(const SkinnyArgs &a) {
+        rank = a.cluster_size > 1 ? (int)cluster_rank() : 0;
+        const int cluster = blockIdx.x >> a.log_cluster;
+        tile0 = cluster * a.tiles_each + min(cluster, a.tiles_more), tile1 = tile0 + a.tiles_each + (cluster < a.tiles_more);
+        pair0 = tile0 >> 1, groups = (((tile1 + 1) >> 1) - pair0 + G - 1) / G;
+        chunk0 = rank * a.chunks_each + min(rank, a.chunks_more), wide = rank < a.chunks_more, chunks = a.chunks_each + wide;
+        steps = groups * chunks;
     }
-#else
-    for (uint32_t at = lane * 16; at < bytes; at += 512) copy_async16(to + at, from + at, 16);
-#endif
-}
-__device__ __forceinline__ void pipeline_commit() {
-#if !AQ_HOPPER
-    copy_async_commit();
-#endif
-}
-template <int STAGES>
-__device__ __forceinline__ void pipeline_wait(uint32_t bar, uint32_t parity) {
-#if AQ_HOPPER
-    mbarrier_wait(bar, parity);
-#else
-    copy_async_wait<STAGES - 1>();  // of two stages in flight, the older one must be complete
-    __syncwarp();
-#endif
-}
+    // The steps of a warp end where those of the next one begin.
+    __device__ __forceinline__ int begin(int warp) const { return steps * warp / kSkinnyWarps; }
+};
 
-// A lane's part of a stage: its words of the two row tiles and their scales.
-struct SkinnyCodes {
-    uint4 words[2][2];  // [row tile][64 columns]
-    uint32_t scales[2];
-    __device__ __forceinline__ void read(uint32_t stage, int lane) {
+// The copies that a warp issues for itself. Only this block's tiles of a pair are copied; results from the other tile's old bytes are not
+// stored.
+template <int G>
+struct SkinnyCopies {
+    int group, chunks = 0, steps;   // of the next copy; left to copy, of this group and of all
+    int stride[G], bytes[G], skip;  // skip: of a pair's stage; only the block's first pair can have one tile of another block before it
+    const uint8_t *from[G];
+
+    __device__ __forceinline__ void seek(const SkinnyArgs &a, const SkinnyShare<G> &share, int chunk) {
+        const int tile0 = share.tile0, tile1 = share.tile1, pair0 = share.pair0 + group * G;
 #pragma unroll
-        for (int r = 0; r < 2; r++) scales[r] = load_shared4(stage + lane * 4 + r * kChunk + kCodes);
-#pragma unroll
-        for (int q = 0; q < 2; q++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) words[r][q] = load_shared16(stage + lane * 16 + r * kChunk + q * 512);
+        for (int h = 0; h < G; h++) {
+            const int pair = pair0 + h, first = max(tile0, 2 * pair);
+            bytes[h] = max(0, min(tile1, 2 * pair + 2) - first) * kChunk;
+            if (h == 0) skip = (first & 1) * kChunk;
+            from[h] = a.packed + chunk_at(first, share.chunk0 + chunk, a.tiles, a.chunks);
+            stride[h] = tiles_in_block(first / kBlockTiles, a.tiles) * kChunk;
+        }
+        chunks = share.chunks - chunk;
     }
-    // Returns 0 after every lane has read its bytes. A copy whose address depends on it cannot start before the reads are complete.
-    __device__ __forceinline__ uint32_t all_read(uint32_t zero) const {
-        const uint32_t some = scales[0] | scales[1] | words[0][0].x | words[0][1].x | words[1][0].x | words[1][1].x;
-        __syncwarp();  // orders the lanes' reads; only their values show that they are complete
-        return (uint32_t)__any_sync(~0u, (some & zero) != 0);
-    }
-    // sums += weights of 64 columns x activations: [row tile][chain][8 tokens][register], xs [16 bytes of 32][8 tokens].
-    template <bool HALF, int CHAINS, int NT>
-    __device__ __forceinline__ void multiply(int q, const uint4 (&xs)[2][NT], float (&sums)[2][CHAINS][NT][4]) const {
-        uint32_t s[2][2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) s[r][0] = scale_pair(scales[r], q * 2), s[r][1] = scale_pair(scales[r], q * 2 + 1);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const uint4 &w = words[r][q];
-                uint32_t f[4];
-                decode8(i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, s[r][0], s[r][1], f);
-                if (HALF)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) f[j] = bf16x2_to_f16x2(f[j]);
-#pragma unroll
-                for (int t = 0; t < NT; t++) {
-                    const uint4 &v = xs[i >> 1][t];
-                    mma_m16n8k16<HALF>(sums[r][i % CHAINS][t], f, i & 1 ? v.z : v.x, i & 1 ? v.w : v.y);
-                }
-            }
+    // Copy pair PAIR of the group; after the last pair go on to the next step.
+    template <int PAIR>
+    __device__ __forceinline__ void issue(const SkinnyArgs &a, const SkinnyShare<G> &share, uint32_t stage, uint32_t bar) {
+        pipeline_copy(PAIR == 0 ? stage + skip : stage, from[PAIR], bytes[PAIR], bar);
+        from[PAIR] += stride[PAIR];
+        if (PAIR == G - 1) {
+            steps--;
+            if (--chunks == 0 && steps) group++, seek(a, share, 0);
+        }
     }
 };
 
-// NT: 1 for 8 tokens, 2 for 16; G: pairs of row tiles per step; WHOLE: K is a multiple of a chunk.
-template <int NT, bool HALF, int G, int STAGES, bool WHOLE>
-__global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const SkinnyArgs a) {
-    using Shape = SkinnyShape<NT, G, STAGES>;
-    constexpr int kWarps = kSkinnyWarps, kStageBytes = Shape::kStageBytes, kPitch = Shape::kPitch, kSlot = Shape::kSlot,
-                  kChains = Shape::kChains;
-    extern __shared__ __align__(128) uint8_t smem[];
-    const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0);
-    const uint32_t ring = smem_at(smem) + warp * (STAGES * kStageBytes),
-                   bars = smem_at(smem) + kWarps * STAGES * kStageBytes + warp * (STAGES * 8);
-    float *slots = (float *)(smem + kWarps * Shape::kRing);
-    pipeline_init(bars, STAGES);
-#if AQ_HOPPER
-    if (a.cluster_size > 1) cluster_arrive_relaxed();
-#endif
+// The stage that a warp reads next, of STAGES with a barrier each.
+template <int STAGES>
+struct SkinnyStage {
+    uint32_t at, bar, parity = 0;
 
-    const int rank = a.cluster_size > 1 ? (int)cluster_rank() : 0, cluster = blockIdx.x >> a.log_cluster;
-    const int tile0 = cluster * a.tiles_each + min(cluster, a.tiles_more), tile1 = tile0 + a.tiles_each + (cluster < a.tiles_more);
-    const int pair0 = tile0 >> 1, groups = (((tile1 + 1) >> 1) - pair0 + G - 1) / G;
-    const int chunk0 = rank * a.chunks_each + min(rank, a.chunks_more), wide = rank < a.chunks_more, chunks = a.chunks_each + wide;
-    const int total_steps = groups * chunks;
-    const int begin = total_steps * warp / kWarps, end = total_steps * (warp + 1) / kWarps;
-    int group = chunks ? divide(begin, wide ? a.by_chunks[1] : a.by_chunks[0]) : 0,
-        chunk = begin - group * chunks;  // of the step computed next
+    __device__ __forceinline__ void advance(uint32_t ring, uint32_t bars) {
+        if (STAGES == 1 || at != ring) at = ring, bar = bars, parity ^= 1;
+        else at += 2 * kChunk, bar += 8;
+    }
+};
 
-    // Only this block's tiles of a pair are fetched; results from the other tile's old bytes are not stored.
-    int fetch_group = group, fetch_left = 0, to_fetch = end - begin;
-    int stride[G], bytes[G], skip[G];
-    const uint8_t *from[G];
-    const auto seek = [&](int at_chunk) {
-#pragma unroll
-        for (int h = 0; h < G; h++) {
-            const int pair = pair0 + fetch_group * G + h, first = max(tile0, 2 * pair);
-            bytes[h] = max(0, min(tile1, 2 * pair + 2) - first) * kChunk;
-            skip[h] = (first & 1) * kChunk;
-            from[h] = a.packed + chunk_at(first, chunk0 + at_chunk, a.tiles, a.chunks);
-            stride[h] = tiles_in_block(first / kBlockTiles, a.tiles) * kChunk;
-        }
-        fetch_left = chunks - at_chunk;
-    };
-    const auto fetch = [&](auto which, uint32_t stage, uint32_t bar) {
-        constexpr int h = decltype(which)::value;
-        pipeline_copy(stage + skip[h], from[h], bytes[h], bar);
-        from[h] += stride[h];
-        if (h == G - 1) {
-            to_fetch--;
-            if (--fetch_left == 0 && to_fetch) fetch_group++, seek(0);
-        }
-    };
-    constexpr std::integral_constant<int, 0> kFirst;
-    constexpr std::integral_constant<int, G - 1> kLast;
-    if (to_fetch) seek(chunk), fetch(kFirst, ring, bars);
+// Multiply one pair of row tiles, and refill its stage. The last pair of a step loads the activations of chunk `next` if there is another step.
+template <int PAIR, bool HALF, int NT, int G, int STAGES, bool WHOLE>
+__device__ __forceinline__ void multiply_pair(const SkinnyArgs &a, const SkinnyShare<G> &share, uint32_t ring, uint32_t bars, int lane,
+                                              int next, bool more, SkinnyStage<STAGES> &stage, SkinnyCopies<G> &copies,
+                                              SkinnyTokens<NT, WHOLE> &x, SkinnySums<NT, G> &sums) {
+    pipeline_wait<STAGES>(stage.bar, stage.parity);
+    SkinnyCodes codes;
+    codes.read(stage.at, lane);
+    if (copies.steps) copies.template issue<(PAIR + STAGES) % G>(a, share, stage.at + codes.all_read(a.zero), stage.bar);
     pipeline_commit();
-    if (STAGES == 2) {
-        if (to_fetch) fetch(kLast, ring + kStageBytes, bars + 8);
-        pipeline_commit();
+    stage.advance(ring, bars);
+#pragma unroll
+    for (int q = 0; q < 2; q++) {
+        codes.multiply<HALF, sums.kChains>(q, x.values[q], sums.values[PAIR]);
+        if (PAIR == G - 1 && more) x.load(q, next);
     }
-    if (a.pdl) {  // weights do not depend on the previous kernel; activations and the output do
-        allow_next_kernel();
-        wait_for_previous_kernel();
-    }
+}
 
-    const int g = lane >> 2, l = lane & 3;
-    const int last = a.chunks - 1 - chunk0;  // unless WHOLE, the chunk that is partly filled
-    const uint16_t *x_row[NT], *x[NT];       // a lane without a token reads the last token; its column is not stored
-#pragma unroll
-    for (int t = 0; t < NT; t++) {
-        x_row[t] = a.x + min(8 * t + g, a.m - 1) * a.ldx + chunk0 * kCols + l * 16;
-        x[t] = x_row[t] + chunk * kCols;
-    }
-    uint4 xs[2][2][NT];  // [64 columns][16 bytes of 32][8 tokens]
-    const auto load_x = [&](int q, int of_chunk) {
-        if (WHOLE || of_chunk != last) {
-#pragma unroll
-            for (int t = 0; t < NT; t++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) xs[q][i][t] = load_global16(x[t] + q * 64 + i * 8);
-        } else {  // zeros beyond K: the padded codes are zeros, but 0 * NaN is not 0
-            const bool there = (chunk0 + of_chunk) * kCols + q * 64 + l * 16 < a.k;
-#pragma unroll
-            for (int t = 0; t < NT; t++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) xs[q][i][t] = there ? load_global16(x[t] + q * 64 + i * 8) : make_uint4(0, 0, 0, 0);
-        }
-    };
-    if (begin < end) load_x(0, chunk), load_x(1, chunk);
+// Store the result of item `item` = (group of rows, token, pair of row tiles); this lane has one of its 32 rows.
+template <int G>
+__device__ __forceinline__ void skinny_store(const SkinnyArgs &a, const SkinnyShare<G> &share, int item, int lane, float sum) {
+    const int u = item / G, t = divide(u, a.by_m), token = u - t * a.m;
+    const int n = (share.pair0 + t * G + item % G) * 32 + lane;
+    if (n >= share.tile0 * kRows && n < share.tile1 * kRows && n < a.n) store_typed(a.out, token * a.n + n, sum * a.scale, a.out_type);
+}
 
-    float acc[G][2][kChains][NT][4] = {};
-    const auto flush = [&]() {
-        float *to = slots + (group + warp) * kSlot + 2 * l * kPitch + g;
-#pragma unroll
-        for (int h = 0; h < G; h++)
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-#pragma unroll
-                for (int t = 0; t < NT; t++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        float sum = acc[h][r][0][t][i];
-                        if (kChains == 2) sum += acc[h][r][kChains - 1][t][i];
-                        to[(8 * t + (i & 1)) * kPitch + 32 * h + 16 * r + 8 * (i >> 1)] = sum;
-#pragma unroll
-                        for (int c = 0; c < kChains; c++) acc[h][r][c][t][i] = 0.f;
-                    }
-    };
-    uint32_t stage = ring, bar = bars, parity = 0;
-    const auto half_step = [&](auto which, int next, bool more) {  // one pair of row tiles; the last pair of a step reloads the activations
-        constexpr int h = decltype(which)::value;
-        pipeline_wait<STAGES>(bar, parity);
-        SkinnyCodes codes;
-        codes.read(stage, lane);
-        if (to_fetch) fetch(std::integral_constant<int, (h + STAGES) % G>{}, stage + codes.all_read(a.zero), bar);
-        pipeline_commit();
-        if (STAGES == 1 || stage != ring) stage = ring, bar = bars, parity ^= 1;
-        else stage += kStageBytes, bar += 8;
-#pragma unroll
-        for (int q = 0; q < 2; q++) {
-            codes.multiply<HALF, kChains>(q, xs[q], acc[h]);
-            if (h == G - 1 && more) load_x(q, next);
-        }
-    };
-#pragma unroll 1
-    for (int left = end - begin; left; left--) {
-        const int next = chunk + 1 == chunks ? 0 : chunk + 1;
-#pragma unroll
-        for (int t = 0; t < NT; t++) x[t] = next ? x[t] + kCols : x_row[t];
-        if (G == 2) half_step(kFirst, next, true);
-        half_step(kLast, next, left > 1);
-        chunk = next;
-        if (!next) {
-            flush();
-            group++;
-        }
-    }
-    if (begin < end && chunk != 0) flush();
-    __syncthreads();
-
-    // A warp adds the partial sums of 32 rows of a token in order, and stores the result or sends it to the block that adds all ranks.
-    const int items = groups * a.m * G, each = (items + a.cluster_size - 1) >> a.log_cluster;
-    float *peer_sums = slots + (Shape::groups(a.tiles_each + (a.tiles_more > 0)) + kWarps) * kSlot;
-    const auto store = [&](int item, float sum) {
-        const int u = item / G, t = divide(u, a.by_m), token = u - t * a.m;
-        const int n = (pair0 + t * G + item % G) * 32 + lane;
-        if (n >= tile0 * kRows && n < tile1 * kRows && n < a.n) store_typed(a.out, token * a.n + n, sum * a.scale, a.out_type);
-    };
-    const int lane_begin = total_steps * lane / kWarps,
-              lane_end = total_steps * (lane + 1) / kWarps;  // lane i has warp i's part of the sequence
+// Add the partial sums of all warps in order, a warp those of 32 rows of a token (an item), and store the result; in a cluster send it to the
+// item's owner, the block that adds the sums of all ranks.
+template <int NT, int G, int STAGES>
+__device__ __forceinline__ void skinny_reduce(const SkinnyArgs &a, const SkinnyShare<G> &share, float *slots, int warp, int lane) {
+    using Shape = SkinnyShape<NT, G, STAGES>;
+    constexpr int kSlot = Shape::kSlot, kPitch = SkinnySums<NT, G>::kPitch;
+    const int items = share.groups * a.m * G, each = (items + a.cluster_size - 1) >> a.log_cluster;
+    float *peer_sums = slots + (Shape::groups(a.tiles_each + (a.tiles_more > 0)) + kSkinnyWarps) * kSlot;
+    const int lane_begin = share.begin(lane), lane_end = share.begin(lane + 1);  // lane i has warp i's part of the steps
 #if AQ_HOPPER
     if (a.cluster_size > 1) cluster_wait();  // every block of the cluster has started
 #endif
-    for (int e = warp; e < items; e += kWarps) {
-        const int u = e / G, t = divide(u, a.by_m), token = u - t * a.m;
-        const uint32_t contributors = __ballot_sync(~0u, max(lane_begin, t * chunks) < min(lane_end, t * chunks + chunks));
-        const float *from_slot = slots + t * kSlot + token * kPitch + e % G * 32 + lane;
+    for (int item = warp; item < items; item += kSkinnyWarps) {
+        const int u = item / G, t = divide(u, a.by_m), token = u - t * a.m;
+        const uint32_t contributors =
+            __ballot_sync(~0u, max(lane_begin, t * share.chunks) < min(lane_end, t * share.chunks + share.chunks));
+        const float *from = slots + t * kSlot + token * kPitch + item % G * 32 + lane;
         float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < kWarps; w++)
-            if (contributors >> w & 1) sum += from_slot[w * kSlot];
+        for (int w = 0; w < kSkinnyWarps; w++)
+            if (contributors >> w & 1) sum += from[w * kSlot];
         if (a.cluster_size == 1) {
-            store(e, sum);
+            skinny_store(a, share, item, lane, sum);
         } else {
-            int owner = 0, mine = e;
+            int owner = 0, mine = item;
             while (mine >= each) mine -= each, owner++;
 #if AQ_HOPPER
-            store_peer4(peer_at(smem_at(peer_sums + (rank * each + mine) * 32 + lane), owner), sum);
+            store_peer4(peer_at(smem_at(peer_sums + (share.rank * each + mine) * 32 + lane), owner), sum);
 #endif
         }
     }
@@ -299,9 +162,70 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
     cluster_arrive();
     cluster_wait();
 #endif
-    for (int e = warp; e < each && rank * each + e < items; e += kWarps) {
+    const int first = share.rank * each, count = min(each, items - first);
+#pragma unroll 1
+    for (int mine = warp; mine < count; mine += kSkinnyWarps) {
         float sum = 0.f;
-        for (int peer = 0; peer < a.cluster_size; peer++) sum += peer_sums[(peer * each + e) * 32 + lane];
-        store(rank * each + e, sum);
+        for (int peer = 0; peer < a.cluster_size; peer++) sum += peer_sums[(peer * each + mine) * 32 + lane];
+        skinny_store(a, share, first + mine, lane, sum);
     }
+}
+
+// NT: 1 for 8 tokens, 2 for 16; G: pairs of row tiles per step; WHOLE: K is a multiple of a chunk.
+template <int NT, bool HALF, int G, int STAGES, bool WHOLE>
+__global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const SkinnyArgs a) {
+    using Shape = SkinnyShape<NT, G, STAGES>;
+    extern __shared__ __align__(128) uint8_t smem[];
+    const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0);
+    const uint32_t ring = smem_at(smem) + warp * (STAGES * Shape::kStageBytes),
+                   bars = smem_at(smem) + kSkinnyWarps * STAGES * Shape::kStageBytes + warp * (STAGES * 8);
+    float *slots = (float *)(smem + kSkinnyWarps * Shape::kRing);
+    pipeline_init(bars, STAGES);
+#if AQ_HOPPER
+    if (a.cluster_size > 1) cluster_arrive_relaxed();
+#endif
+
+    const SkinnyShare<G> share(a);
+    const int begin = share.begin(warp), end = share.begin(warp + 1);
+    int group = share.chunks ? divide(begin, share.wide ? a.by_chunks[1] : a.by_chunks[0]) : 0,
+        chunk = begin - group * share.chunks;  // of the next step
+
+    SkinnyCopies<G> copies;
+    copies.group = group, copies.steps = end - begin;
+    if (copies.steps) copies.seek(a, share, chunk), copies.template issue<0>(a, share, ring, bars);
+    pipeline_commit();
+    if (STAGES == 2) {
+        if (copies.steps) copies.template issue<G - 1>(a, share, ring + Shape::kStageBytes, bars + 8);
+        pipeline_commit();
+    }
+    if (a.pdl) {  // weights do not depend on the previous kernel; activations and the output do
+        allow_next_kernel();
+        wait_for_previous_kernel();
+    }
+
+    const int g = lane >> 2, l = lane & 3;
+    SkinnyTokens<NT, WHOLE> x;
+    x.last = a.chunks - 1 - share.chunk0, x.columns = a.k - share.chunk0 * kCols - l * 16;
+#pragma unroll
+    for (int t = 0; t < NT; t++)  // a lane without a token reads the last token; its column is not stored
+        x.at[t] = a.x + min(8 * t + g, a.m - 1) * a.ldx + (share.chunk0 + chunk) * kCols + l * 16;
+    if (begin < end) x.load(0, chunk), x.load(1, chunk);
+
+    SkinnySums<NT, G> sums;
+    SkinnyStage<STAGES> stage{ring, bars};
+#pragma unroll 1
+    for (int left = end - begin; left; left--) {
+        const int next = chunk + 1 == share.chunks ? 0 : chunk + 1;
+        x.move(next ? kCols : (1 - share.chunks) * kCols);
+        if (G == 2) multiply_pair<0, HALF>(a, share, ring, bars, lane, next, true, stage, copies, x, sums);
+        multiply_pair<G - 1, HALF>(a, share, ring, bars, lane, next, left > 1, stage, copies, x, sums);
+        chunk = next;
+        if (!next) {
+            sums.drain_to(slots + (group + warp) * Shape::kSlot + 2 * l * sums.kPitch + g);
+            group++;
+        }
+    }
+    if (begin < end && chunk != 0) sums.drain_to(slots + (group + warp) * Shape::kSlot + 2 * l * sums.kPitch + g);
+    __syncthreads();
+    skinny_reduce<NT, G, STAGES>(a, share, slots, warp, lane);
 }

@@ -1,12 +1,11 @@
 // The many-token kernel by mma.sync: 256 rows x 16, 64 or 128 tokens.
 #include <algorithm>
 
-#include "gemm/paths.cuh"
 #include "gemm/tiled.cuh"
 
 namespace {
 
-constexpr int kMaxStages = 32;
+constexpr int kMaxStages = 32, kMaxSplit = 8;
 
 template <typename Tile>
 int64_t shared_bytes(int stages) {
@@ -15,14 +14,14 @@ int64_t shared_bytes(int stages) {
 
 }  // namespace
 
-const char *tiled_problem(const Shape &shape, const aq_limits &limits, const aq_tiled_plan &plan, aq_needs *needs) {
+const char *tiled_problem(const Shape &shape, const aq_limits &limits, const TiledPlan &plan, aq_needs *needs) {
     if (plan.tile_tokens != 16 && plan.tile_tokens != 64 && plan.tile_tokens != 128) return "tile_tokens must be 16, 64 or 128";
     if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8)
         return "cluster_size must be 1, 2, 4 or 8";
     if (!cluster_possible(limits, plan.cluster_size)) return "this device has no clusters: cluster_size must be 1";
     if (plan.cluster_size > shape.chunks) return "cluster_size is larger than the number of 128-column chunks";
     if (plan.stages < 2 || plan.stages > kMaxStages) return "stages must be 2 to 32";
-    const int64_t tiles = (shape.n + kTiledRows - 1) / kTiledRows * ((shape.m + plan.tile_tokens - 1) / plan.tile_tokens);
+    const int64_t tiles = ceil_div(shape.n, kTiledRows) * ceil_div(shape.m, plan.tile_tokens);
     if (tiles * plan.cluster_size >= 1ll << 31 || shape.m >= 1ll << 31) return "the product has too many tiles";
     const int64_t bytes = plan.tile_tokens == 16   ? shared_bytes<Tokens16>(plan.stages)
                           : plan.tile_tokens == 64 ? shared_bytes<Tokens64>(plan.stages)
@@ -32,22 +31,51 @@ const char *tiled_problem(const Shape &shape, const aq_limits &limits, const aq_
     return nullptr;
 }
 
-int run_tiled(const Product &p, const aq_tiled_plan &plan, const aq_needs &needs) {
-    const int n_tiles = (int)((p.shape.n + kTiledRows - 1) / kTiledRows),
-              m_tiles = (int)((p.shape.m + plan.tile_tokens - 1) / plan.tile_tokens);
-    const TiledArgs a{p.packed, p.x,     p.out,         p.ldx,          p.shape.n,         p.scale,     (int)p.shape.m, (int)p.shape.k,
-                      n_tiles,  m_tiles, p.shape.tiles, p.shape.chunks, plan.cluster_size, plan.stages, p.out_type,     p.pdl};
-    const auto how = [&](int warps) {
-        return Launch{
-            dim3((unsigned)(n_tiles * m_tiles * plan.cluster_size)), 32 * warps, needs.smem_bytes, plan.cluster_size, p.pdl, p.stream};
-    };
-    const bool half = p.x_type == AQ_F16;
-    if (plan.tile_tokens == 16)
-        return half ? launch<tiled_kernel<8, 2, 2, 2, true, OneProduct>>(how(Tokens16::kWarps), a, OneProduct{})
-                    : launch<tiled_kernel<8, 2, 2, 2, false, OneProduct>>(how(Tokens16::kWarps), a, OneProduct{});
-    if (plan.tile_tokens == 64)
-        return half ? launch<tiled_kernel<8, 2, 2, 8, true, OneProduct>>(how(Tokens64::kWarps), a, OneProduct{})
-                    : launch<tiled_kernel<8, 2, 2, 8, false, OneProduct>>(how(Tokens64::kWarps), a, OneProduct{});
-    return half ? launch<tiled_kernel<8, 1, 2, 16, true, OneProduct>>(how(Tokens128::kWarps), a, OneProduct{})
-                : launch<tiled_kernel<8, 1, 2, 16, false, OneProduct>>(how(Tokens128::kWarps), a, OneProduct{});
+bool plan_tiled(const Shape &shape, int64_t products, const aq_limits &limits, TiledPlan *best) {
+    double best_cost = kNever;
+    for (const int tokens : {16, 64, 128}) {
+        if (tokens > 16 && shape.m <= tokens / 4) continue;
+        const int64_t tiles = products * ceil_div(shape.n, kTiledRows) * ceil_div(shape.m, tokens);
+        for (int size = 1; size <= (limits.major >= 9 ? kMaxSplit : 1); size *= 2) {
+            TiledPlan plan{tokens, size, 8};
+            aq_needs needs;
+            while (plan.stages > 1 && tiled_problem(shape, limits, plan, &needs)) plan.stages--;
+            const int at_once = resident(limits.sms, size) / size;
+            if (plan.stages < 2 || at_once < 1) continue;
+            // in units of one token's work on one chunk of 256 rows: the multiplication, or the decode if there are few tokens; then
+            // the pipeline's fill and the reduction of partial tiles
+            const double chunk = std::max(tokens, 24) + 24, waves = (double)ceil_div(tiles, at_once);
+            const double cost = waves * ((ceil_div(shape.chunks, size) + 3) * chunk + (size > 1 ? 200 * size : 60));
+            if (cost < best_cost) {
+                best_cost = cost;
+                *best = plan;
+            }
+        }
+    }
+    return best_cost != kNever;
 }
+
+namespace {
+
+// For a product that has no better path.
+double plan(const Shape &shape, const aq_limits &limits, TiledPlan *best) {
+    return plan_tiled(shape, 1, limits, best) ? kLastResort : kNever;
+}
+
+int run(const Product &p, const TiledPlan &plan, const aq_needs &needs) {
+    const int n_tiles = (int)ceil_div(p.shape.n, kTiledRows), m_tiles = (int)ceil_div(p.shape.m, plan.tile_tokens);
+    TiledArgs a{};
+    a.packed = p.packed, a.x = p.x, a.out = p.out, a.ldx = p.ldx, a.n = p.shape.n, a.scale = p.scale, a.m = (int)p.shape.m,
+    a.k = (int)p.shape.k;
+    a.n_tiles = n_tiles, a.m_tiles = m_tiles, a.tiles = p.shape.tiles, a.chunks = p.shape.chunks;
+    a.cluster_size = plan.cluster_size, a.stages = plan.stages, a.out_type = p.out_type, a.pdl = p.pdl;
+    const int64_t blocks = (int64_t)n_tiles * m_tiles;
+    const bool half = p.x_type == AQ_F16;
+    if (plan.tile_tokens == 16) return launch_tiles(Tokens16{}, half, blocks, needs.smem_bytes, p.stream, a, OneProduct{});
+    if (plan.tile_tokens == 64) return launch_tiles(Tokens64{}, half, blocks, needs.smem_bytes, p.stream, a, OneProduct{});
+    return launch_tiles(Tokens128{}, half, blocks, needs.smem_bytes, p.stream, a, OneProduct{});
+}
+
+}  // namespace
+
+const Path tiled_path = make_path<TiledPlan, plan, tiled_problem, run>("tiled", "tile_tokens cluster_size stages");

@@ -8,6 +8,17 @@
 #include <type_traits>
 
 #include "gemm/numerics.cuh"
+#include "gemm/paths.cuh"
+
+// Tiles of 256 rows x tile_tokens by mma.sync.
+struct TiledPlan {
+    int tile_tokens;   // 16, 64 or 128
+    int cluster_size;  // blocks that share K
+    int stages;        // pipeline stages of a block
+};
+// The best plan for `products` products of one shape in one launch.
+bool plan_tiled(const Shape &shape, int64_t products, const aq_limits &limits, TiledPlan *best);
+const char *tiled_problem(const Shape &shape, const aq_limits &limits, const TiledPlan &plan, aq_needs *needs);
 
 struct TiledArgs {
     const uint8_t *packed;
@@ -239,4 +250,12 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
 #if AQ_HOPPER
     if (a.cluster_size > 1) cluster_arrive_relaxed(), cluster_wait();  // no block may exit while another one reads its shared memory
 #endif
+}
+
+// Launch the kernel for tiles of one shape. blocks: of tiles and tokens, without those of a cluster.
+template <int WR, int KS, int TR, int TC, class Of>
+int launch_tiles(TileShape<WR, KS, TR, TC>, bool half, int64_t blocks, int smem_bytes, cudaStream_t stream, const TiledArgs &a,
+                 const Of &of) {
+    const Launch how{dim3((unsigned)(blocks * a.cluster_size)), 32 * WR * KS, stream, a.pdl != 0, smem_bytes, a.cluster_size};
+    return half ? launch<tiled_kernel<WR, KS, TR, TC, true, Of>>(how, a, of) : launch<tiled_kernel<WR, KS, TR, TC, false, Of>>(how, a, of);
 }

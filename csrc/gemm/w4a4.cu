@@ -141,7 +141,6 @@ extern "C" int aq_w4a4(const uint8_t *a, const uint8_t *a_scale, const uint8_t *
     if (mode == AQ_FP4_NATIVE && !state.limits.native_fp4) return AQ_GEMM_NO_NATIVE;
     const Args args{a, a_scale, w, w_scale, out, m, n, k, alpha, out_type, fault};
     const int per_block = kWarps * kColsOfWarp;
-    const Launch how{
-        dim3((unsigned)((n + per_block - 1) / per_block), (unsigned)((m + 15) / 16)), 32 * kWarps, 0, 1, false, (cudaStream_t)stream};
+    const Launch how{dim3((unsigned)ceil_div(n, per_block), (unsigned)((m + 15) / 16)), 32 * kWarps, (cudaStream_t)stream};
     return mode != AQ_FP4_EMULATED && state.limits.native_fp4 ? launch<native_kernel>(how, args) : launch<emulated_kernel>(how, args);
 }

@@ -11,6 +11,17 @@
 
 namespace {
 
+// Tiles of tile_rows x tile_tokens by wgmma.
+struct WgmmaPlan {
+    int tile_tokens;  // 16, 32, 64 or 128
+    int tile_rows;    // 256, 192, or 128 (its block computes two parts of K in parallel)
+    int blocks;
+    int cluster_size;    // blocks that share K, 1 or 2
+    int stages;          // pipeline stages of a block
+    int stream_k_tiles;  // tiles that are computed stream-K: all blocks get equal shares of them along K
+    int permute_first;   // 1 if a separate kernel permutes the activations, 0 if the blocks do it in place
+};
+
 constexpr int kPermuteThreads = 128, kMaxBlocks = 65535, kMaxStages = 16;  // a block's barriers are three arrays of 16
 
 struct PermuteArgs {
@@ -65,12 +76,12 @@ int make_tensor_map(const Product &p, int tile_tokens, CUtensorMap *map) {
     return r == CUDA_SUCCESS ? 0 : (int)cudaErrorInvalidValue;
 }
 
-int launch_permute(const Product &p, const aq_wgmma_plan &plan, uint8_t *image, size_t image_bytes) {
+int launch_permute(const Product &p, const WgmmaPlan &plan, uint8_t *image, size_t image_bytes) {
     int log_tokens = 0;
     while (1 << log_tokens < plan.tile_tokens) log_tokens++;
     const int rows = (int)(image_bytes / 128);
     const PermuteArgs args{p.x, image, p.ldx, (int)p.shape.m, (int)p.shape.k, log_tokens, p.shape.chunks * 2, rows, p.pdl};
-    return launch<permute_kernel>(Launch{dim3((unsigned)(rows + 63) / 64), kPermuteThreads, 0, 1, p.pdl, p.stream}, args);
+    return launch<permute_kernel>(Launch{dim3((unsigned)(rows + 63) / 64), kPermuteThreads, p.stream, p.pdl}, args);
 }
 
 template <int TOKENS>
@@ -79,20 +90,16 @@ int launch_tokens(const WgmmaArgs &args, const CUtensorMap &map, bool half, cons
                             : launch<wgmma_kernel<TOKENS, false>>(how, args, how.cluster_size, map);
     if (status || !args.stream_k_tiles || how.cluster_size > 1) return status;
     const int units = args.stream_k_tiles * kWarps * (TOKENS / 16);
-    return launch<fixup_kernel<TOKENS>>(Launch{dim3((unsigned)(units / kFixupWarps)), 32 * kFixupWarps, 0, 1, true, how.stream}, args,
+    return launch<fixup_kernel<TOKENS>>(Launch{dim3((unsigned)(units / kFixupWarps)), 32 * kFixupWarps, how.stream, true}, args,
                                         (int)how.blocks.x);
 }
 
-WgmmaSpace space_of(const Shape &shape, const aq_wgmma_plan &plan) {
-    return wgmma_space(plan.tile_tokens, (int)((shape.m + plan.tile_tokens - 1) / plan.tile_tokens), shape.chunks, plan.permute_first,
-                       plan.stream_k_tiles, plan.cluster_size, plan.blocks);
+WgmmaSpace space_of(const Shape &shape, const WgmmaPlan &plan) {
+    return wgmma_space(plan.tile_tokens, (int)ceil_div(shape.m, plan.tile_tokens), shape.chunks, plan.permute_first, plan.stream_k_tiles,
+                       plan.cluster_size, plan.blocks);
 }
 
-}  // namespace
-
-bool wgmma_exists() { return tensor_map_encoder() && kernel_exists<wgmma_kernel<64, false>>(kWgmmaThreads); }
-
-const char *wgmma_problem(const Shape &shape, const aq_limits &limits, const aq_wgmma_plan &plan, aq_needs *needs) {
+const char *problem(const Shape &shape, const aq_limits &limits, const WgmmaPlan &plan, aq_needs *needs) {
     if (!limits.wgmma) return "this device, or the code for it, has no wgmma";
     if (plan.tile_tokens != 16 && plan.tile_tokens != 32 && plan.tile_tokens != 64 && plan.tile_tokens != 128)
         return "tile_tokens must be 16, 32, 64 or 128";
@@ -107,8 +114,8 @@ const char *wgmma_problem(const Shape &shape, const aq_limits &limits, const aq_
     if (halves == 2 && shape.chunks % 2) return "tile_rows 128 needs an even number of 128-column chunks";
     if (plan.tile_rows == 192 && (plan.cluster_size != 1 || plan.stream_k_tiles || plan.tile_tokens == 128))
         return "tile_rows 192 needs cluster_size 1, stream_k_tiles 0 and at most 64 tokens per tile";
-    const int64_t tile_row_tiles = plan.tile_rows / kRows, m_tiles = (shape.m + plan.tile_tokens - 1) / plan.tile_tokens;
-    const int64_t tiles = (shape.tiles + tile_row_tiles - 1) / tile_row_tiles * m_tiles;
+    const int64_t tile_row_tiles = plan.tile_rows / kRows, m_tiles = ceil_div(shape.m, plan.tile_tokens);
+    const int64_t tiles = ceil_div(shape.tiles, tile_row_tiles) * m_tiles;
     if (shape.m >= 1ll << 31 || tiles * shape.chunks > INT32_MAX / 4 || m_tiles * shape.chunks * plan.tile_tokens >= 1ll << 30)
         return "the product has too many tiles";
     if (plan.stream_k_tiles < 0 || plan.stream_k_tiles > tiles) return "stream_k_tiles must be between 0 and the number of tiles";
@@ -127,11 +134,75 @@ const char *wgmma_problem(const Shape &shape, const aq_limits &limits, const aq_
     return nullptr;
 }
 
-int run_wgmma(const Product &p, const aq_wgmma_plan &plan, const aq_needs &needs) {
+// Microseconds, fitted to measurements on an H200. step: 256 rows x 128 columns (or 128 x 256), with permuted activations; low: a step of
+// 192 rows; permute, permute2: additional cost per step of the in-place permutation, with one part of K and with two; add: the fix-up
+// kernel's reduction over the workspace.
+struct WgmmaCost {
+    int tokens;
+    double step, low, permute, permute2, add;
+};
+constexpr WgmmaCost kWgmmaCosts[] = {
+    {16, .58, .54, .02, 0., 4.2}, {32, .60, .58, .03, .12, 4.2}, {64, .84, .655, .09, .4, 4.1}, {128, 1.36, 0., 0., 0., 5.5}};
+
+constexpr double kWgmmaStart = 3.2, kWgmmaPermute = 1.2, kWgmmaCluster = 2.8;
+constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.5;        // per part of a stream-K tile; if the parts are not equal
+constexpr int kFewSteps = 16, kFewStages = 4;                 // if a block has few steps, more stages than that all arrive late
+constexpr int kWgmmaMaxStages = 16, kPermuteResident = 4096;  // shared memory of the permutation kernel, which is resident at the same time
+double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
+    double best_us = kNever;
+    if (!limits.wgmma) return kNever;
+    const int sms = limits.sms, tiles = shape.tiles, chunks = shape.chunks;
+    for (const WgmmaCost &c : kWgmmaCosts) {
+        const int64_t m_tiles = ceil_div(shape.m, c.tokens);
+        if (m_tiles * (tiles + 15) / 16 * chunks > INT32_MAX / 4) continue;
+        const auto consider = [&](int cluster_size, int rows, int permute_first, int blocks, int stream_k_tiles, double us) {
+            if (us >= best_us) return;
+            const int halves = rows == 128 ? 2 : 1,
+                      taken = kWgmmaHead + wgmma_reduce_bytes(c.tokens, cluster_size, halves) + (permute_first ? kPermuteResident : 0);
+            const bool few = cluster_size == 1 && c.tokens == 64 && stream_k_tiles > 0 &&
+                             (int64_t)stream_k_tiles * chunks <= (int64_t)kFewSteps * blocks;
+            const int stages = std::min(few ? kFewStages : kWgmmaMaxStages, (limits.smem_bytes - taken) / wgmma_stage(c.tokens, halves));
+            const WgmmaPlan tried{c.tokens, rows, blocks, cluster_size, stages, stream_k_tiles, permute_first};
+            aq_needs needs;
+            if (problem(shape, limits, tried, &needs)) return;
+            best_us = us;
+            *best = tried;
+        };
+        for (int permute_first = c.tokens == 128; permute_first < 2; permute_first++) {
+            const double start = kWgmmaStart + (permute_first ? kWgmmaPermute : 0.);
+            for (int halves = 1; halves <= (c.tokens == 16 ? 1 : c.tokens == 128 ? 0 : 2); halves++) {
+                const int64_t all = ceil_div(tiles * halves, kBlockTiles) * m_tiles;
+                if (chunks % halves || chunks / halves < 2 || all * 2 > resident(sms, 2)) continue;
+                const double step = c.step + (permute_first ? 0. : halves == 1 ? c.permute : c.permute2);
+                consider(2, 256 / halves, permute_first, (int)all * 2, (int)all, start + (chunks / halves + 1) / 2 * step + kWgmmaCluster);
+            }
+            const int64_t all = ceil_div(tiles, kBlockTiles) * m_tiles;
+            const auto shares = [&](int blocks, int stream_k_tiles) {
+                const int64_t steps = ceil_div(all - stream_k_tiles, blocks) * chunks + ceil_div((int64_t)stream_k_tiles * chunks, blocks);
+                const double more =
+                    stream_k_tiles ? c.add + kWgmmaPart * blocks / stream_k_tiles + (blocks % stream_k_tiles ? kWgmmaUneven : 0.) : 0.;
+                consider(1, 256, permute_first, blocks, stream_k_tiles,
+                         start + (double)steps * (c.step + (permute_first ? 0. : c.permute)) + more);
+            };
+            const int64_t waves = ceil_div(all, sms);
+            shares((int)ceil_div(all, waves), 0);
+            if (all % sms) shares(sms, (int)(all % sms));
+            if (all % sms && all > sms) shares(sms, (int)(all % sms) + sms);
+            if (all <= sms / 2) shares((int)(sms / all * all), (int)all);
+            const int64_t lower = (tiles + 11) / 12 * m_tiles, low_waves = ceil_div(lower, sms);
+            if (c.tokens < 128)
+                consider(1, 192, permute_first, (int)ceil_div(lower, low_waves), 0,
+                         start + (double)low_waves * chunks * (c.low + (permute_first ? 0. : c.permute)));
+        }
+    }
+    return best_us;
+}
+
+int run(const Product &p, const WgmmaPlan &plan, const aq_needs &needs) {
     WgmmaArgs a{};
     a.packed = p.packed, a.out = p.out, a.n = p.shape.n, a.scale = p.scale, a.m = (int)p.shape.m, a.halves = plan.tile_rows == 128 ? 2 : 1;
-    a.row_tiles = plan.tile_rows / kRows, a.n_tiles = (p.shape.tiles + a.row_tiles - 1) / a.row_tiles;
-    a.m_tiles = (int)((p.shape.m + plan.tile_tokens - 1) / plan.tile_tokens), a.tiles = p.shape.tiles, a.chunks = p.shape.chunks,
+    a.row_tiles = plan.tile_rows / kRows, a.n_tiles = ceil_div(p.shape.tiles, a.row_tiles);
+    a.m_tiles = (int)ceil_div(p.shape.m, plan.tile_tokens), a.tiles = p.shape.tiles, a.chunks = p.shape.chunks,
     a.steps = a.chunks / a.halves;
     a.stream_k_tiles = plan.stream_k_tiles, a.stages = plan.stages, a.out_type = p.out_type, a.pdl = p.pdl;
     const WgmmaSpace space = space_of(p.shape, plan);
@@ -140,11 +211,18 @@ int run_wgmma(const Product &p, const aq_wgmma_plan &plan, const aq_needs &needs
     CUtensorMap map{};
     const int status = plan.permute_first ? launch_permute(p, plan, at, space.image) : make_tensor_map(p, plan.tile_tokens, &map);
     if (status) return status;
-    const Launch how{dim3((unsigned)plan.blocks), kWgmmaThreads, needs.smem_bytes, plan.cluster_size,
-                     p.pdl || plan.permute_first, p.stream};
+    const Launch how{dim3((unsigned)plan.blocks), kWgmmaThreads,    p.stream,
+                     p.pdl || plan.permute_first, needs.smem_bytes, plan.cluster_size};
     const bool half = p.x_type == AQ_F16;
     if (plan.tile_tokens == 16) return launch_tokens<16>(a, map, half, how);
     if (plan.tile_tokens == 32) return launch_tokens<32>(a, map, half, how);
     if (plan.tile_tokens == 64) return launch_tokens<64>(a, map, half, how);
     return launch_tokens<128>(a, map, half, how);
 }
+
+}  // namespace
+
+bool wgmma_exists() { return tensor_map_encoder() && kernel_exists<wgmma_kernel<64, false>>(kWgmmaThreads); }
+
+const Path wgmma_path =
+    make_path<WgmmaPlan, plan, problem, run>("wgmma", "tile_tokens tile_rows blocks cluster_size stages stream_k_tiles permute_first");

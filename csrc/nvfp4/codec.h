@@ -111,7 +111,11 @@ struct codec_kernels {
     void (*fake_quant)(const struct fake_plan *plan, const void *x, size_t blocks, void *out);
 };
 
-extern const struct codec_kernels codec_serial;
+/* The serial variant. The others also call it for the blocks after the last whole register. */
+uint32_t serial_amax(const void *x, int kind, size_t count);
+uint32_t serial_pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes, uint8_t *scales);
+void serial_unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out);
+void serial_fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out);
 
 static inline uint32_t magnitude_mask(int kind)
 {

@@ -27,7 +27,7 @@ static uint32_t amax_bits(const void *x, int kind, size_t count)
                 top[k % 4] = vmaxq_u16(top[k % 4], vandq_u16(vld1q_u16(p + i + 8 * k), mask));
         largest = vmaxvq_u16(vmaxq_u16(vmaxq_u16(top[0], top[1]), vmaxq_u16(top[2], top[3])));
     }
-    uint32_t rest = codec_serial.amax((const char *)x + whole * kind_size(kind), kind, count - whole);
+    uint32_t rest = serial_amax((const char *)x + whole * kind_size(kind), kind, count - whole);
     return rest > largest ? rest : largest;
 }
 
@@ -255,8 +255,8 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
         top = pack_blocks(plan, KIND_BF16, 16, x, first, whole, codes, scales);
     else
         top = pack_blocks(plan, plan->kind, group, x, first, whole, codes, scales);
-    uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2,
-                                      scales + whole);
+    uint32_t rest =
+        serial_pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2, scales + whole);
     return rest > top ? rest : top;
 }
 
@@ -357,7 +357,5 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
     else
         fake_quant_blocks(plan, plan->kind, (size_t)plan->group, x, blocks, out);
 }
-
-static const struct codec_kernels codec_kernels = {amax_bits, pack, unpack, fake_quant};
 
 #endif

@@ -67,7 +67,7 @@ static uint32_t amax_bits(const void *x, int kind, size_t count)
             top[k] = max_of(top[k], magnitudes(load(p + 32 * k), kind), kind);
     }
     v256 all = max_of(max_of(top[0], top[1], kind), max_of(top[2], top[3], kind), kind);
-    uint32_t largest = largest_u32(widest(all, kind)), rest = codec_serial.amax(p, kind, count - i);
+    uint32_t largest = largest_u32(widest(all, kind)), rest = serial_amax(p, kind, count - i);
     return rest > largest ? rest : largest;
 }
 
@@ -481,8 +481,8 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
     default:
         top = pack_kind(plan, KIND_BF16, x, first, runs, codes, scales);
     }
-    uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2,
-                                      scales + whole);
+    uint32_t rest =
+        serial_pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2, scales + whole);
     return rest > top ? rest : top;
 }
 
@@ -551,11 +551,9 @@ static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
         unpack_floats(plan, codes, scales, whole << shift, shift, out);
     else
         unpack_halves(plan, codes, scales, whole << shift, shift, out);
-    codec_serial.unpack(plan, codes + done / 2, scales + whole, blocks - whole, (char *)out + done * kind_size(plan->kind));
+    serial_unpack(plan, codes + done / 2, scales + whole, blocks - whole, (char *)out + done * kind_size(plan->kind));
 }
 
 #include "fake_quant_x86.h"
-
-static const struct codec_kernels codec_kernels = {amax_bits, pack, unpack, fake_quant};
 
 #endif

@@ -48,7 +48,7 @@ static float tail(const uint8_t *codes, float step, const float *x)
 
 bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, const uint8_t *scales, void *y)
 {
-    const gemv_row row = variant_current()->gemv;
+    const gemv_row row = kernels_current()->gemv;
     const size_t columns = plan->columns, whole = columns / PIECE * PIECE, groups_of_16 = columns / 16;
     const size_t per_scale = (size_t)plan->group / 16, row_scales = columns / (size_t)plan->group;
     const size_t some = 1 + HANDOUT / columns;

@@ -62,7 +62,7 @@ static bool round_block(const struct gptq_plan *plan, size_t start, uint8_t code
 
 /* Round columns first .. first + width of a tile of rows. The scales of one block column are chosen together, as pack chooses them:
  * `tiled` is the codec's plan with each block's importance once per row of a tile. */
-static bool round_window(const struct gptq_plan *plan, const struct pack_plan *tiled, const struct variant *variant, size_t first,
+static bool round_window(const struct gptq_plan *plan, const struct pack_plan *tiled, const struct kernels *kernels, size_t first,
                          size_t width, size_t rows, float *w, float *errors, uint8_t *codes, uint8_t *scales)
 {
     const size_t columns = plan->columns, group = (size_t)plan->codec.group, blocks = columns / group;
@@ -72,14 +72,14 @@ static bool round_window(const struct gptq_plan *plan, const struct pack_plan *t
     for (size_t start = first; start < first + width; start += group) {
         for (size_t r = 0; r < rows; r++)
             memcpy(block + r * group, w + r * columns + start, group * sizeof(float));
-        variant->codec->pack(tiled, block, start / group * TILE_ROWS, rows, unused, chosen);
+        kernels->codec.pack(tiled, block, start / group * TILE_ROWS, rows, unused, chosen);
         const size_t next = start + group;
         for (size_t r = 0; r < rows; r++) {
             float *row = w + r * columns, *of_block = errors + r * GPTQ_WINDOW + (start - first);
             scales[r * blocks + start / group] = chosen[r];
             finite &= round_block(plan, start, chosen[r], row + start, of_block, codes + r * (columns / 2));
-            variant->gptq->subtract_errors(first + width - next, group, of_block, plan->factor + start * columns + next, columns,
-                                           row + next);
+            kernels->gptq.subtract_errors(first + width - next, group, of_block, plan->factor + start * columns + next, columns,
+                                          row + next);
         }
     }
     return finite;
@@ -109,7 +109,7 @@ int gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes, 
 {
     const size_t columns = plan->columns, blocks = columns / (size_t)plan->codec.group;
     const size_t tiles = (plan->rows + TILE_ROWS - 1) / TILE_ROWS;
-    const struct variant *variant = variant_current();
+    const struct kernels *kernels = kernels_current();
     struct pack_plan *tiled = tiled_plan(&plan->codec, columns);
     int bad = 0;
     if (!tiled)
@@ -120,9 +120,9 @@ int gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes, 
         for (size_t t = 0; t < tiles; t++) {
             const size_t top = t * TILE_ROWS, rows = plan->rows - top < TILE_ROWS ? plan->rows - top : TILE_ROWS;
             float *own = errors + top * GPTQ_WINDOW;
-            bad |= !round_window(plan, tiled, variant, first, width, rows, w + top * columns, own, codes + top * (columns / 2),
+            bad |= !round_window(plan, tiled, kernels, first, width, rows, w + top * columns, own, codes + top * (columns / 2),
                                  scales + top * blocks);
-            update_right(plan, variant->gptq, first, width, rows, own, w + top * columns);
+            update_right(plan, &kernels->gptq, first, width, rows, own, w + top * columns);
         }
     }
     free(tiled);

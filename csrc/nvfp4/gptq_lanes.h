@@ -38,6 +38,4 @@ static void subtract_errors_four(size_t terms, const float *e, const float *pane
     f32x16_store(w, a), f32x16_store(w + stride, b), f32x16_store(w + 2 * stride, c), f32x16_store(w + 3 * stride, d);
 }
 
-static const struct gptq_kernels gptq_kernels = {subtract_errors, subtract_errors_four};
-
 #endif

@@ -120,7 +120,7 @@ struct affine_block {
     uint8_t L[256];
 };
 
-static void encode_affine(const struct kq_search *search, const float *x, const float *weight, int top, struct affine_block *out)
+static void encode_affine(const struct kq_kernels *kernels, const float *x, const float *weight, int top, struct affine_block *out)
 {
     float w[256], sums[8], scale[8], minus_min[8];
     struct affine ranges[8];
@@ -137,7 +137,7 @@ static void encode_affine(const struct kq_search *search, const float *x, const 
             for (int i = 0; i < 32; i++)
                 sums[j] += w[32 * j + i];
         }
-        search->affine_8(x, w, top, -0.9f, 0.05f, 36, 1, out->L, ranges);
+        kernels->affine_8(x, w, top, -0.9f, 0.05f, 36, 1, out->L, ranges);
     } else {
         for (int j = 0; j < 8; j++) {
             const float *v = x + 32 * j;
@@ -148,7 +148,7 @@ static void encode_affine(const struct kq_search *search, const float *x, const 
             for (int i = 0; i < 32; i++)
                 w[32 * j + i] = average + fabsf(v[i]);
         }
-        search->affine_8(x, w, top, top == 15 ? -1.f : -0.5f, 0.1f, top == 15 ? 20 : 15, 0, out->L, ranges);
+        kernels->affine_8(x, w, top, top == 15 ? -1.f : -0.5f, 0.1f, top == 15 ? 20 : 15, 0, out->L, ranges);
     }
     for (int j = 0; j < 8; j++) {
         scale[j] = ranges[j].scale;
@@ -168,13 +168,13 @@ static void encode_affine(const struct kq_search *search, const float *x, const 
     }
 }
 
-static void encode_q4_k(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q4_k(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
     (void)row_square;
     struct block_q4_k *y = out;
     for (size_t at = 0; at < count; at += 256, y++) {
         struct affine_block a;
-        encode_affine(search, x + at, weight ? weight + at : NULL, 15, &a);
+        encode_affine(kernels, x + at, weight ? weight + at : NULL, 15, &a);
         y->d = a.d;
         y->dmin = a.dmin;
         memcpy(y->scales, a.scales, 12);
@@ -184,13 +184,13 @@ static void encode_q4_k(const struct kq_search *search, const float *x, size_t c
     }
 }
 
-static void encode_q5_k(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q5_k(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
     (void)row_square;
     struct block_q5_k *y = out;
     for (size_t at = 0; at < count; at += 256, y++) {
         struct affine_block a;
-        encode_affine(search, x + at, weight ? weight + at : NULL, 31, &a);
+        encode_affine(kernels, x + at, weight ? weight + at : NULL, 31, &a);
         y->d = a.d;
         y->dmin = a.dmin;
         memcpy(y->scales, a.scales, 12);
@@ -204,7 +204,7 @@ static void encode_q5_k(const struct kq_search *search, const float *x, size_t c
     }
 }
 
-static void encode_q6_k(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q6_k(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
     (void)row_square;
     struct block_q6_k *y = out;
@@ -212,7 +212,7 @@ static void encode_q6_k(const struct kq_search *search, const float *x, size_t c
         uint8_t L[256];
         float scale[16], top = 0, largest = 0;
         const float *v = x + at;
-        search->symmetric_16(v, weight ? weight + at : NULL, L, scale);
+        kernels->symmetric_16(v, weight ? weight + at : NULL, L, scale);
         for (int j = 0; j < 16; j++)
             if (fabsf(scale[j]) > largest) {
                 largest = fabsf(scale[j]);
@@ -275,9 +275,9 @@ static float legacy(const float *x, int top, const float *weight, float row_squa
     return d;
 }
 
-static void encode_q5_0(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q5_0(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
-    (void)search;
+    (void)kernels;
     struct block_q5_0 *y = out;
     for (size_t at = 0; at < count; at += 32, y++) {
         uint8_t L[32];
@@ -286,9 +286,9 @@ static void encode_q5_0(const struct kq_search *search, const float *x, size_t c
     }
 }
 
-static void encode_q4_0(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q4_0(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
-    (void)search;
+    (void)kernels;
     struct block_q4_0 *y = out;
     for (size_t at = 0; at < count; at += 32, y++) {
         uint8_t L[32];
@@ -298,9 +298,9 @@ static void encode_q4_0(const struct kq_search *search, const float *x, size_t c
     }
 }
 
-static void encode_q8_0(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q8_0(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
-    (void)search, (void)weight, (void)row_square; /* llama.cpp has no importance for Q8_0 */
+    (void)kernels, (void)weight, (void)row_square; /* llama.cpp has no importance for Q8_0 */
     struct block_q8_0 *y = out;
     for (size_t at = 0; at < count; at += 32, y++) {
         float amax = 0;

@@ -157,6 +157,4 @@ static void symmetric_16(const float *x, const float *weight, uint8_t *L, float 
         symmetric_lanes(x + 16 * j, weight ? weight + 16 * j : NULL, L + 16 * j, scale + j);
 }
 
-static const struct kq_search kq_search = {affine_8, symmetric_16, KQ_DECODERS};
-
 #endif

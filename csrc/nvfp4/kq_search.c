@@ -4,7 +4,7 @@
  * least squares for each rounding, and use a result if it lowers the weighted squared error.
  * symmetric: w = scale * q; 18 steps around -top / (element of largest magnitude); largest (sum w x q)^2 / sum w q^2.
  */
-#include "kq_decode.h"
+#include "kquant.h"
 
 #include <math.h>
 
@@ -78,7 +78,7 @@ static struct affine affine_one(const float *x, const float *weight, int top, fl
     return (struct affine){scale, -min};
 }
 
-static void affine_8(const float *x, const float *weight, int top, float low, float by, int tries, int weighted, uint8_t *L,
+void serial_affine_8(const float *x, const float *weight, int top, float low, float by, int tries, int weighted, uint8_t *L,
                      struct affine *out)
 {
     for (int j = 0; j < 8; j++)
@@ -126,10 +126,8 @@ float search_symmetric(int n, int top, const float *x, const float *weight, uint
     return scale;
 }
 
-static void symmetric_16(const float *x, const float *weight, uint8_t *L, float *scale)
+void serial_symmetric_16(const float *x, const float *weight, uint8_t *L, float *scale)
 {
     for (int j = 0; j < 16; j++)
         scale[j] = search_symmetric(16, 32, x + 16 * j, weight ? weight + 16 * j : NULL, L + 16 * j);
 }
-
-const struct kq_search kq_serial = {affine_8, symmetric_16, KQ_DECODERS};

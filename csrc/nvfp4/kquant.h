@@ -57,20 +57,23 @@ struct affine {
 /* The functions that differ by variant: the decoders, and the searches that take nearly all the time. All variants give the same bytes.
  * affine_8: eight sub-blocks of 32, x and weight [8][32], L [8][32].
  * symmetric_16: sixteen sub-blocks of 16 with codes -32..31, weight [16][16] or NULL for x^2, L [16][16] + 32. */
-struct kq_search {
+struct kq_kernels {
     void (*affine_8)(const float *x, const float *weight, int top, float low, float by, int tries, int weighted, uint8_t *L,
                      struct affine *out);
     void (*symmetric_16)(const float *x, const float *weight, uint8_t *L, float *scale);
     void (*decode[KQ_TYPES])(const void *raw, size_t blocks, float *out); /* in the order of KQ_TYPE */
 };
-extern const struct kq_search kq_serial;
+
+void serial_affine_8(const float *x, const float *weight, int top, float low, float by, int tries, int weighted, uint8_t *L,
+                     struct affine *out);
+void serial_symmetric_16(const float *x, const float *weight, uint8_t *L, float *scale);
 
 struct kq_type {
     const char *name;
     size_t block; /* elements */
     size_t bytes;
     /* `count` elements of one row (whole blocks); weight: the same number, or NULL; row_square: mean of x^2 over the row. */
-    void (*encode)(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out);
+    void (*encode)(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out);
 };
 
 extern const struct kq_type KQ_TYPE[KQ_TYPES];

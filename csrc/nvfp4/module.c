@@ -430,10 +430,12 @@ cleanup:
 static PyObject *py_variants(PyObject *self, PyObject *unused)
 {
     (void)self, (void)unused;
-    const char *names[VARIANTS];
-    int n = variants_available(names);
-    PyObject *result = PyTuple_New(n);
-    for (int i = 0; result && i < n; i++) {
+    const char *const *names = variant_names();
+    Py_ssize_t count = 0;
+    while (names[count])
+        count++;
+    PyObject *result = PyTuple_New(count);
+    for (Py_ssize_t i = 0; result && i < count; i++) {
         PyObject *name = PyUnicode_FromString(names[i]);
         if (!name)
             Py_CLEAR(result);

@@ -55,7 +55,7 @@ static size_t run_length(size_t blocks, size_t per_run, size_t run)
 
 uint32_t tensor_amax(const void *x, int kind, size_t count)
 {
-    const struct codec_kernels *k = variant_current()->codec;
+    const struct codec_kernels *k = &kernels_current()->codec;
     const size_t runs = runs_of(count, RUN), size = kind_size(kind);
     uint32_t top = 0;
 #pragma omp parallel for schedule(dynamic) num_threads(team(count)) reduction(max : top)
@@ -69,7 +69,7 @@ uint32_t tensor_amax(const void *x, int kind, size_t count)
 /* From the last run to the first: the end of what tensor_amax has read is still in the caches. */
 uint32_t tensor_pack(const struct pack_plan *plan, const void *x, size_t blocks, uint8_t *codes, uint8_t *scales)
 {
-    const struct codec_kernels *k = variant_current()->codec;
+    const struct codec_kernels *k = &kernels_current()->codec;
     const size_t group = (size_t)plan->group, per_run = RUN / group, runs = runs_of(blocks, per_run);
     const size_t bytes = group * kind_size(plan->kind);
     uint32_t top = 0;
@@ -93,7 +93,7 @@ static int any_nan(const uint8_t *scales, size_t blocks)
 
 bool tensor_unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out)
 {
-    const struct codec_kernels *k = variant_current()->codec;
+    const struct codec_kernels *k = &kernels_current()->codec;
     const size_t group = (size_t)plan->group, per_run = RUN / group, runs = runs_of(blocks, per_run);
     const size_t bytes = group * kind_size(plan->kind);
     int bad = 0;
@@ -109,7 +109,7 @@ bool tensor_unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
 
 void tensor_fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
 {
-    const struct codec_kernels *k = variant_current()->codec;
+    const struct codec_kernels *k = &kernels_current()->codec;
     const size_t group = (size_t)plan->group, per_run = RUN / group, runs = runs_of(blocks, per_run);
     const size_t bytes = group * kind_size(plan->kind);
 #pragma omp parallel for schedule(dynamic) num_threads(team(blocks *group))
@@ -120,8 +120,8 @@ void tensor_fake_quant(const struct fake_plan *plan, const void *x, size_t block
 }
 
 /* One part of a row as floats. The row's mean square is summed in order over the whole row, as llama.cpp does. */
-static void kquantize_row(const struct kq_search *search, const struct kq_type *type, const void *x, int kind, size_t start, size_t columns,
-                          const float *weight, uint8_t *out)
+static void kquantize_row(const struct kq_kernels *kernels, const struct kq_type *type, const void *x, int kind, size_t start,
+                          size_t columns, const float *weight, uint8_t *out)
 {
     enum { PIECE = 1024 };
     float v[PIECE], row_square = 0;
@@ -136,22 +136,22 @@ static void kquantize_row(const struct kq_search *search, const struct kq_type *
         size_t n = columns - at < PIECE ? columns - at : PIECE;
         for (size_t i = 0; i < n; i++)
             v[i] = load_as_float(x, kind, start + at + i);
-        type->encode(search, v, n, weight ? weight + at : NULL, row_square, out + at / type->block * type->bytes);
+        type->encode(kernels, v, n, weight ? weight + at : NULL, row_square, out + at / type->block * type->bytes);
     }
 }
 
 void tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_t rows, size_t columns, const float *weight, uint8_t *out)
 {
-    const struct kq_search *search = variant_current()->kquant;
+    const struct kq_kernels *kernels = &kernels_current()->kquant;
     const size_t row_bytes = columns / type->block * type->bytes;
 #pragma omp parallel for schedule(dynamic) num_threads(team(rows *columns))
     for (size_t r = 0; r < rows; r++)
-        kquantize_row(search, type, x, kind, r * columns, columns, weight, out + r * row_bytes);
+        kquantize_row(kernels, type, x, kind, r * columns, columns, weight, out + r * row_bytes);
 }
 
 void tensor_kdequantize(const struct kq_type *type, const uint8_t *raw, size_t blocks, float *out)
 {
-    void (*decode)(const void *, size_t, float *) = variant_current()->kquant->decode[type - KQ_TYPE];
+    void (*decode)(const void *, size_t, float *) = kernels_current()->kquant.decode[type - KQ_TYPE];
     const size_t per_run = RUN / type->block, runs = runs_of(blocks, per_run);
 #pragma omp parallel for schedule(dynamic) num_threads(team(blocks * type->block))
     for (size_t r = 0; r < runs; r++) {

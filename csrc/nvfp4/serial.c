@@ -1,7 +1,7 @@
 /* The reference kernels: plain C, one element at a time, with the divisions of the format's definition. */
 #include "codec.h"
 
-static uint32_t amax_bits(const void *x, int kind, size_t count)
+uint32_t serial_amax(const void *x, int kind, size_t count)
 {
     uint32_t top = 0;
     if (kind == KIND_F32) {
@@ -25,14 +25,14 @@ static float float_of_magnitude(uint32_t bits, int kind)
     return kind == KIND_F32 ? bits_float(bits) : load_as_float(&half, kind, 0);
 }
 
-static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes, uint8_t *scales)
+uint32_t serial_pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes, uint8_t *scales)
 {
     const size_t group = (size_t)plan->group, bytes = group * kind_size(plan->kind);
     uint32_t top = 0;
     float v[MAX_GROUP];
     for (size_t b = 0; b < blocks; b++) {
         const void *block = (const char *)x + b * bytes;
-        uint32_t bits = amax_bits(block, plan->kind, group);
+        uint32_t bits = serial_amax(block, plan->kind, group);
         top = bits > top ? bits : top;
         for (size_t i = 0; i < group; i++)
             v[i] = load_as_float(block, plan->kind, i);
@@ -49,7 +49,7 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
     return top;
 }
 
-static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out)
+void serial_unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out)
 {
     const size_t group = (size_t)plan->group;
     for (size_t b = 0; b < blocks; b++) {
@@ -65,7 +65,7 @@ static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
  * (modelopt/torch/kernels/quantization/gemm/fp4_kernel_hopper.py and common/nvfp4_quant.py). A negative number that rounds to zero
  * becomes +0.0, and NaN becomes -6 steps, as in that op. The GPU divides approximately, so elements within two last bits of a tie may
  * be rounded to the other side there. */
-static void fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
+void serial_fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
 {
     const size_t group = (size_t)plan->group;
     const float six = 6.f * plan->tensor_scale;
@@ -86,5 +86,3 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
         }
     }
 }
-
-const struct codec_kernels codec_serial = {amax_bits, pack, unpack, fake_quant};

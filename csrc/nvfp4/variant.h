@@ -1,5 +1,5 @@
-/* One table of variants: all functions that exist once per instruction set. A variant can be forced, so that tests compare each with
- * the serial reference, byte by byte. */
+/* The functions that exist once per instruction set. A variant can be forced, so that tests compare each with the serial reference,
+ * byte by byte. */
 #ifndef AQ_NVFP4_VARIANT_H
 #define AQ_NVFP4_VARIANT_H
 
@@ -8,28 +8,20 @@
 #include "gptq.h"
 #include "kquant.h"
 
-struct variant {
-    const char *name;
-    const struct codec_kernels *codec;
-    const struct kq_search *kquant;
+/* One variant, defined in variant_NAME.c. A function that is NULL is taken from the closest earlier variant in the table of variant.c
+ * that the processor can run and that has it; the serial variant has all. */
+struct kernels {
+    struct codec_kernels codec;
+    struct kq_kernels kquant;
     gemv_row gemv;
-    const struct gptq_kernels *gptq;
+    struct gptq_kernels gptq;
 };
 
-extern const struct variant variant_serial;
-#if defined(__x86_64__)
-extern const struct variant variant_avx2, variant_avx512;
-#elif defined(__aarch64__)
-extern const struct variant variant_neon;
-#endif
+/* The complete functions of the variant in use: the one that was set, else the last that this processor can run. */
+const struct kernels *kernels_current(void);
 
-#define VARIANTS 3
-
-/* The variant in use: the one that was set, else the fastest that this processor can run. */
-const struct variant *variant_current(void);
-
-/* Set `names` to the variants that this processor can run, slowest first. Returns their number. */
-int variants_available(const char *names[VARIANTS]);
+/* The names of the variants that this processor can run, slowest first, and NULL. */
+const char *const *variant_names(void);
 const char *variant_name(void);
 /* name: "auto" or a variant. Returns false if this processor cannot run it. */
 bool variant_set(const char *name);

@@ -1,3 +1,4 @@
+/* flags for x86_64: -mavx2 -mf16c -mbmi2 -mfma */
 /* All kernels compiled for AVX2. */
 #include "codec_x86.h"
 #include "gemv_lanes.h"
@@ -5,4 +6,9 @@
 #include "kq_lanes.h"
 #include "variant.h"
 
-const struct variant variant_avx2 = {"avx2", &codec_kernels, &kq_search, row_times_tokens, &gptq_kernels};
+const struct kernels variant_avx2 = {
+    .codec = {amax_bits, pack, unpack, fake_quant},
+    .kquant = {affine_8, symmetric_16, KQ_DECODERS},
+    .gemv = row_times_tokens,
+    .gptq = {subtract_errors, subtract_errors_four},
+};

@@ -1,3 +1,4 @@
+/* flags for aarch64: */
 /* All kernels compiled for NEON. */
 #include "codec_neon.h"
 #include "gemv_lanes.h"
@@ -5,4 +6,9 @@
 #include "kq_lanes.h"
 #include "variant.h"
 
-const struct variant variant_neon = {"neon", &codec_kernels, &kq_search, row_times_tokens, &gptq_kernels};
+const struct kernels variant_neon = {
+    .codec = {amax_bits, pack, unpack, fake_quant},
+    .kquant = {affine_8, symmetric_16, KQ_DECODERS},
+    .gemv = row_times_tokens,
+    .gptq = {subtract_errors, subtract_errors_four},
+};

@@ -213,8 +213,10 @@ int main(int argc, char **argv)
     long executions = argc > 1 ? atol(argv[1]) : 200000;
     for (long seed = argc > 2 ? atol(argv[2]) : 0; seed > 0; seed--)
         state = next() * 0x9e3779b97f4a7c15u | 1;
-    const char *names[VARIANTS];
-    int variants = variants_available(names);
+    const char *const *names = variant_names();
+    int variants = 0;
+    while (names[variants])
+        variants++;
     threads_set(1);
     long decoded = 0, packed = 0, encoded = 0, others = 0;
     while (decoded + packed + encoded + others < executions) {

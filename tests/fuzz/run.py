@@ -26,10 +26,7 @@ SITE = BUILD / "site"
 C_TARGETS = {"sse": [], "http1": [], "request": ["-lcurl"]}  # and libraries
 INPUT_BYTES = 4096
 INPUT_S = 60  # an input that takes longer is a finding
-SIMD = {
-    "_avx2.c": ["-mavx2", "-mf16c", "-mbmi2", "-mfma"],
-    "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mbmi2", "-mfma"],
-}
+SIMD = re.compile(r"/\* flags for (\w+):(.*)\*/")  # the first line of a SIMD variant
 
 Row = tuple[str, str, int, str, int, bool]  # name, fuzzer, executions, coverage, corpus size, failed
 
@@ -61,17 +58,13 @@ def codec(seconds: int) -> Row:
     """Run the codec's driver, which generates its inputs; each round starts from another number."""
     flags = ["-std=c11", "-g", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", f"-I{ROOT}/csrc",
              "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]  # fmt: skip
-    skipped = ("module.c", "_neon.c") if os.uname().machine == "x86_64" else ("module.c", "_avx2.c", "_avx512.c")
     objects = []
-    for source in [
-        *sorted((ROOT / "csrc/common").glob("*.c")),
-        *sorted((ROOT / "csrc/nvfp4").glob("*.c")),
-        HERE / "codec_driver.c",
-    ]:
-        if source.name.endswith(skipped):
+    for source in [*sorted((ROOT / "csrc/nvfp4").glob("*.c")), HERE / "codec_driver.c"]:
+        line = SIMD.match(source.read_text())
+        if source.name == "module.c" or (line and line[1] != os.uname().machine):
             continue
         objects.append(str(BUILD / f"{source.stem}.o"))
-        simd = next((f for tail, f in SIMD.items() if source.name.endswith(tail)), [])
+        simd = line[2].split() if line else []
         subprocess.run(["gcc", *flags, *simd, "-c", str(source), "-o", objects[-1]], check=True)
     subprocess.run(["gcc", *flags, *objects, "-lm", "-o", str(BUILD / "codec")], check=True)
     each, rounds, until = 20_000, 0, time.monotonic() + seconds

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 from nvfp4_cases import DTYPES, adversarial, bits, in_dtype
+from paths import ROOT
 
 from annie_quant import kquant, nvfp4
 
@@ -29,6 +32,37 @@ def fastest_variant():
 def packed(x, **how):
     t = nvfp4.pack(x, **how)
     return np.concatenate([t.codes.reshape(-1), t.block_scale.view(np.uint8).reshape(-1)])
+
+
+# Variants of a few functions, which are never called: their addresses are the numbers 1, 2 and 3.
+PARTIAL = """
+#include "nvfp4/variant.h"
+#include <stdio.h>
+
+const struct kernels variant_serial = {.codec.amax = (void *)1, .gemv = (void *)1};
+const struct kernels variant_SECOND = {.gemv = (void *)2};
+const struct kernels variant_THIRD = {.codec.amax = (void *)3};
+
+int main(void)
+{
+    for (const char *const *name = variant_names(); *name && variant_set(*name); name++) {
+        const struct kernels *k = kernels_current();
+        printf("%s %d %d\\n", *name, (int)(size_t)k->codec.amax, (int)(size_t)k->gemv);
+    }
+    return variant_set("no such variant");
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="compiles the table of variants with gcc, which is not installed")
+def test_a_function_that_a_variant_lacks_is_the_earlier_ones(tmp_path):
+    second, third = {"x86_64": ("avx2", "avx512"), "aarch64": ("neon", "none")}.get(platform.machine(), ("none", "no"))
+    source, program = tmp_path / "partial.c", tmp_path / "partial"
+    source.write_text(PARTIAL.replace("SECOND", second).replace("THIRD", third))
+    table = ROOT / "csrc/nvfp4/variant.c"
+    subprocess.run(["gcc", "-std=c11", f"-I{ROOT}/csrc", str(source), str(table), "-o", str(program)], check=True)
+    lines = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert lines == ["serial 1 1", f"{second} 1 2", f"{third} 3 2"][: len(nvfp4.variants())]
 
 
 @pytest.mark.skipif(not SIMD, reason="this processor runs the serial variant alone")

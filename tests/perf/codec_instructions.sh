@@ -4,21 +4,17 @@
 # qemu-user (7.2 or newer), gcc for x86-64 and aarch64-linux-gnu-gcc. Usage: sh tests/perf/codec_instructions.sh [operations]
 set -eu
 cd "$(dirname "$0")/../.."
+. tests/sanitize/file_flags.sh
 out=${TMPDIR:-/tmp}/annie_quant_codec_instructions
 mkdir -p "$out"
 gcc -O2 -shared -fPIC -Wall -Wextra -Werror -o "$out/count.so" tests/perf/count_instructions.c
 
-build() { # compiler, folder, skipped suffixes
+build() { # compiler, machine
     mkdir -p "$out/$2"
     objects=
-    for file in csrc/common/*.c csrc/nvfp4/*.c tests/perf/codec_work.c; do
-        simd=
-        case $file in
-        */module.c | */exchange.c) continue ;; # these need Python
-        *_avx512.c) simd="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c -mbmi2 -mfma" ;;
-        *_avx2.c) simd="-mavx2 -mf16c -mbmi2 -mfma" ;;
-        esac
-        case " $3 " in *" $(echo "$file" | sed 's/.*_//') "*) continue ;; esac
+    for file in csrc/nvfp4/*.c tests/perf/codec_work.c; do
+        case $file in */module.c) continue ;; esac # needs Python
+        simd=$(file_flags "$2" "$file") || continue
         $1 -std=c11 -O3 -ffp-contract=off -fno-math-errno -fopenmp -Icsrc $simd -c "$file" -o "$out/$2/$(basename "$file" .c).o"
         objects="$objects $out/$2/$(basename "$file" .c).o"
     done
@@ -30,8 +26,8 @@ count() { # machine, variant, operation, blocks
     OMP_NUM_THREADS=1 "qemu-$1" $cpu -plugin "$out/count.so" "$out/$1/work" "$2" "$3" "$4" 2>&1 >/dev/null | tail -1
 }
 
-build gcc x86_64 neon.c
-build aarch64-linux-gnu-gcc aarch64 "avx2.c avx512.c"
+build gcc x86_64
+build aarch64-linux-gnu-gcc aarch64
 few=1024 many=3072
 for operation in ${*:-pack amax unpack fake_quant gemv1 gemv4 four_over_six sweep}; do
     line=$operation

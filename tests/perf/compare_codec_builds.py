@@ -31,9 +31,9 @@ AMAX, FOUR_OVER_SIX, SWEEP = 0, 1, 2
 KIND_F32, KIND_BF16 = 0, 2
 
 
-def load(path: str) -> ModuleType:
-    """Return the _nvfp4 module of another build."""
-    loader = importlib.machinery.ExtensionFileLoader("other_build._nvfp4", path)
+def load(path: str, name: str = "_nvfp4") -> ModuleType:
+    """Return the module of another build."""
+    loader = importlib.machinery.ExtensionFileLoader(f"other_build.{name}", path)
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -4,16 +4,13 @@
 # Prints the time of each; exit code 1 if one of them reports anything. Usage: sh tests/sanitize/analyze.sh [C file]
 set -u
 cd "$(dirname "$0")/../.."
+. tests/sanitize/file_flags.sh
 python=${PYTHON:-.venv/bin/python}
 bin=$(dirname "$python")
 
 c_file() { # both compilers' analyzers on one file
-    file=$1 simd=
-    case $file in
-    *_avx512.c) simd="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c -mbmi2 -mfma" ;;
-    *_avx2.c) simd="-mavx2 -mf16c -mbmi2 -mfma" ;;
-    *_neon.c) return 0 ;; # neither compiler has its headers
-    esac
+    file=$1
+    simd=$(file_flags "$(uname -m)" "$file") || return 0 # neither compiler has the headers of another machine
     # gcc 12 does not track a vector's elements that are set one by one, or a pointer that is stored in a struct from an argument
     # (vector_grow). The sanitizers check both; libFuzzer and test_nothing_leaks check for leaks.
     case $file in
@@ -46,7 +43,7 @@ step() { # name, command
     echo "$name: $outcome, $(($(date +%s) - start)) s"
 }
 c_files() {
-    ls csrc/common/*.c csrc/nvfp4/*.c csrc/stream/*.c csrc/gemm/*.c | PYTHON=$python xargs -P "$(nproc)" -n 1 sh tests/sanitize/analyze.sh
+    ls csrc/nvfp4/*.c csrc/stream/*.c csrc/gemm/*.c | PYTHON=$python xargs -P "$(nproc)" -n 1 sh tests/sanitize/analyze.sh
 }
 dead_code() { # --ignore-names: parameters that a protocol requires
     [ -d build/vulture ] || "$python" -m pip install -q --no-deps --target build/vulture vulture==2.14 || return 1

@@ -23,7 +23,7 @@ if [ $# = 0 ]; then
         tests/stream/test_faults.py tests/stream/test_recorded.py tests/stream/test_reuse.py tests/stream/test_cancel.py tests/stream/test_request.py \
         tests/stream/test_corpus.py tests/nvfp4/test_kquant_denormal.py --deselect tests/stream/test_run.py::test_nothing_leaks
 fi
-ANNIE_QUANT_ONLY=_nvfp4,_stream ANNIE_QUANT_SANITIZE=address,undefined \
+ANNIE_QUANT_ONLY=_nvfp4,_stream CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -fno-omit-frame-pointer" \
     "$python" setup.py -q build --build-base build/asan/temp --build-lib build/asan/lib
 export PYTHONPATH=$root/build/asan/lib PYTHONMALLOC=malloc ASAN_OPTIONS=$options:detect_leaks=0
 # libstdc++ must be loaded first, else ASan cannot see the exceptions that other extension modules throw.

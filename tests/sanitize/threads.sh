@@ -1,5 +1,7 @@
 # For asan.sh and tsan.sh: codec and client without Python, each with a caller in threads, tests/sanitize/threads_*.c.
 #   build_threads COMPILER FLAGS FOLDER     makes FOLDER/codec and FOLDER/stream
+. tests/sanitize/file_flags.sh
+
 build_threads() {
     mkdir -p "$3"
     # The loader calls the resolver of target_clones before TSan's runtime is initialised, so there must be only one clone.
@@ -11,17 +13,9 @@ build_one() { # compiler, flags, program, files
     compiler=$1 flags="-std=c11 -g -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-unknown-pragmas -Icsrc $2" program=$3
     shift 3
     objects=
-    for file in csrc/common/*.c "$@"; do
-        simd=
-        case $file in
-        */module.c) continue ;; # these need Python
-        *_avx512.c) simd="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c -mbmi2 -mfma" ;;
-        *_avx2.c) simd="-mavx2 -mf16c -mbmi2 -mfma" ;;
-        esac
-        case $file in
-        *_avx*.c) [ "$(uname -m)" = x86_64 ] || continue ;;
-        *_neon.c) [ "$(uname -m)" = aarch64 ] || continue ;;
-        esac
+    for file in "$@"; do
+        case $file in */module.c) continue ;; esac # needs Python
+        simd=$(file_flags "$(uname -m)" "$file") || continue
         object=$program-$(basename "$file" .c).o
         set -f # a flag may contain ( and *
         "$compiler" $flags $simd -c "$file" -o "$object"

@@ -96,10 +96,10 @@ static void *call(void *context)
 
 static void *change_settings(void *unused)
 {
-    const char *names[VARIANTS];
-    const int variants = variants_available(names);
+    const char *const *name = variant_names();
     for (int i = 0; !atomic_load(&over); i++) {
-        variant_set(names[i % variants]);
+        name = *name ? name : variant_names();
+        variant_set(*name++);
         threads_set(i % 4);
         (void)variant_name();
         (void)threads_get();

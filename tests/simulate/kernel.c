@@ -205,12 +205,13 @@ static void arrive(struct connection_log *c, const struct step *s)
 {
     if (c->broken || c->closed)
         return;
-    struct arrival *last = c->arrivals.size ? (struct arrival *)(c->arrivals.base + c->arrivals.size) - 1 : NULL;
-    struct arrival next = {c->arrived.size + s->size, now_ns};
+    size_t count = c->arrivals.size / sizeof(struct arrival);
+    struct arrival *all = (struct arrival *)c->arrivals.base, next = {c->arrived.size + s->size, now_ns};
+    bool last_waits = count && c->read <= (count > 1 ? all[count - 2].end : 0);
     if (vector_add(&c->arrived, s->bytes, s->size))
         abort();
-    if (last && last->end > c->read && one_in(4)) /* packets that wait are merged, and have the last one's time */
-        *last = next;
+    if (last_waits && one_in(4)) /* the kernel merges packets that wait; they have the last one's time */
+        all[count - 1] = next;
     else if (vector_add(&c->arrivals, &next, sizeof next))
         abort();
     wake(s->connection);
@@ -243,7 +244,7 @@ static void happen(const struct step *s)
         c->ended |= s->what == ENDS;
         if (s->what == RESETS) {
             c->broken = true;
-            c->error = ECONNRESET;
+            c->error = c->ended ? EPIPE : ECONNRESET;
         }
         wake(s->connection);
         break;
@@ -520,7 +521,8 @@ int getsockopt(int fd, int level, int name, void *value, socklen_t *size)
         if (c)
             c->error = 0;
     } else if (level == IPPROTO_TCP && name == TCP_INFO && c && !d->is_unix) {
-        struct tcp_info info = {.tcpi_bytes_received = c->arrived.size};
+        /* the end of a connection has a place in the sequence of its bytes */
+        struct tcp_info info = {.tcpi_bytes_received = c->arrived.size + c->ended};
         *size = *size < sizeof info ? *size : sizeof info;
         memcpy(value, &info, *size);
     } else {
@@ -820,7 +822,8 @@ void kernel_begin(uint64_t new_seed)
     now_ns = START_NS;
     clock_offset_ns = START_OFFSET_NS;
     step_at_ns = 0;
-    calls = jumped_ns = 0;
+    calls = step_number = 0;
+    jumped_ns = clock_calls_since_jump = 0;
     connection_count = refused_sockets = 0;
     memset(descriptors, 0, sizeof descriptors);
     running = true;

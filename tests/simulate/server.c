@@ -275,6 +275,7 @@ static void drop(struct order *o, int connection)
     o->fate = connections[connection].requests > 1 ? DROPPED : BREAKS;
     o->size = o->head = o->decides = 0;
     o->needs_end = true;
+    trace("  request %d on connection %d: no answer, fate %d", (int)(o - orders), connection, o->fate);
     transmit(connection, one_in(2) ? ENDS : RESETS, NULL, 0);
     o->dropped_ns = connections[connection].server_ns;
     server_counts.dropped += o->fate == DROPPED;
@@ -319,6 +320,7 @@ static void answer(struct order *o, int connection)
         return;
     }
     size_t last = o->decides < o->size ? o->size - (o->decides - 1) : 0; /* what breaks it arrives in one piece */
+    trace("  request %d on connection %d: %zu of %zu bytes, fate %d", (int)(o - orders), connection, o->size, o->wire.size, o->fate);
     transmit_pieces(connection, o->wire.base, o->size - last);
     if (last)
         transmit(connection, ARRIVES, o->wire.base + o->size - last, last);
@@ -359,7 +361,7 @@ void server_sending(int connection, const char *message, size_t size)
     bool unread = c->arrived.size > c->read;
     struct order *o = order_of(message, size);
     server_counts.reused += c->requests > 0;
-    if (++c->requests > 1 && (unread || c->ended || c->broken) && c->silent_call + WITHIN_CALLS < kernel_calls())
+    if (++c->requests > 1 && !server_is_quiet && (unread || c->ended || c->broken) && c->silent_call + WITHIN_CALLS < kernel_calls())
         violated("request %d is sent on a connection on which something had arrived", (int)(o - orders));
     o->unowed = unread || c->scheduled > c->arrived.size;
     server_counts.unowed += o->unowed;
@@ -378,11 +380,8 @@ static void check_request(const struct order *o, const char *head, size_t size)
 void server_received(int connection, const char *bytes, size_t size)
 {
     struct connection_log *c = &connections[connection];
-    if (c->server_ended) {
-        if (!c->broken && c->ended)
-            kernel_schedule(RESETS, kernel_now() + 1 + random_below(200 * US), connection, NULL, 0, 0);
-        return;
-    }
+    if (c->server_ended && !c->broken && c->ended)
+        kernel_schedule(RESETS, kernel_now() + 1 + random_below(200 * US), connection, NULL, 0, 0);
     add(&c->request, bytes, size);
     const char *head = (const char *)c->request.base, *end = memmem(head, c->request.size, "\r\n\r\n", 4);
     if (!end)
@@ -390,13 +389,12 @@ void server_received(int connection, const char *bytes, size_t size)
     struct order *o = order_of(head, c->request.size);
     size_t body = (size_t)(end - head) + 4, received = c->request.size - body;
     if (received < o->sent_body.size) {
-        if (one_in(40) && !o->unowed) { /* an answer to a request that is not read to its end */
+        if (!server_is_quiet && !c->server_ended && !o->unowed && one_in(40)) { /* an answer to a request that is not read to its end */
             server_counts.early++;
             answer(o, connection);
-            if (!c->server_ended)
+            if (!c->server_ended && o->fate != HANGS)
                 transmit(connection, one_in(2) ? ENDS : RESETS, NULL, 0);
-            if (o->fate == HANGS)
-                o->fate = BREAKS;
+            c->server_ended = true;
         }
         return;
     }
@@ -405,7 +403,8 @@ void server_received(int connection, const char *bytes, size_t size)
         violated("the body of request %d is not the one that was stated", (int)(o - orders));
     c->request.size = 0;
     c->in_request = false;
-    answer(o, connection);
+    if (!c->server_ended)
+        answer(o, connection);
 }
 
 /* ---- results */

@@ -41,7 +41,8 @@ struct order {
 
 extern struct order orders[MOST_REQUESTS];
 
-/* No bytes that no request asked for: libcurl 7.88 sends a request on a connection on which they have arrived. */
+/* Neither bytes that no request asked for, nor answers before the end of a request: libcurl 7.88 sends a request on a connection on which
+ * something has arrived, and does not read when sending fails. */
 extern bool server_is_quiet;
 
 struct server_counts {

@@ -250,6 +250,7 @@ static void happen(const struct step *s)
         break;
     case DRAINS:
         c->space = SOCKET_SPACE;
+        c->drained_ns = now_ns;
         if (c->full)
             wake(s->connection);
         c->full = false;
@@ -420,6 +421,7 @@ static ssize_t send_parts(int fd, const struct iovec *parts, size_t count, int f
     }
     server_sending(lookup(fd)->connection, bytes, size);
     c->space -= most;
+    c->drained_ns = 0;
     kernel_schedule(DRAINS, now_ns + 1 + random_below(300 * US), lookup(fd)->connection, NULL, 0, 0);
     server_received(lookup(fd)->connection, bytes, most);
     free(bytes);

@@ -32,6 +32,7 @@ struct connection_log {
     bool broken;
     bool full; /* a message was not accepted as a whole */
     size_t space;
+    int64_t drained_ns; /* when the last message had left the socket; 0: it has not */
     struct vector arrived; /* bytes, also those that were read */
     size_t read;
     struct vector arrivals; /* struct arrival */
@@ -42,8 +43,11 @@ struct connection_log {
     struct vector request; /* bytes of the current one */
     int requests;          /* that began on it */
     bool in_request;
-    bool server_ended; /* nothing is read or sent any more */
+    bool answered;     /* the current one, before its end */
+    bool server_ended; /* nothing is sent any more */
     int64_t server_ns; /* when the server's last bytes arrive */
+    size_t owed;       /* bytes up to the end of the last answer */
+    bool unowed;       /* it has carried bytes that no request asked for and that were on the way when one was sent */
 };
 
 extern struct connection_log connections[MOST_CONNECTIONS];

@@ -289,7 +289,7 @@ static void answer(struct order *o, int connection)
     vector_free(&o->wire), vector_free(&o->body), vector_free(&o->marks), vector_free(&o->events);
     o->attempts++;
     o->connection = connection;
-    o->start = c->scheduled;
+    o->start = c->owed = c->scheduled;
     if (one_in(c->requests > 1 ? 8 : 40)) {
         drop(o, connection);
         return;
@@ -310,6 +310,7 @@ static void answer(struct order *o, int connection)
     }
     if (o->event_stream)
         find_events(o);
+    c->owed += o->size;
     if (one_in(4)) {
         c->server_ns = kernel_now() + random_below(5 * MS);
     }
@@ -363,7 +364,13 @@ void server_sending(int connection, const char *message, size_t size)
     server_counts.reused += c->requests > 0;
     if (++c->requests > 1 && !server_is_quiet && (unread || c->ended || c->broken) && c->silent_call + WITHIN_CALLS < kernel_calls())
         violated("request %d is sent on a connection on which something had arrived", (int)(o - orders));
+    if (c->requests > 1 && !c->unowed && c->read > c->owed)
+        violated("request %d is sent on a connection on which more than an answer was read", (int)(o - orders));
+    if (o->attempts && o->fate != DROPPED && !o->unowed && !server_is_quiet)
+        violated("request %d is sent again, although it was answered or its connection was new", (int)(o - orders));
+    o->sent_on = connection;
     o->unowed = unread || c->scheduled > c->arrived.size;
+    c->unowed |= o->unowed;
     server_counts.unowed += o->unowed;
     if (c->ended || c->broken || c->server_ended)
         o->connection = -1;
@@ -389,12 +396,12 @@ void server_received(int connection, const char *bytes, size_t size)
     struct order *o = order_of(head, c->request.size);
     size_t body = (size_t)(end - head) + 4, received = c->request.size - body;
     if (received < o->sent_body.size) {
-        if (!server_is_quiet && !c->server_ended && !o->unowed && one_in(40)) { /* an answer to a request that is not read to its end */
+        if (!server_is_quiet && !c->server_ended && !c->answered && !o->unowed && one_in(12)) { /* an answer to a request that is not read to its end */
             server_counts.early++;
             answer(o, connection);
-            if (!c->server_ended && o->fate != HANGS)
+            c->answered = true;
+            if (!c->server_ended && o->fate != HANGS && !one_in(4))
                 transmit(connection, one_in(2) ? ENDS : RESETS, NULL, 0);
-            c->server_ended = true;
         }
         return;
     }
@@ -403,8 +410,9 @@ void server_received(int connection, const char *bytes, size_t size)
         violated("the body of request %d is not the one that was stated", (int)(o - orders));
     c->request.size = 0;
     c->in_request = false;
-    if (!c->server_ended)
+    if (!c->server_ended && !c->answered)
         answer(o, connection);
+    c->answered = false;
 }
 
 /* ---- results */

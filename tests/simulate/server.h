@@ -25,6 +25,7 @@ struct order {
     int port;
     struct vector sent_body; /* of the request */
     int attempts, connection; /* connection: -1: none that the server accepted */
+    int sent_on;              /* the connection on which it was last sent; -1: none */
     bool unowed;              /* on its connection were bytes that no request asked for, which arrived after it was sent */
     enum fate fate;
     int status;

@@ -51,7 +51,7 @@ static void make_request(int i, bool is_unix)
     struct order *o = &orders[i];
     struct plan_request *q = &run.requests[i];
     size_t at, size = one_in(10) ? 20000 + random_below(80000) : random_below(200);
-    *o = (struct order){.method = methods[random_below(4)], .connection = -1, .port = PORT};
+    *o = (struct order){.method = methods[random_below(4)], .connection = -1, .sent_on = -1, .port = PORT};
     if (!is_unix && one_in(4))
         o->port = one_in(4) ? REFUSING_PORT + (int)random_below(2) : OTHER_PORT;
     int length = snprintf(run.urls[i], sizeof run.urls[i], "http://127.0.0.1:%d/%d", o->port, i);
@@ -75,6 +75,7 @@ static void make_request(int i, bool is_unix)
 
 static void make_plan(void)
 {
+    static const int64_t steps[] = {50 * MS, -50 * MS, 3 * MS, -3 * MS, -INT64_C(3600) * 1000 * MS};
     bool is_unix = one_in(8);
     memset(&run, 0, sizeof run);
     run.plan = (struct plan){
@@ -112,7 +113,7 @@ static void make_plan(void)
         kernel_schedule(SIGNALS, run.stopped_ns = within, run.plan.signal_fd, NULL, 0, 0);
     }
     if (one_in(16))
-        kernel_schedule(CLOCK_STEPS, within, 0, NULL, 0, one_in(2) ? 50 * MS : -INT64_C(3600) * 1000 * MS);
+        kernel_schedule(CLOCK_STEPS, within, 0, NULL, 0, steps[random_below(5)]);
     if (one_in(30))
         refused_sockets = run.refused_sockets = 1;
 }
@@ -201,6 +202,10 @@ static void check_outcome(size_t i)
           (double)(row->ended_ns - run.started_ns) / US);
     if (later(row->ended_ns, latest_end(i)))
         violated("request %zu ended %lld us after its limit", i, (long long)(row->ended_ns - latest_end(i)) / US);
+    const struct connection_log *sent_on = o->sent_on >= 0 ? &connections[o->sent_on] : NULL;
+    if (by_time && sent_on && sent_on->in_request && !sent_on->server_ended && !sent_on->broken && sent_on->drained_ns &&
+        later(row->ended_ns, sent_on->drained_ns))
+        violated("request %zu was not sent to its end, although the socket accepted it", i);
     if (by_time) {
         if (decided && later(row->ended_ns, decided))
             violated("request %zu ended with cause %d, although its answer was decided %lld us before", i, row->cause,

@@ -396,11 +396,11 @@ void server_received(int connection, const char *bytes, size_t size)
     struct order *o = order_of(head, c->request.size);
     size_t body = (size_t)(end - head) + 4, received = c->request.size - body;
     if (received < o->sent_body.size) {
-        if (!server_is_quiet && !c->server_ended && !c->answered && !o->unowed && one_in(12)) { /* an answer to a request that is not read to its end */
+        if (!server_is_quiet && !c->server_ended && !c->answered && !o->unowed && one_in(6)) { /* an answer to a request that is not read to its end */
             server_counts.early++;
             answer(o, connection);
             c->answered = true;
-            if (!c->server_ended && o->fate != HANGS && !one_in(4))
+            if (!c->server_ended && o->fate != HANGS && one_in(2))
                 transmit(connection, one_in(2) ? ENDS : RESETS, NULL, 0);
         }
         return;

@@ -50,7 +50,7 @@ static void make_request(int i, bool is_unix)
     static const char *const methods[] = {"GET", "POST", "HEAD", "POST"};
     struct order *o = &orders[i];
     struct plan_request *q = &run.requests[i];
-    size_t at, size = one_in(10) ? 20000 + random_below(80000) : random_below(200);
+    size_t at, size = one_in(5) ? 20000 + random_below(80000) : random_below(200);
     *o = (struct order){.method = methods[random_below(4)], .connection = -1, .sent_on = -1, .port = PORT};
     if (!is_unix && one_in(4))
         o->port = one_in(4) ? REFUSING_PORT + (int)random_below(2) : OTHER_PORT;

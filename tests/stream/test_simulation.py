@@ -94,7 +94,6 @@ FAULTS = {
         "begins a cancelled run": ("if (is_cancelled(c)) {", "if (is_cancelled(c) && c->in_flight) {"),
         "forgets the next limit": ("            if (due < c->check_due_ns)\n                c->check_due_ns = due;\n", ""),
         "starts one request too many": (">= c->plan->concurrency)", "> c->plan->concurrency)"),
-        "keeps stamps of a stepped clock": ("if (clock_pair_stepped(&c->pair))", "if (c->no_memory)"),
         "leaves idle connections open": ("    plain_close_idle(&c);\n", ""),
     },
     "handle": {

@@ -165,7 +165,7 @@ static enum framing make_answer(struct order *o, bool *close)
 /* Make the answer one that does not end well. Returns what the server does after the bytes that are left. */
 static enum happening spoil(struct order *o, enum framing framing)
 {
-    size_t cut = random_below((uint32_t)o->wire.size);
+    size_t cut = 1 + random_below((uint32_t)o->wire.size - 1);
     bool hangs = one_in(4), reset = one_in(2);
     if (one_in(4) && framing == CHUNKED && cut > o->head) { /* bytes that are not a chunk's size, at the end of a chunk */
         static const char *const bad[] = {"zz\r\n", "\r\n", "-1\r\n", "fffffffffffffffff\r\n"};

@@ -54,7 +54,7 @@ bool tracing;
 
 static int cancel_fd;
 static struct descriptor descriptors[MOST_FDS];
-static struct vector steps; /* struct step, not ordered */
+static struct vector steps; /* struct step, a heap: the first one is what happens next */
 static uint64_t seed, state, step_number, calls;
 static int64_t now_ns, jumped_ns, clock_offset_ns, step_at_ns, step_before_ns;
 static int clock_calls_since_jump;
@@ -178,6 +178,18 @@ static void wake(int connection)
 
 /* ---- what happens */
 
+static bool is_before(const struct step *a, const struct step *b)
+{
+    return a->at_ns < b->at_ns || (a->at_ns == b->at_ns && a->number < b->number);
+}
+
+static void exchange(struct step *a, struct step *b)
+{
+    struct step kept = *a;
+    *a = *b;
+    *b = kept;
+}
+
 void kernel_schedule(enum happening what, int64_t at_ns, int connection, const void *bytes, size_t size, int64_t value)
 {
     struct step s = {what, at_ns, step_number++, connection, NULL, size, value};
@@ -190,14 +202,28 @@ void kernel_schedule(enum happening what, int64_t at_ns, int connection, const v
     }
     if (vector_add(&steps, &s, sizeof s))
         abort();
+    struct step *heap = (struct step *)steps.base;
+    for (size_t at = steps.size / sizeof s - 1; at && is_before(&heap[at], &heap[(at - 1) / 2]); at = (at - 1) / 2)
+        exchange(&heap[at], &heap[(at - 1) / 2]);
 }
 
 static struct step *next_step(void)
 {
-    struct step *all = (struct step *)steps.base, *first = NULL;
-    for (size_t i = 0; i < steps.size / sizeof *all; i++)
-        if (!first || all[i].at_ns < first->at_ns || (all[i].at_ns == first->at_ns && all[i].number < first->number))
-            first = &all[i];
+    return steps.size ? (struct step *)steps.base : NULL;
+}
+
+static struct step take_step(void)
+{
+    struct step *heap = (struct step *)steps.base, first = heap[0];
+    size_t count = steps.size / sizeof first - 1;
+    heap[0] = heap[count];
+    steps.size -= sizeof first;
+    for (size_t at = 0, child; (child = 2 * at + 1) < count; at = child) {
+        child += child + 1 < count && is_before(&heap[child + 1], &heap[child]);
+        if (!is_before(&heap[child], &heap[at]))
+            break;
+        exchange(&heap[child], &heap[at]);
+    }
     return first;
 }
 
@@ -272,9 +298,7 @@ static void happen(const struct step *s)
 static void let_happen(void)
 {
     for (struct step *s; (s = next_step()) && s->at_ns <= now_ns;) {
-        struct step taken = *s;
-        *s = ((struct step *)steps.base)[steps.size / sizeof *s - 1];
-        steps.size -= sizeof *s;
+        struct step taken = take_step();
         int64_t after_ns = now_ns;
         now_ns = taken.at_ns;
         happen(&taken);

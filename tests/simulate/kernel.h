@@ -32,7 +32,7 @@ struct connection_log {
     bool broken;
     bool full; /* a message was not accepted as a whole */
     size_t space;
-    int64_t drained_ns; /* when the last message had left the socket; 0: it has not */
+    int64_t drained_ns;    /* when the last message had left the socket; 0: it has not */
     struct vector arrived; /* bytes, also those that were read */
     size_t read;
     struct vector arrivals; /* struct arrival */
@@ -76,7 +76,7 @@ uint64_t kernel_calls(void);
 int kernel_open_counter(void);
 uint64_t kernel_counter(int fd);
 void kernel_forbid_sending(void); /* the run was stopped */
-void kernel_end(void); /* check that the client has closed all that it opened, and free everything */
+void kernel_end(void);            /* check that the client has closed all that it opened, and free everything */
 
 /* connection: or the descriptor for CANCELS and SIGNALS; bytes are copied; value: for CLOCK_STEPS, ns. */
 void kernel_schedule(enum happening what, int64_t at_ns, int connection, const void *bytes, size_t size, int64_t value);
@@ -86,7 +86,7 @@ extern int refused_sockets;
 
 /* ---- server.c: called by the kernel */
 
-void server_connect(int connection); /* schedule what becomes of it */
+void server_connect(int connection);                                   /* schedule what becomes of it */
 void server_sending(int connection, const char *message, size_t size); /* before any of it is accepted */
 void server_received(int connection, const char *bytes, size_t size);
 

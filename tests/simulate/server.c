@@ -74,7 +74,8 @@ static struct vector make_content(const struct order *o, size_t size)
     for (int i = 0; i < events || (size && content.size + sizeof line < size); i++) {
         int fill = (int)random_below(size > READ ? 64 : 40) + (size > READ ? 60 : 0);
         snprintf(line, sizeof line, "data: %d.%d.%d %.*s\n\n", (int)(o - orders), o->attempts, i, fill,
-                 "abcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyz");
+                 "abcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzabcdefghijklmnopq"
+                 "rstuvwxyz");
         if (size && content.size + strlen(line) + 3 > size)
             break;
         add_text(&content, line);
@@ -314,7 +315,8 @@ static void answer(struct order *o, int connection)
     if (one_in(4)) {
         c->server_ns = kernel_now() + random_below(5 * MS);
     }
-    if (!server_is_quiet && one_in(16) && o->fate == COMPLETES && !o->needs_end && then == DRAINS) { /* more than the answer, in one packet */
+    if (!server_is_quiet && one_in(16) && o->fate == COMPLETES && !o->needs_end &&
+        then == DRAINS) { /* more than the answer, in one packet */
         add_text(&o->wire, one_in(2) ? "x" : "HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx");
         transmit(connection, ARRIVES, o->wire.base, o->wire.size);
         server_counts.extra++;
@@ -396,7 +398,8 @@ void server_received(int connection, const char *bytes, size_t size)
     struct order *o = order_of(head, c->request.size);
     size_t body = (size_t)(end - head) + 4, received = c->request.size - body;
     if (received < o->sent_body.size) {
-        if (!server_is_quiet && !c->server_ended && !c->answered && !o->unowed && one_in(6)) { /* an answer to a request that is not read to its end */
+        if (!server_is_quiet && !c->server_ended && !c->answered && !o->unowed &&
+            one_in(6)) { /* an answer to a request that is not read to its end */
             server_counts.early++;
             answer(o, connection);
             c->answered = true;

@@ -8,10 +8,10 @@ enum { MOST_REQUESTS = 12, PORT = 8001, OTHER_PORT, REFUSING_PORT, SILENT_PORT }
 
 /* What becomes of a request, if nothing stops it. */
 enum fate {
-    HANGS,     /* there is no answer, or no end of it */
+    HANGS, /* there is no answer, or no end of it */
     COMPLETES,
-    BREAKS,    /* the connection or the answer is broken */
-    DROPPED,   /* the server ended a reused connection without an answer: the client must send the request again */
+    BREAKS,  /* the connection or the answer is broken */
+    DROPPED, /* the server ended a reused connection without an answer: the client must send the request again */
 };
 
 /* Up to `wire` bytes of an answer contain `body` bytes of its body. */
@@ -23,18 +23,18 @@ struct mark {
 struct order {
     const char *method;
     int port;
-    struct vector sent_body; /* of the request */
+    struct vector sent_body;  /* of the request */
     int attempts, connection; /* connection: -1: none that the server accepted */
     int sent_on;              /* the connection on which it was last sent; -1: none */
     bool unowed;              /* on its connection were bytes that no request asked for, which arrived after it was sent */
     enum fate fate;
     int status;
     bool event_stream, needs_end;
-    size_t start;        /* of the answer in the connection's bytes */
-    size_t head, size;   /* bytes of the last head; bytes that are sent */
-    size_t decides;      /* the fate is decided by the byte before this one */
-    struct vector body;  /* of a whole answer */
-    struct vector marks; /* struct mark, ascending */
+    size_t start;         /* of the answer in the connection's bytes */
+    size_t head, size;    /* bytes of the last head; bytes that are sent */
+    size_t decides;       /* the fate is decided by the byte before this one */
+    struct vector body;   /* of a whole answer */
+    struct vector marks;  /* struct mark, ascending */
     struct vector events; /* size_t: where each event ends in `wire` */
     struct vector wire;
     int64_t dropped_ns; /* when the end of the reused connection arrived */

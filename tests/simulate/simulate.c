@@ -130,7 +130,8 @@ static bool later(int64_t a, int64_t b) /* by more than a tick */
     return a > b + TICK_NS;
 }
 
-/* The frames of a request, which are its body, are the first bytes of what was made for it: at least what had arrived a tick before its end. */
+/* The frames of a request, which are its body, are the first bytes of what was made for it: at least what had arrived a tick before its
+ * end. */
 static void check_body(size_t i, bool whole)
 {
     const struct order *o = &orders[i];
@@ -139,7 +140,8 @@ static void check_body(size_t i, bool whole)
     for (size_t e = 0; e < run.result.events.size / sizeof *events; e++) {
         if (events[e].request != i)
             continue;
-        if (size + events[e].size > o->body.size || memcmp(run.result.frames.base + events[e].offset, o->body.base + size, events[e].size) != 0)
+        if (size + events[e].size > o->body.size ||
+            memcmp(run.result.frames.base + events[e].offset, o->body.base + size, events[e].size) != 0)
             violated("the body of answer %zu is not its own at byte %zu", i, size);
         size += events[e].size;
     }
@@ -218,7 +220,8 @@ static void check_outcome(size_t i)
     } else if ((fate == COMPLETES) != (row->cause == CAUSE_NONE) || (row->cause != CAUSE_NONE && row->cause != CAUSE_TRANSPORT)) {
         violated("request %zu ended with cause %d (libcurl's %d), expected fate %d", i, row->cause, row->curl_code, fate);
     } else if (reached && (!decided || decided > row->ended_ns + early_ns || later(row->ended_ns, decided))) {
-        violated("request %zu ended at %lld us, and its answer was decided at %lld us", i, (long long)(row->ended_ns - run.started_ns) / US, (long long)(decided - run.started_ns) / US);
+        violated("request %zu ended at %lld us, and its answer was decided at %lld us", i, (long long)(row->ended_ns - run.started_ns) / US,
+                 (long long)(decided - run.started_ns) / US);
     }
     int64_t silence = longest_silence(o, row->started_ns, row->ended_ns);
     if (silence > run.requests[i].idle_ns + 2 * TICK_NS)
@@ -240,7 +243,8 @@ static void check_times(size_t i)
     int64_t end_of_run = run.plan.deadline_ns ? run.result.origin_ns + run.plan.deadline_ns : INT64_MAX;
     if (row->cause == CAUSE_NOT_STARTED ? !run.result.stopped && row->ended_ns < end_of_run : row->started_ns < run.result.origin_ns)
         violated("request %zu was not started", i);
-    if (row->ended_ns < row->started_ns || (row->first_byte_ns && (row->first_byte_ns < row->started_ns || row->first_byte_ns > row->ended_ns)))
+    if (row->ended_ns < row->started_ns ||
+        (row->first_byte_ns && (row->first_byte_ns < row->started_ns || row->first_byte_ns > row->ended_ns)))
         violated("the times of request %zu are not in order", i);
     if (row->first_byte_kernel_ns > row->first_byte_ns || row->ended_kernel_ns > row->ended_ns)
         violated("a kernel stamp of request %zu is after its user stamp", i);
@@ -347,7 +351,8 @@ int main(int argc, char **argv)
            (unsigned long long)totals.causes[CAUSE_TIMEOUT], (unsigned long long)totals.causes[CAUSE_IDLE],
            (unsigned long long)totals.causes[CAUSE_DEADLINE], (unsigned long long)totals.causes[CAUSE_CANCELLED],
            (unsigned long long)totals.causes[CAUSE_NOT_STARTED]);
-    printf("connections %llu, reused %llu, dropped %llu, sent again %llu, extra bytes %llu, unowed %llu, large %llu, early %llu, stamps %llu\n",
+    printf("connections %llu, reused %llu, dropped %llu, sent again %llu, extra bytes %llu, unowed %llu, large %llu, early %llu, stamps "
+           "%llu\n",
            (unsigned long long)totals.connections, (unsigned long long)server_counts.reused, (unsigned long long)server_counts.dropped,
            (unsigned long long)totals.retried, (unsigned long long)server_counts.extra, (unsigned long long)server_counts.unowed,
            (unsigned long long)server_counts.large, (unsigned long long)server_counts.early, (unsigned long long)totals.kernel_stamps);

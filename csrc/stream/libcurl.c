@@ -94,7 +94,11 @@ static size_t on_body(char *bytes, size_t one, size_t size, void *context)
 static void on_done(struct transfer *t, CURLcode code)
 {
     take_stamps(t);
-    transfer_finish(t, code, CAUSE_NONE);
+    bool whole_head = t->head_ended && t->final_head;
+    if (code == CURLE_OK && !whole_head) /* libcurl accepts a connection that ends inside the head */
+        transfer_fail(t, CURLE_PARTIAL_FILE, http1_explain(HTTP1_TRUNCATED));
+    else
+        transfer_finish(t, code, CAUSE_NONE);
 }
 
 /* ---- the request */

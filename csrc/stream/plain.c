@@ -12,6 +12,12 @@ enum { READS_IN_A_ROW = 16 };
 
 /* ---- connections */
 
+static bool watch(struct client *c, int operation, int fd)
+{
+    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.fd = fd};
+    return epoll_ctl(c->epoll_fd, operation, fd, &event) == 0;
+}
+
 static void close_connection(struct client *c, struct connection *connection)
 {
     *client_socket(c, connection->fd) = (struct socket_state){.connection = NULL};
@@ -83,7 +89,8 @@ static void leave(struct transfer *t, struct request_row *row)
 
 /* ---- sending */
 
-/* Send as much as the socket accepts. Returns false if the connection is broken. */
+/* Send as much as the socket accepts. Returns false if the connection is broken, and stores the reason, which a read does not get then.
+ * After EPIPE it does: whether the server had ended what it sent. */
 static bool send_available(struct transfer *t)
 {
     const struct request *q = t->request;
@@ -97,8 +104,13 @@ static bool send_available(struct transfer *t)
         ssize_t sent = sendmsg(t->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent < 0 && errno == EINTR)
             continue;
-        if (sent < 0)
-            return errno == EAGAIN || errno == EWOULDBLOCK;
+        if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            return true;
+        if (sent < 0) {
+            if (errno != EPIPE)
+                t->socket_errno = errno;
+            return false;
+        }
         t->unsent -= (size_t)sent;
     }
     return true;
@@ -118,15 +130,121 @@ static bool retry_on_new_connection(struct transfer *t)
     return true;
 }
 
+/* ---- reading */
+
+static bool on_line(void *context, const char *line, size_t size)
+{
+    return answer_line(context, line, size);
+}
+
+static bool on_body(void *context, const uint8_t *bytes, size_t size)
+{
+    struct transfer *t = context;
+    if (!t->body_began)
+        answer_begin_body(t, t->reader.status, t->reader.type);
+    return answer_body(t, bytes, size);
+}
+
+static CURLcode curl_code_of(int status)
+{
+    switch (status) {
+    case HTTP1_DONE:
+        return CURLE_OK;
+    case HTTP1_TRUNCATED:
+        return CURLE_PARTIAL_FILE;
+    case HTTP1_NO_ANSWER:
+        return CURLE_GOT_NOTHING;
+    case HTTP1_NO_MEMORY:
+        return CURLE_OUT_OF_MEMORY;
+    case HTTP1_REFUSED:
+        return CURLE_WRITE_ERROR;
+    default:
+        return CURLE_WEIRD_SERVER_REPLY;
+    }
+}
+
+static void finish_with(struct transfer *t, int status)
+{
+    if (status == HTTP1_DONE)
+        transfer_finish(t, CURLE_OK, CAUSE_NONE);
+    else
+        transfer_fail(t, curl_code_of(status), http1_explain(status));
+}
+
+/* Handle the data of one recvmsg. ending: the server has closed the connection. Returns false if the request has ended. */
+static bool handle_read(struct transfer *t, size_t size, bool ending)
+{
+    struct client *c = t->client;
+    struct http1_sink sink = {on_line, on_body, t};
+    size_t used;
+    c->action++;
+    answer_first_byte(t);
+    int status = http1_feed(&t->reader, c->buffer, size, &used, &sink);
+    if (status == HTTP1_MORE)
+        return true;
+    if (used < size || ending) /* after unexpected bytes the connection must not be reused */
+        t->reader.keep = false;
+    finish_with(t, status);
+    return false;
+}
+
+/* Nothing was read: `error`, or 0 at the end of the connection. */
+static void handle_nothing(struct transfer *t, int error)
+{
+    if ((error == EAGAIN || error == EWOULDBLOCK) && !t->socket_errno)
+        return;
+    if (!t->socket_errno)
+        t->socket_errno = error;
+    if (retry_on_new_connection(t))
+        return;
+    if (t->socket_errno)
+        transfer_fail(t, CURLE_RECV_ERROR, "the connection broke");
+    else
+        finish_with(t, http1_end(&t->reader));
+}
+
+/* Read until the socket is empty, which a short read shows unless the server has closed; after READS_IN_A_ROW reads, continue after the
+ * other sockets. */
+static void read_available(struct transfer *t, uint32_t events)
+{
+    struct client *c = t->client;
+    struct socket_state *socket = client_socket(c, t->fd);
+    bool ending = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
+    for (int i = 0; i < READS_IN_A_ROW; i++) {
+        int64_t realtime_ns = 0;
+        ssize_t got = clock_receive(t->fd, c->buffer, READ_BYTES, 0, socket->stamped ? &realtime_ns : NULL);
+        if (got < 0 && errno == EINTR)
+            continue;
+        clock_stamp(&c->pair, realtime_ns, c->result->origin_ns, &c->now_ns, &c->now_kernel_ns);
+        if (got <= 0) {
+            handle_nothing(t, got == 0 ? 0 : errno);
+            return;
+        }
+        socket->last_read_ns = c->now_ns;
+        if (!handle_read(t, (size_t)got, ending))
+            return;
+        if (got < READ_BYTES && !ending)
+            return;
+    }
+    watch(c, EPOLL_CTL_MOD, t->fd); /* reports at once what is left */
+}
+
+/* A server may answer and close before it has read the whole request: the answer is valid even if sending fails. */
+static void send_and_read(struct transfer *t, uint32_t events)
+{
+    if (t->unsent && !send_available(t))
+        events |= EPOLLERR;
+    if (events & ~(uint32_t)EPOLLOUT)
+        read_available(t, events);
+}
+
+/* ---- the start */
+
 static void send_request(struct transfer *t)
 {
     transfer_sending(t);
     client_row(t->client, t->index)->pretransfer_us = (t->sent_ns - t->started_ns) / NS_PER_US;
-    if (!send_available(t)) {
-        t->socket_errno = errno;
-        if (!retry_on_new_connection(t))
-            transfer_fail(t, CURLE_SEND_ERROR, "the request could not be sent");
-    }
+    send_and_read(t, 0);
 }
 
 static void use_connection(struct transfer *t, struct connection *connection)
@@ -206,8 +324,7 @@ void plain_connected(struct transfer *t)
     client_row(c, t->index)->new_connection = 1;
     handle_store_phases(t, client_row(c, t->index));
     handle_close(t);
-    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.fd = t->fd};
-    if (epoll_ctl(c->epoll_fd, EPOLL_CTL_ADD, t->fd, &event) != 0) {
+    if (!watch(c, EPOLL_CTL_ADD, t->fd)) {
         t->socket_errno = errno;
         transfer_fail(t, CURLE_COULDNT_CONNECT, "the connection cannot be watched");
         return;
@@ -215,123 +332,14 @@ void plain_connected(struct transfer *t)
     send_request(t);
 }
 
-/* ---- reading */
-
-static bool on_line(void *context, const char *line, size_t size)
-{
-    return answer_line(context, line, size);
-}
-
-static bool on_body(void *context, const uint8_t *bytes, size_t size)
-{
-    struct transfer *t = context;
-    if (!t->body_began)
-        answer_begin_body(t, t->reader.status, t->reader.type);
-    return answer_body(t, bytes, size);
-}
-
-static CURLcode curl_code_of(int status)
-{
-    switch (status) {
-    case HTTP1_DONE:
-        return CURLE_OK;
-    case HTTP1_TRUNCATED:
-        return CURLE_PARTIAL_FILE;
-    case HTTP1_NO_ANSWER:
-        return CURLE_GOT_NOTHING;
-    case HTTP1_NO_MEMORY:
-        return CURLE_OUT_OF_MEMORY;
-    case HTTP1_REFUSED:
-        return CURLE_WRITE_ERROR;
-    default:
-        return CURLE_WEIRD_SERVER_REPLY;
-    }
-}
-
-static void finish_with(struct transfer *t, int status)
-{
-    if (status == HTTP1_DONE)
-        transfer_finish(t, CURLE_OK, CAUSE_NONE);
-    else
-        transfer_fail(t, curl_code_of(status), http1_explain(status));
-}
-
-/* Handle the data of one recvmsg. ending: the server has closed the connection. Returns false if the request has ended. */
-static bool handle_read(struct transfer *t, size_t size, bool ending)
-{
-    struct client *c = t->client;
-    struct http1_sink sink = {on_line, on_body, t};
-    size_t used;
-    c->action++;
-    answer_first_byte(t);
-    int status = http1_feed(&t->reader, c->buffer, size, &used, &sink);
-    if (status == HTTP1_MORE)
-        return true;
-    if (used < size || ending) /* after unexpected bytes the connection must not be reused */
-        t->reader.keep = false;
-    finish_with(t, status);
-    return false;
-}
-
-static void handle_eof(struct transfer *t)
-{
-    if (retry_on_new_connection(t))
-        return;
-    finish_with(t, http1_end(&t->reader));
-}
-
-static void handle_error(struct transfer *t, int error)
-{
-    t->socket_errno = error;
-    if (!retry_on_new_connection(t))
-        transfer_fail(t, CURLE_RECV_ERROR, "the connection broke");
-}
-
-/* Read until the socket is empty, which a short read shows unless the server has closed; after READS_IN_A_ROW reads, continue after the
- * other sockets. */
-static void read_available(struct client *c, struct transfer *t, struct socket_state *socket, uint32_t events)
-{
-    bool ending = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
-    int fd = t->fd;
-    for (int i = 0; i < READS_IN_A_ROW; i++) {
-        int64_t realtime_ns = 0;
-        ssize_t got = clock_receive(fd, c->buffer, READ_BYTES, 0, socket->stamped ? &realtime_ns : NULL);
-        if (got < 0 && errno == EINTR)
-            continue;
-        clock_stamp(&c->pair, realtime_ns, c->result->origin_ns, &c->now_ns, &c->now_kernel_ns);
-        if (got < 0) {
-            if (errno != EAGAIN && errno != EWOULDBLOCK)
-                handle_error(t, errno);
-            return;
-        }
-        if (got == 0) {
-            handle_eof(t);
-            return;
-        }
-        socket->last_read_ns = c->now_ns;
-        if (!handle_read(t, (size_t)got, ending))
-            return;
-        if (got < READ_BYTES && !ending)
-            return;
-    }
-    struct epoll_event again = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.fd = fd};
-    epoll_ctl(c->epoll_fd, EPOLL_CTL_MOD, fd, &again);
-}
-
 static void ready(struct client *c, int fd, uint32_t events)
 {
     struct socket_state *socket = client_socket(c, fd);
     struct transfer *t = socket->transfer;
-    if (!t) {
-        if (events & ~(uint32_t)EPOLLOUT)
-            remove_idle(c, socket->connection); /* closed by the server, or unexpected data */
-        return;
-    }
-    /* A server may answer and close before it has read the whole request: the answer is valid even if sending fails. */
-    if ((events & EPOLLOUT) && t->unsent && !send_available(t))
-        events |= EPOLLERR;
-    if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))
-        read_available(c, t, socket, events);
+    if (t)
+        send_and_read(t, events);
+    else if (events & ~(uint32_t)EPOLLOUT)
+        remove_idle(c, socket->connection); /* closed by the server, or unexpected data */
 }
 
 const struct carrier carrier_plain = {.begin = begin, .ready = ready, .leave = leave};

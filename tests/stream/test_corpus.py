@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -193,6 +194,18 @@ def test_an_answer_that_is_cut_at_any_byte_is_the_same(carrier: Carrier) -> None
     assert first["text"] == "Hi" and first["cause"] is None
     for i in range(size):
         assert result_of(timings, i) == first, i
+
+
+@pytest.mark.parametrize("carrier", [n for n in NAMES if n != "HTTP/2"], indirect=True)
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nContent-Type: text/ev", b"HTTP/1.1 100 Continue\r\n\r\n"])
+def test_an_answer_that_ends_inside_its_head_is_truncated(carrier: Carrier, head: bytes) -> None:
+    def respond(connection, *of) -> None:
+        carrier.answer(lambda i: head)(connection, *of)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with carrier.server(respond) as server:
+        timings = carrier.run(server, [{"json": {}}])
+    assert result_of(timings, 0)["cause"] == "truncated"
 
 
 # ---- cancels and signals in every state

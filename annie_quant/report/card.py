@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from annie_quant import __version__
@@ -26,45 +25,20 @@ from annie_quant.documents import (
     Audit,
     Environment,
     GateResult,
-    HeldOut,
-    Ingredient,
     SpeedGate,
     salvage_line,
     salvage_or_default,
 )
 from annie_quant.judge import decision
+from annie_quant.report import tables
 from annie_quant.report.format import count, share, significant, size
-from annie_quant.report.pages import tables
-from annie_quant.report.pages.comparison import gpu_names
-from annie_quant.report.pages.html import caveats
-from annie_quant.report.pages.markdown import LEGEND, bullets, grid
-from annie_quant.report.run import REFERENCE, Backend, LoadedRun
+from annie_quant.report.markdown import LEGEND, bullets, grid
+from annie_quant.report.recheck import caveats
+from annie_quant.report.run import REFERENCE, LoadedRun, RecordedRecipe, ServedModel
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
 RUNTIMES = ("vllm", "sglang")
 MAX_DIGESTS = 8  # weight files whose SHA-256 is listed
-
-
-class RecordedRecipe(msgspec.Struct):
-    """The part of a checkpoint's annie_quant.json that its card shows. calib_data_sha256: None for no data, unset if unknown."""
-
-    strategy: str | None = None
-    scale: str | None = None
-    calib_data_sha256: str | UnsetType | None = UNSET
-    calib_samples: int | None = None
-    held_out: HeldOut | None = None
-    ingredients: list[Ingredient] = []
-
-    def comparison(self) -> str:
-        """Return what was used and refused on held-out conversations, or ""."""
-        if self.held_out is None or not self.ingredients:
-            return ""
-        used, refused = ([i.name for i in self.ingredients if i.used is used] for used in (True, False))
-        return (
-            f"recipe {' + '.join(used)}, compared on {count(self.held_out.conversations)} held-out conversations"
-            f" ({count(self.held_out.decisions)} tokens that decide)"
-            + (f"; refused: {', '.join(refused)}" if refused else "")
-        )
 
 
 class _Producer(msgspec.Struct):
@@ -202,13 +176,25 @@ def _opening(run: LoadedRun, subject: Subject) -> str:
     )
 
 
+def _recipe_comparison(recipe: RecordedRecipe) -> str:
+    """Return what was used and refused on held-out conversations, or ""."""
+    if recipe.held_out is None or not recipe.ingredients:
+        return ""
+    used, refused = ([i.name for i in recipe.ingredients if i.used is used] for used in (True, False))
+    return (
+        f"recipe {' + '.join(used)}, compared on {count(recipe.held_out.conversations)} held-out conversations"
+        f" ({count(recipe.held_out.decisions)} tokens that decide)"
+        + (f"; refused: {', '.join(refused)}" if refused else "")
+    )
+
+
 def _origin(subject: Subject) -> list[str]:
     summary, recipe = subject.audit.summary, subject.recipe
     producer = salvage_or_default(_QuantConfig, subject.folder / "hf_quant_config.json").producer
     algorithm = [
         f"strategy {recipe.strategy}" if recipe.strategy else "",
         f"scale {recipe.scale}" if recipe.scale else "",
-        recipe.comparison(),
+        _recipe_comparison(recipe),
     ]
     algorithm += [
         f"algorithm {summary.algorithm}",
@@ -307,7 +293,7 @@ def _machine(run: LoadedRun) -> str:
         return "not on record"
     cores = f"{environment.cores} cores" if environment.cores else ""
     texts = [text for text in (environment.cpu, cores) if text]
-    return ", ".join([*texts, *(gpu_names(run) or ["no GPU"])])
+    return ", ".join([*texts, *(run.gpu_names or ["no GPU"])])
 
 
 def _serving(subject: Subject) -> list[str]:
@@ -342,9 +328,9 @@ def _limits(run: LoadedRun, subject: Subject) -> list[str]:
     kinds = {s.kind for s in sides}
     if "offline" not in kinds:
         lines.append("not evaluated without a server: behaviour under other arithmetic is unknown")
-    if Backend.kind not in kinds:
+    if ServedModel.kind not in kinds:
         lines.append("not measured behind a server: speed is unknown")
-    elif not any("GB10" in gpu for gpu in gpu_names(run)):
+    elif not any("GB10" in gpu for gpu in run.gpu_names):
         lines.append("speeds were not measured on a DGX Spark")
     lines += [f"audit: {f.message}" for f in subject.audit.findings]
     lines += caveats(run)

@@ -1,26 +1,31 @@
 """A run directory as the report reads it: the parts that exist, and the command that makes each missing one.
 
-Nothing is judged here: the stored verdict is shown. `annie-quant report DIR --judge` (report/judging.py) makes a new one.
-Parts that do not fit their type count as missing (schema.salvage). Each line of records.jsonl that is not a record is left out
+Nothing is judged here: the stored verdict is shown. `annie-quant report DIR --judge` (recheck.py) makes a new one.
+Parts that do not fit their type count as missing (documents.salvage). Each line of records.jsonl that is not a record is left out
 with a message.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from annie_quant import documents
+from annie_quant.bench.aggregate import labelled, summaries, timed
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.text import visible
 from annie_quant.documents import (
+    RECIPE_FILE,
     GateResult,
+    HeldOut,
+    Ingredient,
     LayerKL,
     ModelRow,
     OfflineSide,
@@ -33,7 +38,8 @@ from annie_quant.documents import (
     salvage_or_default,
 )
 from annie_quant.judge import decision, evidence
-from annie_quant.report import recount
+from annie_quant.judge.gates import tabulate
+from annie_quant.judge.pairing import checks_by_prompt
 from annie_quant.report.format import name
 
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
@@ -51,8 +57,8 @@ JUDGE = "annie-quant report DIR --judge"
 
 
 @dataclass(frozen=True)
-class Side:
-    """A model in one arithmetic without a server (OfflineModel) or behind one server (Backend).
+class MeasuredSide:
+    """A model in one arithmetic without a server (OfflineModel) or behind one server (ServedModel).
 
     name: the backend, or MODEL/NUMERICS. how: "reference", "W4A4", "W4A16" or "served". data: as in run.json.
     """
@@ -85,15 +91,26 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Backend(Side):
+class ServedModel(MeasuredSide):
     kind = "served"
     data: ServedSide
 
 
 @dataclass(frozen=True)
-class OfflineModel(Side):
+class OfflineModel(MeasuredSide):
     kind = "offline"
     data: OfflineSide
+
+
+class RecordedRecipe(msgspec.Struct):
+    """The part of a checkpoint's annie_quant.json that pages show. calib_data_sha256: None for no data, unset if unknown."""
+
+    strategy: str | None = None
+    scale: str | None = None
+    calib_data_sha256: str | UnsetType | None = UNSET
+    calib_samples: int | None = None
+    held_out: HeldOut | None = None
+    ingredients: list[Ingredient] = []
 
 
 @dataclass(frozen=True)
@@ -115,7 +132,7 @@ class LoadedRun:
     records: list[RequestRecord]
     inputs: list[SentWorkload]
     bad_lines: list[str] = field(default_factory=list)
-    sides: list[Backend | OfflineModel] = field(default_factory=list)
+    sides: list[ServedModel | OfflineModel] = field(default_factory=list)
     unlisted: set[str] = field(default_factory=set)
     tried: list[str] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
@@ -152,18 +169,35 @@ class LoadedRun:
         return {w.name for w in self.inputs if w.temperature}
 
     @property
-    def served(self) -> list[Backend]:
-        return [s for s in self.sides if isinstance(s, Backend)]
+    def greedy(self) -> set[str]:
+        """Workloads whose repeats are equal."""
+        return {r.workload for r in self.measured} - self.sampled
+
+    @property
+    def served(self) -> list[ServedModel]:
+        return [s for s in self.sides if isinstance(s, ServedModel)]
 
     @property
     def offline(self) -> list[OfflineModel]:
         return [s for s in self.sides if isinstance(s, OfflineModel)]
 
-    def sides_of(self, model: str) -> list[Backend | OfflineModel]:
+    def sides_of(self, model: str) -> list[ServedModel | OfflineModel]:
         return [s for s in self.sides if s.model == model]
 
     def model(self, model: str) -> ModelRow:
         return next((m for m in self.models if m.name == model), ModelRow(name=model))
+
+    def folder_of(self, model: str) -> Path | None:
+        """The folder of a model's checkpoint; None where it is not known or not there."""
+        places = [self.folder / "models" / model]
+        if recorded := self.model(model).checkpoint:
+            places = [Path(recorded), self.folder / recorded, self.folder / "models" / Path(recorded).name, *places]
+        return next((p for p in places if (p / "config.json").is_file()), None)
+
+    def recipe(self, model: str) -> RecordedRecipe:
+        """How a model was made, as its checkpoint records it."""
+        folder = self.folder_of(model)
+        return salvage_or_default(RecordedRecipe, folder / RECIPE_FILE) if folder else RecordedRecipe()
 
     def label(self, model: str) -> str:
         return self.model(model).label or name(model)
@@ -174,6 +208,10 @@ class LoadedRun:
             return COLOURS[model]
         others = [m.name for m in self.models if m.name not in COLOURS]
         return 4 + (others.index(model) % 4 if model in others else 0)
+
+    @property
+    def gpu_names(self) -> list[str]:
+        return [gpu.get("name", "") for gpu in self.document.environment.gpus]
 
     @property
     def gate_names(self) -> list[str]:
@@ -194,12 +232,12 @@ class LoadedRun:
         return list(dict.fromkeys(workload for side in self.served for workload in side.data.workloads))
 
     @property
-    def candidate(self) -> Backend | None:
+    def candidate(self) -> ServedModel | None:
         """The verdict's candidate as it was served."""
         return self._served_as(self.verdict.candidate)
 
     @property
-    def incumbent(self) -> Backend | None:
+    def incumbent(self) -> ServedModel | None:
         """What the candidate would replace."""
         return self._served_as(self.verdict.incumbent)
 
@@ -210,11 +248,6 @@ class LoadedRun:
         if len(sides) < 2 or not {*sides} <= {r.backend for r in self.measured}:
             return None
         return decision.pair_answers(self.measured, sides[0], sides[1], self.sampled)
-
-    def check_figures(self, sides: Sequence[Side] | None = None) -> recount.Recount | None:
-        """Compare the figures of the served sides (default: all) with the records; None without records."""
-        served = {s.name: s.data for s in (self.served if sides is None else sides) if isinstance(s, Backend)}
-        return recount.check(served, self.measured, self.sampled) if served and self.records else None
 
     @cached_property
     def evaluations(self) -> dict[str, documents.Evaluation]:
@@ -232,7 +265,7 @@ class LoadedRun:
             lines[model] = evidence.differences(evaluation, shown)
         return {model: own for model, own in lines.items() if own}
 
-    def _served_as(self, model: str | None) -> Backend | None:
+    def _served_as(self, model: str | None) -> ServedModel | None:
         backend = decision.served_as(self.aggregates, model) if model else None
         return next((s for s in self.served if s.name == backend), None)
 
@@ -310,7 +343,7 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
         evaluations = {name: evaluation for name, evaluation in evaluations.items() if name in run.tried}
     run.verdict.candidate = run.verdict.candidate or search.chosen
     if not run.aggregates.served and records:  # a benchmark that was cut off
-        run.aggregates.served = recount.served(run.measured, run.sampled)
+        run.aggregates.served = _served_from_records(run)
     stored = {name: evaluation.verdict for name, evaluation in evaluations.items()}
     stored |= {row.strategy: row.verdict for row in search.strategies if row.verdict is not None}
     _show_verdict(run, _add_evaluations(run, evaluations), stored, search.chosen if run.tried else None)
@@ -330,6 +363,18 @@ def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
             except (ValueError, RecursionError) as error:
                 bad_lines.append(f"line {number}: {error}"[:200])
     return records, bad_lines
+
+
+def _served_from_records(run: LoadedRun) -> dict[str, ServedSide]:
+    """Return what records alone give of each backend: gates and percentiles."""
+    sides, fit = {}, timed(run.measured)
+    for backend in dict.fromkeys(r.backend for r in run.measured):
+        checks = checks_by_prompt([r for r in run.measured if r.backend == backend], run.greedy)
+        by_label = labelled(r for r in fit if r.backend == backend)
+        sides[backend] = ServedSide(
+            gates=tabulate(checks.values()), workloads={w: summaries(rows) for w, rows in by_label.items()}
+        )
+    return sides
 
 
 def _show_verdict(
@@ -414,7 +459,7 @@ def _add_sides(run: LoadedRun) -> None:
             run.sides.append(OfflineModel(model, f"{model}/{numerics}", f"{how} offline", how, offline[numerics]))
         for backend, data in run.aggregates.served.items():
             if data.model == model:
-                run.sides.append(Backend(model, backend, f"{data.runtime or 'server'} served", "served", data))
+                run.sides.append(ServedModel(model, backend, f"{data.runtime or 'server'} served", "served", data))
 
 
 def _missing(run: LoadedRun, source: str | None) -> list[Missing]:

@@ -13,7 +13,7 @@ import pytest
 import report_fixture
 
 from annie_quant import report
-from annie_quant.report.pages import trends
+from annie_quant.report import trends
 
 # All of axe's rules; what axe cannot decide by itself ("incomplete") is not counted as a fault.
 RUN_AXE = "axe.run(document, {resultTypes: ['violations']}).then((r) => JSON.stringify(r.violations.map((v) => \

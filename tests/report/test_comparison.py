@@ -9,8 +9,7 @@ import pytest
 import report_fixture
 
 from annie_quant.documents import salvage_or_default
-from annie_quant.report import compose
-from annie_quant.report.pages import comparison
+from annie_quant.report import comparison, compose
 from annie_quant.report.run import load
 
 # Qwen3.5-9B's text model: every fourth of 32 layers attends fully.

@@ -128,7 +128,7 @@ def test_every_shown_figure_equals_its_recount(run):
 
 def test_the_shown_answers_are_those_of_the_records(run):
     from annie_quant.core.text import visible
-    from annie_quant.report.pages import html
+    from annie_quant.report import html
     from annie_quant.report.run import load
 
     by_key = {(r["workload"].replace("_", " "), r["case"], r["turn"], r["backend"]): r for r in run["records"]}
@@ -341,7 +341,7 @@ def test_runs_of_every_version_give_a_report(stored, tmp_path):
 
 
 def test_tick_labels_differ():
-    from annie_quant.report.charts import svg
+    from annie_quant.report import svg
 
     assert [svg.plain(v) for v in (5e-4, 1e-5, 0.002, 1e-3)] == ["5·10⁻⁴", "10⁻⁵", "0.002", "0.001"]
     for low, high in ((1e-4, 1e-2), (1e-5, 1.0), (1.0, 100.0), (10.0, 50.0)):

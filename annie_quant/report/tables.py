@@ -10,9 +10,12 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from annie_quant.documents import GateResult, MetricSummary, ModelRow
+from msgspec import to_builtins
+
+from annie_quant.documents import Environment, GateResult, MetricSummary, ModelRow
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.format import (
     DASH,
@@ -28,7 +31,7 @@ from annie_quant.report.format import (
     significant,
     size,
 )
-from annie_quant.report.run import Backend, LoadedRun, Side
+from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 
 LABELS = {metric: METRICS[metric].label for metric in COMPARED}
 LEVELS = ("idle", "one", "five")
@@ -65,7 +68,7 @@ def figure(text: str, key: str, value: float | None) -> Cell:
     return Cell(text, key=key, sort=value)
 
 
-def gate_cell(side: Side, gate: str) -> Cell:
+def gate_cell(side: MeasuredSide, gate: str) -> Cell:
     result = side.gates.get(gate)
     if result is None:
         return Cell("", css="none")
@@ -78,12 +81,12 @@ def passes(result: GateResult) -> str:
     return f"{count(result.passes)}/{count(result.n)}"
 
 
-def summary(side: Backend, workload: str, metric: str) -> MetricSummary | None:
+def summary(side: ServedModel, workload: str, metric: str) -> MetricSummary | None:
     of_workload = side.data.workloads.get(workload)
     return getattr(of_workload, metric) if of_workload else None
 
 
-def metric_cell(side: Backend, workload: str, metric: str, stat: str = "p50") -> Cell:
+def metric_cell(side: ServedModel, workload: str, metric: str, stat: str = "p50") -> Cell:
     row = summary(side, workload, metric)
     if row is None:
         return Cell(DASH, css="none")
@@ -92,7 +95,7 @@ def metric_cell(side: Backend, workload: str, metric: str, stat: str = "p50") ->
     return Cell(significant(value), sub, f"metric|{side.key}|{workload}|{metric}|{stat}", sort=value)
 
 
-def speed_cell(side: Backend, gate: str, metric: str) -> Cell:
+def speed_cell(side: ServedModel, gate: str, metric: str) -> Cell:
     """The figure that a speed limit judges, over all workloads; where there is none, the greeting's."""
     row = side.data.speed_gates.get(gate)
     if row is None:
@@ -108,7 +111,7 @@ def side_by_side(run: LoadedRun) -> Table:
     """Sizes, gates and speed of all models; unlisted models only where no other is there."""
     table = Table(f"Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval below. {TIMES}", "", [])
     models = [m for m in run.models if m.name not in run.unlisted] or run.models
-    columns: list[Side | None] = []
+    columns: list[MeasuredSide | None] = []
     for model in models:
         sides = run.sides_of(model.name)
         columns += sides or [None]
@@ -122,8 +125,8 @@ def side_by_side(run: LoadedRun) -> Table:
         if any(c.text != DASH for c in cells):
             table.rows.append((title, cells))
 
-    def add_served_row(title: str, cell: Callable[[Backend], Cell]) -> None:
-        cells = [cell(s) if isinstance(s, Backend) else Cell("", css="none") for s in columns]
+    def add_served_row(title: str, cell: Callable[[ServedModel], Cell]) -> None:
+        cells = [cell(s) if isinstance(s, ServedModel) else Cell("", css="none") for s in columns]
         if any(c.key for c in cells):
             table.rows.append((title, cells))
 
@@ -140,7 +143,7 @@ def side_by_side(run: LoadedRun) -> Table:
     return table
 
 
-def _column_title(side: Side) -> str:
+def _column_title(side: MeasuredSide) -> str:
     """Two lines: the arithmetic or "served", then "offline" or the server."""
     return f"served\n{side.title.removesuffix(' served')}" if side.kind == "served" else f"{side.how}\noffline"
 
@@ -187,7 +190,7 @@ def latency_table(run: LoadedRun, metric: str) -> Table:
     return table
 
 
-def kl_table(run: LoadedRun, sides: Sequence[Side] | None = None) -> Table:
+def kl_table(run: LoadedRun, sides: Sequence[MeasuredSide] | None = None) -> Table:
     table = Table(
         "KL divergence from bf16 per assistant token, in nats",
         "model",
@@ -304,6 +307,65 @@ def stability_table(run: LoadedRun) -> Table:
     return table
 
 
+def recipes_table(run: LoadedRun) -> Table:
+    """One row per ingredient that a strategy has compared on held-out conversations."""
+    table = Table(
+        "Ingredients in the order in which they were tried: mean KL on held-out conversations, of all tokens and of those that "
+        "decide, in nats; the change of their sum, ± its standard error",
+        "model",
+        ["ingredient", "all tokens", "tokens that decide", "change", "outcome"],
+    )
+    for model in run.models:
+        for row in run.recipe(model.name).ingredients:
+            cells = [
+                Cell(row.name, css="word"),
+                Cell(significant(row.kl)),
+                Cell(significant(row.decisions)),
+                Cell(f"{signed(row.change)} ± {significant(row.noise)}"),
+                Cell("used" if row.used else "refused", css="word"),
+            ]
+            table.rows.append((run.label(model.name), cells))
+    return table
+
+
+def stages_table(run: LoadedRun) -> Table:
+    stages = run.document.stages
+    total = sum(stage.seconds or 0.0 for stage in stages)
+    table = Table(f"Time of each stage, {seconds(total)} together", "stage", ["time", "outcome"])
+    for stage in stages:
+        cells = [Cell(seconds(stage.seconds), key=f"stage|{stage.name}"), Cell(stage.summary, css="word")]
+        table.rows.append((stage.name, cells))
+    return table
+
+
+def facts(run: LoadedRun) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Command, environment, settings and backends as (title, [(name, value)]); nested values are flattened."""
+    argv = run.document.argv
+    command = {"argv": " ".join([Path(argv[0]).name, *argv[1:]])} if argv else {}
+    environment = run.document.environment
+    parts: tuple[tuple[str, Any], ...] = (
+        ("Command", command),
+        ("Environment", environment if environment != Environment() else {}),
+        ("Settings", run.document.config),
+        ("Backends", run.backends),
+    )
+    rows = ((title, _flat(to_builtins(part))) for title, part in parts)
+    return [(title, pairs) for title, pairs in rows if pairs]
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows = []
+    for key, item in value.items():
+        label = f"{prefix}{key}"
+        if isinstance(item, dict):
+            rows += _flat(item, f"{label} · ")
+        elif isinstance(item, list) and any(isinstance(i, dict) for i in item):
+            rows += _flat({f"{label} {index + 1}": part for index, part in enumerate(item)})
+        elif item not in (None, "", [], {}):
+            rows.append((label, (", ".join(map(str, item)) if isinstance(item, list) else str(item))[:400]))
+    return rows
+
+
 CSV_COLUMNS = (
     "model", "part", "where", "workload", "metric", "n", "n_prompts", "p50", "p90", "p99", "mean", "low", "high",
     "passes", "threshold", "verdict",
@@ -321,7 +383,7 @@ def csv_rows(run: LoadedRun) -> list[dict[str, Any]]:
         for gate, r in side.gates.items():
             fields = {k: getattr(r, k) for k in ("n", "low", "high", "passes", "threshold", "verdict")}
             rows.append(own | fields | {"metric": f"gate:{gate}", "workload": "all", "mean": r.rate})
-        if not isinstance(side, Backend):
+        if not isinstance(side, ServedModel):
             if kl := side.data.kl:
                 divergence = {"n": kl.n_tokens, "p50": kl.median, "p99": kl.p99, "mean": kl.mean}
                 rows.append(own | {"metric": "kl_nats"} | divergence)

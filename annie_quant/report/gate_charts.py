@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from annie_quant.documents import GateResult, KLSummary
-from annie_quant.report.charts import svg
-from annie_quant.report.charts.svg import (
+from annie_quant.report import svg
+from annie_quant.report.format import SIGNS, count, ends, share, significant, size
+from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel
+from annie_quant.report.svg import (
     ROWS_LEFT,
     ROWS_TOP,
     WIDE,
@@ -23,10 +25,13 @@ from annie_quant.report.charts.svg import (
     label_rows,
     line_chart,
 )
-from annie_quant.report.format import SIGNS, count, ends, share, significant, size
-from annie_quant.report.run import LoadedRun, OfflineModel, Side
 
 ROW = 19  # pixels
+
+
+def draw(run: LoadedRun) -> list[Figure]:
+    """Return the charts of gates and KL divergence, in the order of the report."""
+    return [gate_rates(run), offline_and_served(run), kl_divergence(run), size_and_gates(run), calls_by_tools(run)]
 
 
 def gate_rates(run: LoadedRun) -> Figure:
@@ -88,7 +93,7 @@ def offline_and_served(run: LoadedRun) -> Figure:
     return figure
 
 
-def _model_panel(run: LoadedRun, model: str, sides: Sequence[Side]) -> Canvas:
+def _model_panel(run: LoadedRun, model: str, sides: Sequence[MeasuredSide]) -> Canvas:
     gates = [g for g in run.gate_names if all(g in s.gates for s in sides)]
     bottom, series = TOP + ROW * len(gates), run.series(model)
     description = "; ".join(
@@ -121,7 +126,7 @@ HEIGHT, LEFT, TOP, BOTTOM = 330, 52, 20, 250
 
 @dataclass(frozen=True)
 class _Point:
-    side: Side
+    side: MeasuredSide
     size_bytes: int
     gate: str
     result: GateResult

@@ -5,14 +5,20 @@ from __future__ import annotations
 import itertools
 import statistics
 
-from annie_quant.bench.aggregate import labelled
+from annie_quant.bench.aggregate import labelled, timed
 from annie_quant.documents import RequestRecord
 from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.report.charts import svg
-from annie_quant.report.charts.svg import WIDE, WIDTH, Axis, Canvas, Figure, Point, line_chart
+from annie_quant.report import svg
 from annie_quant.report.format import ends, name, significant, size
-from annie_quant.report.recount import quantile, values
-from annie_quant.report.run import Backend, LoadedRun
+from annie_quant.report.recheck import quantile, values
+from annie_quant.report.run import LoadedRun, ServedModel
+from annie_quant.report.svg import WIDE, WIDTH, Axis, Canvas, Figure, Point, line_chart
+
+
+def draw(run: LoadedRun) -> list[Figure]:
+    """Return the charts of served requests, in the order of the report."""
+    fit = timed(run.measured)
+    return [by_turn(run), distributions(run, fit), token_streams(run, fit), by_length(run), server_memory(run)]
 
 
 def by_turn(run: LoadedRun) -> Figure:
@@ -48,17 +54,17 @@ POINTS = 64  # of a curve
 FEWEST = 5  # values that make a distribution
 TIMES = {metric: METRICS[metric].title for metric in COMPARED if METRICS[metric].unit == "ms"}
 LEFT, TOP, BOTTOM, RIGHT = 30, 42, 160, WIDTH - 8
-Curve = tuple[Backend, list[float]]
+Curve = tuple[ServedModel, list[float]]
 
 
-def distributions(run: LoadedRun, timed: list[RequestRecord]) -> Figure:
+def distributions(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
     figure = Figure(
         "distributions",
         "Share of values at or below the time on the axis (cumulative, measured requests only; "
         "for inter-token latency every gap of every stream counts). Curves of 100 "
         "values and more end at their 99th percentile; fewer than five values are no distribution and are left out.",
     )
-    groups = {s.name: labelled(r for r in timed if r.backend == s.name) for s in run.served}
+    groups = {s.name: labelled(r for r in fit if r.backend == s.name) for s in run.served}
     labels = sorted({label for group in groups.values() for label in group})
     for metric, title in TIMES.items():
         for workload in labels:
@@ -108,9 +114,9 @@ def _steps(ordered: list[float]) -> list[tuple[float, float]]:
 LEFT, TOP, ROW, RIGHT = 132, 14, 34, WIDE - 86
 
 
-def token_streams(run: LoadedRun, timed: list[RequestRecord]) -> Figure:
+def token_streams(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
     figure = Figure("streams", wide=True)
-    answers = _answers([s.name for s in run.served], timed)
+    answers = _answers([s.name for s in run.served], fit)
     if not answers:
         return figure
     one = next(iter(answers.values()))
@@ -143,10 +149,10 @@ def token_streams(run: LoadedRun, timed: list[RequestRecord]) -> Figure:
     return figure
 
 
-def _answers(backends: list[str], timed: list[RequestRecord]) -> dict[str, RequestRecord]:
+def _answers(backends: list[str], fit: list[RequestRecord]) -> dict[str, RequestRecord]:
     """By backend, the answers to one prompt: one that most backends streamed, with the longest shortest answer."""
     prompts: dict[tuple[str, str, int], dict[str, RequestRecord]] = {}
-    for record in timed:
+    for record in fit:
         if record.backend in backends and record.itl_ms:
             prompts.setdefault(record.prompt, {}).setdefault(record.backend, record)
     return max(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from annie_quant.core.text import visible
-from annie_quant.report.run import Backend, LoadedRun, Side
+from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 
 STYLE = (
     "svg{--ink:#1c2127;--soft:#5b6470;--line:#d9dce0;--paper:#fff;--s0:#68717d;--s1:#c8452f;--s2:#1f6fb2;--s3:#b07a0c;"
@@ -204,7 +204,7 @@ class Figure:
         return panel.split(".")[0] if self.groups else ""
 
 
-def label_rows(c: Canvas, run: LoadedRun, sides: list[Side], ys: list[float]) -> None:
+def label_rows(c: Canvas, run: LoadedRun, sides: list[MeasuredSide], ys: list[float]) -> None:
     """Write the sides' names left of their rows: the model's name once, then only how it runs."""
     previous = None
     for side, y in zip(sides, ys, strict=True):
@@ -242,7 +242,7 @@ class Axis:
 
 
 def line_chart(
-    run: LoadedRun, title: str, description: str, across: Axis, up: Axis, lines: list[tuple[Backend, list[Point]]]
+    run: LoadedRun, title: str, description: str, across: Axis, up: Axis, lines: list[tuple[ServedModel, list[Point]]]
 ) -> Canvas:
     c = Canvas(WIDE, BOTTOM + 40, title, description)
     c.text(0, 12, up.title)

@@ -358,7 +358,7 @@ def _result(text: str, name: Any, identity: Any) -> ChatMessage:
 
 
 def _linked(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with the ids of calls and results as call_1, call_2, ...: the log's own ids mean nothing here."""
+    """Return the messages with the ids of calls and results as call_1, call_2, ...: the log's ids have no meaning here."""
     numbers: dict[str, str] = {}
     waiting: list[str] = []
     n = 0

@@ -45,8 +45,10 @@ class Scanner:
     def __init__(self, personal: bool = False, words: Iterable[str] = ()) -> None:
         kinds = {**_KINDS, **(_PERSONAL if personal else {})}
         self._kinds = [(kind, re.compile(pattern)) for kind, pattern in kinds.items()]
-        own = [v for k, v in os.environ.items() if is_secret_name(k) and len(v) >= MIN_SECRET and not v.startswith("/")]
-        self._words = [("secret of this environment", re.compile(re.escape(v))) for v in own]
+        values = [
+            v for k, v in os.environ.items() if is_secret_name(k) and len(v) >= MIN_SECRET and not v.startswith("/")
+        ]
+        self._words = [("secret of this environment", re.compile(re.escape(v))) for v in values]
         self._words += [("masked word", re.compile(re.escape(w), re.IGNORECASE)) for w in words if w]
         self._personal = personal
         self.counts: Counter[str] = Counter()

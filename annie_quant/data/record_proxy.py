@@ -474,15 +474,13 @@ def _fail_when_closed(answer: Any) -> None:
 
 def forwarded(headers: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return a request's headers as they are passed on."""
-    own = _of_connection(headers)
-    result = [(name, value) for name, value in headers.items() if name.lower() not in own]
-    return [(n, _codings(v) if n.lower() == "accept-encoding" else v) for n, v in result]
+    return [(n, _codings(v) if n.lower() == "accept-encoding" else v) for n, v in returned(headers)]
 
 
 def returned(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return an answer's headers as they are passed back."""
-    own = _of_connection(headers)
-    return [(name, value) for name, value in headers.items() if name.lower() not in own]
+    """Return an answer's headers as they are passed back: those of one connection are left out."""
+    hop_by_hop = _of_connection(headers)
+    return [(name, value) for name, value in headers.items() if name.lower() not in hop_by_hop]
 
 
 def _of_connection(headers: Mapping[str, str]) -> set[str]:

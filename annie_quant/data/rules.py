@@ -58,7 +58,7 @@ def faults(row: Mapping[str, Any], persona: Persona | None = None) -> list[str]:
     if result and (not isinstance(row.get("messages"), list) or "unknown role" in result[0] or not row["messages"]):
         return result
     messages = row["messages"]
-    own = teacher_of(row) in (None, "log")  # the user's own: the lengths that a teacher must keep are no rules for it
+    limited = teacher_of(row) not in (None, "log")  # only what a teacher wrote must keep the limits of length
     if (
         teacher_of(row) != "log"
         and messages[0]["role"] == "system"
@@ -67,10 +67,10 @@ def faults(row: Mapping[str, Any], persona: Persona | None = None) -> list[str]:
         result.append("the system prompt is not the persona's")
     for message in messages:
         if message["role"] == "assistant":
-            result += _style_faults(text_of(message.get("content")), persona, own)
-    if not own and any(m["role"] == "user" and len(text_of(m.get("content"))) > MAX_USER for m in messages):
+            result += _style_faults(text_of(message.get("content")), persona, limited)
+    if limited and any(m["role"] == "user" and len(text_of(m.get("content"))) > MAX_USER for m in messages):
         result.append(f"a user message is longer than {MAX_USER} characters")
-    if not own and sum(len(text_of(m.get("content"))) for m in messages) > MAX_TOTAL:
+    if limited and sum(len(text_of(m.get("content"))) for m in messages) > MAX_TOTAL:
         result.append(f"longer than {MAX_TOTAL} characters")
     return result + ([] if row.get("category") is None or teacher_of(row) == "log" else _category_faults(row, persona))
 
@@ -142,9 +142,9 @@ def _category_faults(row: Mapping[str, Any], persona: Persona) -> list[str]:
     return result
 
 
-def _style_faults(text: str, persona: Persona, own: bool) -> list[str]:
+def _style_faults(text: str, persona: Persona, limited: bool) -> list[str]:
     result = []
-    if not own and len(text) > MAX_ANSWER:
+    if limited and len(text) > MAX_ANSWER:
         result.append(f"an answer is longer than {MAX_ANSWER} characters")
     if persona.forbids_markdown and markdown_in(text):
         result.append(f"markdown in an answer: {markdown_in(text)}")

@@ -97,7 +97,7 @@ def _built(document: WorkloadFile) -> Workload:
 
 
 def with_persona(workload: Workload, persona: Persona) -> Workload:
-    """Return the workload with the persona's system prompt, unless it has its own, and with its tools where it has none."""
+    """Return the workload with the persona's system prompt and tools, unless it has a system prompt."""
     if workload.system is not None or not persona.source:
         return workload
     return replace(workload, persona=persona.source)
@@ -127,8 +127,9 @@ def _load(item: PathLike | Workload) -> list[Workload]:
     result = judge.load_workloads(folder=folder)
     if not result:
         raise UsageError(f"{path} has no workloads (*.json)", "annie-quant init makes them")
-    own = inner.is_dir() and (path / "persona.json").is_file()
-    return [with_persona(w, load_persona(path)) for w in result] if own else result
+    if not inner.is_dir() or not (path / "persona.json").is_file():
+        return result
+    return [with_persona(w, load_persona(path)) for w in result]
 
 
 def gate_documents(persona: Persona, n: int, seed: int = 0) -> Iterator[WorkloadFile]:

@@ -68,9 +68,12 @@ class _Conversation(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Subject:
-    """What the card describes. name: of the model in the run. compared: whether the audit compared it with its source.
+    """What the card describes.
 
-    objections: what `forced` (a reason) overrides.
+    name: of the model in the run.
+    compared: whether the audit compared the checkpoint with its source.
+    calibration: the file of the calibration conversations.
+    forced: the reason for publishing in spite of `objections`.
     """
 
     name: str
@@ -132,7 +135,7 @@ def _quantization(subject: Subject) -> dict[str, str | float]:
 
 
 def _eval_results(run: LoadedRun, subject: Subject) -> list[Any]:
-    """One huggingface_hub.EvalResult per side and deciding gate; n and the interval are the metric's arguments."""
+    """Return one huggingface_hub.EvalResult per side and deciding gate; n and the interval are the metric's arguments."""
     hub = need("huggingface_hub", "quantize")
     return [
         hub.EvalResult(
@@ -212,7 +215,7 @@ def _origin(subject: Subject) -> list[str]:
 
 
 def _calibration(subject: Subject) -> list[str]:
-    """Where the calibration conversations came from, by their own provenance."""
+    """Return where the calibration conversations came from, by the provenance of their rows."""
     path, recipe = subject.calibration, subject.recipe
     if recipe.calib_data_sha256 is None:
         return ["None: this strategy was given no calibration data."]
@@ -253,7 +256,7 @@ def _calibration(subject: Subject) -> list[str]:
 
 
 def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
-    """The run with the card's columns only: the reference, this model, and what it would replace."""
+    """Return the run with the card's columns only: the reference, this model, and the incumbent."""
     incumbents = [s.model for s in run.served if run.verdict.incumbent in (s.name, s.model)]
     names = dict.fromkeys([REFERENCE, subject.name, *incumbents])
     models = [m for name in names for m in run.models if m.name == name]
@@ -262,15 +265,15 @@ def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
 
 
 def _results(run: LoadedRun, subject: Subject) -> list[str]:
-    own, columns = run.sides_of(subject.name), _columns(run, subject)
-    if not own:
+    sides, columns = run.sides_of(subject.name), _columns(run, subject)
+    if not sides:
         return ["Nothing was measured."]
     parts = [
         f"{LEGEND} Offline: greedy answers without a server, under W4A4 (activations quantized too) and W4A16 (weights "
         "only) arithmetic. Served: behind a real server.",
         grid(tables.side_by_side(columns)),
     ]
-    if (kl := tables.kl_table(columns, own)).rows:
+    if (kl := tables.kl_table(columns, sides)).rows:
         parts += ["KL divergence from bf16 per assistant token, in nats:", grid(kl, 2)]
     if (table := tables.latency_table(columns, "ttft_content_ms")).rows:
         parts += [f"{table.caption}:", grid(table)]
@@ -297,7 +300,7 @@ def _machine(run: LoadedRun) -> str:
 
 
 def _serving(subject: Subject) -> list[str]:
-    """Commands for the runtimes that load this checkpoint, by its audit."""
+    """Return the commands for the runtimes that load this checkpoint, according to its audit."""
     from annie_quant.ops import serving
 
     name = subject.repo_name

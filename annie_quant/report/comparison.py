@@ -1,8 +1,7 @@
-"""Candidate and incumbent by the dimensions of the original plan (R48), and the memory budget (R50).
+"""Candidate and incumbent by the dimensions of the original plan (R48), the memory budget (R50), the recommendation, the drop-in
+checklist and the decision tree.
 
-What was not measured is shown as unknown; computed figures say so.
-
-The recommendation, the drop-in checklist and the decision tree as text. judge.decision decides; nothing is decided here.
+What was not measured is shown as unknown; computed figures are named as such. judge.decision decides; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def _runtime(run: LoadedRun, side: ServedModel) -> Cell:
 
 
 def _weights(run: LoadedRun, side: ServedModel) -> Cell:
-    """Whether both backends serve the same fine-tuned weights, as far as the benchmark was given their source."""
+    """Whether both backends serve the same fine-tuned weights, where the benchmark knows their source."""
     both = [s for s in (run.candidate, run.incumbent) if s]
     sources = {str(_identity(run, s).meta.get("source") or "") for s in both}
     if sources == {""}:
@@ -132,7 +131,7 @@ def _cache(run: LoadedRun, side: ServedModel) -> Cell:
 
 
 def _config(run: LoadedRun, side: ServedModel) -> TextConfig:
-    """config.json of the model, or of another of the run: all are forms of one model. Empty where there is none."""
+    """Return config.json of the model, or of another model of the run: all are forms of one model. Empty where there is none."""
     folders = (run.folder_of(name) for name in (side.model, *(m.name for m in run.models)))
     folder = next(filter(None, folders), None)
     config = salvage_or_default(_ServedConfig, folder / "config.json") if folder else _ServedConfig()
@@ -182,7 +181,7 @@ def _acceleration(run: LoadedRun, side: ServedModel) -> Cell:
 
 
 def memory_budget(run: LoadedRun) -> Table | None:
-    """What a switch does to the machine's memory budget. None where no candidate was served."""
+    """Memory of both sides compared with the machine's budget. None where no candidate was served."""
     if run.candidate is None:
         return None
     sides = [(s, w) for s, w in ((run.incumbent, "current"), (run.candidate, "candidate")) if s]
@@ -227,7 +226,7 @@ def badge(run: LoadedRun) -> str:
 
 
 def checklist(run: LoadedRun) -> list[decision.ChecklistItem]:
-    """Empty where no candidate was served."""
+    """Return the drop-in checklist; [] where no candidate was served."""
     candidate, incumbent = run.candidate, run.incumbent
     if candidate is None:
         return []
@@ -250,7 +249,7 @@ def checklist_table(run: LoadedRun) -> Table:
 
 
 def recommendation(run: LoadedRun) -> decision.Recommendation | None:
-    """None where no candidate was served."""
+    """Return what judge.decision recommends; None where no candidate was served."""
     candidate, incumbent = run.candidate, run.incumbent
     if candidate is None:
         return None
@@ -259,7 +258,7 @@ def recommendation(run: LoadedRun) -> decision.Recommendation | None:
 
 
 def operation_changes(run: LoadedRun) -> list[str]:
-    """What changes for whoever runs the machine, and how to go back."""
+    """Return what changes for the operator, and how to go back."""
     candidate, incumbent = run.candidate, run.incumbent
     if candidate is None:
         return []
@@ -284,7 +283,7 @@ def operation_changes(run: LoadedRun) -> list[str]:
 
 
 def decision_tree(run: LoadedRun) -> list[DecisionStep]:
-    """The NVFP4 models with their questions, in a search's order, else in that of run.json."""
+    """Return the NVFP4 models with their questions, in a search's order, else in that of run.json."""
     order = {strategy: index for index, strategy in enumerate(run.tried)}
     models = [m.name for m in run.models if m.format == "NVFP4" or _four_bits(run, m.name)]
     chosen = run.candidate.model if run.candidate else run.verdict.candidate

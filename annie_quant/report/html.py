@@ -3,10 +3,8 @@
 Every value that the template writes is made safe (core.text.visible) and escaped. The page's Content-Security-Policy allows its own
 script by hash and nothing else, so that text from a model cannot act even where it came through unescaped.
 
-Answers side by side: which prompts are shown, what is cut, and where the faults are in the text.
-
-Prompts with an answer that failed a gate come first, then those where the backends differ, then the rest, taken in turn from
-the workloads, up to a number of prompts and of characters. The page states how many were left out.
+It shows answers side by side: prompts with an answer that failed a gate first, then those where the backends differ, then the
+rest, taken in turn from the workloads, up to a number of prompts and of characters. The page states how many were left out.
 """
 
 from __future__ import annotations
@@ -52,9 +50,13 @@ ByBackend = dict[str, RequestRecord]
 
 @dataclass
 class ShownAnswer:
-    """pieces: (text, whether it is marked). wrong_call: the calls are marked. faults: (gate's title, reason).
+    """One backend's answer as the page shows it.
 
-    note: what was cut, or the error. same_as: the label of an earlier equal answer; this one is then not repeated.
+    pieces: (text, whether it is marked).
+    wrong_call: whether the calls are marked.
+    faults: (gate's title, reason).
+    note: what was cut, or the error.
+    same_as: the label of an earlier equal answer; this one is then not repeated.
     """
 
     label: str
@@ -81,7 +83,7 @@ class ShownAnswer:
 
 @dataclass
 class ShownPrompt:
-    """gates: those that any answer failed."""
+    """One prompt with its answers. gates: those that any answer failed."""
 
     workload: str
     case: str
@@ -94,6 +96,8 @@ class ShownPrompt:
 
 @dataclass
 class Browser:
+    """The prompts that are shown. total: all prompts. faulty: those with a fault."""
+
     prompts: list[ShownPrompt]
     total: int
     faulty: int
@@ -110,7 +114,7 @@ class Browser:
 
 
 def collect(run: LoadedRun) -> Browser:
-    """Choose the prompts and cut their answers; the template escapes the texts."""
+    """Return the prompts to show, with their answers cut to length; the template escapes the texts."""
     groups: dict[PromptKey, ByBackend] = {}
     for record in run.measured:
         answers = groups.setdefault(record.prompt, {})
@@ -158,7 +162,7 @@ def _in_turn(ranks: dict[PromptKey, int]) -> list[PromptKey]:
 
 
 def _questions(run: LoadedRun) -> dict[PromptKey, str]:
-    """What was asked: the turns of a conversation, else the last user message."""
+    """Return what was asked: the turns of a conversation, else the last user message."""
     questions: dict[PromptKey, str] = defaultdict(str)
     for workload in run.inputs:
         for case in workload.cases:
@@ -171,7 +175,7 @@ def _questions(run: LoadedRun) -> dict[PromptKey, str]:
 
 
 def _cut(text: str, limit: int) -> tuple[str, str]:
-    """(text, note): cut to `limit` characters, with a note where something was cut."""
+    """Return (text, note): cut to `limit` characters, with a note where something was cut."""
     if len(text) <= limit:
         return visible(text), ""
     return visible(text[:limit]) + " …", f"the first {limit} of {count(len(text))} characters"
@@ -287,7 +291,7 @@ def render(run: LoadedRun, figures: list[Figure], check: Recount | None, csv_tex
 
 
 def _downloads(run: LoadedRun, csv_text: str) -> list[tuple[str, str, str]]:
-    """(name, size, data URL) of results.csv and run.json; the URL is "" for a file too large for the page."""
+    """Return (name, size, data URL) of results.csv and run.json; the URL is "" for a file too large for the page."""
     files = [("results.csv", "text/csv", csv_text.encode("utf-8", "replace"))]
     path = run.folder / "run.json"
     if path.is_file():

@@ -62,8 +62,11 @@ class PlannedFile(msgspec.Struct):
 class UploadPlan(msgspec.Struct, kw_only=True):
     """What `upload` would do; `--dry-run --json` prints it.
 
-    folder: holds exactly `files`. size_bytes: of all files. left_out: names in the checkpoint's folder that are not uploaded.
-    objections: why it should not be published. forced: the reason for publishing in spite of them.
+    folder: holds exactly `files`.
+    size_bytes: of all files.
+    left_out: names in the checkpoint's folder that are not uploaded.
+    objections: why it should not be published.
+    forced: the reason for publishing in spite of them.
     """
 
     repo_id: str
@@ -153,8 +156,9 @@ def _uploadable(name: str) -> bool:
 
 
 def objections(run: LoadedRun, model: str) -> list[str]:
-    """Return why this model should not be published: gates that the decision has as lost, no gates at all, a broken export, figures
-    that differ from the records or outcomes. Speed limits are not among them: they are of one machine."""
+    """Return why this model should not be published: lost gates, no gates at all, a broken export, figures that differ from the
+    records or outcomes. Speed limits are not among the reasons, because they hold for one machine only.
+    """
     sides = run.sides_of(model)
     problems = [
         f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}"
@@ -210,7 +214,7 @@ def source_of(run: LoadedRun, model: str) -> Path | None:
 
 
 def _only_model(run: LoadedRun) -> str:
-    """The one model next to the reference, where neither a verdict nor a search names a candidate."""
+    """Return the only model besides the reference, where neither a verdict nor a search names a candidate."""
     known = [m.name for m in run.models if m.name != REFERENCE]
     if len(known) != 1:
         raise UsageError(
@@ -235,7 +239,7 @@ def _known_base(folder: Path) -> str:
 
 
 def _license(folder: Path) -> str:
-    """The licence in the metadata of the README in the checkpoint's folder."""
+    """Return the licence in the metadata of the README in the checkpoint's folder."""
     readme = folder / "README.md"
     if not readme.is_file():
         return ""
@@ -340,7 +344,7 @@ def _check_visibility(errors: Any, api: Any, plan: UploadPlan) -> None:
 
 
 def _missing_files(api: Any, plan: UploadPlan) -> list[str]:
-    """Files that the repository lacks or has in another size."""
+    """Return the files that the repository lacks or has in another size."""
     repository = api.repo_info(plan.repo_id, repo_type="model", files_metadata=True)
     sizes = {f.rfilename: f.size for f in repository.siblings or ()}
     return [f.path for f in plan.files if sizes.get(f.path) != f.size_bytes]

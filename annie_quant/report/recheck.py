@@ -106,7 +106,7 @@ def quantile(ordered: Sequence[float], at: float) -> float | None:
 
 
 def caveats(run: LoadedRun) -> list[str]:
-    """The verdict's caveats, and the limits that the benchmark's own checks found."""
+    """Return the verdict's caveats, and what the checks of the benchmark and of the stored evidence found."""
     texts = [*run.verdict.caveats, *(confound.message for confound in run.aggregates.confounds)]
     texts += [f"eval/{model}.json does not hold: {first(lines)}" for model, lines in run.evidence.items()]
     if early := before_server(run.measured):

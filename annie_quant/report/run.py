@@ -60,7 +60,9 @@ JUDGE = "annie-quant report DIR --judge"
 class MeasuredSide:
     """A model in one arithmetic without a server (OfflineModel) or behind one server (ServedModel).
 
-    name: the backend, or MODEL/NUMERICS. how: "reference", "W4A4", "W4A16" or "served". data: as in run.json.
+    name: the backend, or MODEL/NUMERICS.
+    how: "reference", "W4A4", "W4A16" or "served".
+    data: as in run.json.
     """
 
     kind: ClassVar[str]
@@ -124,7 +126,14 @@ class Missing:
 
 @dataclass
 class LoadedRun:
-    """models: those of run.json, then others (unlisted) that a side belongs to. tried: strategies in a search's order."""
+    """A run directory.
+
+    backends: what each server reports about itself, by backend.
+    records: of measured and warm-up requests.
+    bad_lines: one message per line of records.jsonl that is not a record.
+    unlisted: models that a side belongs to and run.json does not list.
+    tried: strategies in a search's order.
+    """
 
     folder: Path
     document: documents.Run
@@ -160,12 +169,12 @@ class LoadedRun:
 
     @property
     def measured(self) -> list[RequestRecord]:
-        """Requests that count: no warm-ups."""
+        """Requests without the warm-ups."""
         return [r for r in self.records if not r.warmup]
 
     @property
     def sampled(self) -> set[str]:
-        """Workloads whose repeats differ. One that inputs.json does not name counts as greedy, as the shipped ones are."""
+        """Workloads whose repeats differ. One that inputs.json does not name counts as greedy, like the shipped ones."""
         return {w.name for w in self.inputs if w.temperature}
 
     @property
@@ -238,7 +247,7 @@ class LoadedRun:
 
     @property
     def incumbent(self) -> ServedModel | None:
-        """What the candidate would replace."""
+        """The side that the candidate would replace, as it was served."""
         return self._served_as(self.verdict.incumbent)
 
     @cached_property
@@ -258,12 +267,12 @@ class LoadedRun:
 
     @cached_property
     def evidence(self) -> dict[str, list[str]]:
-        """By model, what its stored outcomes do not give of its figures (judge/evidence.py); only models with such a difference."""
+        """By model, the figures that its stored outcomes do not give (judge/evidence.py); models without any are left out."""
         lines = {}
         for model, evaluation in self.evaluations.items():
             shown = {**self.aggregates.offline[model], **self.aggregates.members.get(model, {})}
             lines[model] = evidence.differences(evaluation, shown)
-        return {model: own for model, own in lines.items() if own}
+        return {model: differences for model, differences in lines.items() if differences}
 
     def _served_as(self, model: str | None) -> ServedModel | None:
         backend = decision.served_as(self.aggregates, model) if model else None
@@ -354,7 +363,7 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
 
 
 def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
-    """(records, one message per line that is not a record)."""
+    """Return (records, one message per line that is not a record)."""
     records, bad_lines = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n") if path.is_file() else (), 1):
         if line.strip():
@@ -380,19 +389,25 @@ def _served_from_records(run: LoadedRun) -> dict[str, ServedSide]:
 def _show_verdict(
     run: LoadedRun, added: Collection[str | None], stored: Mapping[str, PairedVerdict | None], chosen: str | None
 ) -> None:
-    """Take the verdict of a search's choice or of the only evaluation where run.json has none; withdraw one that does not cover
-    an evaluation which was added later. stored: by model."""
+    """Show the verdict of a search's choice, or of the only evaluation, where run.json has none; withdraw a verdict that does
+    not cover an evaluation that was added later.
+
+    added: models with such an evaluation.
+    stored: the verdicts of evaluations by model.
+    chosen: the search's choice.
+    """
     verdict, candidate = run.verdict, run.verdict.candidate
     if not verdict.sentence:
         model = chosen or (next(iter(stored)) if len(stored) == 1 and not run.aggregates.served else None)
-        if model is not None and (own := stored.get(model)) is not None:
+        if model is not None and (offline := stored.get(model)) is not None:
             run.document.verdict = documents.Verdict(
-                sentence=f"{model}: {own.sentence}",
-                passed=own.verdict not in decision.FAILING and model not in run.aggregates.blocking,
-                outcome=own.verdict,
-                badge=own.verdict + (f"; not tested: {', '.join(own.not_tested)}" if own.not_tested else ""),
+                sentence=f"{model}: {offline.sentence}",
+                passed=offline.verdict not in decision.FAILING and model not in run.aggregates.blocking,
+                outcome=offline.verdict,
+                badge=offline.verdict
+                + (f"; not tested: {', '.join(offline.not_tested)}" if offline.not_tested else ""),
                 candidate=model,
-                reasons=own.reasons,
+                reasons=offline.reasons,
             )
         return
     backend = decision.served_as(run.aggregates, candidate) if candidate else None
@@ -414,7 +429,7 @@ def _show_verdict(
 def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set[str | None]:
     """Add eval/<model>.json where run.json lacks it, and sensitivity/<model>.json's divergence by layer.
 
-    Returns the models that run.json had no evaluation, or fewer arithmetics, of.
+    Return the models of which run.json has no evaluation, or fewer arithmetics.
     """
     added: set[str | None] = set()
     offline, members = run.aggregates.offline, run.aggregates.members
@@ -436,7 +451,7 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set
 
 
 def _add_models(run: LoadedRun) -> None:
-    """Give every side a model with a label. A server's name for its model counts only where it is a known model."""
+    """Give every side a model with a label. A server's name for its model is used only where that model is known."""
     known = {m.name: m for m in run.models}
     for backend, data in run.aggregates.served.items():
         if data.model not in known and data.model not in run.aggregates.offline:

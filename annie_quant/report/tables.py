@@ -39,7 +39,13 @@ LEVELS = ("idle", "one", "five")
 
 @dataclass
 class Cell:
-    """sub: a second, smaller line. sort: the value to sort by."""
+    """A cell.
+
+    sub: a second, smaller line.
+    key: which figure it shows.
+    css: classes of the page's style sheet.
+    sort: the value to sort by.
+    """
 
     text: str
     sub: str = ""
@@ -51,9 +57,12 @@ class Cell:
 
 @dataclass
 class Table:
-    """first: header of the first column. groups: a first header row of (text, span, model); header: the second row.
+    """A table.
 
-    A row is its name and its cells.
+    first: header of the first column.
+    header: headers of the other columns.
+    rows: (name, cells).
+    groups: a header row above `header`, of (text, span, model).
     """
 
     caption: str
@@ -96,7 +105,7 @@ def metric_cell(side: ServedModel, workload: str, metric: str, stat: str = "p50"
 
 
 def speed_cell(side: ServedModel, gate: str, metric: str) -> Cell:
-    """The figure that a speed limit judges, over all workloads; where there is none, the greeting's."""
+    """Return the figure that a speed limit judges, over all workloads; where there is none, the greeting's."""
     row = side.data.speed_gates.get(gate)
     if row is None:
         return metric_cell(side, "greeting", metric)
@@ -108,7 +117,7 @@ TIMES = "Times: over all requests of a side; the verdict compares two sides over
 
 
 def side_by_side(run: LoadedRun) -> Table:
-    """Sizes, gates and speed of all models; unlisted models only where no other is there."""
+    """Sizes, gates and speed of all models; unlisted models only where there is no other."""
     table = Table(f"Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval below. {TIMES}", "", [])
     models = [m for m in run.models if m.name not in run.unlisted] or run.models
     columns: list[MeasuredSide | None] = []
@@ -144,7 +153,7 @@ def side_by_side(run: LoadedRun) -> Table:
 
 
 def _column_title(side: MeasuredSide) -> str:
-    """Two lines: the arithmetic or "served", then "offline" or the server."""
+    """Return two lines: the arithmetic or "served", then "offline" or the server."""
     return f"served\n{side.title.removesuffix(' served')}" if side.kind == "served" else f"{side.how}\noffline"
 
 
@@ -285,8 +294,10 @@ def stability_table(run: LoadedRun) -> Table:
         rows = noise.get(backend, [])  # none where no prompt was measured twice
         single = len({row.workload for row in rows}) == 1
         for metric in ("ttft_content_ms", "tpot_ms"):
-            own = [row for row in rows if row.metric == metric]
-            floor = next((row for row in own if row.workload == "all"), own[0] if single and own else None)
+            of_metric = [row for row in rows if row.metric == metric]
+            floor = next(
+                (row for row in of_metric if row.workload == "all"), of_metric[0] if single and of_metric else None
+            )
             step = drifts.get((backend, metric))
             if floor is None and step is None:
                 continue
@@ -379,15 +390,15 @@ def csv_rows(run: LoadedRun) -> list[dict[str, Any]]:
         for metric in ("size_bytes", "bits_per_weight"):
             rows.append({"model": model.name, "part": "size", "metric": metric, "mean": getattr(model, metric)})
     for side in run.sides:
-        own = {"model": side.model, "part": side.kind, "where": side.name.split("/")[-1]}
+        identity = {"model": side.model, "part": side.kind, "where": side.name.split("/")[-1]}
         for gate, r in side.gates.items():
             fields = {k: getattr(r, k) for k in ("n", "low", "high", "passes", "threshold", "verdict")}
-            rows.append(own | fields | {"metric": f"gate:{gate}", "workload": "all", "mean": r.rate})
+            rows.append(identity | fields | {"metric": f"gate:{gate}", "workload": "all", "mean": r.rate})
         if not isinstance(side, ServedModel):
             if kl := side.data.kl:
                 divergence = {"n": kl.n_tokens, "p50": kl.median, "p99": kl.p99, "mean": kl.mean}
-                rows.append(own | {"metric": "kl_nats"} | divergence)
-                rows.append(own | {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top})
+                rows.append(identity | {"metric": "kl_nats"} | divergence)
+                rows.append(identity | {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top})
                 if decides := kl.decisions:
                     divergence = {
                         "n": decides.n_tokens,
@@ -395,16 +406,16 @@ def csv_rows(run: LoadedRun) -> list[dict[str, Any]]:
                         "p99": decides.p99,
                         "mean": decides.mean,
                     }
-                    rows.append(own | {"metric": "kl_nats:decisions"} | divergence)
+                    rows.append(identity | {"metric": "kl_nats:decisions"} | divergence)
             continue
         for workload in side.data.workloads:
             for metric in COMPARED:
                 if row := summary(side, workload, metric):
                     fields = {k: getattr(row, k) for k in row.__struct_fields__}
-                    rows.append(own | fields | {"workload": workload, "metric": metric})
+                    rows.append(identity | fields | {"workload": workload, "metric": metric})
         for level in LEVELS:
             value = getattr(side.data.memory_bytes, level, None)
-            rows.append(own | {"metric": f"memory_bytes:{level}", "n": 1, "mean": value})
+            rows.append(identity | {"metric": f"memory_bytes:{level}", "n": 1, "mean": value})
     return [row for row in rows if row["mean"] is not None]
 
 

@@ -43,7 +43,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 14, 46, 136  # of a panel, in pixels
 
 @dataclass(frozen=True)
 class RunFigure:
-    """One figure of one run. context: machine of a speed, prompts of a served gate; only equal contexts are compared."""
+    """One figure of one run. context: the machine of a speed, the prompts of a served gate; only equal contexts are compared."""
 
     value: float
     low: float | None = None
@@ -55,7 +55,13 @@ class RunFigure:
 
 @dataclass
 class FigureLine:
-    """One figure over the runs; None where a run lacks it. key: group|side|metric. better: 1 higher, -1 lower, 0 neither."""
+    """One figure over the runs.
+
+    key: group|side|metric.
+    series: colour of its model.
+    better: 1 where higher is better, -1 where lower is, 0 where neither is.
+    points: one per run; None where the run lacks the figure.
+    """
 
     key: str
     title: str
@@ -74,11 +80,11 @@ class FigureLine:
         return format.size(point.value) if self.group == "size" else significant(point.value)
 
     def before(self, index: int) -> RunFigure | None:
-        """The point of the latest earlier run that has the figure."""
+        """Return the figure of the latest earlier run that has it."""
         return next((p for p in reversed(self.points[:index]) if p), None)
 
     def change(self, index: int) -> Direction:
-        """How a run differs significantly from the latest earlier run that has the figure."""
+        """Return whether a run is significantly better or worse than the latest earlier run that has the figure."""
         now, before = self.points[index], self.before(index)
         if now is None or before is None or not self.better or now.context != before.context:
             return ""
@@ -140,12 +146,12 @@ def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:
 
 
 def in_order(runs: list[LoadedRun]) -> list[LoadedRun]:
-    """Sort by the time on record; runs without one come last, in their order."""
+    """Return the runs by their recorded time; runs without one come last, in their order."""
     return sorted(runs, key=lambda r: (not r.document.environment.time, r.document.environment.time))
 
 
 def labels(runs: list[LoadedRun]) -> list[str]:
-    """Folder names, with as much of the path as makes them differ."""
+    """Return folder names, with as much of the path as makes them differ."""
     paths = [r.folder.resolve().parts for r in runs]
     names: list[str] = []
     for depth in range(1, max(map(len, paths)) + 1):
@@ -156,7 +162,7 @@ def labels(runs: list[LoadedRun]) -> list[str]:
 
 
 def collect(runs: list[LoadedRun]) -> list[FigureLine]:
-    """Every figure that any run has, in the order of the newest run."""
+    """Return every figure that any run has, in the order of the newest run."""
     lines: dict[str, FigureLine] = {}
     for index in reversed(range(len(runs))):
         for key, title, where, series, better, point in _figures(runs[index]):
@@ -167,7 +173,7 @@ def collect(runs: list[LoadedRun]) -> list[FigureLine]:
 
 
 def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, int, int, RunFigure]]:
-    """(key, title, where, series, better, point) of every figure of a run."""
+    """Yield (key, title, where, series, better, point) of every figure of a run."""
     machine, prompts = _machine(run), _prompts(run)
     for side in run.sides:
         where, series = f"{run.label(side.model)}, {side.title}", run.series(side.model)
@@ -197,7 +203,7 @@ def _speeds(side: MeasuredSide, machine: str) -> Iterator[tuple[str, str, int, R
 
 
 def differences(runs: list[LoadedRun], names: list[str]) -> list[str]:
-    """How the runs differ apart from their models: machine, prompts, settings."""
+    """Return how the runs differ apart from their models: machine, prompts, settings."""
     sentences = []
     for subject, key, note in (
         ("machines", _machine, ", so their speeds cannot be compared"),
@@ -261,7 +267,7 @@ def _cell(line: FigureLine, index: int, point: RunFigure | None) -> Cell:
 
 
 def changes(lines: list[FigureLine], names: list[str]) -> list[FigureChange]:
-    """Every significant change, worse ones first."""
+    """Return every significant change, worse ones first."""
     rows = []
     for line in lines:
         for index, now in enumerate(line.points):
@@ -273,7 +279,7 @@ def changes(lines: list[FigureLine], names: list[str]) -> list[FigureChange]:
 
 
 def panel(line: FigureLine, names: list[str]) -> Canvas:
-    """One figure over the runs: joined marks with intervals."""
+    """Draw one figure over the runs: joined marks with intervals."""
     known = [(i, p) for i, p in enumerate(line.points) if p]
     tips = {i: f"{names[i]}: {line.text(p)}" for i, p in known}
     c = Canvas(WIDTH, BOTTOM + 22, f"{line.title}: {line.where}", "; ".join(tips.values()))

@@ -1,4 +1,4 @@
-"""openai: any endpoint with OpenAI's chat completions, by our own client. The key is read from the environment, never stored.
+"""openai: any endpoint with OpenAI's chat completions, by the C client. The key is read from the environment, never stored.
 
 OPENAI_BASE_URL (or --url) is the endpoint, OPENAI_API_KEY its key; a local server needs none. Without --teacher-model the
 first model in the endpoint's /v1/models is used.

@@ -38,7 +38,7 @@ class Run:
         self.folder = Path(folder)
         stated = documents.Roles(candidate=candidate, reference=reference, incumbent=incumbent)
         if stated.names:
-            from annie_quant.report.judging import judge_again
+            from annie_quant.report.recheck import judge_again
 
             self.aggregates = judge_again(self.folder, stated).aggregates
         else:

@@ -218,7 +218,7 @@ def served_format(url: str, props: Mapping[str, Any], model: Mapping[str, Any]) 
 
     None where the server is on another machine, or names no model file or folder that can be read here.
     """
-    from annie_quant.data.record.proxy import is_local
+    from annie_quant.core.host import is_local
 
     named = props.get("model_path") or model.get("root")
     if not isinstance(named, str) or not is_local(urllib.parse.urlsplit(url).hostname or ""):

@@ -23,9 +23,10 @@ import msgspec
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import decode_json
-from annie_quant.data.log_workloads import max_tokens, plain
-from annie_quant.data.logs import Conversation, Problems, read_logs
-from annie_quant.data.logs.conversation import Scanner
+from annie_quant.data.log_records import Conversation
+from annie_quant.data.log_sample import max_tokens, plain
+from annie_quant.data.logs import Problems, read_logs
+from annie_quant.data.masking import Scanner
 from annie_quant.documents import ChatMessage, ContextFile
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.workloads import BLOCK_TOKENS, Case, Turn, Workload

@@ -125,8 +125,8 @@ def bench(
     from annie_quant import bench as timing
     from annie_quant.bench import traces
     from annie_quant.cli.pipeline.run_directory import RunDirectory
-    from annie_quant.data.resolve import resolve
-    from annie_quant.report.judging import write_judgement
+    from annie_quant.data.workloads import resolve
+    from annie_quant.report.recheck import write_judgement
 
     if aa and backend_b:
         raise click.UsageError("--aa measures backend A against itself: remove --backend-b")
@@ -200,8 +200,7 @@ def bench(
 
 def local_process(url: str) -> dict[str, int]:
     """Return {"pid": ...} of the process that listens at a loopback URL; {} where it is not known."""
-    from annie_quant.core.host import listening_pid
-    from annie_quant.data.record.proxy import is_local
+    from annie_quant.core.host import is_local, listening_pid
 
     parts = urllib.parse.urlsplit(url)
     if not is_local(parts.hostname or ""):

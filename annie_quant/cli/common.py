@@ -74,7 +74,7 @@ def refuse_stale_prompt(conversations: Path | None, allow: bool, persona: str | 
     """
     from annie_quant.data import check_prompt_hash, load_persona
     from annie_quant.data.rows import read_rows
-    from annie_quant.data.validate import form_report
+    from annie_quant.data.rules import form_report
 
     if conversations is None:
         return

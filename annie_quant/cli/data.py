@@ -85,7 +85,7 @@ def data(
         rows = conversations.read_rows(output)
         conversations.check_prompt_hash(rows, persona)
         conversations.check_apart(rows, *apart_from, gates=split != "gate")
-        result: conversations.Validation = conversations.validate(rows, who)
+        result: conversations.ValidatedRows = conversations.validate(rows, who)
     else:
         with console.task(f"conversations by {teacher}") as step:
             result = conversations.generate(
@@ -146,7 +146,7 @@ def init(
 
     Secrets in logs are masked. README.md in the folder states where everything comes from.
     """
-    from annie_quant.data.initialize import Sources, initialize
+    from annie_quant.data.init_folder import Sources, initialize
 
     if prompt == tools == Path("-"):
         raise click.UsageError("--prompt - and --tools - cannot both read stdin")
@@ -185,7 +185,7 @@ def read_text(path: Path) -> str:
 
 def read_tools(path: Path) -> list[dict[str, Any]]:
     """Return the tools in a file: OpenAI's list, an object with `tools`, or bare function definitions."""
-    from annie_quant.data.logs.records import tools_of
+    from annie_quant.data.log_records import tools_of
 
     try:
         document = decode_json(read_text(path), lenient=True)
@@ -246,9 +246,10 @@ def record_command(
     Point the clients at the printed address. Requests and answers are passed on unchanged, streams too. Keys and headers
     are never written, secrets in messages are masked. Ctrl-C ends it; `annie-quant init --logs FILE` reads the file.
     """
-    from annie_quant.data.record.proxy import Settings, is_local, record
+    from annie_quant.core.host import is_local
+    from annie_quant.data.record_proxy import RecorderSettings, record
 
-    settings = Settings(
+    settings = RecorderSettings(
         upstream=upstream,
         output=output,
         host=host,

@@ -47,8 +47,8 @@ def report(
     The stored verdict is shown. --judge, and each role that is named, judges the run again. With --verify the exit code is 1 if
     a figure of run.json differs from the records.
     """
-    from annie_quant.report.judging import write_judgement
-    from annie_quant.report.pages import trends
+    from annie_quant.report import trends
+    from annie_quant.report.recheck import write_judgement
 
     stated = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
     if judge or stated.names:
@@ -123,15 +123,15 @@ def publish(
 
     Each role that is named judges the run again first, as `annie-quant report` does.
     """
-    from annie_quant.report import upload
+    from annie_quant.report import publishing
     from annie_quant.report.format import size
-    from annie_quant.report.judging import write_judgement
+    from annie_quant.report.recheck import write_judgement
 
     stated = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
     if stated.names:
         write_judgement(run_dir, stated)
     with console.task("audit and card"):
-        plan = upload.prepare(run_dir, repo, private=not public, forced=force, **options)
+        plan = publishing.prepare(run_dir, repo, private=not public, forced=force, **options)
     if not as_json:
         for file in plan.files:
             echo(f"{size(file.size_bytes):>10}  {file.path}")
@@ -146,7 +146,7 @@ def publish(
         if plan.refused and not as_json:
             console.error("refused", 'fix the objections, or publish anyway: --force "REASON"')
         sys.exit(1 if plan.refused else 0)
-    uploaded = upload.upload(plan, progress=console.note)
+    uploaded = publishing.upload(plan, progress=console.note)
     emit(asdict(plan) | asdict(uploaded)) if as_json else console.note(f"uploaded: {uploaded.url}")
 
 

@@ -7,6 +7,7 @@ nvidia-ml-py (extra `gpu`) is installed.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import platform
 import shutil
@@ -280,3 +281,10 @@ def _cpu_temperature_c() -> float | None:
         return None
     readings = [float(x.current) for group in sensors.values() for x in group if x.current and x.current > 0]
     return max(readings, default=None)
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine reaches an address or host name."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost"

@@ -2,7 +2,7 @@
 
 Each form has two patterns. `certain`: nothing else has this form, so a file with it is not published; None
 where only a scanner for that service is certain. `likely`: also shorter or truncated ones, which are masked in logs
-(data/logs/conversation.py). What is certain is likely too.
+(data/masking.py). What is certain is likely too.
 
 In files that are about to be published the rules of detect-secrets (https://github.com/Yelp/detect-secrets) are added where it is
 installed (pip install "annie-quant[publish]"): those of a fixed form, without those that guess by entropy or by a keyword, which

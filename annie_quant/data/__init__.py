@@ -9,20 +9,20 @@ check_prompt_hash(rows, persona, allow=False)     the data has the system prompt
 
 from __future__ import annotations
 
-from annie_quant.data.generate import CATEGORIES, Generation, Limits, generate
+from annie_quant.data.generation import CATEGORIES, GenerationResult, Limits, generate
 from annie_quant.data.rows import check_apart, check_prompt_hash, read_rows
-from annie_quant.data.teachers._base import Options
-from annie_quant.data.validate import Validation, validate
+from annie_quant.data.rules import ValidatedRows, validate
+from annie_quant.data.teachers import Options
 from annie_quant.documents.persona import Category, Persona, load_persona
 
 __all__ = [
     "CATEGORIES",
     "Category",
-    "Generation",
+    "GenerationResult",
     "Limits",
     "Options",
     "Persona",
-    "Validation",
+    "ValidatedRows",
     "check_apart",
     "check_prompt_hash",
     "generate",

@@ -1,17 +1,7 @@
-"""Reading conversations (JSON lines), and two checks on them.
+"""Rows of conversations: reading them (JSON lines or datasets), near-duplicates, and two checks of a set.
 
 check_apart          no user text of one set is in another: train, calibration and gate prompts never overlap
 check_prompt_hash    the data was made with the system prompt that is served now
-
-Near-duplicates: two texts are duplicates if they share nearly all words and pairs of neighbouring words.
-
-Measured by the Jaccard index of the sets of words and word pairs, ignoring case, punctuation and contractions. With a
-threshold of 0.85, "the capital of India" and "the capital of Peru" are two questions, and a long text with one word more is
-the same text.
-
-The search is exact and indexed (prefix filtering, Chaudhuri, Ganti and Kaushik, ICDE 2006): two sets of sizes a <= b with a
-Jaccard index of at least t share at least t * b features, so the first b - ceil(t * b) + 1 features of each, in one fixed
-order, have one in common.
 """
 
 from __future__ import annotations
@@ -66,7 +56,16 @@ def text_of(content: Any) -> str:
 
 
 class DuplicateFinder:
-    """Named texts; find returns the name of the first one that a new text duplicates."""
+    """Named texts; `find` returns the name of the first one that a new text nearly repeats.
+
+    Two texts are duplicates if the Jaccard index of their sets of words and of pairs of neighbouring words, ignoring case,
+    punctuation and contractions, is at least THRESHOLD. With 0.85, "the capital of India" and "the capital of Peru" are two
+    questions, and a long text with one additional word is the same text.
+
+    The search is exact and indexed (prefix filtering, Chaudhuri, Ganti and Kaushik, ICDE 2006): two sets of sizes a <= b with a
+    Jaccard index of at least t share at least t * b features, so the first b - ceil(t * b) + 1 features of each, in one fixed
+    order, have one in common.
+    """
 
     def __init__(self, texts: Iterable[tuple[str, str]] = ()) -> None:
         self._texts: list[tuple[str, frozenset[Any]]] = []
@@ -98,27 +97,25 @@ class DuplicateFinder:
         return None
 
 
-def _prefix(texts: frozenset[Any]) -> list[Feature]:
-    """Return the features of a set that a duplicate of it must share one of: pairs before words, because they are rarer."""
+def _prefix(text_features: frozenset[Any]) -> list[Feature]:
+    """Return features of which a duplicate of the set must have one: pairs before words, because they are rarer."""
     # A larger duplicate's own prefix is longer, and shares its first common feature with this set's prefix as well.
-    n = len(texts) - math.ceil(THRESHOLD * len(texts)) + 1
-    return sorted(texts, key=_order)[:n]
+    n = len(text_features) - math.ceil(THRESHOLD * len(text_features)) + 1
+    return sorted(text_features, key=_order)[:n]
 
 
 def _order(feature: Feature) -> tuple[bool, int, str]:
-    """Return the feature's place in the order, the same in every process."""
+    """Return the sort key of a feature, the same in every process."""
     joined = feature if isinstance(feature, str) else " ".join(feature)
     return isinstance(feature, str), zlib.crc32(joined.encode()), joined
 
 
 Rows = str | os.PathLike[str] | Sequence[Mapping[str, Any]]  # a file, or rows in memory
-
-
 DATASET_SUFFIXES = (".parquet", ".arrow", ".gz")
 LOG_KEYS = {"conversations", "conversation", "prompt", "chosen", "request", "body"}
 
 
-class Function(msgspec.Struct):
+class _RowFunction(msgspec.Struct):
     """The function of a tool or of a call; `arguments` is JSON text, or its value."""
 
     name: str | None = None
@@ -126,35 +123,33 @@ class Function(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(msgspec.Struct):
-    """A tool. name: a tool has a function with a name."""
-
-    function: Function
+class _RowTool(msgspec.Struct):
+    function: _RowFunction
 
 
-class Call(Function):
+class _RowCall(_RowFunction):
     """A call of a tool, with its fields in `function` or directly."""
 
-    function: Function | None = None
+    function: _RowFunction | None = None
 
 
-class Message(msgspec.Struct):
+class _RowMessage(msgspec.Struct):
     role: str
     content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[_RowCall] | None = None
 
 
-class Provenance(msgspec.Struct):
+class _RowSource(msgspec.Struct):
     persona: str | None = None
     prompt_sha256: str | None = None
 
 
-class RowShape(msgspec.Struct):
+class _Row(msgspec.Struct):
     """What is required of a row so that it can be read; `validate` checks the rest."""
 
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
-    tools: list[Tool] | None = None
-    provenance: Provenance | None = None
+    messages: Annotated[list[_RowMessage], msgspec.Meta(min_length=1)]
+    tools: list[_RowTool] | None = None
+    provenance: _RowSource | None = None
     thinking: bool | None = None
     category: str | int | None = None
 
@@ -183,7 +178,7 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
             row = decode_json(line)
             if not result and isinstance(row, dict) and "messages" not in row and LOG_KEYS & row.keys():
                 return dataset_rows(path)
-            msgspec.convert(row, RowShape)
+            msgspec.convert(row, _Row)
         except (ValueError, msgspec.ValidationError, RecursionError) as error:
             raise UsageError(
                 f"{path}, line {number}: not a conversation: {str(error)[:200]}",
@@ -194,12 +189,12 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
 
 
 def dataset_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a chat dataset in another form: Parquet, Arrow, ShareGPT, a folder (data/logs has them all).
+    """Return the rows of a chat dataset in another form: Parquet, Arrow, ShareGPT, a folder (see data/logs.py).
 
     Raises UsageError where it has no conversation with an answer.
     """
+    from annie_quant.data.log_records import row_of
     from annie_quant.data.logs import Problems, read_logs
-    from annie_quant.data.logs.conversation import row_of
 
     problems = Problems()
     rows: list[dict[str, Any]] = [{**row_of(c, i)} for i, c in enumerate(read_logs([path], problems)) if c.has_answer]
@@ -224,7 +219,7 @@ def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -
 
 def gate_texts(persona: Persona | None = None) -> Iterator[tuple[str, str]]:
     """Yield (name, user text) of every prompt that gates are judged with: those of Annie, or of another persona."""
-    from annie_quant.data.resolve import stored_workloads
+    from annie_quant.data.workloads import stored_workloads
 
     for workload in stored_workloads(persona) if persona is not None else judge.load_workloads():
         for case in workload.cases:
@@ -233,17 +228,12 @@ def gate_texts(persona: Persona | None = None) -> Iterator[tuple[str, str]]:
             yield f"{workload.name}/{case.id}", "\n".join(users or turns)
 
 
-def overlaps(rows: Rows, others: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return (row id, name of the other) for each row whose user text duplicates one of `others` (name, text)."""
-    finder = DuplicateFinder(others)
-    matches = ((str(row.get("id")), finder.find(user_text(row))) for row in read_rows(rows))
-    return [(name, match) for name, match in matches if match is not None]
-
-
 def check_apart(rows: Rows, *others: Rows, gates: bool = True, persona: Persona | None = None) -> None:
     """Raise UsageError if `rows` shares a prompt with another set or, if `gates`, with a gate's prompts of the persona."""
-    texts = [(f"row {r.get('id')}", user_text(r)) for other in others for r in read_rows(other)]
-    duplicates = overlaps(rows, [*texts, *(gate_texts(persona) if gates else ())])
+    texts = [(f"row {row.get('id')}", user_text(row)) for other in others for row in read_rows(other)]
+    finder = DuplicateFinder([*texts, *(gate_texts(persona) if gates else ())])
+    matches = [(row.get("id"), finder.find(user_text(row))) for row in read_rows(rows)]
+    duplicates = [(name, match) for name, match in matches if match is not None]
     if duplicates:
         raise UsageError(
             f"{len(duplicates)} conversations overlap with another set: {duplicates[0][0]} is {duplicates[0][1]}",

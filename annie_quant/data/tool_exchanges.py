@@ -208,7 +208,7 @@ JOINERS: BySplit = {"train": (" And then: ", " After that: "), "calibration": ("
 
 
 @dataclass(frozen=True)
-class Call:
+class DrawnCall:
     """One tool call and its result, as the tool returns it (JSON)."""
 
     name: str
@@ -228,7 +228,7 @@ class ToolExchange:
     """
 
     user: str
-    calls: tuple[Call, ...]
+    calls: tuple[DrawnCall, ...]
     reply: str
     fact: str
 
@@ -321,7 +321,7 @@ def _draw_call(persona: Persona, tool: str, rng: random.Random, split: str) -> T
 
 
 def _from_exchange(exchange: Exchange, persona: Persona) -> ToolExchange:
-    call = Call(exchange.tool, {"query": exchange.query}, exchange.result)
+    call = DrawnCall(exchange.tool, {"query": exchange.query}, exchange.result)
     return ToolExchange(exchange.user.replace("Annie", persona.name), (call,), exchange.reply, "")
 
 
@@ -334,7 +334,7 @@ def _from_grammar(grammar: Grammar, tool: Mapping[str, Any], rng: random.Random,
             values[name] = rng.choice(schema["enum"])
     values["number"] = rng.randint(2, 60)
     user = capitalized(rng.choice(phrases.ask[split]).format(**values))
-    call = Call(tool["name"], {name: values[name] for name in properties}, phrases.result.format(**values))
+    call = DrawnCall(tool["name"], {name: values[name] for name in properties}, phrases.result.format(**values))
     return ToolExchange(
         user, (call,), phrases.reply.format(**values), str(values[phrases.fact]) if phrases.fact else ""
     )
@@ -371,7 +371,7 @@ def _from_schema(tool: Mapping[str, Any], rng: random.Random, split: str) -> Too
     reference = str(FIRST_ORDER[split] + rng.randint(0, 9999))
     result = json.dumps({"status": "ok", "reference": reference}, ensure_ascii=False)
     return ToolExchange(
-        user, (Call(tool["name"], arguments, result),), f"It is done, the reference is {reference}.", reference
+        user, (DrawnCall(tool["name"], arguments, result),), f"It is done, the reference is {reference}.", reference
     )
 
 

@@ -20,7 +20,7 @@ from annie_quant.checkpoint import ModelFolder, prompt_files
 from annie_quant.checkpoint.export_check import export_notes
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import Progress
-from annie_quant.data.resolve import resolve
+from annie_quant.data.workloads import resolve
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import (
     SCHEMA_VERSION,

@@ -1,6 +1,7 @@
 """The report of a run directory: report.html (one offline file), report.md, comparison.md, results.csv, plots/*.svg.
 
 build(run_dir)    write all of them into the run directory; returns their paths, report.html first
+compose(run_dir)  the same files as texts
 verify(run_dir)   count the served figures of run.json again from records.jsonl
 """
 
@@ -14,7 +15,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import write_text
 
 if TYPE_CHECKING:
-    from annie_quant.report.recount import Recount
+    from annie_quant.report.recheck import Recount
 
 
 def build(run_dir: str | os.PathLike) -> list[Path]:
@@ -34,13 +35,13 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
 
 def compose(run_dir: str | os.PathLike) -> dict[str, str]:
     """Return the report's files as {relative path: text}, report.html first; write nothing."""
-    from annie_quant.report import charts
-    from annie_quant.report.pages import html, markdown, tables
+    from annie_quant.report import gate_charts, html, latency_charts, markdown, tables
+    from annie_quant.report.recheck import check_figures
     from annie_quant.report.run import load
 
     run = load(run_dir)
-    figures = charts.draw(run)
-    check = run.check_figures()
+    figures = gate_charts.draw(run) + latency_charts.draw(run)
+    check = check_figures(run)
     csv_text = tables.csv_text(run)
     files = {
         "report.html": html.render(run, figures, check, csv_text),
@@ -60,10 +61,10 @@ def verify(run_dir: str | os.PathLike) -> Recount:
 
     Raises UsageError where the run has no served figures or no records.
     """
+    from annie_quant.report.recheck import check_figures
     from annie_quant.report.run import load
 
-    run = load(run_dir)
-    check = run.check_figures()
+    check = check_figures(load(run_dir))
     if check is None or not check.compared:
         raise UsageError(f"{run_dir}: no served figures with records to verify", "annie-quant bench --output DIR")
     return check

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from annie_quant import __version__
@@ -26,45 +25,20 @@ from annie_quant.documents import (
     Audit,
     Environment,
     GateResult,
-    HeldOut,
-    Ingredient,
     SpeedGate,
     salvage_line,
     salvage_or_default,
 )
 from annie_quant.judge import decision
+from annie_quant.report import tables
 from annie_quant.report.format import count, share, significant, size
-from annie_quant.report.pages import tables
-from annie_quant.report.pages.comparison import gpu_names
-from annie_quant.report.pages.html import caveats
-from annie_quant.report.pages.markdown import LEGEND, bullets, grid
-from annie_quant.report.run import REFERENCE, Backend, LoadedRun
+from annie_quant.report.markdown import LEGEND, bullets, grid
+from annie_quant.report.recheck import caveats
+from annie_quant.report.run import REFERENCE, LoadedRun, RecordedRecipe, ServedModel
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
 RUNTIMES = ("vllm", "sglang")
 MAX_DIGESTS = 8  # weight files whose SHA-256 is listed
-
-
-class RecordedRecipe(msgspec.Struct):
-    """The part of a checkpoint's annie_quant.json that its card shows. calib_data_sha256: None for no data, unset if unknown."""
-
-    strategy: str | None = None
-    scale: str | None = None
-    calib_data_sha256: str | UnsetType | None = UNSET
-    calib_samples: int | None = None
-    held_out: HeldOut | None = None
-    ingredients: list[Ingredient] = []
-
-    def comparison(self) -> str:
-        """Return what was used and refused on held-out conversations, or ""."""
-        if self.held_out is None or not self.ingredients:
-            return ""
-        used, refused = ([i.name for i in self.ingredients if i.used is used] for used in (True, False))
-        return (
-            f"recipe {' + '.join(used)}, compared on {count(self.held_out.conversations)} held-out conversations"
-            f" ({count(self.held_out.decisions)} tokens that decide)"
-            + (f"; refused: {', '.join(refused)}" if refused else "")
-        )
 
 
 class _Producer(msgspec.Struct):
@@ -94,9 +68,12 @@ class _Conversation(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Subject:
-    """What the card describes. name: of the model in the run. compared: whether the audit compared it with its source.
+    """What the card describes.
 
-    objections: what `forced` (a reason) overrides.
+    name: of the model in the run.
+    compared: whether the audit compared the checkpoint with its source.
+    calibration: the file of the calibration conversations.
+    forced: the reason for publishing in spite of `objections`.
     """
 
     name: str
@@ -158,7 +135,7 @@ def _quantization(subject: Subject) -> dict[str, str | float]:
 
 
 def _eval_results(run: LoadedRun, subject: Subject) -> list[Any]:
-    """One huggingface_hub.EvalResult per side and deciding gate; n and the interval are the metric's arguments."""
+    """Return one huggingface_hub.EvalResult per side and deciding gate; n and the interval are the metric's arguments."""
     hub = need("huggingface_hub", "quantize")
     return [
         hub.EvalResult(
@@ -202,13 +179,25 @@ def _opening(run: LoadedRun, subject: Subject) -> str:
     )
 
 
+def _recipe_comparison(recipe: RecordedRecipe) -> str:
+    """Return what was used and refused on held-out conversations, or ""."""
+    if recipe.held_out is None or not recipe.ingredients:
+        return ""
+    used, refused = ([i.name for i in recipe.ingredients if i.used is used] for used in (True, False))
+    return (
+        f"recipe {' + '.join(used)}, compared on {count(recipe.held_out.conversations)} held-out conversations"
+        f" ({count(recipe.held_out.decisions)} tokens that decide)"
+        + (f"; refused: {', '.join(refused)}" if refused else "")
+    )
+
+
 def _origin(subject: Subject) -> list[str]:
     summary, recipe = subject.audit.summary, subject.recipe
     producer = salvage_or_default(_QuantConfig, subject.folder / "hf_quant_config.json").producer
     algorithm = [
         f"strategy {recipe.strategy}" if recipe.strategy else "",
         f"scale {recipe.scale}" if recipe.scale else "",
-        recipe.comparison(),
+        _recipe_comparison(recipe),
     ]
     algorithm += [
         f"algorithm {summary.algorithm}",
@@ -226,7 +215,7 @@ def _origin(subject: Subject) -> list[str]:
 
 
 def _calibration(subject: Subject) -> list[str]:
-    """Where the calibration conversations came from, by their own provenance."""
+    """Return where the calibration conversations came from, by the provenance of their rows."""
     path, recipe = subject.calibration, subject.recipe
     if recipe.calib_data_sha256 is None:
         return ["None: this strategy was given no calibration data."]
@@ -267,7 +256,7 @@ def _calibration(subject: Subject) -> list[str]:
 
 
 def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
-    """The run with the card's columns only: the reference, this model, and what it would replace."""
+    """Return the run with the card's columns only: the reference, this model, and the incumbent."""
     incumbents = [s.model for s in run.served if run.verdict.incumbent in (s.name, s.model)]
     names = dict.fromkeys([REFERENCE, subject.name, *incumbents])
     models = [m for name in names for m in run.models if m.name == name]
@@ -276,15 +265,15 @@ def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
 
 
 def _results(run: LoadedRun, subject: Subject) -> list[str]:
-    own, columns = run.sides_of(subject.name), _columns(run, subject)
-    if not own:
+    sides, columns = run.sides_of(subject.name), _columns(run, subject)
+    if not sides:
         return ["Nothing was measured."]
     parts = [
         f"{LEGEND} Offline: greedy answers without a server, under W4A4 (activations quantized too) and W4A16 (weights "
         "only) arithmetic. Served: behind a real server.",
         grid(tables.side_by_side(columns)),
     ]
-    if (kl := tables.kl_table(columns, own)).rows:
+    if (kl := tables.kl_table(columns, sides)).rows:
         parts += ["KL divergence from bf16 per assistant token, in nats:", grid(kl, 2)]
     if (table := tables.latency_table(columns, "ttft_content_ms")).rows:
         parts += [f"{table.caption}:", grid(table)]
@@ -307,11 +296,11 @@ def _machine(run: LoadedRun) -> str:
         return "not on record"
     cores = f"{environment.cores} cores" if environment.cores else ""
     texts = [text for text in (environment.cpu, cores) if text]
-    return ", ".join([*texts, *(gpu_names(run) or ["no GPU"])])
+    return ", ".join([*texts, *(run.gpu_names or ["no GPU"])])
 
 
 def _serving(subject: Subject) -> list[str]:
-    """Commands for the runtimes that load this checkpoint, by its audit."""
+    """Return the commands for the runtimes that load this checkpoint, according to its audit."""
     from annie_quant.ops import serving
 
     name = subject.repo_name
@@ -342,9 +331,9 @@ def _limits(run: LoadedRun, subject: Subject) -> list[str]:
     kinds = {s.kind for s in sides}
     if "offline" not in kinds:
         lines.append("not evaluated without a server: behaviour under other arithmetic is unknown")
-    if Backend.kind not in kinds:
+    if ServedModel.kind not in kinds:
         lines.append("not measured behind a server: speed is unknown")
-    elif not any("GB10" in gpu for gpu in gpu_names(run)):
+    elif not any("GB10" in gpu for gpu in run.gpu_names):
         lines.append("speeds were not measured on a DGX Spark")
     lines += [f"audit: {f.message}" for f in subject.audit.findings]
     lines += caveats(run)

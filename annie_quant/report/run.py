@@ -1,26 +1,31 @@
 """A run directory as the report reads it: the parts that exist, and the command that makes each missing one.
 
-Nothing is judged here: the stored verdict is shown. `annie-quant report DIR --judge` (report/judging.py) makes a new one.
-Parts that do not fit their type count as missing (schema.salvage). Each line of records.jsonl that is not a record is left out
+Nothing is judged here: the stored verdict is shown. `annie-quant report DIR --judge` (recheck.py) makes a new one.
+Parts that do not fit their type count as missing (documents.salvage). Each line of records.jsonl that is not a record is left out
 with a message.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from annie_quant import documents
+from annie_quant.bench.aggregate import labelled, summaries, timed
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.text import visible
 from annie_quant.documents import (
+    RECIPE_FILE,
     GateResult,
+    HeldOut,
+    Ingredient,
     LayerKL,
     ModelRow,
     OfflineSide,
@@ -33,7 +38,8 @@ from annie_quant.documents import (
     salvage_or_default,
 )
 from annie_quant.judge import decision, evidence
-from annie_quant.report import recount
+from annie_quant.judge.gates import tabulate
+from annie_quant.judge.pairing import checks_by_prompt
 from annie_quant.report.format import name
 
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
@@ -51,10 +57,12 @@ JUDGE = "annie-quant report DIR --judge"
 
 
 @dataclass(frozen=True)
-class Side:
-    """A model in one arithmetic without a server (OfflineModel) or behind one server (Backend).
+class MeasuredSide:
+    """A model in one arithmetic without a server (OfflineModel) or behind one server (ServedModel).
 
-    name: the backend, or MODEL/NUMERICS. how: "reference", "W4A4", "W4A16" or "served". data: as in run.json.
+    name: the backend, or MODEL/NUMERICS.
+    how: "reference", "W4A4", "W4A16" or "served".
+    data: as in run.json.
     """
 
     kind: ClassVar[str]
@@ -85,15 +93,26 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Backend(Side):
+class ServedModel(MeasuredSide):
     kind = "served"
     data: ServedSide
 
 
 @dataclass(frozen=True)
-class OfflineModel(Side):
+class OfflineModel(MeasuredSide):
     kind = "offline"
     data: OfflineSide
+
+
+class RecordedRecipe(msgspec.Struct):
+    """The part of a checkpoint's annie_quant.json that pages show. calib_data_sha256: None for no data, unset if unknown."""
+
+    strategy: str | None = None
+    scale: str | None = None
+    calib_data_sha256: str | UnsetType | None = UNSET
+    calib_samples: int | None = None
+    held_out: HeldOut | None = None
+    ingredients: list[Ingredient] = []
 
 
 @dataclass(frozen=True)
@@ -107,7 +126,14 @@ class Missing:
 
 @dataclass
 class LoadedRun:
-    """models: those of run.json, then others (unlisted) that a side belongs to. tried: strategies in a search's order."""
+    """A run directory.
+
+    backends: what each server reports about itself, by backend.
+    records: of measured and warm-up requests.
+    bad_lines: one message per line of records.jsonl that is not a record.
+    unlisted: models that a side belongs to and run.json does not list.
+    tried: strategies in a search's order.
+    """
 
     folder: Path
     document: documents.Run
@@ -115,7 +141,7 @@ class LoadedRun:
     records: list[RequestRecord]
     inputs: list[SentWorkload]
     bad_lines: list[str] = field(default_factory=list)
-    sides: list[Backend | OfflineModel] = field(default_factory=list)
+    sides: list[ServedModel | OfflineModel] = field(default_factory=list)
     unlisted: set[str] = field(default_factory=set)
     tried: list[str] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
@@ -143,27 +169,44 @@ class LoadedRun:
 
     @property
     def measured(self) -> list[RequestRecord]:
-        """Requests that count: no warm-ups."""
+        """Requests without the warm-ups."""
         return [r for r in self.records if not r.warmup]
 
     @property
     def sampled(self) -> set[str]:
-        """Workloads whose repeats differ. One that inputs.json does not name counts as greedy, as the shipped ones are."""
+        """Workloads whose repeats differ. One that inputs.json does not name counts as greedy, like the shipped ones."""
         return {w.name for w in self.inputs if w.temperature}
 
     @property
-    def served(self) -> list[Backend]:
-        return [s for s in self.sides if isinstance(s, Backend)]
+    def greedy(self) -> set[str]:
+        """Workloads whose repeats are equal."""
+        return {r.workload for r in self.measured} - self.sampled
+
+    @property
+    def served(self) -> list[ServedModel]:
+        return [s for s in self.sides if isinstance(s, ServedModel)]
 
     @property
     def offline(self) -> list[OfflineModel]:
         return [s for s in self.sides if isinstance(s, OfflineModel)]
 
-    def sides_of(self, model: str) -> list[Backend | OfflineModel]:
+    def sides_of(self, model: str) -> list[ServedModel | OfflineModel]:
         return [s for s in self.sides if s.model == model]
 
     def model(self, model: str) -> ModelRow:
         return next((m for m in self.models if m.name == model), ModelRow(name=model))
+
+    def folder_of(self, model: str) -> Path | None:
+        """The folder of a model's checkpoint; None where it is not known or not there."""
+        places = [self.folder / "models" / model]
+        if recorded := self.model(model).checkpoint:
+            places = [Path(recorded), self.folder / recorded, self.folder / "models" / Path(recorded).name, *places]
+        return next((p for p in places if (p / "config.json").is_file()), None)
+
+    def recipe(self, model: str) -> RecordedRecipe:
+        """How a model was made, as its checkpoint records it."""
+        folder = self.folder_of(model)
+        return salvage_or_default(RecordedRecipe, folder / RECIPE_FILE) if folder else RecordedRecipe()
 
     def label(self, model: str) -> str:
         return self.model(model).label or name(model)
@@ -174,6 +217,10 @@ class LoadedRun:
             return COLOURS[model]
         others = [m.name for m in self.models if m.name not in COLOURS]
         return 4 + (others.index(model) % 4 if model in others else 0)
+
+    @property
+    def gpu_names(self) -> list[str]:
+        return [gpu.get("name", "") for gpu in self.document.environment.gpus]
 
     @property
     def gate_names(self) -> list[str]:
@@ -194,13 +241,13 @@ class LoadedRun:
         return list(dict.fromkeys(workload for side in self.served for workload in side.data.workloads))
 
     @property
-    def candidate(self) -> Backend | None:
+    def candidate(self) -> ServedModel | None:
         """The verdict's candidate as it was served."""
         return self._served_as(self.verdict.candidate)
 
     @property
-    def incumbent(self) -> Backend | None:
-        """What the candidate would replace."""
+    def incumbent(self) -> ServedModel | None:
+        """The side that the candidate would replace, as it was served."""
         return self._served_as(self.verdict.incumbent)
 
     @cached_property
@@ -211,11 +258,6 @@ class LoadedRun:
             return None
         return decision.pair_answers(self.measured, sides[0], sides[1], self.sampled)
 
-    def check_figures(self, sides: Sequence[Side] | None = None) -> recount.Recount | None:
-        """Compare the figures of the served sides (default: all) with the records; None without records."""
-        served = {s.name: s.data for s in (self.served if sides is None else sides) if isinstance(s, Backend)}
-        return recount.check(served, self.measured, self.sampled) if served and self.records else None
-
     @cached_property
     def evaluations(self) -> dict[str, documents.Evaluation]:
         """The evaluations in eval/ of the run's offline models, as far as they can be read."""
@@ -225,14 +267,14 @@ class LoadedRun:
 
     @cached_property
     def evidence(self) -> dict[str, list[str]]:
-        """By model, what its stored outcomes do not give of its figures (judge/evidence.py); only models with such a difference."""
+        """By model, the figures that its stored outcomes do not give (judge/evidence.py); models without any are left out."""
         lines = {}
         for model, evaluation in self.evaluations.items():
             shown = {**self.aggregates.offline[model], **self.aggregates.members.get(model, {})}
             lines[model] = evidence.differences(evaluation, shown)
-        return {model: own for model, own in lines.items() if own}
+        return {model: differences for model, differences in lines.items() if differences}
 
-    def _served_as(self, model: str | None) -> Backend | None:
+    def _served_as(self, model: str | None) -> ServedModel | None:
         backend = decision.served_as(self.aggregates, model) if model else None
         return next((s for s in self.served if s.name == backend), None)
 
@@ -310,7 +352,7 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
         evaluations = {name: evaluation for name, evaluation in evaluations.items() if name in run.tried}
     run.verdict.candidate = run.verdict.candidate or search.chosen
     if not run.aggregates.served and records:  # a benchmark that was cut off
-        run.aggregates.served = recount.served(run.measured, run.sampled)
+        run.aggregates.served = _served_from_records(run)
     stored = {name: evaluation.verdict for name, evaluation in evaluations.items()}
     stored |= {row.strategy: row.verdict for row in search.strategies if row.verdict is not None}
     _show_verdict(run, _add_evaluations(run, evaluations), stored, search.chosen if run.tried else None)
@@ -321,7 +363,7 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
 
 
 def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
-    """(records, one message per line that is not a record)."""
+    """Return (records, one message per line that is not a record)."""
     records, bad_lines = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n") if path.is_file() else (), 1):
         if line.strip():
@@ -332,22 +374,40 @@ def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
     return records, bad_lines
 
 
+def _served_from_records(run: LoadedRun) -> dict[str, ServedSide]:
+    """Return what records alone give of each backend: gates and percentiles."""
+    sides, fit = {}, timed(run.measured)
+    for backend in dict.fromkeys(r.backend for r in run.measured):
+        checks = checks_by_prompt([r for r in run.measured if r.backend == backend], run.greedy)
+        by_label = labelled(r for r in fit if r.backend == backend)
+        sides[backend] = ServedSide(
+            gates=tabulate(checks.values()), workloads={w: summaries(rows) for w, rows in by_label.items()}
+        )
+    return sides
+
+
 def _show_verdict(
     run: LoadedRun, added: Collection[str | None], stored: Mapping[str, PairedVerdict | None], chosen: str | None
 ) -> None:
-    """Take the verdict of a search's choice or of the only evaluation where run.json has none; withdraw one that does not cover
-    an evaluation which was added later. stored: by model."""
+    """Show the verdict of a search's choice, or of the only evaluation, where run.json has none; withdraw a verdict that does
+    not cover an evaluation that was added later.
+
+    added: models with such an evaluation.
+    stored: the verdicts of evaluations by model.
+    chosen: the search's choice.
+    """
     verdict, candidate = run.verdict, run.verdict.candidate
     if not verdict.sentence:
         model = chosen or (next(iter(stored)) if len(stored) == 1 and not run.aggregates.served else None)
-        if model is not None and (own := stored.get(model)) is not None:
+        if model is not None and (offline := stored.get(model)) is not None:
             run.document.verdict = documents.Verdict(
-                sentence=f"{model}: {own.sentence}",
-                passed=own.verdict not in decision.FAILING and model not in run.aggregates.blocking,
-                outcome=own.verdict,
-                badge=own.verdict + (f"; not tested: {', '.join(own.not_tested)}" if own.not_tested else ""),
+                sentence=f"{model}: {offline.sentence}",
+                passed=offline.verdict not in decision.FAILING and model not in run.aggregates.blocking,
+                outcome=offline.verdict,
+                badge=offline.verdict
+                + (f"; not tested: {', '.join(offline.not_tested)}" if offline.not_tested else ""),
                 candidate=model,
-                reasons=own.reasons,
+                reasons=offline.reasons,
             )
         return
     backend = decision.served_as(run.aggregates, candidate) if candidate else None
@@ -369,7 +429,7 @@ def _show_verdict(
 def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set[str | None]:
     """Add eval/<model>.json where run.json lacks it, and sensitivity/<model>.json's divergence by layer.
 
-    Returns the models that run.json had no evaluation, or fewer arithmetics, of.
+    Return the models of which run.json has no evaluation, or fewer arithmetics.
     """
     added: set[str | None] = set()
     offline, members = run.aggregates.offline, run.aggregates.members
@@ -391,7 +451,7 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set
 
 
 def _add_models(run: LoadedRun) -> None:
-    """Give every side a model with a label. A server's name for its model counts only where it is a known model."""
+    """Give every side a model with a label. A server's name for its model is used only where that model is known."""
     known = {m.name: m for m in run.models}
     for backend, data in run.aggregates.served.items():
         if data.model not in known and data.model not in run.aggregates.offline:
@@ -414,7 +474,7 @@ def _add_sides(run: LoadedRun) -> None:
             run.sides.append(OfflineModel(model, f"{model}/{numerics}", f"{how} offline", how, offline[numerics]))
         for backend, data in run.aggregates.served.items():
             if data.model == model:
-                run.sides.append(Backend(model, backend, f"{data.runtime or 'server'} served", "served", data))
+                run.sides.append(ServedModel(model, backend, f"{data.runtime or 'server'} served", "served", data))
 
 
 def _missing(run: LoadedRun, source: str | None) -> list[Missing]:

@@ -41,7 +41,7 @@ generation
 # What cannot be used is named with its reason, secrets are masked, and a conversation is either for calibration or for gates.
 
 # %%
-from annie_quant.data.initialize import Sources, initialize
+from annie_quant.data.init_folder import Sources, initialize
 
 mine = initialize(Sources(logs=[logs], name="Home"), folder / "mine")
 print(mine.cases)

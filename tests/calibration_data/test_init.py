@@ -15,9 +15,9 @@ from annie_quant.cli import cli
 from annie_quant.core.errors import UsageError
 from annie_quant.core.text import inert
 from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, read_rows, validate
-from annie_quant.data.initialize import Sources, initialize
-from annie_quant.data.log_workloads import prompt_text
-from annie_quant.data.resolve import personas_of, resolve
+from annie_quant.data.init_folder import Sources, initialize
+from annie_quant.data.log_sample import prompt_text
+from annie_quant.data.workloads import personas_of, resolve
 from annie_quant.judge.gates import GATES
 
 HOME = load_persona("home")
@@ -167,7 +167,7 @@ def test_prompt_and_tools_come_from_the_logs_where_they_are_not_given(tmp_path):
     result = initialize(Sources(logs=[log]), tmp_path / "mine")
     persona = load_persona(tmp_path / "mine")
     assert persona.system_prompt == HOME.system_prompt and len(persona.tools) == 12
-    assert any("commonest" in line for line in result.lines)
+    assert any("most frequent" in line for line in result.lines)
 
 
 def test_missing_tools_are_inferred_from_the_calls(tmp_path):

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data import read_rows
-from annie_quant.data.logs import Conversation, Problems, read_logs
-from annie_quant.data.logs.conversation import MASK, NO_TOOL, Pool, Scanner, Unusable, without_prefixes
-from annie_quant.data.logs.records import ServerLog, chatml, conversation_of, tools_of
+from annie_quant.data.log_records import Conversation, Unusable, conversation_of, tools_of
+from annie_quant.data.log_sample import NO_TOOL, Pool, without_prefixes
+from annie_quant.data.logs import Problems, ServerLog, chatml, read_logs
+from annie_quant.data.masking import MASK, Scanner
 
 TOOL = {
     "type": "function",

@@ -12,10 +12,10 @@ import pytest
 from annie_quant import judge
 from annie_quant.core.errors import ServerError, UsageError
 from annie_quant.data import Options, check_prompt_hash, generate, load_persona, read_rows, validate
-from annie_quant.data.resolve import documents, generated_workloads, personas_of, resolve
 from annie_quant.data.rows import THRESHOLD, DuplicateFinder, features
+from annie_quant.data.rules import faults, form_faults, form_report
 from annie_quant.data.tool_exchanges import draw_arguments, draw_exchange
-from annie_quant.data.validate import faults, form_faults, form_report
+from annie_quant.data.workloads import gate_documents, generated_workloads, personas_of, resolve
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import NO_RESULT
 
@@ -116,7 +116,7 @@ def test_52_tools_and_the_built_in_personas(many, tmp_path):
 def test_the_stored_workloads_are_those_that_the_grammar_makes():
     for name in ("home", "support"):
         persona = load_persona(name)
-        for document in documents(persona, 120):
+        for document in gate_documents(persona, 120):
             stored = next(w for w in resolve(name) if w.name == document.name)
             assert [c.expect for c in stored.cases] == [c.expect or {} for c in document.cases]
 

@@ -25,8 +25,9 @@ aiohttp = pytest.importorskip("aiohttp", reason="the proxy needs aiohttp: pip in
 
 from annie_quant.cli import cli  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
+from annie_quant.data import record_proxy as proxy  # noqa: E402
 from annie_quant.data.logs import read_logs  # noqa: E402
-from annie_quant.data.record import Recorder, proxy  # noqa: E402
+from annie_quant.data.record_proxy import Recorder  # noqa: E402
 
 TOOLS = [
     {

@@ -9,9 +9,10 @@ import re
 import pytest
 from planted_secrets import KEY
 
+from annie_quant.data.log_records import Unusable
 from annie_quant.data.logs import read_logs
-from annie_quant.data.logs.conversation import Unusable
-from annie_quant.data.record.exchange import Exchange, decompressed, line_of, new_scanner
+from annie_quant.data.masking import Scanner
+from annie_quant.data.recorded_chat import CopiedExchange, decompressed, line_of
 from annie_quant.stream.redact import Redactor
 
 REQUEST = {
@@ -65,8 +66,8 @@ PIECES = [
 
 
 def line(request, answer, is_stream):
-    exchange = Exchange(request, answer, is_stream, "", "2026-11-22T10:00:00", Redactor([KEY.encode()]))
-    return line_of(exchange, new_scanner(True, ("Bob",)))
+    exchange = CopiedExchange(request, answer, is_stream, "", "2026-11-22T10:00:00", Redactor([KEY.encode()]))
+    return line_of(exchange, Scanner(True, ("Bob",)))
 
 
 def mutated(rng, data):

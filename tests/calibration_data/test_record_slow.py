@@ -12,7 +12,7 @@ from record_server import RawServer, Running, body_of, chat, completion, respons
 
 pytest.importorskip("aiohttp", reason="the proxy needs aiohttp: pip install annie-quant[serve]")
 
-from annie_quant.data.record import proxy
+from annie_quant.data import record_proxy as proxy
 
 
 def slow_client(url, after_head=b"{"):

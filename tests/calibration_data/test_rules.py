@@ -8,10 +8,9 @@ import json
 import pytest
 
 from annie_quant.core.errors import UsageError
-from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, validate
+from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, teachers, validate
 from annie_quant.data.rows import DuplicateFinder, gate_texts
-from annie_quant.data.teachers import _base
-from annie_quant.data.validate import MAX_ANSWER, faults
+from annie_quant.data.rules import MAX_ANSWER, faults
 from annie_quant.documents.persona import FOLDER
 from annie_quant.judge import load_workloads
 
@@ -66,7 +65,7 @@ def timer_row(persona, arguments, name="set_timer"):
             }
         ]
     }
-    row = _base.to_row(answer, persona, persona.category("set_timer"))
+    row = teachers.to_row(answer, persona, persona.category("set_timer"))
     return row | {"id": "x", "category": "set_timer"}
 
 
@@ -77,7 +76,7 @@ def test_a_persona_of_ones_own_has_categories_from_its_tools(bruno):
         ("set_timer", "set_timer", 1),
         ("multi_turn", None, 5),
     ]
-    prompt = _base.prompt_for(bruno, bruno.category("set_timer"), 3, ["Two eggs"])
+    prompt = teachers.prompt_for(bruno, bruno.category("set_timer"), 3, ["Two eggs"])
     for part in ("Bruno", "Never guess a baking time.", "what are we cooking", "set_timer", '"minutes"', "Two eggs"):
         assert part in prompt
     assert "Annie" not in prompt and "search_memory" not in prompt

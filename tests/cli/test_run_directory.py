@@ -33,9 +33,9 @@ from annie_quant.cli.pipeline import search
 from annie_quant.cli.pipeline.stages import RunDirectory
 from annie_quant.core import files
 from annie_quant.core.errors import DiskFull, EnvironmentFault, UsageError
-from annie_quant.data.generate import Journal
+from annie_quant.data.generation import Journal
 from annie_quant.documents import SCHEMA_VERSION, RequestRecord
-from annie_quant.report import judging
+from annie_quant.report import recheck
 from annie_quant.stream import Timings
 
 STORED = sorted((DATA / "runs").iterdir())
@@ -83,7 +83,7 @@ def test_a_search_of_version_0_1_0_is_reported_with_its_figures(tmp_path):
     with RunDirectory(folder).locked():
         pass
     assert not any(f.is_file() and "report" in f.name for f in folder.iterdir()), "composing writes nothing"
-    judging.write_judgement(folder)  # by today's paired rule
+    recheck.write_judgement(folder)  # by today's paired rule
     assert re.search(r"\| no markdown +\| 15/15 \? [^|]+\| 15/15 ✓ ", report.compose(folder)["report.md"])
 
 

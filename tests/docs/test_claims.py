@@ -14,7 +14,7 @@ import pytest
 from paths import ROOT
 
 from annie_quant.cli.terminal import HEARTBEAT_S
-from annie_quant.data.record import exchange, proxy
+from annie_quant.data import record_proxy, recorded_chat
 from annie_quant.judge.decision.paired import MARGIN
 
 UNIT = (
@@ -67,10 +67,10 @@ COUNTED: dict[str, Callable[[], str]] = {
 }
 # Limits and settings that docs state.
 SETTINGS: dict[str, Callable[[], str]] = COUNTED | {
-    "8 MB": lambda: in_megabytes(exchange.MAX_REQUEST_BYTES),
-    "16 MB": lambda: in_megabytes(exchange.MAX_ANSWER_BYTES),
-    "256 MB": lambda: in_megabytes(proxy.MAX_HELD_BYTES),
-    "10 s": lambda: f"{proxy.SHUTDOWN_S:g} s",
+    "8 MB": lambda: in_megabytes(recorded_chat.MAX_REQUEST_BYTES),
+    "16 MB": lambda: in_megabytes(recorded_chat.MAX_ANSWER_BYTES),
+    "256 MB": lambda: in_megabytes(record_proxy.MAX_HELD_BYTES),
+    "10 s": lambda: f"{record_proxy.SHUTDOWN_S:g} s",
     "20 seconds": lambda: f"{HEARTBEAT_S:g} seconds",
     "5 points": lambda: f"{100 * MARGIN:g} points",
 }

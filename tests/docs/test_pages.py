@@ -118,7 +118,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     for name in (
         "annie_quant.nvfp4.pack",
         "annie_quant.documents.checkpoint.Audit",
-        "annie_quant.report.upload.upload",
+        "annie_quant.report.publishing.upload",
     ):
         assert f'id="{name}"' in reference, name
     commands = (tmp_path / "site/reference/cli/index.html").read_text(encoding="utf-8")

@@ -194,8 +194,7 @@ def record_seeds() -> Iterable[bytes]:
 
 def run_json(raw: bytes) -> None:
     """A run.json of another time or hand, as the report reads it."""
-    from annie_quant.report import run
-    from annie_quant.report.pages import markdown
+    from annie_quant.report import markdown, run
 
     folder = FOLDER / "document"
     folder.mkdir(exist_ok=True)

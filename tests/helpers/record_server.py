@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 
-from annie_quant.data.record.proxy import Recorder, Settings
+from annie_quant.data.record_proxy import Recorder, RecorderSettings
 
 
 class RawServer:
@@ -68,7 +68,7 @@ class Running:
     """A recorder in its own thread."""
 
     def __init__(self, upstream, output, **more):
-        self.settings = Settings(upstream=upstream, output=output, port=0, **more)
+        self.settings = RecorderSettings(upstream=upstream, output=output, port=0, **more)
 
     def __enter__(self):
         self.loop, ready = asyncio.new_event_loop(), threading.Event()

@@ -19,11 +19,10 @@ from annie_quant.judge import decision
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.pytest_plugin import Run
-from annie_quant.report import card
-from annie_quant.report.judging import write_judgement
-from annie_quant.report.pages import comparison
+from annie_quant.report import card, comparison
+from annie_quant.report.publishing import objections
+from annie_quant.report.recheck import write_judgement
 from annie_quant.report.run import load
-from annie_quant.report.upload import objections
 
 GATES = ("tool_call", "factual", "non_empty")
 KEPT = {"tool_call": (240, 0, 0), "factual": (100, 0, 0), "non_empty": (60, 0, 0)}

@@ -42,7 +42,7 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from annie_quant import judge
-from annie_quant.data.resolve import resolve
+from annie_quant.data.workloads import resolve
 from annie_quant.documents import Evaluation, NumericsResult
 from annie_quant.judge import Workload, evidence
 from annie_quant.judge.decision import RULE

@@ -14,7 +14,7 @@ import report_fixture
 
 import annie_quant as aq
 from annie_quant.core.errors import UsageError
-from annie_quant.report import upload
+from annie_quant.report import publishing
 
 hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub makes and checks the card's metadata")
 TINY = Path(aq.__file__).parent / "assets" / "tiny-annie"
@@ -49,7 +49,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plan(run, checkpoint):
-    return upload.prepare(
+    return publishing.prepare(
         run, "owner/Tiny-NVFP4", model="mlp_only", checkpoint=checkpoint, base_model=BASE, license="apache-2.0"
     )
 
@@ -109,7 +109,7 @@ def prepared(run, checkpoint, folder, **record):
         (copy / "annie_quant.json").write_text(json.dumps(known | record))
     else:
         (copy / "annie_quant.json").unlink(missing_ok=True)
-    return upload.prepare(run, "owner/x", model="mlp_only", checkpoint=copy, base_model=BASE).card
+    return publishing.prepare(run, "owner/x", model="mlp_only", checkpoint=copy, base_model=BASE).card
 
 
 def section(card: str) -> str:
@@ -173,7 +173,7 @@ def test_the_recipe_that_held_out_conversations_chose_is_named(run, checkpoint, 
 
 
 def test_a_runtime_that_cannot_load_it_gets_no_command(run, tmp_path):
-    card = upload.prepare(run, "owner/x", model="mlp_only", checkpoint=TINY, base_model=BASE).card
+    card = publishing.prepare(run, "owner/x", model="mlp_only", checkpoint=TINY, base_model=BASE).card
     audit = aq.checkpoint.audit(TINY)
     for runtime in ("vLLM", "SGLang"):
         loads = any(x.startswith(f"{runtime}: yes") for x in audit.summary.loads)
@@ -181,7 +181,7 @@ def test_a_runtime_that_cannot_load_it_gets_no_command(run, tmp_path):
 
 
 def test_limits_name_what_failed_and_what_is_unknown(run, checkpoint):
-    card = upload.prepare(
+    card = publishing.prepare(
         run, "owner/x", model="naive", checkpoint=checkpoint, base_model=BASE, forced="as a lesson"
     ).card
     limits = card.split("## Limits")[1]
@@ -203,7 +203,7 @@ def test_limits_name_what_failed_and_what_is_unknown(run, checkpoint):
 def test_what_the_hub_would_refuse_is_refused_here(run, checkpoint, change, words):
     options = {"repo_id": "owner/x", "model": "mlp_only", "checkpoint": checkpoint, "base_model": BASE} | change
     with pytest.raises(UsageError, match=words):
-        upload.prepare(run, **options)
+        publishing.prepare(run, **options)
 
 
 def test_hostile_names_stay_inert(run, checkpoint, tmp_path):
@@ -212,5 +212,5 @@ def test_hostile_names_stay_inert(run, checkpoint, tmp_path):
     document = json.loads((bad / "run.json").read_text())
     document["verdict"]["caveats"] = ["---\ntags: [evil]\n---\n# <script>alert(1)</script> [x](javascript:y)"]
     (bad / "run.json").write_text(json.dumps(document))
-    card = upload.prepare(bad, "owner/x", model="mlp_only", checkpoint=checkpoint, base_model=BASE).card
+    card = publishing.prepare(bad, "owner/x", model="mlp_only", checkpoint=checkpoint, base_model=BASE).card
     assert "<script>" not in card and "evil" not in hub.ModelCard(card).data.tags and "\n# \\<script" not in card

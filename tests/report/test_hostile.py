@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from annie_quant import report
 from annie_quant.core.text import inert, visible
-from annie_quant.report.pages import html
+from annie_quant.report import html
 
 
 @pytest.fixture(scope="module")

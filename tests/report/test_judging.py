@@ -15,7 +15,7 @@ from annie_quant import bench, documents, report
 from annie_quant.cli import cli
 from annie_quant.judge import decision
 from annie_quant.pytest_plugin import Run
-from annie_quant.report import judging
+from annie_quant.report import recheck
 from annie_quant.report.run import load
 
 
@@ -74,10 +74,10 @@ def test_the_same_answers_with_other_roles(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     bench_verdict = documents.read_bench(folder).verdict
     assert (bench_verdict.candidate, bench_verdict.incumbent, bench_verdict.outcome) == ("x", "z", "loses")
-    judged = judging.judge_again(folder, documents.Roles(candidate="z", reference="y"))
+    judged = recheck.judge_again(folder, documents.Roles(candidate="z", reference="y"))
     assert (judged.verdict.candidate, judged.verdict.incumbent, judged.verdict.outcome) == ("z", "x", "keeps")
     assert documents.read_bench(folder).verdict == bench_verdict, "nothing is written"
-    against = judging.judge_again(folder, documents.Roles(candidate="y", incumbent="x"))
+    against = recheck.judge_again(folder, documents.Roles(candidate="y", incumbent="x"))
     assert against.aggregates.served["y"].paired["factual"].won == 30
 
 

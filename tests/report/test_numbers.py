@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import re
 import shutil
@@ -128,7 +129,7 @@ def test_every_shown_figure_equals_its_recount(run):
 
 def test_the_shown_answers_are_those_of_the_records(run):
     from annie_quant.core.text import visible
-    from annie_quant.report.pages import html
+    from annie_quant.report import html
     from annie_quant.report.run import load
 
     by_key = {(r["workload"].replace("_", " "), r["case"], r["turn"], r["backend"]): r for r in run["records"]}
@@ -341,12 +342,29 @@ def test_runs_of_every_version_give_a_report(stored, tmp_path):
 
 
 def test_tick_labels_differ():
-    from annie_quant.report.charts import svg
+    from annie_quant.report import svg
 
     assert [svg.plain(v) for v in (5e-4, 1e-5, 0.002, 1e-3)] == ["5·10⁻⁴", "10⁻⁵", "0.002", "0.001"]
     for low, high in ((1e-4, 1e-2), (1e-5, 1.0), (1.0, 100.0), (10.0, 50.0)):
         marks = svg.log_ticks(low, high)
         assert 2 <= len(marks) <= 5 and len({svg.plain(v) for v in marks}) == len(marks)
+
+
+def test_what_is_drawn_lies_inside_its_drawing(run):
+    """Positions, and the start of texts that end at theirs; a character is at least 4.6 pixels wide at 11.5 pixels per em."""
+    outside = []
+    for path in sorted((run["folder"] / "plots").iterdir()):
+        drawing = path.read_text(encoding="utf-8")
+        width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', drawing).groups())
+        places = [(float(a), float(b)) for a, b in re.findall(r'\bc?x="([\d.-]+)" c?y="([\d.-]+)"', drawing)]
+        places += [(float(a), float(b)) for a, b in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", drawing)]
+        ends = re.findall(r'<text x="([\d.-]+)" y="([\d.-]+)" class="[^"]*\be\b[^"]*">([^<]*)', drawing)
+        places += [(float(a) - 4.6 * len(html.unescape(text)), float(b)) for a, b, text in ends]
+        assert places, path.name
+        outside += [
+            (path.name, place) for place in places if not (-1 <= place[0] <= width + 1 and 0 <= place[1] <= height)
+        ]
+    assert outside == []
 
 
 def test_plots_of_an_earlier_report_are_removed(run, tmp_path):

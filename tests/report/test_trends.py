@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from annie_quant.cli import cli
 from annie_quant.core.errors import UsageError
-from annie_quant.report.pages import trends
+from annie_quant.report import trends
 from annie_quant.report.run import load
 
 

@@ -17,7 +17,7 @@ import pytest
 import report_fixture
 
 from annie_quant.core.errors import EnvironmentFault, ServerError, UsageError
-from annie_quant.report import upload
+from annie_quant.report import publishing
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub makes the upload")
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -59,7 +59,7 @@ def run(whole_run, checkpoint, tmp_path):
 
 def prepare(run, checkpoint, **options):
     report_fixture.record_hash(run, options.get("model", "mlp_only"), checkpoint)
-    return upload.prepare(
+    return publishing.prepare(
         run, REPO, **{"model": "mlp_only", "checkpoint": checkpoint, "base_model": "owner/tiny"} | options
     )
 
@@ -71,7 +71,7 @@ def contents(checkpoint: Path) -> dict[str, bytes]:
 def test_everything_arrives_and_the_repository_is_private(run, checkpoint):
     plan = prepare(run, checkpoint)
     with fake_hub.FakeHub() as hub:
-        done = upload.upload(plan, endpoint=hub.url, token="t" * 20)
+        done = publishing.upload(plan, endpoint=hub.url, token="t" * 20)
         assert hub.repos[REPO]["private"] is True and hub.tokens == {"Bearer " + "t" * 20, ""}, "storage needs none"
         assert hub.committed[REPO] == contents(checkpoint) | {"README.md": plan.card.encode()}
     assert done.url == f"{hub.url}/{REPO}" and done.files == len(plan.files)
@@ -80,7 +80,7 @@ def test_everything_arrives_and_the_repository_is_private(run, checkpoint):
 def test_a_transfer_that_breaks_is_repeated(run, checkpoint):
     with fake_hub.FakeHub() as hub:
         hub.break_puts = 2
-        upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+        publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
         assert hub.committed[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
         assert hub.puts() >= 3
 
@@ -89,14 +89,14 @@ def test_an_upload_that_keeps_failing_ends_and_the_next_resumes(run, checkpoint)
     with fake_hub.FakeHub() as hub:
         hub.break_puts = -1
         with pytest.raises(ServerError, match="upload failed"):
-            upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+            publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
         assert "model.safetensors" not in hub.committed.get(REPO, {})
         hub.break_puts = 0
-        upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+        publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
         assert hub.committed[REPO] == contents(checkpoint) | {"README.md": hub.committed[REPO]["README.md"]}
         sent = dict(hub.put_bytes)
         before = len(hub.requests)
-        upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+        publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
         assert hub.put_bytes == sent, "nothing is sent twice"
         assert not [path for method, path in hub.requests[before:] if method == "PUT" or "/commit/" in path]
 
@@ -104,7 +104,7 @@ def test_an_upload_that_keeps_failing_ends_and_the_next_resumes(run, checkpoint)
 def test_parts_of_a_large_file_are_put_together(run, checkpoint):
     with fake_hub.FakeHub(part_bytes=1_000_000) as hub:
         hub.break_puts = 1
-        upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+        publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
         assert hub.committed[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
         assert hub.puts() > (checkpoint / "model.safetensors").stat().st_size // 1_000_000
 
@@ -200,10 +200,10 @@ def test_failed_gates_refuse_unless_a_reason_is_given(run, checkpoint):
     assert any("50 of 120" in line for line in plan.objections) and plan.refused
     with fake_hub.FakeHub() as hub:
         with pytest.raises(UsageError, match="not published"):
-            upload.upload(plan, endpoint=hub.url, token="t" * 20)
+            publishing.upload(plan, endpoint=hub.url, token="t" * 20)
         assert hub.requests == []
         forced = prepare(run, checkpoint, model="naive", forced="shows what naive quantization does")
-        upload.upload(forced, endpoint=hub.url, token="t" * 20)
+        publishing.upload(forced, endpoint=hub.url, token="t" * 20)
         assert b"shows what naive quantization does" in hub.committed[REPO]["README.md"]
 
 
@@ -230,14 +230,14 @@ def test_another_checkpoint_than_the_measured_one_is_refused_also_with_force(run
         evaluated = checkpoint if recorded == "eval/mlp_only.json" else None
         report_fixture.write_evaluation(run / "eval/mlp_only.json", offline, evaluated)
         with pytest.raises(UsageError, match=f"is not the checkpoint that was measured: .*{recorded}") as caught:
-            upload.prepare(run, REPO, model="mlp_only", checkpoint=other, base_model="owner/tiny", forced="I know")
+            publishing.prepare(run, REPO, model="mlp_only", checkpoint=other, base_model="owner/tiny", forced="I know")
         assert "\n" not in caught.value.message
         assert not (run / "publish").exists()
 
 
 def test_a_checkpoint_of_which_no_hash_is_on_record_is_an_objection(whole_run, checkpoint, tmp_path):
     folder = Path(shutil.copytree(whole_run, tmp_path / "run"))
-    plan = upload.prepare(folder, REPO, model="mlp_only", checkpoint=checkpoint, base_model="owner/tiny")
+    plan = publishing.prepare(folder, REPO, model="mlp_only", checkpoint=checkpoint, base_model="owner/tiny")
     assert len(plan.objections) == 1 and "does not record the SHA-256" in plan.objections[0] and plan.refused
 
 
@@ -317,9 +317,9 @@ def test_a_public_repository_is_not_filled_by_mistake(run, checkpoint):
     with fake_hub.FakeHub() as hub:
         hub.repos[REPO], hub.committed[REPO] = {"private": False}, {}
         with pytest.raises(UsageError, match="public"):
-            upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+            publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
         assert hub.committed[REPO] == {}
-        upload.upload(prepare(run, checkpoint, private=False), endpoint=hub.url, token="t" * 20)
+        publishing.upload(prepare(run, checkpoint, private=False), endpoint=hub.url, token="t" * 20)
         assert "model.safetensors" in hub.committed[REPO]
 
 
@@ -328,7 +328,7 @@ def test_a_refusal_of_the_hub_is_one_clear_line(run, checkpoint, status):
     with fake_hub.FakeHub() as hub:
         hub.status = status
         with pytest.raises((ServerError, UsageError), match=r"Hub refused|upload failed"):
-            upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+            publishing.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
 
 
 def test_a_missing_token_is_reported_before_any_request(run, checkpoint, monkeypatch):
@@ -337,7 +337,7 @@ def test_a_missing_token_is_reported_before_any_request(run, checkpoint, monkeyp
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with fake_hub.FakeHub() as hub:
         with pytest.raises(EnvironmentFault, match="token"):
-            upload.upload(prepare(run, checkpoint), endpoint=hub.url)
+            publishing.upload(prepare(run, checkpoint), endpoint=hub.url)
         assert hub.requests == []
 
 
@@ -345,11 +345,11 @@ def test_what_the_hub_lost_is_noticed(run, checkpoint):
     """Negative control for the check after the upload."""
     plan = prepare(run, checkpoint)
     with fake_hub.FakeHub() as hub:
-        upload.upload(plan, endpoint=hub.url, token="t" * 20)
+        publishing.upload(plan, endpoint=hub.url, token="t" * 20)
         hub.committed[REPO]["config.json"] = b"{}"
         with pytest.raises(ServerError, match=r"lacks config\.json"):
-            upload.upload(plan, endpoint=hub.url, token="t" * 20)
-        upload.upload(plan, endpoint=hub.url, token="t" * 20)
+            publishing.upload(plan, endpoint=hub.url, token="t" * 20)
+        publishing.upload(plan, endpoint=hub.url, token="t" * 20)
         assert hub.committed[REPO]["config.json"] == (checkpoint / "config.json").read_bytes()
 
 
@@ -362,11 +362,11 @@ def test_what_a_search_chose_is_published_from_its_folder(whole_run, checkpoint,
         report_fixture.write_evaluation(tmp_path / f"eval/{name}.json", offline[name], checkpoint)
     rows = [{"strategy": "naive"}, {"strategy": "mlp_only"}]
     (tmp_path / "search.json").write_text(json.dumps({"chosen": "mlp_only", "strategies": rows}))
-    plan = upload.prepare(tmp_path, REPO, base_model="owner/tiny")
+    plan = publishing.prepare(tmp_path, REPO, base_model="owner/tiny")
     assert not plan.objections and plan.folder.is_dir() and "speed is unknown" in plan.card
     (tmp_path / "search.json").write_text(json.dumps({"chosen": None, "strategies": rows}))
     with pytest.raises(UsageError, match="no candidate is named among"):
-        upload.prepare(tmp_path, REPO, base_model="owner/tiny")
+        publishing.prepare(tmp_path, REPO, base_model="owner/tiny")
 
 
 def test_a_benchmark_and_an_evaluation_are_one_model(whole_run, checkpoint, tmp_path):
@@ -378,6 +378,6 @@ def test_a_benchmark_and_an_evaluation_are_one_model(whole_run, checkpoint, tmp_
     aggregates |= {"models": [], "offline": {}, "comparisons": []}
     document["verdict"] |= {"candidate": "nvfp4", "incumbent": None}
     (tmp_path / "run.json").write_text(json.dumps(document))
-    plan = upload.prepare(tmp_path, REPO, checkpoint=checkpoint, base_model="owner/tiny")
+    plan = publishing.prepare(tmp_path, REPO, checkpoint=checkpoint, base_model="owner/tiny")
     assert not plan.objections
     assert {"W4A4 offline", "W4A16 offline", "llama.cpp served"} <= set(re.findall(r"workloads, ([^\n]+)", plan.card))

@@ -9,7 +9,7 @@ import string
 import pytest
 
 from annie_quant.core.secrets import FORMS, secret_in
-from annie_quant.data.logs.conversation import MASK, Scanner
+from annie_quant.data.masking import MASK, Scanner
 
 WORD = string.ascii_letters + string.digits
 # Prefix, number of characters and whether publishing is refused, from the services' own documentation of their tokens.

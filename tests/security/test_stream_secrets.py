@@ -70,7 +70,7 @@ def test_probes_use_no_proxy_of_the_environment(monkeypatch):
 
 def test_only_this_client_uses_http():
     """No module of the package imports another HTTP client, but the recording proxy (tests/calibration_data/test_record.py)."""
-    proxy = Path(aq.__file__).parent / "data/record/proxy.py"
+    proxy = Path(aq.__file__).parent / "data/record_proxy.py"
     others = ("urllib.request", "http.client", "requests", "httpx", "aiohttp", "urllib3", "ftplib")
     for path in sorted(Path(aq.__file__).parent.rglob("*.py")):
         text = path.read_text()

@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from annie_quant import data
-from annie_quant.data.resolve import resolve
 from annie_quant.data.rows import read_conversations
+from annie_quant.data.workloads import resolve
 
 PERSONAS = ("annie", "home", "support")
 GROUPS = {

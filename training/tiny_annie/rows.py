@@ -164,7 +164,7 @@ def substituted(exchange: ToolExchange, schema: dict[str, Any], words: Words, sh
     pattern = re.compile("|".join(rf"(?<!\w){re.escape(v)}(?!\w)" for v in sorted(changes, key=len, reverse=True)))
     put = lambda text: pattern.sub(lambda m: changes[m.group()], text)  # noqa: E731
     calls = tuple(
-        tools_of.Call(
+        tools_of.DrawnCall(
             c.name, {k: changes.get(v, v) if isinstance(v, str) else v for k, v in c.arguments.items()}, put(c.result)
         )
         for c in exchange.calls
@@ -194,7 +194,7 @@ def offered(rng: random.Random, persona: str, needed: tuple[str, ...] = ()) -> l
     return [t for i, t in enumerate(tools) if i in chosen]
 
 
-def described_call(call: tools_of.Call) -> str:
+def described_call(call: tools_of.DrawnCall) -> str:
     return f"**Function:** {call.name}\n\n" + "\n".join(f"- **{k}:** {v}" for k, v in call.arguments.items())
 
 

@@ -26,7 +26,7 @@ from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.files import ASSETS, read_json
 from annie_quant.core.progress import Console, Progress, SilentConsole
 from annie_quant.core.resume import KeyedJson
-from annie_quant.data.resolve import resolve
+from annie_quant.data.workloads import resolve
 from annie_quant.ops import serving
 from annie_quant.quantize.runner import weight_bytes
 
@@ -67,7 +67,7 @@ STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each
 class DataResult(StageResult):
     """The conversations that were written."""
 
-    data: data.Generation
+    data: data.GenerationResult
 
 
 class BenchResult(StageResult):

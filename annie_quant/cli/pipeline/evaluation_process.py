@@ -22,7 +22,7 @@ from annie_quant.core import host
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
-from annie_quant.data.resolve import resolve
+from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
 from annie_quant.ops import llama_cpp, server
 
@@ -42,7 +42,7 @@ class EvaluationJob(msgspec.Struct, kw_only=True):
     """What one process computes.
 
     reference: folder of the bf16 model. cache: folder for its answers. n_per_gate, persona, workloads: the prompts (as for
-    data/resolve.py). checkpoint: None for the reference's answers alone, which later jobs find in `cache`.
+    data/workloads.py). checkpoint: None for the reference's answers alone, which later jobs find in `cache`.
     output: file for the evaluation. conversations, n_conversations: as for evaluate().
     """
 

@@ -24,7 +24,7 @@ from annie_quant.core.errors import AnnieError, DiskFull, UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console
 from annie_quant.data import check_prompt_hash
-from annie_quant.data.resolve import resolve
+from annie_quant.data.workloads import resolve
 from annie_quant.documents import (
     CalibrationDraw,
     Evaluation,

@@ -1,8 +1,245 @@
-"""Teachers: one module each, with NAME, SUMMARY and open_teacher(options, split) → Teacher.
-
-    teacher.model                                        recorded in provenance
-    teacher.batch(persona, category, count, seed, avoid) → Batch: rows of messages (and tools), cost, tokens
+"""Teachers: one module each, with NAME, SUMMARY and open_teacher(options, split), which returns a Teacher.
 
 A failed batch raises BatchFailed (only it is repeated), RateLimited (repeated after a wait) or an AnnieError, which ends the
-run; earlier batches are kept in each case. Teachers that are language models share _prompted.py.
+run; earlier batches are kept in each case.
+
+PromptedTeacher is the base of teachers that are language models. A batch is one prompt and one answer, a JSON object
+{"conversations": [{"turns": [...]}]}. Parsing is lenient (fences, text around the object, JSON lines, a truncated end); the
+rows are validated strictly later.
 """
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from annie_quant.documents import ChatCall, ChatMessage, ChatRow
+from annie_quant.documents.persona import Category, Persona
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a teacher is called.
+
+    model, url: None for the teacher's default.
+    timeout_s: per batch.
+    batch_size: conversations per batch.
+    max_usd: returns the remaining budget, for teachers that can enforce it themselves; None without a budget.
+    """
+
+    model: str | None = None
+    url: str | None = None
+    timeout_s: float = 300.0
+    batch_size: int = 10
+    max_usd: Callable[[], float | None] = lambda: None
+
+
+@dataclass
+class TeacherBatch:
+    """rows: conversations with messages, tools (where offered) and thinking. cost_usd: None where it is not known."""
+
+    rows: list[ChatRow]
+    cost_usd: float | None = None
+    tokens: int = 0
+
+
+class Teacher(Protocol):
+    """model: recorded in the provenance of each row."""
+
+    model: str
+    batch_size: int
+
+    def check(self, persona: Persona) -> None:
+        """Raise UsageError for a persona that this teacher cannot write for, before anything is written."""
+
+    def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]) -> TeacherBatch:
+        """Return at most `count` conversations of a category. avoid: user texts that must not be repeated."""
+
+
+class BatchFailed(Exception):
+    """This batch failed; a retry may succeed. It may have cost something."""
+
+    def __init__(self, message: str, cost_usd: float | None = None, tokens: int = 0) -> None:
+        super().__init__(message)
+        self.cost_usd, self.tokens = cost_usd, tokens
+
+
+class RateLimited(Exception):
+    """The teacher requires a pause. wait_s: its length, or None where it is not known."""
+
+    def __init__(self, message: str, wait_s: float | None = None) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
+MAX_AVOID = 30  # earlier texts that a prompt lists as not to be repeated
+_FENCE = re.compile(r"^\s*```[\w-]*\s*$", re.MULTILINE)
+
+
+@dataclass
+class ModelReply:
+    """A model's answer.
+
+    value: the object, where the program has parsed it; else it is in `text`.
+    truncated: whether the token limit ended it.
+    """
+
+    text: str
+    value: Any = None
+    truncated: bool = False
+    cost_usd: float | None = None
+    tokens: int = 0
+
+
+class PromptedTeacher:
+    """Base of a teacher that implements ask."""
+
+    model: str
+    batch_size: int
+
+    def ask(self, prompt: str, schema: Mapping[str, Any]) -> ModelReply:
+        """Send the prompt. schema: JSON schema of the answer, for models that accept one."""
+        raise NotImplementedError
+
+    def check(self, persona: Persona) -> None:
+        """Accept every persona."""
+
+    def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]) -> TeacherBatch:
+        reply = self.ask(prompt_for(persona, category, count, avoid), schema_for(category))
+        answers = conversations(reply.value if reply.value is not None else reply.text)
+        rows = [row for answer in answers if (row := to_row(answer, persona, category)) is not None]
+        if not rows:
+            start = f"it begins with {reply.text[:60]!r}" if reply.text else "it is empty"
+            reason = "it is truncated" if reply.truncated else start
+            raise BatchFailed(f"no conversation in the answer: {reason}", reply.cost_usd, reply.tokens)
+        return TeacherBatch(rows[:count], reply.cost_usd, reply.tokens)
+
+
+def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence[str]) -> str:
+    """Return the prompt of a batch."""
+    tool = persona.tool(category.tool) if category.tool else None
+    lines = [
+        f"Write {count} different conversations between a user and {persona.name}, an assistant, as training data.",
+        f"\n{persona.name}'s system prompt is:\n{persona.system_prompt}",
+        f"\n{persona.name}'s rules:",
+        *(f"- {rule}" for rule in persona.rules),
+    ]
+    if persona.examples:
+        lines += ["\nThis is how they talk:"]
+        lines += [json.dumps(example, ensure_ascii=False) for example in persona.examples]
+    lines += [
+        f"\nCategory: {category.name}. {category.about}.",
+        f"Each conversation has exactly {category.turns} turn{'s' * (category.turns > 1)}."
+        + (" Each turn depends on the earlier ones." if category.turns > 1 else ""),
+    ]
+    turn: dict[str, Any] = {"user": "the user's message"}
+    if tool:
+        lines += [
+            f"In the first turn {persona.name} calls {tool['name']} without any other text; no other tool is ever called.",
+            f"Its definition: {json.dumps(tool, ensure_ascii=False)}",
+        ]
+        turn |= {
+            "call": {"name": tool["name"], "arguments": "an object that fits the tool's parameters"},
+            "result": "the text that the tool returns",
+        }
+    else:
+        lines.append("No tool is called.")
+    turn["assistant"] = f"{persona.name}'s answer" + (" after the result" if tool else "")
+    style = (
+        "Plain sentences only: no markdown, no thinking aloud." if persona.forbids_markdown else "No thinking aloud."
+    )
+    lines.append(f"Vary topic, wording, mood and length. {style}")
+    if avoid:
+        lines += ["Do not repeat or paraphrase these:", *(f"- {text}" for text in avoid[-MAX_AVOID:])]
+    form = {"conversations": [{"turns": [turn]}]}
+    lines += ["\nAnswer with one JSON object of this form and nothing else:", json.dumps(form, ensure_ascii=False)]
+    return "\n".join(lines)
+
+
+def schema_for(category: Category) -> dict[str, Any]:
+    """Return the JSON schema of an answer."""
+    turn: dict[str, Any] = {
+        "type": "object",
+        "properties": {"user": {"type": "string"}, "assistant": {"type": "string"}},
+        "required": ["user", "assistant"],
+    }
+    if category.tool:
+        call = {
+            "type": "object",
+            "properties": {"name": {"const": category.tool}, "arguments": {"type": "object"}},
+            "required": ["name", "arguments"],
+        }
+        turn["properties"] |= {"call": call, "result": {"type": "string"}}
+    turns = {"type": "array", "items": turn, "minItems": category.turns, "maxItems": category.turns}
+    conversation = {"type": "object", "properties": {"turns": turns}, "required": ["turns"]}
+    return {
+        "type": "object",
+        "properties": {"conversations": {"type": "array", "items": conversation}},
+        "required": ["conversations"],
+    }
+
+
+def conversations(answer: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield every complete conversation in an answer: an object, or text that has such objects in it."""
+    if isinstance(answer, str):
+        answer = _FENCE.sub("", answer)
+        decoder, at = json.JSONDecoder(), 0
+        while (at := answer.find("{", at)) >= 0:
+            try:
+                value, end = decoder.raw_decode(answer, at)
+            except ValueError:
+                at += 1  # the outer object of a truncated answer; complete objects inside it still count
+                continue
+            inner = list(conversations(value))
+            yield from inner
+            at = end if inner else at + 1
+    elif isinstance(answer, list):
+        for item in answer:
+            yield from conversations(item)
+    elif isinstance(answer, Mapping):
+        if isinstance(answer.get("turns"), list) or isinstance(answer.get("messages"), list):
+            yield answer
+        elif isinstance(answer.get("conversations"), list):
+            yield from conversations(answer["conversations"])
+
+
+def to_row(answer: Mapping[str, Any], persona: Persona, category: Category) -> ChatRow | None:
+    """Return a conversation as a row; None if it does not have the requested form."""
+    messages: list[ChatMessage] = [{"role": "system", "content": persona.system_prompt}]
+    try:
+        if "turns" in answer:
+            for turn in answer["turns"]:
+                messages += _turn(turn)
+        else:
+            messages += [_message(m) for m in answer["messages"] if m["role"] != "system"]
+    except (KeyError, TypeError, AttributeError):
+        return None
+    row: ChatRow = {"messages": messages, "thinking": False}
+    if category.tool:
+        row["tools"] = [dict(t) for t in persona.tools]
+    return row
+
+
+def _turn(turn: Mapping[str, Any]) -> Iterator[ChatMessage]:
+    yield {"role": "user", "content": str(turn["user"]).strip()}
+    if turn.get("call"):
+        yield {"role": "assistant", "content": "", "tool_calls": [_call(turn["call"])]}
+        yield {"role": "tool", "content": str(turn["result"]).strip()}
+    yield {"role": "assistant", "content": str(turn["assistant"]).strip()}
+
+
+def _call(call: Mapping[str, Any]) -> ChatCall:
+    function = call.get("function") or call
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"type": "function", "function": {"name": str(function["name"]), "arguments": text}}
+
+
+def _message(message: Mapping[str, Any]) -> ChatMessage:
+    result: ChatMessage = {"role": message["role"], "content": str(message.get("content") or "").strip()}
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_call(c) for c in message["tool_calls"]]
+    return result

@@ -22,7 +22,7 @@ import msgspec
 
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.untrusted import cost_usd, integer
-from annie_quant.data.teachers._base import BatchFailed, Options, PromptedTeacher, RateLimited, Reply
+from annie_quant.data.teachers import BatchFailed, ModelReply, Options, PromptedTeacher, RateLimited
 from annie_quant.documents import salvage_value
 from annie_quant.stream.redact import without_secrets
 
@@ -74,12 +74,12 @@ class ClaudeCli(PromptedTeacher):
             argv += ["--max-budget-usd", f"{remaining:.2f}"]
         return argv
 
-    def ask(self, prompt: str, schema: Mapping[str, Any]) -> Reply:
+    def ask(self, prompt: str, schema: Mapping[str, Any]) -> ModelReply:
         code, out, err = run(self.command(schema), prompt, self.options.timeout_s)
         result = envelope(out)
         text = (result.result if result else None) or ""
         if code == 0 and result and not result.is_error:
-            return Reply(
+            return ModelReply(
                 text=text,
                 value=result.structured_output,
                 truncated=result.stop_reason == "max_tokens",

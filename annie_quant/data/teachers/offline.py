@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from annie_quant.core.errors import UsageError
 from annie_quant.data import exchanges
 from annie_quant.data.exchanges import Exchange
-from annie_quant.data.teachers._base import Batch, Options
+from annie_quant.data.teachers import Options, TeacherBatch
 from annie_quant.data.tool_exchanges import abstention, draw_exchange
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
@@ -48,9 +48,11 @@ class Offline:
             if category.tool is not None:
                 self.draw(persona, category, random.Random(0))
 
-    def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str] = ()) -> Batch:
+    def batch(
+        self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str] = ()
+    ) -> TeacherBatch:
         self.check(persona)
-        return Batch(list(self.conversations(persona, category, count, seed)))
+        return TeacherBatch(list(self.conversations(persona, category, count, seed)))
 
     def conversations(self, persona: Persona, category: Category, n: int, seed: str) -> Iterator[ChatRow]:
         """Yield at most n different conversations of a category, the same for the same seed; fewer where there are no more."""

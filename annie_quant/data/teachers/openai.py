@@ -1,4 +1,4 @@
-"""openai: any endpoint with OpenAI's chat completions, by our own client. The key is read from the environment, never stored.
+"""openai: any endpoint with OpenAI's chat completions, by the C client. The key is read from the environment, never stored.
 
 OPENAI_BASE_URL (or --url) is the endpoint, OPENAI_API_KEY its key; a local server needs none. Without --teacher-model the
 first model in the endpoint's /v1/models is used.
@@ -12,7 +12,7 @@ from typing import Any
 
 from annie_quant.core.errors import EnvironmentFault, ServerError, UsageError
 from annie_quant.core.untrusted import cost_usd, decode_json, integer
-from annie_quant.data.teachers._base import BatchFailed, Options, PromptedTeacher, RateLimited, Reply
+from annie_quant.data.teachers import BatchFailed, ModelReply, Options, PromptedTeacher, RateLimited
 from annie_quant.stream.redact import refuse_secrets_in, safe_url
 
 NAME = "openai"
@@ -46,7 +46,7 @@ class OpenAi(PromptedTeacher):
             return None
         return name if isinstance(name, str) else None
 
-    def ask(self, prompt: str, schema: Mapping[str, Any]) -> Reply:
+    def ask(self, prompt: str, schema: Mapping[str, Any]) -> ModelReply:
         from annie_quant import stream
 
         turns = schema["properties"]["conversations"]["items"]["properties"]["turns"]["maxItems"]
@@ -79,7 +79,7 @@ class OpenAi(PromptedTeacher):
         if record["error"]:
             raise BatchFailed(f"the endpoint: {record['error']}", cost, tokens)
         truncated = record["finish_reason"] == "length"
-        return Reply(record["text"], truncated=truncated, cost_usd=cost, tokens=tokens)
+        return ModelReply(record["text"], truncated=truncated, cost_usd=cost, tokens=tokens)
 
 
 def open_teacher(options: Options, split: str = "calibration") -> OpenAi:

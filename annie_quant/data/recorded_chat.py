@@ -1,22 +1,23 @@
-"""A chat request and its answer, as the proxy has copied them: one line of JSON that `annie-quant init` reads, without secrets.
+"""A chat request and its answer, copied by the proxy: one line of JSON that `annie-quant init` reads, without secrets.
 
     {"time": ..., "model": ..., "messages": [...], "tools": [...], "finish_reason": ...}
 
 Only what init uses is kept: no headers, no address, no sampling settings. An answer that is incomplete is left out; its
 request is kept, because it is a prompt that users send.
 
-A file of JSON lines that is appended to, readable by its owner only, and never larger than its limit.
+LogFile is the file of these lines: appended to, readable by its owner only, and never larger than its limit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from typing import Any
 from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.core.files import take_lock
 from annie_quant.core.untrusted import decode_json
-from annie_quant.data.logs.conversation import MASK, Scanner, Unusable, with_text_arguments
-from annie_quant.data.logs.records import conversation_of
+from annie_quant.data.log_records import Unusable, conversation_of, with_text_arguments
+from annie_quant.data.masking import MASK, Scanner
 from annie_quant.documents import ChatMessage, LoggedChat
 from annie_quant.stream import decode
 from annie_quant.stream.redact import Redactor
@@ -39,9 +40,14 @@ _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
 
 @dataclass
-class Exchange:
-    """request, answer: bodies; answer is None where there is none to record. is_stream: the answer is server-sent events.
-    coding: the answer's Content-Encoding. secrets: the values of the request's secret headers and query parameters.
+class CopiedExchange:
+    """A request and its answer.
+
+    request, answer: bodies; answer is None where there is none to record.
+    is_stream: whether the answer is server-sent events.
+    coding: the answer's Content-Encoding.
+    time: of the request, ISO 8601.
+    secrets: the values of the request's secret headers and query parameters.
     """
 
     request: bytes
@@ -53,20 +59,19 @@ class Exchange:
 
 
 @dataclass
-class Line:
-    """data: the encoded line. has_answer: whether the model's answer is in it. fault: why not, where an answer came."""
+class ChatLine:
+    """One line of the file.
+
+    has_answer: whether the model's answer is in `data`.
+    fault: why an answer that was received is not in `data`.
+    """
 
     data: bytes
     has_answer: bool
     fault: str = ""
 
 
-def new_scanner(personal: bool, words: Sequence[str]) -> Scanner:
-    """Return what masks secrets in recorded text, by the same rules as `annie-quant init`."""
-    return Scanner(personal, words)
-
-
-def line_of(exchange: Exchange, scanner: Scanner) -> Line:
+def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     """Return the line of an exchange. Raises Unusable with the reason where it has no chat that init could use."""
     request = _object(exchange.request)
     if request is None:
@@ -80,7 +85,7 @@ def line_of(exchange: Exchange, scanner: Scanner) -> Line:
             fault = str(error)
     record: dict[str, Any] = {"messages": request.get("messages"), "tools": _tools(request)}
     if message is not None:
-        # Before reasoning and content are joined, and before the scanner, which would mask one part of a secret and leave another.
+        # Before reasoning and content are joined, and before the scanner, which would mask a part of a secret and keep the rest.
         record["response"] = {"choices": [{"message": without(message, exchange.secrets)}]}
     conversation = conversation_of(record)
     size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
@@ -94,7 +99,7 @@ def line_of(exchange: Exchange, scanner: Scanner) -> Line:
     )
     if len(data) > MAX_LINE_BYTES:
         raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
-    return Line(data, message is not None, fault)
+    return ChatLine(data, message is not None, fault)
 
 
 def masked_row(parts: Mapping[str, Any], time: str, scanner: Scanner) -> LoggedChat:
@@ -192,25 +197,27 @@ def without(value: Any, secrets: Redactor) -> Any:
     """Return a JSON value without the given secrets, also where they are encoded or spread over texts, and in names."""
     if not secrets:
         return value
-    texts = [text.encode("utf-8", "surrogatepass") for text in _texts(value)]
+    texts: list[bytes] = []
+    _changed(value, lambda text: texts.append(text.encode("utf-8", "surrogatepass")) or "")
     spans: dict[int, list[tuple[int, int]]] = {}
     for index, start, end in secrets.spans_in(texts):
         spans.setdefault(index, []).append((start, end))
-    masked = (_cut(text, spans[i]) if i in spans else None for i, text in enumerate(texts))
-    return _replaced(value, masked)
+    positions = itertools.count()
+
+    def masked(text: str) -> str:
+        i = next(positions)
+        return _cut(texts[i], spans[i]) if i in spans else text
+
+    return _changed(value, masked)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the names and texts of a JSON value in its order."""
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with its names and texts changed, in the order in which they are written."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _changed(item, change) for key, item in value.items()}
+    return [_changed(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _cut(text: bytes, spans: list[tuple[int, int]]) -> str:
@@ -220,16 +227,6 @@ def _cut(text: bytes, spans: list[tuple[int, int]]) -> str:
             parts += [text[at:start], MASK.encode()]
         at = max(at, end)
     return b"".join([*parts, text[at:]]).decode("utf-8", "replace")
-
-
-def _replaced(value: Any, masked: Iterator[str | None]) -> Any:
-    """Return a JSON value with each text replaced by the next of `masked`, where that is not None."""
-    if isinstance(value, str):
-        text = next(masked)
-        return value if text is None else text
-    if isinstance(value, dict):
-        return {_replaced(key, masked): _replaced(item, masked) for key, item in value.items()}
-    return [_replaced(item, masked) for item in value] if isinstance(value, list) else value
 
 
 BLOCK_BYTES = 64 << 10

@@ -4,7 +4,7 @@ Every method and path is passed on, and every status, header and body back; a st
 passed back and not followed, the environment's proxies are not used, and cookies are not kept, so that a key reaches no
 other server. A fault of recording never stops the traffic.
 
-Limits of what is kept in memory: exchange.MAX_REQUEST_BYTES and MAX_ANSWER_BYTES per exchange, MAX_HELD_BYTES in all,
+Limits of what is kept in memory: MAX_REQUEST_BYTES and MAX_ANSWER_BYTES per exchange, MAX_HELD_BYTES in all,
 MAX_CLIENTS requests at once (further ones get status 503, or the place of one whose body is late).
 
 Limits of time, so that slow clients do not keep others out: HEAD_S for a connection's first head, BODY_S and a least rate for
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import logging
 import signal
 import threading
@@ -32,16 +31,17 @@ from urllib.parse import urlsplit
 import msgspec
 
 from annie_quant.core.errors import EnvironmentFault, UsageError, need
+from annie_quant.core.host import is_local
 from annie_quant.core.progress import SILENT, Progress
-from annie_quant.data.logs.conversation import Unusable
-from annie_quant.data.record.exchange import (
+from annie_quant.data.log_records import Unusable
+from annie_quant.data.masking import Scanner
+from annie_quant.data.recorded_chat import (
     MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
     READABLE_CODINGS,
-    Exchange,
+    CopiedExchange,
     LogFile,
     line_of,
-    new_scanner,
 )
 from annie_quant.stream.redact import Redactor, refuse_secrets_in, secrets_of
 
@@ -66,10 +66,15 @@ HOP_BY_HOP = {
 }  # fmt: skip
 
 
-@dataclass
-class Settings:
-    """upstream: http(s)://HOST[:PORT][/PATH]; a last /v1 is left out, because clients send it. most_bytes: of the file.
-    personal, words: as Scanner has them. duration_s: how long to record; None: until a signal.
+@dataclass(frozen=True)
+class RecorderSettings:
+    """How to record.
+
+    upstream: http(s)://HOST[:PORT][/PATH]; a final /v1 is removed, because clients send it.
+    host, port: where to listen.
+    most_bytes: limit of the file.
+    personal, words: what is masked besides secrets (see Scanner).
+    duration_s: how long to record; None: until a signal.
     """
 
     upstream: str
@@ -83,9 +88,14 @@ class Settings:
 
 
 class Recorded(msgspec.Struct, kw_only=True):
-    """What was recorded. requests: passed on, of any kind. lines: chats in the file, with_answer of them complete.
-    left_out: reason → number of chat requests that are not in the file, or without their answer. masked: secrets per kind.
-    stopped: why recording stopped while traffic went on, "" if it did not.
+    """What was recorded.
+
+    requests: number of requests that were passed on, of any kind.
+    lines: number of chats in the file.
+    with_answer: how many of them have their answer.
+    left_out: reason → number of chat requests that are not in the file, or without their answer.
+    masked: number of masked places per kind of secret.
+    stopped: why recording stopped while traffic went on; "" if it did not.
     """
 
     output: str
@@ -98,7 +108,7 @@ class Recorded(msgspec.Struct, kw_only=True):
     stopped: str = ""
 
 
-def checked_upstream(settings: Settings) -> str:
+def checked_upstream(settings: RecorderSettings) -> str:
     """Return the upstream without a last / or /v1. Raises UsageError for an address that cannot be used."""
     url = settings.upstream
     refuse_secrets_in(url, "--upstream")
@@ -114,13 +124,6 @@ def checked_upstream(settings: Settings) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def is_local(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host.lower() == "localhost"
-
-
 class Held:
     """The bytes that all copies hold together."""
 
@@ -130,7 +133,7 @@ class Held:
 
 @dataclass
 class Copy:
-    """A copy of one body while it is passed on. fault: why it is not kept, "" while it is."""
+    """A copy of one body while it is passed on. fault: why it is not kept; "" while it is."""
 
     held: Held
     most: int
@@ -162,7 +165,7 @@ class Copy:
 class Recorder:
     """The proxy. start, then stop, in one event loop; `url` is the address for clients."""
 
-    def __init__(self, settings: Settings, progress: Progress = SILENT) -> None:
+    def __init__(self, settings: RecorderSettings, progress: Progress = SILENT) -> None:
         need("aiohttp", "record")
         self.settings, self.progress = settings, progress
         self.upstream = checked_upstream(settings)
@@ -170,7 +173,7 @@ class Recorder:
         self.result = Recorded(output=str(settings.output))
         self.url = ""
         self._left_out: Counter[str] = Counter()
-        self._scanner = new_scanner(settings.personal, settings.words)
+        self._scanner = Scanner(settings.personal, settings.words)
         self._held = Held(MAX_HELD_BYTES)
         self._passed: dict[_Passed, None] = {}  # the requests in flight, the oldest first
         self._silent: dict[Any, float] = {}  # connection → when it was accepted, until its first head is complete
@@ -301,7 +304,7 @@ class Recorder:
         request, answer, size = passed.question.body(), passed.answer.body(), passed.question.size + passed.answer.size
         fault = passed.fault or passed.answer.fault
         refused = passed.refused or passed.question.fault or ("the file's limit" if self.log.stopped else "")
-        exchange = Exchange(
+        exchange = CopiedExchange(
             request=request,
             answer=None if fault else answer,
             is_stream=passed.is_stream,
@@ -317,7 +320,7 @@ class Recorder:
         work = loop.run_in_executor(self._writer, self._write, exchange, fault)
         work.add_done_callback(lambda _: setattr(self._held, "now", self._held.now - size))
 
-    def _write(self, exchange: Exchange, fault: str) -> None:
+    def _write(self, exchange: CopiedExchange, fault: str) -> None:
         """Write one chat; in the writer's thread."""
         try:
             line = line_of(exchange, self._scanner)
@@ -340,8 +343,12 @@ class Recorder:
 
 @dataclass(eq=False)
 class _Passed:
-    """One request that is passed on. refused: why it is not recorded at all; fault: why its answer is not.
-    is_received: its body is complete. waiting_since: since when the client sends nothing, None while it is not waited for.
+    """One request that is passed on.
+
+    refused: why it is not recorded at all.
+    fault: why its answer is not recorded.
+    is_received: whether its body is complete.
+    waiting_since: since when the proxy waits for the client's next bytes; None while it does not.
     """
 
     request: web.Request
@@ -467,15 +474,13 @@ def _fail_when_closed(answer: Any) -> None:
 
 def forwarded(headers: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return a request's headers as they are passed on."""
-    own = _of_connection(headers)
-    result = [(name, value) for name, value in headers.items() if name.lower() not in own]
-    return [(n, _codings(v) if n.lower() == "accept-encoding" else v) for n, v in result]
+    return [(n, _codings(v) if n.lower() == "accept-encoding" else v) for n, v in returned(headers)]
 
 
 def returned(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return an answer's headers as they are passed back."""
-    own = _of_connection(headers)
-    return [(name, value) for name, value in headers.items() if name.lower() not in own]
+    """Return an answer's headers as they are passed back: those of one connection are left out."""
+    hop_by_hop = _of_connection(headers)
+    return [(name, value) for name, value in headers.items() if name.lower() not in hop_by_hop]
 
 
 def _of_connection(headers: Mapping[str, str]) -> set[str]:
@@ -497,20 +502,20 @@ def error_page(status: int, message: str) -> web.Response:
 
 
 def _quiet() -> logging.Logger:
-    logger = logging.getLogger("annie_quant.data.record.server")
+    logger = logging.getLogger("annie_quant.data.record_proxy.server")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
     return logger
 
 
 def record(
-    settings: Settings, progress: Progress = SILENT, on_ready: Callable[[str], object] = lambda url: None
+    settings: RecorderSettings, progress: Progress = SILENT, on_ready: Callable[[str], object] = lambda url: None
 ) -> Recorded:
     """Record until SIGINT or SIGTERM, or for settings.duration_s. on_ready: called with the address for clients."""
     return asyncio.run(_record(settings, progress, on_ready))
 
 
-async def _record(settings: Settings, progress: Progress, on_ready: Callable[[str], object]) -> Recorded:
+async def _record(settings: RecorderSettings, progress: Progress, on_ready: Callable[[str], object]) -> Recorded:
     recorder, ended = Recorder(settings, progress), asyncio.Event()
     loop = asyncio.get_running_loop()
     in_main = threading.current_thread() is threading.main_thread()

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from annie_quant.core.text import inert
-from annie_quant.report.format import seconds
-from annie_quant.report.pages import comparison, tables
-from annie_quant.report.pages.html import caveats, facts
-from annie_quant.report.pages.tables import Cell, Table
-from annie_quant.report.recount import Recount
+from annie_quant.report import comparison, tables
+from annie_quant.report.recheck import Recount, caveats
 from annie_quant.report.run import LoadedRun
+from annie_quant.report.tables import Cell, Table
 
 LEGEND = (
     "Passes of n; ✓ keeps, ✗ loses, ? undecided against the reference on the same prompts (by the absolute requirement where there "
@@ -79,10 +77,11 @@ def render(run: LoadedRun, check: Recount | None) -> str:
     if (stability := tables.stability_table(run)).rows:
         parts += ["## Noise and drift", inert(stability.caption) + ".", grid(stability, 2)]
     parts += [*_checklist(run), *_limits(run), *_method(run, check)]
-    if stages := run.document.stages:
-        rows = [(s.name, [Cell(seconds(s.seconds)), Cell(s.summary)]) for s in stages]
-        parts += ["## Stages", grid(Table("", "stage", ["time", "outcome"], rows))]
-    for title, pairs in facts(run):
+    if (recipes := tables.recipes_table(run)).rows:
+        parts += ["## Recipes that were compared", inert(recipes.caption) + ".", grid(recipes, 2)]
+    if (stages := tables.stages_table(run)).rows:
+        parts += ["## Stages", grid(stages)]
+    for title, pairs in tables.facts(run):
         parts += _section(title, (f"{key}: {value}" for key, value in pairs))
     return "\n\n".join(parts) + "\n"
 
@@ -116,7 +115,7 @@ def _checklist(run: LoadedRun) -> list[str]:
     return [f"## Drop-in checklist: {inert(comparison.checklist_title(run))}", "\n".join(rows)] if rows else []
 
 
-def _tree(steps: list[comparison.Step], depth: int = 0) -> list[str]:
+def _tree(steps: list[comparison.DecisionStep], depth: int = 0) -> list[str]:
     """Steps as nested lists, each with the sign of its verdict."""
     lines = []
     for step in steps:

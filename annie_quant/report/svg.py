@@ -3,7 +3,7 @@
 Colours are CSS classes (s0 … s7 for series), so that one drawing serves the light and the dark theme. `inline()` is for a page
 with STYLE or its own colours; `document()` is a complete file. Sizes are pixels of the viewBox.
 
-A figure of the report: panels with one caption, and what several charts share.
+Figure is a figure of the report (panels with one caption); line_chart and label_rows are what several figures share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from annie_quant.core.text import visible
-from annie_quant.report.run import Backend, LoadedRun, Side
+from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 
 STYLE = (
     "svg{--ink:#1c2127;--soft:#5b6470;--line:#d9dce0;--paper:#fff;--s0:#68717d;--s1:#c8452f;--s2:#1f6fb2;--s3:#b07a0c;"
@@ -192,7 +192,13 @@ ROWS_LEFT, ROWS_TOP = 118, 30  # of a panel with one row per side
 
 @dataclass
 class Figure:
-    """panels: (name, drawing). The caption states n. groups: panels "GROUP.NAME" are shown one group at a time."""
+    """A figure of the report.
+
+    caption: states n.
+    panels: (name, drawing).
+    wide: whether it takes the whole width of the page.
+    groups: group → title; panels "GROUP.NAME" are shown one group at a time.
+    """
 
     key: str
     caption: str = ""
@@ -204,15 +210,15 @@ class Figure:
         return panel.split(".")[0] if self.groups else ""
 
 
-def label_rows(c: Canvas, run: LoadedRun, sides: list[Side], ys: list[float]) -> None:
+def label_rows(c: Canvas, run: LoadedRun, sides: list[MeasuredSide], ys: list[float]) -> None:
     """Write the sides' names left of their rows: the model's name once, then only how it runs."""
     previous = None
     for side, y in zip(sides, ys, strict=True):
         if side.model == previous:
             c.text(ROWS_LEFT - 8, y + 4, "bf16" if side.how == "reference" else side.how, "e")
         else:
-            own = run.label(side.model).replace("NVFP4 ", "")[:11]
-            c.text(ROWS_LEFT - 8, y + 4, own + ("" if side.how == "reference" else f" · {side.how}"), "e v")
+            label = run.label(side.model).replace("NVFP4 ", "")[:11]
+            c.text(ROWS_LEFT - 8, y + 4, label + ("" if side.how == "reference" else f" · {side.how}"), "e v")
         previous = side.model
 
 
@@ -221,7 +227,7 @@ LEFT, RIGHT, TOP, BOTTOM = 66, 570, 26, 226
 
 @dataclass(frozen=True)
 class Point:
-    """low, high: an interval of y. tip: shown at the mark; a point without one has no mark."""
+    """A point of a line. low, high: an interval of y. tip: shown at the mark; a point without one has no mark."""
 
     x: float
     y: float
@@ -242,7 +248,7 @@ class Axis:
 
 
 def line_chart(
-    run: LoadedRun, title: str, description: str, across: Axis, up: Axis, lines: list[tuple[Backend, list[Point]]]
+    run: LoadedRun, title: str, description: str, across: Axis, up: Axis, lines: list[tuple[ServedModel, list[Point]]]
 ) -> Canvas:
     c = Canvas(WIDE, BOTTOM + 40, title, description)
     c.text(0, 12, up.title)

@@ -1,21 +1,43 @@
-"""Reading log files as a stream: JSON lines, JSON, Parquet, Arrow, text, also compressed with gzip, and folders of them."""
+"""Log files as a stream of conversations, one at a time, whatever the size of the file.
+
+    OpenAI chat       JSON lines with `messages` (and `tools`), or a request with its `response`, as proxies and batches log them
+    ShareGPT, Hermes  `conversations` of {from, value}; tools in the system prompt, calls and results in tags
+    OpenClaw          session transcripts: one event per line, tool calls as content blocks
+    vLLM              Received request ID: prompt: '...', params: ... (--enable-log-requests; since 0.11 at level DEBUG, as
+                      Request ID details: prompt: '...', ...), Generated response ID: output: '...' (--enable-log-outputs)
+    llama.cpp         log_server_r: request:  {...} and response: {...} (--verbose)
+    datasets          Parquet, Arrow and JSON files of Hugging Face chat datasets, also with gzip, and folders of all of these
+
+vLLM logs the prompt after the chat template; it is parsed back here for templates in ChatML (Qwen, Hermes).
+"""
 
 from __future__ import annotations
 
+import ast
 import codecs
 import contextlib
 import gzip
 import itertools
 import json
 import os
+import re
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.untrusted import decode_json
-from annie_quant.data.logs.conversation import Conversation, Problems, Unusable
-from annie_quant.data.logs.records import ROLES, ServerLog, conversation_of, finished, parsed_message
+from annie_quant.data.log_records import (
+    ROLES,
+    Conversation,
+    Unusable,
+    conversation_of,
+    finished,
+    parsed_message,
+    tools_of,
+)
 from annie_quant.documents import ChatMessage
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
@@ -24,13 +46,36 @@ MAX_CHARACTERS = 60_000  # of one conversation
 BATCH_ROWS = 256
 
 
+@dataclass
+class Problems:
+    """What in logs cannot be used.
+
+    counts: reason → number of records.
+    first: reason → file and line of its first record.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, where: str = "", n: int = 1) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + n
+        self.first.setdefault(reason, where)
+
+    def lines(self) -> Iterator[str]:
+        """Yield one line per reason, the most frequent first."""
+        for reason, n in sorted(self.counts.items(), key=lambda item: -item[1]):
+            where = f" (first: {self.first[reason]})" if self.first[reason] else ""
+            yield f"{n:,} × {reason}{where}"
+
+
 def read_logs(
     paths: Iterable[str | os.PathLike[str]], problems: Problems | None = None, most_characters: int = MAX_CHARACTERS
 ) -> Iterator[Conversation]:
     """Yield the conversations of log files. At most one record (Parquet: BATCH_ROWS) is in memory.
 
-    most_characters: larger conversations are counted in `problems`. Raises UsageError for a path that does not exist or cannot
-    be read.
+    problems: counts what cannot be used.
+    most_characters: larger conversations are counted in `problems`.
+    Raises UsageError for a path that does not exist or cannot be read.
     """
     problems = problems if problems is not None else Problems()
     for path in itertools.chain.from_iterable(map(_files, map(Path, paths))):
@@ -146,16 +191,14 @@ def _decoded(line: bytes) -> Any:
     try:
         json.dumps(record, allow_nan=False)
     except ValueError:
-        raise Unusable("NaN or infinity, which JSON has not") from None
+        raise Unusable("NaN or infinity, which JSON does not have") from None
     return record
 
 
 def _open(path: Path) -> IO[bytes]:
-    return _after_mark(gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))  # type: ignore[arg-type]
-
-
-def _after_mark(file: IO[bytes]) -> IO[bytes]:
-    """Return the file, positioned after its byte order mark where it has one."""
+    """Open a log, positioned after its byte order mark where it has one."""
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    file: IO[bytes] = opener(path, "rb")
     if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
         file.seek(0)
     return file
@@ -241,3 +284,90 @@ class Transcript:
             conversation = finished(messages, None)
             conversation.format = "transcript"
             yield conversation
+
+
+_LITERAL = r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")"
+_VLLM_PROMPT = re.compile(rf"(?:Received request|Request) (\S+?):?(?: details)?: prompt: {_LITERAL}")
+_VLLM_OUTPUT = re.compile(rf"Generated response (\S+?)(?: \([^)]*\))?: output: {_LITERAL}")
+_LLAMA = re.compile(r"log_server_r\w*:\s+(request|response):\s+(\{.*\})\s*$")
+_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
+_TOOL_BLOCK = re.compile(r"# Tools\b.*?<tools>\s*(.*?)\s*</tools>", re.DOTALL)
+_TOOL_END = ("</IMPORTANT>", "</tool_call>")
+MAX_WAITING = 10_000  # requests whose answer has not been logged yet
+
+
+class ServerLog:
+    """The requests in one log; add returns the conversations that a line completes."""
+
+    def __init__(self) -> None:
+        self.format = ""
+        self._prompts: OrderedDict[str, str] = OrderedDict()  # vLLM: request → prompt
+        self._request: dict[str, Any] | None = None  # llama.cpp
+
+    def add(self, line: str) -> Iterator[Conversation]:
+        """Raises Unusable for a prompt or body that cannot be parsed."""
+        if match := _VLLM_PROMPT.search(line):
+            self.format = "vLLM log"
+            self._prompts[match[1]] = ast.literal_eval(match[2])
+            if len(self._prompts) > MAX_WAITING:
+                yield chatml(self._prompts.popitem(last=False)[1], "")
+        elif match := _VLLM_OUTPUT.search(line):
+            self.format = "vLLM log"
+            prompt = self._prompts.pop(match[1], None)
+            if prompt is not None:
+                yield chatml(prompt, ast.literal_eval(match[2]))
+        elif match := _LLAMA.search(line):
+            self.format = "llama.cpp log"
+            try:
+                body = json.loads(match[2])
+            except (ValueError, RecursionError):
+                raise Unusable("a request in the server's log is not JSON") from None
+            if match[1] == "request":
+                yield from self.rest()
+                self._request = body if "messages" in body else None
+            elif self._request is not None:
+                request, self._request = self._request, None
+                yield conversation_of({**request, "response": body})
+
+    def rest(self) -> Iterator[Conversation]:
+        """Yield the requests whose answer was not logged."""
+        prompts, self._prompts = self._prompts, OrderedDict()
+        request, self._request = self._request, None
+        if request is not None:
+            yield conversation_of(request)
+        for prompt in prompts.values():
+            yield chatml(prompt, "")
+
+
+def chatml(prompt: str, answer: str) -> Conversation:
+    """Return the conversation in a prompt after a ChatML template, with its answer. Raises Unusable for other templates."""
+    turns = _TURN.findall(prompt)
+    if not turns:
+        raise Unusable("a prompt in the server's log is not in ChatML")
+    messages: list[ChatMessage] = []
+    tools = None
+    opened = turns[-1][1] if turns[-1][0] == "assistant" and not prompt.rstrip().endswith("<|im_end|>") else None
+    for role, text in turns[:-1] if opened is not None else turns:
+        if role == "system":
+            system, tools = _system(text)
+            messages.append({"role": "system", "content": system})
+        else:
+            messages += parsed_message({"role": role, "content": text.strip()})
+    thinking = opened is not None and opened.rstrip().endswith("<think>")
+    if answer.strip():
+        text = answer.split("<|im_end|>")[0]
+        text = "<think>\n" + text if thinking and "</think>" in text else text
+        messages += parsed_message({"role": "assistant", "content": text})
+    conversation = finished(messages, tools)
+    conversation.thinking = thinking
+    return conversation
+
+
+def _system(text: str) -> tuple[str, list[dict[str, Any]] | None]:
+    """Return a rendered system message as the prompt and the tools in it."""
+    block = _TOOL_BLOCK.search(text)
+    if block is None:
+        return text.strip(), None
+    before, after = text[: block.start()].strip(), text[block.end() :]
+    ends = [after.rfind(end) + len(end) for end in _TOOL_END if end in after]
+    return before or (after[max(ends) :].strip() if ends else ""), tools_of(block[1])

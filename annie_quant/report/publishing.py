@@ -1,6 +1,6 @@
 """Upload a checkpoint to the Hugging Face Hub with its model card.
 
-prepare(run_dir, repo_id, …) -> Plan   audit, card and the files to upload, staged in RUN/publish/OWNER--NAME; no network
+prepare(run_dir, repo_id, …) -> UploadPlan   audit, card and the files to upload, staged in RUN/publish/OWNER--NAME; no network
 upload(plan, …) -> Uploaded            huggingface_hub's resumable upload, then a check of what the Hub has
 
 Only files on a list of names are uploaded, and nothing at all where one of them contains a secret.
@@ -26,7 +26,7 @@ from annie_quant.core.secrets import secret_in
 from annie_quant.documents import SpeedGate, salvage_or_default
 from annie_quant.judge import decision
 from annie_quant.report import card
-from annie_quant.report.pages.html import first
+from annie_quant.report.recheck import check_figures, first
 from annie_quant.report.run import REFERENCE, LoadedRun, load
 
 # What a server or transformers needs of a checkpoint folder.
@@ -39,7 +39,7 @@ REPORT_FILES = ("report.html", "report.md", "comparison.md", "results.csv")
 RECORD_FILES = ("records.jsonl", "inputs.json")
 
 
-class _Config(msgspec.Struct):
+class _NamedConfig(msgspec.Struct):
     name_or_path: str = msgspec.field(default="", name="_name_or_path")
 
 
@@ -59,11 +59,14 @@ class PlannedFile(msgspec.Struct):
     size_bytes: int
 
 
-class Plan(msgspec.Struct, kw_only=True):
+class UploadPlan(msgspec.Struct, kw_only=True):
     """What `upload` would do; `--dry-run --json` prints it.
 
-    folder: holds exactly `files`. size_bytes: of all files. left_out: names in the checkpoint's folder that are not uploaded.
-    objections: why it should not be published. forced: the reason for publishing in spite of them.
+    folder: holds exactly `files`.
+    size_bytes: of all files.
+    left_out: names in the checkpoint's folder that are not uploaded.
+    objections: why it should not be published.
+    forced: the reason for publishing in spite of them.
     """
 
     repo_id: str
@@ -97,7 +100,7 @@ def prepare(
     with_report: bool = False,
     with_records: bool = False,
     forced: str = "",
-) -> Plan:
+) -> UploadPlan:
     """Audit the checkpoint, write its card and stage the files; use no network.
 
     model: its name in the run (default: the verdict's candidate). checkpoint: its folder, where the run does not know it.
@@ -137,7 +140,7 @@ def prepare(
                 f"{path} contains {secret}; it cannot be published, not even with --force", f"check {file}"
             )
     folder = _stage(run.folder / "publish" / repo_id.replace("/", "--"), files, text)
-    return Plan(
+    return UploadPlan(
         repo_id=repo_id,
         private=private,
         folder=folder,
@@ -153,8 +156,9 @@ def _uploadable(name: str) -> bool:
 
 
 def objections(run: LoadedRun, model: str) -> list[str]:
-    """Return why this model should not be published: gates that the decision has as lost, no gates at all, a broken export, figures
-    that differ from the records or outcomes. Speed limits are not among them: they are of one machine."""
+    """Return why this model should not be published: lost gates, no gates at all, a broken export, figures that differ from the
+    records or outcomes. Speed limits are not among the reasons, because they hold for one machine only.
+    """
     sides = run.sides_of(model)
     problems = [
         f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}"
@@ -163,7 +167,7 @@ def objections(run: LoadedRun, model: str) -> list[str]:
     ]
     if not any(s.gates for s in sides):
         problems.append("no gate was measured for this model")
-    check = run.check_figures(sides)
+    check = check_figures(run, sides)
     if check and check.differences:
         problems.append(f"{len(check.differences)} of {check.compared} served figures differ from the records")
     problems += decision.blocking_of(run.aggregates, model)
@@ -210,7 +214,7 @@ def source_of(run: LoadedRun, model: str) -> Path | None:
 
 
 def _only_model(run: LoadedRun) -> str:
-    """The one model next to the reference, where neither a verdict nor a search names a candidate."""
+    """Return the only model besides the reference, where neither a verdict nor a search names a candidate."""
     known = [m.name for m in run.models if m.name != REFERENCE]
     if len(known) != 1:
         raise UsageError(
@@ -223,20 +227,19 @@ def _folder(run: LoadedRun, name: str, checkpoint: str | os.PathLike | None) -> 
     names = [m.name for m in run.models]
     if name not in names:
         raise UsageError(f"{run.folder}: there is no model {name!r}", f"choose one of: {', '.join(names)}")
-    places = [Path(checkpoint)] if checkpoint else [Path(run.model(name).checkpoint), run.folder / "models" / name]
-    folder = next((p for p in places if (p / "config.json").is_file()), None)
-    if folder is None:
+    folder = Path(checkpoint) if checkpoint else run.folder_of(name)
+    if folder is None or not (folder / "config.json").is_file():
         raise CheckpointError(f"{name}: its checkpoint folder is not known or not there", "add --checkpoint DIR")
     return folder
 
 
 def _known_base(folder: Path) -> str:
-    name = salvage_or_default(_Config, folder / "config.json").name_or_path
+    name = salvage_or_default(_NamedConfig, folder / "config.json").name_or_path
     return name if re.fullmatch(r"[\w.\-]+/[\w.\-]+", name) and not Path(name).exists() else ""
 
 
 def _license(folder: Path) -> str:
-    """The licence in the metadata of the README in the checkpoint's folder."""
+    """Return the licence in the metadata of the README in the checkpoint's folder."""
     readme = folder / "README.md"
     if not readme.is_file():
         return ""
@@ -277,7 +280,7 @@ def _staged(folder: Path) -> list[Path]:
 
 
 def upload(
-    plan: Plan,
+    plan: UploadPlan,
     endpoint: str | None = None,
     token: str | None = None,
     progress: Progress | Callable[[str], object] | None = None,
@@ -318,7 +321,7 @@ def upload(
     return Uploaded(f"{api.endpoint}/{plan.repo_id}", plan.private, len(plan.files), plan.size_bytes)
 
 
-def _send(api: Any, plan: Plan) -> None:
+def _send(api: Any, plan: UploadPlan) -> None:
     """Use the large-folder upload, which resumes with and without Xet; upload_folder, its successor, only with Xet."""
     if not hasattr(api, "upload_large_folder"):
         api.create_repo(plan.repo_id, private=plan.private, exist_ok=True)
@@ -331,7 +334,7 @@ def _send(api: Any, plan: Plan) -> None:
         )
 
 
-def _check_visibility(errors: Any, api: Any, plan: Plan) -> None:
+def _check_visibility(errors: Any, api: Any, plan: UploadPlan) -> None:
     try:
         repository = api.repo_info(plan.repo_id, repo_type="model")
     except errors.RepositoryNotFoundError:
@@ -340,8 +343,8 @@ def _check_visibility(errors: Any, api: Any, plan: Plan) -> None:
         raise UsageError(f"{plan.repo_id} exists and is public", "add --public, or choose another name")
 
 
-def _missing_files(api: Any, plan: Plan) -> list[str]:
-    """Files that the repository lacks or has in another size."""
+def _missing_files(api: Any, plan: UploadPlan) -> list[str]:
+    """Return the files that the repository lacks or has in another size."""
     repository = api.repo_info(plan.repo_id, repo_type="model", files_metadata=True)
     sizes = {f.rfilename: f.size for f in repository.siblings or ()}
     return [f.path for f in plan.files if sizes.get(f.path) != f.size_bytes]

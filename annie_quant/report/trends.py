@@ -23,14 +23,12 @@ from annie_quant.core.files import write_text
 from annie_quant.core.text import inert, visible
 from annie_quant.documents import Environment
 from annie_quant.judge.metrics import METRICS
-from annie_quant.report import format
-from annie_quant.report.charts import svg
-from annie_quant.report.charts.svg import WIDTH, Canvas
+from annie_quant.report import comparison, format, markdown, svg
 from annie_quant.report.format import CSS, DASH, SIGNS, count, interval, significant
-from annie_quant.report.pages import comparison, markdown
-from annie_quant.report.pages.html import render_template
-from annie_quant.report.pages.tables import Cell, Table
-from annie_quant.report.run import Backend, LoadedRun, OfflineModel, Side, load
+from annie_quant.report.html import render_template
+from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel, ServedModel, load
+from annie_quant.report.svg import WIDTH, Canvas
+from annie_quant.report.tables import Cell, Table
 
 GROUPS = {
     "gate": "Gates",
@@ -44,8 +42,8 @@ LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 14, 46, 136  # of a panel, in pixels
 
 
 @dataclass(frozen=True)
-class Point:
-    """One figure of one run. context: machine of a speed, prompts of a served gate; only equal contexts are compared."""
+class RunFigure:
+    """One figure of one run. context: the machine of a speed, the prompts of a served gate; only equal contexts are compared."""
 
     value: float
     low: float | None = None
@@ -56,31 +54,37 @@ class Point:
 
 
 @dataclass
-class Line:
-    """One figure over the runs; None where a run lacks it. key: group|side|metric. better: 1 higher, -1 lower, 0 neither."""
+class FigureLine:
+    """One figure over the runs.
+
+    key: group|side|metric.
+    series: colour of its model.
+    better: 1 where higher is better, -1 where lower is, 0 where neither is.
+    points: one per run; None where the run lacks the figure.
+    """
 
     key: str
     title: str
     where: str
     series: int
     better: int
-    points: list[Point | None]
+    points: list[RunFigure | None]
 
     @property
     def group(self) -> str:
         return self.key.split("|")[0]
 
-    def text(self, point: Point) -> str:
+    def text(self, point: RunFigure) -> str:
         if self.group == "gate":
             return f"{format.share(point.value)} {SIGNS.get(point.verdict, '')}".strip()
         return format.size(point.value) if self.group == "size" else significant(point.value)
 
-    def before(self, index: int) -> Point | None:
-        """The point of the latest earlier run that has the figure."""
+    def before(self, index: int) -> RunFigure | None:
+        """Return the figure of the latest earlier run that has it."""
         return next((p for p in reversed(self.points[:index]) if p), None)
 
     def change(self, index: int) -> Direction:
-        """How a run differs significantly from the latest earlier run that has the figure."""
+        """Return whether a run is significantly better or worse than the latest earlier run that has the figure."""
         now, before = self.points[index], self.before(index)
         if now is None or before is None or not self.better or now.context != before.context:
             return ""
@@ -94,7 +98,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Change:
+class FigureChange:
     direction: Direction
     sentence: str
 
@@ -142,12 +146,12 @@ def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:
 
 
 def in_order(runs: list[LoadedRun]) -> list[LoadedRun]:
-    """Sort by the time on record; runs without one come last, in their order."""
+    """Return the runs by their recorded time; runs without one come last, in their order."""
     return sorted(runs, key=lambda r: (not r.document.environment.time, r.document.environment.time))
 
 
 def labels(runs: list[LoadedRun]) -> list[str]:
-    """Folder names, with as much of the path as makes them differ."""
+    """Return folder names, with as much of the path as makes them differ."""
     paths = [r.folder.resolve().parts for r in runs]
     names: list[str] = []
     for depth in range(1, max(map(len, paths)) + 1):
@@ -157,49 +161,49 @@ def labels(runs: list[LoadedRun]) -> list[str]:
     return [n if names.count(n) == 1 else f"{n} ({i + 1})" for i, n in enumerate(names)]
 
 
-def collect(runs: list[LoadedRun]) -> list[Line]:
-    """Every figure that any run has, in the order of the newest run."""
-    lines: dict[str, Line] = {}
+def collect(runs: list[LoadedRun]) -> list[FigureLine]:
+    """Return every figure that any run has, in the order of the newest run."""
+    lines: dict[str, FigureLine] = {}
     for index in reversed(range(len(runs))):
         for key, title, where, series, better, point in _figures(runs[index]):
-            line = lines.setdefault(key, Line(key, title, where, series, better, [None] * len(runs)))
+            line = lines.setdefault(key, FigureLine(key, title, where, series, better, [None] * len(runs)))
             line.points[index] = point
     order = list(GROUPS)
     return sorted(lines.values(), key=lambda line: order.index(line.group))
 
 
-def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, int, int, Point]]:
-    """(key, title, where, series, better, point) of every figure of a run."""
+def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, int, int, RunFigure]]:
+    """Yield (key, title, where, series, better, point) of every figure of a run."""
     machine, prompts = _machine(run), _prompts(run)
     for side in run.sides:
         where, series = f"{run.label(side.model)}, {side.title}", run.series(side.model)
         for gate in run.gate_names:
             result = side.gates.get(gate)
             if result and result.n:
-                context = prompts if isinstance(side, Backend) else ""
-                point = Point(result.rate, result.low, result.high, result.n, result.verdict, context)
+                context = prompts if isinstance(side, ServedModel) else ""
+                point = RunFigure(result.rate, result.low, result.high, result.n, result.verdict, context)
                 better = 0 if result.advisory else 1
                 yield f"gate|{side.key}|{gate}", run.gate_title(gate), where, series, better, point
         for key, title, better, point in _speeds(side, machine):
             yield key, title, where, series, better, point
         if isinstance(side, OfflineModel) and (kl := side.data.kl):
-            yield f"kl|{side.key}|mean", "mean KL, nats", where, series, -1, Point(kl.mean, n=kl.n_tokens)
+            yield f"kl|{side.key}|mean", "mean KL, nats", where, series, -1, RunFigure(kl.mean, n=kl.n_tokens)
     for model in run.models:
         if model.size_bytes is not None:
-            point = Point(model.size_bytes)
+            point = RunFigure(model.size_bytes)
             yield f"size|{model.name}|", "size on disk", run.label(model.name), run.series(model.name), -1, point
 
 
-def _speeds(side: Side, machine: str) -> Iterator[tuple[str, str, int, Point]]:
-    rows = side.data.speed_gates if isinstance(side, Backend) else {}
+def _speeds(side: MeasuredSide, machine: str) -> Iterator[tuple[str, str, int, RunFigure]]:
+    rows = side.data.speed_gates if isinstance(side, ServedModel) else {}
     for gate, (title, better) in SPEEDS.items():
         if row := rows.get(gate):
-            point = Point(row.value, row.low, row.high, row.n, row.verdict, machine)
+            point = RunFigure(row.value, row.low, row.high, row.n, row.verdict, machine)
             yield f"speed|{side.key}|{gate}", title, better, point
 
 
 def differences(runs: list[LoadedRun], names: list[str]) -> list[str]:
-    """How the runs differ apart from their models: machine, prompts, settings."""
+    """Return how the runs differ apart from their models: machine, prompts, settings."""
     sentences = []
     for subject, key, note in (
         ("machines", _machine, ", so their speeds cannot be compared"),
@@ -229,7 +233,7 @@ def _prompts(run: LoadedRun) -> str:
 
 
 def overview(runs: list[LoadedRun], names: list[str]) -> Table:
-    table = Table("The runs, oldest first", "run", ["time", "machine", "requests", "outcome", "verdict"])
+    table = Table("The runs, oldest first", "run", ["time", "machine", "requests", "outcome", "verdict"], sortable=True)
     for run, label in zip(runs, names, strict=True):
         outcome = comparison.outcome(run)
         cells = [
@@ -243,9 +247,9 @@ def overview(runs: list[LoadedRun], names: list[str]) -> Table:
     return table
 
 
-def group_table(group: str, title: str, lines: list[Line], names: list[str]) -> Table:
+def group_table(group: str, title: str, lines: list[FigureLine], names: list[str]) -> Table:
     caption = f"{title}; ▲ significantly better and ▼ significantly worse than the run before"
-    table = Table(caption, "figure", ["where", *names])
+    table = Table(caption, "figure", ["where", *names], sortable=True)
     for line in lines:
         if line.group == group:
             cells = [_cell(line, index, point) for index, point in enumerate(line.points)]
@@ -253,7 +257,7 @@ def group_table(group: str, title: str, lines: list[Line], names: list[str]) -> 
     return table
 
 
-def _cell(line: Line, index: int, point: Point | None) -> Cell:
+def _cell(line: FigureLine, index: int, point: RunFigure | None) -> Cell:
     if point is None:
         return Cell(DASH, css="none")
     sign, css = {"better": (" ▲", "pass"), "worse": (" ▼", "fail"), "": ("", "")}[line.change(index)]
@@ -262,20 +266,20 @@ def _cell(line: Line, index: int, point: Point | None) -> Cell:
     return Cell(line.text(point) + sign, sub, f"{line.key}|{index}", css, sort=point.value)
 
 
-def changes(lines: list[Line], names: list[str]) -> list[Change]:
-    """Every significant change, worse ones first."""
+def changes(lines: list[FigureLine], names: list[str]) -> list[FigureChange]:
+    """Return every significant change, worse ones first."""
     rows = []
     for line in lines:
         for index, now in enumerate(line.points):
             before, direction = line.before(index), line.change(index)
             if now and before and direction:
                 values = f"{line.text(before)} → {line.text(now)}"
-                rows.append(Change(direction, f"{line.title}, {line.where}: {values} in {names[index]}"))
+                rows.append(FigureChange(direction, f"{line.title}, {line.where}: {values} in {names[index]}"))
     return sorted(rows, key=lambda c: c.direction != "worse")
 
 
-def panel(line: Line, names: list[str]) -> Canvas:
-    """One figure over the runs: joined marks with intervals."""
+def panel(line: FigureLine, names: list[str]) -> Canvas:
+    """Draw one figure over the runs: joined marks with intervals."""
     known = [(i, p) for i, p in enumerate(line.points) if p]
     tips = {i: f"{names[i]}: {line.text(p)}" for i, p in known}
     c = Canvas(WIDTH, BOTTOM + 22, f"{line.title}: {line.where}", "; ".join(tips.values()))

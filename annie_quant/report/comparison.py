@@ -1,15 +1,13 @@
-"""Candidate and incumbent by the dimensions of the original plan (R48), and the memory budget (R50).
+"""Candidate and incumbent by the dimensions of the original plan (R48), the memory budget (R50), the recommendation, the drop-in
+checklist and the decision tree.
 
-What was not measured is shown as unknown; computed figures say so.
-
-The recommendation, the drop-in checklist and the decision tree as text. judge.decision decides; nothing is decided here.
+What was not measured is shown as unknown; computed figures are named as such. judge.decision decides; nothing is decided here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -17,10 +15,11 @@ import msgspec
 from annie_quant.documents import Identity, Outcome, Standing, salvage_or_default
 from annie_quant.judge import decision
 from annie_quant.report.format import DASH, SIGNS, count, significant, size
-from annie_quant.report.pages.tables import Cell, Table, metric_cell, speed_cell
-from annie_quant.report.run import Backend, LoadedRun, Side
+from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
+from annie_quant.report.tables import Cell, Table, metric_cell, speed_cell
 
 CONTEXT = 32_768  # tokens, as the original plan configures
+ANSWERS = {"pass": "✓ yes", "fail": "✗ no", "undecided": "? open"}
 CONTAINERS = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -38,7 +37,7 @@ class TextConfig(msgspec.Struct):
     linear_conv_kernel_dim: int = 0
 
 
-class _Config(TextConfig):
+class _ServedConfig(TextConfig):
     text_config: TextConfig | None = None
 
 
@@ -52,7 +51,7 @@ def dimensions(run: LoadedRun) -> Table | None:
         "dimension",
         [f"{run.label(s.model)} ({w})" for s, w in sides],
     )
-    rows: tuple[tuple[str, Callable[[LoadedRun, Backend], Cell]], ...] = (
+    rows: tuple[tuple[str, Callable[[LoadedRun, ServedModel], Cell]], ...] = (
         ("runtime", _runtime),
         ("fine-tuning", _weights),
         ("quantization", _format),
@@ -75,16 +74,16 @@ def dimensions(run: LoadedRun) -> Table | None:
     return table
 
 
-def _identity(run: LoadedRun, side: Backend) -> Identity:
+def _identity(run: LoadedRun, side: ServedModel) -> Identity:
     return run.backends.get(side.name) or Identity(name=side.name)
 
 
-def _runtime(run: LoadedRun, side: Backend) -> Cell:
+def _runtime(run: LoadedRun, side: ServedModel) -> Cell:
     return Cell(side.data.runtime or DASH, _identity(run, side).version or "")
 
 
-def _weights(run: LoadedRun, side: Backend) -> Cell:
-    """Whether both backends serve the same fine-tuned weights, as far as the benchmark was given their source."""
+def _weights(run: LoadedRun, side: ServedModel) -> Cell:
+    """Whether both backends serve the same fine-tuned weights, where the benchmark knows their source."""
     both = [s for s in (run.candidate, run.incumbent) if s]
     sources = {str(_identity(run, s).meta.get("source") or "") for s in both}
     if sources == {""}:
@@ -92,23 +91,23 @@ def _weights(run: LoadedRun, side: Backend) -> Cell:
     return Cell("the same weights on both sides" if len(sources) == 1 else "differs, or not on record of both")
 
 
-def _format(run: LoadedRun, side: Backend) -> Cell:
+def _format(run: LoadedRun, side: ServedModel) -> Cell:
     model = run.model(side.model)
     bits = f"{significant(model.bits_per_weight)} bits per weight" if model.bits_per_weight else ""
     return Cell(model.format or run.label(side.model), bits)
 
 
-def _memory(side: Backend, level: str) -> Cell:
+def _memory(side: ServedModel, level: str) -> Cell:
     value = getattr(side.data.memory_bytes, level, None)
     return Cell(size(value), key=f"memory|{side.key}|{level}" if value is not None else "")
 
 
-def _speed(side: Backend, gate: str, metric: str) -> Cell:
+def _speed(side: ServedModel, gate: str, metric: str) -> Cell:
     row = side.data.speed_gates.get(gate)
     return _with_n(speed_cell(side, gate, metric), row.n if row else None)
 
 
-def _greeting(run: LoadedRun, side: Backend) -> Cell:
+def _greeting(run: LoadedRun, side: ServedModel) -> Cell:
     greeting = side.data.workloads.get("greeting")
     return _with_n(metric_cell(side, "greeting", "ttft_content_ms"), greeting.n if greeting else None)
 
@@ -119,7 +118,7 @@ def _with_n(cell: Cell, n: int | None) -> Cell:
     return cell
 
 
-def _cache(run: LoadedRun, side: Backend) -> Cell:
+def _cache(run: LoadedRun, side: ServedModel) -> Cell:
     """Size of the caches, computed from config.json."""
     computed = cache_bytes(_config(run, side))
     if computed is None:
@@ -131,15 +130,12 @@ def _cache(run: LoadedRun, side: Backend) -> Cell:
     return Cell(f"{size(size_bytes)}{limit}", f"{total}, computed for 16-bit caches", f"cache|{side.model}")
 
 
-def _config(run: LoadedRun, side: Backend) -> TextConfig:
-    """config.json of the model, or of another of the run: all are forms of one model. Empty where there is none."""
-    for row in (run.model(side.model), *run.models):
-        folder = Path(row.checkpoint)
-        for place in (folder, run.folder / folder, run.folder / "models" / folder.name) if row.checkpoint else ():
-            if (place / "config.json").is_file():
-                config = salvage_or_default(_Config, place / "config.json")
-                return config.text_config or config
-    return TextConfig()
+def _config(run: LoadedRun, side: ServedModel) -> TextConfig:
+    """Return config.json of the model, or of another model of the run: all are forms of one model. Empty where there is none."""
+    folders = (run.folder_of(name) for name in (side.model, *(m.name for m in run.models)))
+    folder = next(filter(None, folders), None)
+    config = salvage_or_default(_ServedConfig, folder / "config.json") if folder else _ServedConfig()
+    return config.text_config or config
 
 
 def cache_bytes(config: TextConfig, tokens: int = CONTEXT) -> tuple[int, int] | None:
@@ -160,36 +156,32 @@ def cache_bytes(config: TextConfig, tokens: int = CONTEXT) -> tuple[int, int] | 
     return tokens, keys_and_values + (len(c.layer_types) - full) * (state + convolution)
 
 
-def container(side: Backend) -> str:
+def container(side: ServedModel) -> str:
     """ "vLLM" or "SGLang" where that serves the side from its container image, else ""."""
     runtime = (side.data.runtime or "").lower()
     return next((title for key, title in CONTAINERS.items() if key in runtime), "")
 
 
-def _deployment(run: LoadedRun, side: Backend) -> Cell:
+def _deployment(run: LoadedRun, side: ServedModel) -> Cell:
     if title := container(side):
         return Cell(f"{title} from its container image")
     return Cell("one binary and one GGUF file" if "llama" in (side.data.runtime or "").lower() else "not on record")
 
 
-def _context(run: LoadedRun, side: Backend) -> Cell:
+def _context(run: LoadedRun, side: ServedModel) -> Cell:
     limit, served = _config(run, side).max_position_embeddings, _identity(run, side).max_model_len
     text = f"{count(limit)} tokens" if limit else DASH
     return Cell(text, f"{count(served)} served here" if served else "")
 
 
-def _acceleration(run: LoadedRun, side: Backend) -> Cell:
+def _acceleration(run: LoadedRun, side: ServedModel) -> Cell:
     fp4 = run.model(side.model).format == "NVFP4" and container(side)
-    here = f"here: {', '.join(gpus)}" if (gpus := gpu_names(run)) else "here: no GPU"
+    here = f"here: {', '.join(gpus)}" if (gpus := run.gpu_names) else "here: no GPU"
     return Cell("FP4 tensor cores on Blackwell" if fp4 else "any GPU or CPU", here)
 
 
-def gpu_names(run: LoadedRun) -> list[str]:
-    return [gpu.get("name", "") for gpu in run.document.environment.gpus]
-
-
 def memory_budget(run: LoadedRun) -> Table | None:
-    """What a switch does to the machine's memory budget. None where no candidate was served."""
+    """Memory of both sides compared with the machine's budget. None where no candidate was served."""
     if run.candidate is None:
         return None
     sides = [(s, w) for s, w in ((run.incumbent, "current"), (run.candidate, "candidate")) if s]
@@ -204,20 +196,19 @@ def memory_budget(run: LoadedRun) -> Table | None:
     )
     for title, peak, key in rows:
         verdict = "undecided" if peak is None else "pass" if peak < decision.BUDGET_BYTES else "fail"
-        text = {"pass": "✓ yes", "fail": "✗ no", "undecided": "? open"}[verdict]
         left = "none" if verdict == "fail" else DASH if peak is None else size(decision.BUDGET_BYTES - peak)
         figure = Cell("not measured") if peak is None else Cell(size(peak), key=key)
-        table.rows.append((title, [figure, Cell(left), Cell(text, css=f"word {verdict}")]))
+        table.rows.append((title, [figure, Cell(left), Cell(ANSWERS[verdict], css=f"word {verdict}")]))
     return table
 
 
 @dataclass
-class Step:
+class DecisionStep:
     """A question of the decision tree and its answer. verdict: "" where it was not asked."""
 
     text: str
     verdict: Outcome | Literal[""] = ""
-    children: list[Step] = field(default_factory=list)
+    children: list[DecisionStep] = field(default_factory=list)
 
     @property
     def sign(self) -> str:
@@ -235,7 +226,7 @@ def badge(run: LoadedRun) -> str:
 
 
 def checklist(run: LoadedRun) -> list[decision.ChecklistItem]:
-    """Empty where no candidate was served."""
+    """Return the drop-in checklist; [] where no candidate was served."""
     candidate, incumbent = run.candidate, run.incumbent
     if candidate is None:
         return []
@@ -249,8 +240,16 @@ def checklist_title(run: LoadedRun) -> str:
     return " instead of ".join(labels)
 
 
+def checklist_table(run: LoadedRun) -> Table:
+    table = Table(f"{checklist_title(run)}, from this run alone", "the candidate", ["outcome", "evidence"])
+    for row in checklist(run):
+        cells = [Cell(ANSWERS[row.verdict], css=f"word {row.verdict}"), Cell(row.evidence, css="word")]
+        table.rows.append((row.item, cells))
+    return table
+
+
 def recommendation(run: LoadedRun) -> decision.Recommendation | None:
-    """None where no candidate was served."""
+    """Return what judge.decision recommends; None where no candidate was served."""
     candidate, incumbent = run.candidate, run.incumbent
     if candidate is None:
         return None
@@ -259,7 +258,7 @@ def recommendation(run: LoadedRun) -> decision.Recommendation | None:
 
 
 def operation_changes(run: LoadedRun) -> list[str]:
-    """What changes for whoever runs the machine, and how to go back."""
+    """Return what changes for the operator, and how to go back."""
     candidate, incumbent = run.candidate, run.incumbent
     if candidate is None:
         return []
@@ -283,8 +282,8 @@ def operation_changes(run: LoadedRun) -> list[str]:
     return changes
 
 
-def decision_tree(run: LoadedRun) -> list[Step]:
-    """The NVFP4 models with their questions, in a search's order, else in that of run.json."""
+def decision_tree(run: LoadedRun) -> list[DecisionStep]:
+    """Return the NVFP4 models with their questions, in a search's order, else in that of run.json."""
     order = {strategy: index for index, strategy in enumerate(run.tried)}
     models = [m.name for m in run.models if m.format == "NVFP4" or _four_bits(run, m.name)]
     chosen = run.candidate.model if run.candidate else run.verdict.candidate
@@ -295,17 +294,17 @@ def _four_bits(run: LoadedRun, model: str) -> bool:
     return any(s.how in ("W4A4", "W4A16") for s in run.sides_of(model))
 
 
-def _model(run: LoadedRun, model: str, chosen: bool) -> Step:
+def _model(run: LoadedRun, model: str, chosen: bool) -> DecisionStep:
     sides = run.sides_of(model)
     audit = next((s for s in run.document.stages if s.name == f"audit-{model}"), None)
     steps = []
     if audit is not None:
         sound: Outcome | Literal[""] = "" if audit.ok is None else "pass" if audit.ok else "fail"
-        steps.append(Step(f"every tensor audited: {audit.summary}", sound))
+        steps.append(DecisionStep(f"every tensor audited: {audit.summary}", sound))
     steps += [_gates(run, side) for side in sides]
     steps += _members(run, model)
     if not any(s.kind == "served" for s in sides):
-        steps.append(Step("serving: not tried"))
+        steps.append(DecisionStep("serving: not tried"))
     verdict = decision.combined([s.verdict for s in steps if s.verdict] or ["undecided"])
     compared = any(gate.compared for gate in decision.deciding_gates(run.aggregates, model))
     end = {
@@ -316,10 +315,10 @@ def _model(run: LoadedRun, model: str, chosen: bool) -> Step:
     text = end[verdict]
     if verdict == "fail" and decision.standing_of(run.aggregates, model) == "fragile":
         text = "fragile, keeps in one arithmetic what it loses in another: try the next strategy"
-    return Step(f"{run.label(model)}: {text}" + (", the candidate" if chosen else ""), verdict, steps)
+    return DecisionStep(f"{run.label(model)}: {text}" + (", the candidate" if chosen else ""), verdict, steps)
 
 
-def _members(run: LoadedRun, model: str) -> list[Step]:
+def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
     """The further arithmetics of the ensemble as one step."""
     members = run.aggregates.members.get(model, {})
     if not members:
@@ -328,10 +327,10 @@ def _members(run: LoadedRun, model: str) -> list[Step]:
     verdict = decision.combined([g.outcome for g in gates] or ["undecided"])
     named = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == verdict != "pass"))
     text = f"{len(members)} further arithmetics: {sum(g.outcome == 'pass' for g in gates)} of {len(gates)} gates kept"
-    return [Step("; ".join([text, *([", ".join(named)] if named else [])]), verdict)]
+    return [DecisionStep("; ".join([text, *([", ".join(named)] if named else [])]), verdict)]
 
 
-def _gates(run: LoadedRun, side: Side) -> Step:
+def _gates(run: LoadedRun, side: MeasuredSide) -> DecisionStep:
     """A side's gates as one step that names the failing ones, else the undecided ones."""
     gates = side.deciding
     verdict = decision.combined([r.verdict for r in gates.values()] or ["undecided"])
@@ -343,6 +342,6 @@ def _gates(run: LoadedRun, side: Side) -> Step:
     verb = "kept" if any(side.word(gate) != gates[gate].verdict for gate in gates) else "pass"
     where = "smoke test and gates behind a server" if side.kind == "served" else f"gates under {side.title}"
     passing = sum(r.verdict == "pass" for r in gates.values())
-    return Step(
+    return DecisionStep(
         f"{where}: {passing} of {len(gates)} gates {verb}" + "; ".join(["", ", ".join(named)] if named else []), verdict
     )

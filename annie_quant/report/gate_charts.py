@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from annie_quant.documents import GateResult, KLSummary
-from annie_quant.report.charts import svg
-from annie_quant.report.charts.svg import (
+from annie_quant.report import svg
+from annie_quant.report.format import SIGNS, count, ends, share, significant, size
+from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel
+from annie_quant.report.svg import (
     ROWS_LEFT,
     ROWS_TOP,
     WIDE,
@@ -23,10 +25,11 @@ from annie_quant.report.charts.svg import (
     label_rows,
     line_chart,
 )
-from annie_quant.report.format import SIGNS, count, ends, share, significant, size
-from annie_quant.report.run import LoadedRun, OfflineModel, Side
 
-ROW = 19  # pixels
+
+def draw(run: LoadedRun) -> list[Figure]:
+    """Return the charts of gates and KL divergence, in the order of the report."""
+    return [gate_rates(run), offline_and_served(run), kl_divergence(run), size_and_gates(run), calls_by_tools(run)]
 
 
 def gate_rates(run: LoadedRun) -> Figure:
@@ -39,11 +42,12 @@ def gate_rates(run: LoadedRun) -> Figure:
 
 
 def _gate_panel(run: LoadedRun, gate: str) -> Canvas:
+    row_height = 19
     sides = [s for s in run.sides if gate in s.gates]
     results = [s.gates[gate] for s in sides]
     thresholds = {r.threshold for r in results}
     start = max(0.0, math.floor((min([r.low for r in results] + [*thresholds]) - 0.02) * 10) / 10)
-    bottom = ROWS_TOP + ROW * len(sides)
+    bottom = ROWS_TOP + row_height * len(sides)
     description = "; ".join(
         f"{run.label(s.model)} {s.title} {r.passes} of {r.n}, {s.word(gate)}"
         for s, r in zip(sides, results, strict=True)
@@ -57,7 +61,7 @@ def _gate_panel(run: LoadedRun, gate: str) -> Canvas:
     svg.x_axis(c, x, svg.ticks(start, 1.0, 4), ROWS_TOP - 4, bottom, svg.percent)
     for threshold in thresholds:
         c.line(x(threshold), ROWS_TOP - 8, x(threshold), bottom, "h", f"threshold {share(threshold)}")
-    ys = [ROWS_TOP + ROW * (index + 0.5) for index in range(len(sides))]
+    ys = [ROWS_TOP + row_height * (index + 0.5) for index in range(len(sides))]
     label_rows(c, run, list(sides), ys)
     for side, r, y in zip(sides, results, ys, strict=True):
         tip = f"{run.label(side.model)}, {side.title}: {r.passes} of {r.n} = {share(r.rate)} "
@@ -70,7 +74,6 @@ def _gate_panel(run: LoadedRun, gate: str) -> Canvas:
     return c
 
 
-LEFT, TOP, ROW = 146, 50, 20
 # Shape and fill by how a side runs; the colour is the model's.
 _MARKS = {"reference": (0, "f"), "W4A4": (0, "f"), "W4A16": (0, "o"), "served": (2, "f")}
 
@@ -88,9 +91,10 @@ def offline_and_served(run: LoadedRun) -> Figure:
     return figure
 
 
-def _model_panel(run: LoadedRun, model: str, sides: Sequence[Side]) -> Canvas:
+def _model_panel(run: LoadedRun, model: str, sides: Sequence[MeasuredSide]) -> Canvas:
+    left, top, row_height = 146, 50, 20
     gates = [g for g in run.gate_names if all(g in s.gates for s in sides)]
-    bottom, series = TOP + ROW * len(gates), run.series(model)
+    bottom, series = top + row_height * len(gates), run.series(model)
     description = "; ".join(
         f"{s.title}: " + ", ".join(f"{run.gate_title(g)} {share(s.gates[g].rate)}" for g in gates) for s in sides
     )
@@ -98,14 +102,14 @@ def _model_panel(run: LoadedRun, model: str, sides: Sequence[Side]) -> Canvas:
     c.text(0, 14, run.label(model), "t")
     marks = [_MARKS.get(s.how, (1, "o")) for s in sides]
     for index, (side, (shape, css)) in enumerate(zip(sides, marks, strict=True)):
-        c.mark(shape, LEFT - 34 + index * 76, 31, f"{css} x{series}")
-        c.text(LEFT - 25 + index * 76, 35, side.how)
+        c.mark(shape, left - 34 + index * 76, 31, f"{css} x{series}")
+        c.text(left - 25 + index * 76, 35, side.how)
     start = math.floor(min([s.gates[g].rate for s in sides for g in gates] + [0.9]) * 10) / 10
-    x = svg.scale(start, 1.0, LEFT, WIDTH - 20)
-    svg.x_axis(c, x, svg.ticks(start, 1.0, 5), TOP - 4, bottom, svg.percent)
+    x = svg.scale(start, 1.0, left, WIDTH - 20)
+    svg.x_axis(c, x, svg.ticks(start, 1.0, 5), top - 4, bottom, svg.percent)
     for row, gate in enumerate(gates):
-        y = TOP + ROW * (row + 0.5)
-        c.text(LEFT - 10, y + 4, run.gate_title(gate), "e")
+        y = top + row_height * (row + 0.5)
+        c.text(left - 10, y + 4, run.gate_title(gate), "e")
         xs = [x(s.gates[gate].rate) for s in sides]
         c.line(min(xs), y, max(xs), y, "a")
         for index, (side, (shape, css)) in enumerate(zip(sides, marks, strict=True)):
@@ -116,12 +120,12 @@ def _model_panel(run: LoadedRun, model: str, sides: Sequence[Side]) -> Canvas:
     return c
 
 
-HEIGHT, LEFT, TOP, BOTTOM = 330, 52, 20, 250
+SIZE_BOTTOM = 250  # y of the axis of sizes, in pixels
 
 
 @dataclass(frozen=True)
 class _Point:
-    side: Side
+    side: MeasuredSide
     size_bytes: int
     gate: str
     result: GateResult
@@ -148,19 +152,20 @@ def size_and_gates(run: LoadedRun) -> Figure:
 
 
 def _size_panel(run: LoadedRun, points: list[_Point]) -> Canvas:
+    left, top = 52, 20
     description = "; ".join(
         f"{run.label(p.side.model)} {p.side.title}: {size(p.size_bytes)}, worst gate {run.gate_title(p.gate)} "
         f"{share(p.result.rate)}"
         for p in points
     )
-    c = Canvas(WIDE, HEIGHT, "Size and worst gate", description)
+    c = Canvas(WIDE, 330, "Size and worst gate", description)
     largest = max(p.size_bytes for p in points)
     unit, scale = next((u for u in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= u[1]), ("B", 1.0))
     start = math.floor(min(p.result.low for p in points) * 5) / 5
-    x, y = svg.scale(0, largest * 1.12, LEFT, WIDE - 14), svg.scale(start, 1.0, BOTTOM, TOP)
+    x, y = svg.scale(0, largest * 1.12, left, WIDE - 14), svg.scale(start, 1.0, SIZE_BOTTOM, top)
     marks = [t * scale for t in svg.ticks(0, largest * 1.12 / scale, 7)]
-    svg.x_axis(c, x, marks, TOP, BOTTOM, lambda v: svg.plain(v / scale), f"size on disk, {unit}")
-    svg.y_axis(c, y, svg.ticks(start, 1, 5), LEFT, WIDE - 14, svg.percent)
+    svg.x_axis(c, x, marks, top, SIZE_BOTTOM, lambda v: svg.plain(v / scale), f"size on disk, {unit}")
+    svg.y_axis(c, y, svg.ticks(start, 1, 5), left, WIDE - 14, svg.percent)
     c.path([(x(size_bytes), y(rate)) for size_bytes, rate in _front(points)], "h")
     placed: dict[str, int] = {}
     for p in points:
@@ -198,7 +203,7 @@ def _model_names(c: Canvas, run: LoadedRun, sizes: dict[str, int], x: Callable[[
         start = at - width if right else at
         row = next((i for i, end in enumerate(ends) if start > end), 2)
         ends[row] = start + width
-        y, series = BOTTOM + 50 + 16 * row, run.series(model)
+        y, series = SIZE_BOTTOM + 50 + 16 * row, run.series(model)
         c.mark(series, at, y - 4, f"f x{series}")
         c.text(at + (-9 if right else 9), y, text, "v e" if right else "v")
 

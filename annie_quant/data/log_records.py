@@ -1,27 +1,99 @@
-"""One JSON record of a log as a conversation: OpenAI's forms, ShareGPT and Hermes, transcripts with content blocks.
-
-Request logs that servers write as text: vLLM's and llama.cpp's.
-
-    vLLM       Received request ID: prompt: '...', params: ...      (--enable-log-requests; since 0.11 at level DEBUG, as
-               Request ID details: prompt: '...', ...)              Generated response ID: output: '...' (--enable-log-outputs)
-    llama.cpp  log_server_r: request:  {...} and response: {...}    (--verbose)
-
-vLLM logs the prompt after the chat template; it is parsed back here for templates in ChatML (Qwen, Hermes).
-"""
+"""One JSON record of a log as a conversation: OpenAI's forms, ShareGPT and Hermes, transcripts with content blocks."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import datetime
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from annie_quant.data.logs.conversation import Conversation, Unusable
-from annie_quant.documents import ChatCall, ChatMessage
+from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.judge.answers import parse_raw
+
+
+class Unusable(Exception):
+    """A record is not a conversation that can be used. The message is the reason, the same for all such records."""
+
+
+@dataclass
+class Conversation:
+    """A logged conversation.
+
+    messages: in OpenAI's form, arguments as objects, without a system prompt.
+    system: the system prompt; None where the log has none.
+    tools: the tools on offer; None where the log does not record them.
+    thinking: whether an answer has thinking.
+    format: name of the log's format.
+    source: name of the log file.
+    time_s: when it was logged, in seconds since 1970; None where the log has no time.
+    """
+
+    messages: list[ChatMessage]
+    system: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    thinking: bool = False
+    format: str = ""
+    source: str = ""
+    time_s: float | None = None
+
+    @property
+    def characters(self) -> int:
+        """Number of characters of all texts and of the arguments of all calls."""
+        calls = sum(len(str(c["function"]["arguments"])) for m in self.messages for c in m.get("tool_calls") or ())
+        return sum(len(m["content"]) for m in self.messages) + len(self.system or "") + calls
+
+    @property
+    def calls(self) -> list[str]:
+        """Names of all functions that are called, in order."""
+        return [str(c["function"]["name"]) for m in self.messages for c in m.get("tool_calls") or ()]
+
+    @property
+    def has_answer(self) -> bool:
+        return any(m["role"] == "assistant" for m in self.messages)
+
+
+def row_of(
+    conversation: Conversation,
+    index: int,
+    system: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> ChatRow:
+    """Return the conversation up to its last answer, as a calibration row. system, tools: used where the log has none."""
+    last = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
+    system = conversation.system if conversation.system is not None else system or ""
+    head: list[ChatMessage] = [{"role": "system", "content": system}] if system.strip() else []
+    row: ChatRow = {
+        "id": f"log-{index:05d}",
+        "messages": head + [with_text_arguments(m) for m in conversation.messages[: last + 1]],
+        "thinking": conversation.thinking,
+        "provenance": {"teacher": "log", "model": conversation.format, "source": conversation.source},
+        "split": "calibration",
+    }
+    if offered := conversation.tools if conversation.tools is not None else tools:
+        row["tools"] = [dict(t) for t in offered]
+    return row
+
+
+def with_text_arguments(message: ChatMessage) -> ChatMessage:
+    """Return the message with its calls' arguments as JSON strings, as OpenAI's requests have them."""
+    result = message.copy()
+    if calls := message.get("tool_calls"):
+        result["tool_calls"] = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in calls
+        ]
+    return result
+
 
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
@@ -187,8 +259,8 @@ def _content(content: Any) -> tuple[str, str, list[ChatCall], list[ChatMessage]]
         if kind in IMAGE_KINDS:
             raise Unusable("an image or another file: only text can be evaluated")
         if kind in ("toolCall", "tool_use", "tool_call"):
-            calls.append(_call({"name": block.get("name"), "arguments": block.get("arguments", block.get("input"))}
-                               | {"id": block.get("id")}))  # fmt: skip
+            arguments = block.get("arguments", block.get("input"))
+            calls.append(_call({"name": block.get("name"), "arguments": arguments, "id": block.get("id")}))
         elif kind == "tool_result":
             text, *_ = _content(block.get("content"))
             results.append(_result(text, None, block.get("tool_use_id")))
@@ -231,12 +303,8 @@ def _call(raw: Mapping[str, Any]) -> ChatCall:
 
 
 def _decoded(text: str) -> Any:
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    import ast
-
     try:
         return ast.literal_eval(text)  # Hermes' datasets have Python literals too
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -290,7 +358,7 @@ def _result(text: str, name: Any, identity: Any) -> ChatMessage:
 
 
 def _linked(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with the ids of calls and results as call_1, call_2, ...: the log's own ids mean nothing here."""
+    """Return the messages with the ids of calls and results as call_1, call_2, ...: the log's ids have no meaning here."""
     numbers: dict[str, str] = {}
     waiting: list[str] = []
     n = 0
@@ -301,98 +369,10 @@ def _linked(messages: list[ChatMessage]) -> list[ChatMessage]:
             call["id"] = f"call_{n}"
             waiting.append(f"call_{n}")
         if message["role"] == "tool":
-            own = numbers.get(str(message.get("tool_call_id")))
-            own = own or (waiting[0] if waiting else None)
-            if own is None:
+            call_id = numbers.get(str(message.get("tool_call_id"))) or next(iter(waiting), None)
+            if call_id is None:
                 raise Unusable("a tool result without a call before it")
-            message["tool_call_id"] = own
-            if own in waiting:
-                waiting.remove(own)
+            message["tool_call_id"] = call_id
+            if call_id in waiting:
+                waiting.remove(call_id)
     return messages
-
-
-_LITERAL = r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")"
-_VLLM_PROMPT = re.compile(rf"(?:Received request|Request) (\S+?):?(?: details)?: prompt: {_LITERAL}")
-_VLLM_OUTPUT = re.compile(rf"Generated response (\S+?)(?: \([^)]*\))?: output: {_LITERAL}")
-_LLAMA = re.compile(r"log_server_r\w*:\s+(request|response):\s+(\{.*\})\s*$")
-_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
-_TOOL_BLOCK = re.compile(r"# Tools\b.*?<tools>\s*(.*?)\s*</tools>", re.DOTALL)
-_TOOL_END = ("</IMPORTANT>", "</tool_call>")
-MAX_WAITING = 10_000  # requests whose answer has not been logged yet
-
-
-class ServerLog:
-    """The requests in one log; add returns the conversations that a line completes."""
-
-    def __init__(self) -> None:
-        self.format = ""
-        self._prompts: OrderedDict[str, str] = OrderedDict()  # vLLM: request → prompt
-        self._request: dict[str, Any] | None = None  # llama.cpp
-
-    def add(self, line: str) -> Iterator[Conversation]:
-        """Raises Unusable for a prompt or body that cannot be parsed."""
-        if match := _VLLM_PROMPT.search(line):
-            self.format = "vLLM log"
-            self._prompts[match[1]] = ast.literal_eval(match[2])
-            if len(self._prompts) > MAX_WAITING:
-                yield chatml(self._prompts.popitem(last=False)[1], "")
-        elif match := _VLLM_OUTPUT.search(line):
-            self.format = "vLLM log"
-            prompt = self._prompts.pop(match[1], None)
-            if prompt is not None:
-                yield chatml(prompt, ast.literal_eval(match[2]))
-        elif match := _LLAMA.search(line):
-            self.format = "llama.cpp log"
-            try:
-                body = json.loads(match[2])
-            except (ValueError, RecursionError):
-                raise Unusable("a request in the server's log is not JSON") from None
-            if match[1] == "request":
-                yield from self.rest()
-                self._request = body if "messages" in body else None
-            elif self._request is not None:
-                request, self._request = self._request, None
-                yield conversation_of({**request, "response": body})
-
-    def rest(self) -> Iterator[Conversation]:
-        """Yield the requests whose answer was not logged."""
-        prompts, self._prompts = self._prompts, OrderedDict()
-        request, self._request = self._request, None
-        if request is not None:
-            yield conversation_of(request)
-        for prompt in prompts.values():
-            yield chatml(prompt, "")
-
-
-def chatml(prompt: str, answer: str) -> Conversation:
-    """Return the conversation in a prompt after a ChatML template, with its answer. Raises Unusable for other templates."""
-    turns = _TURN.findall(prompt)
-    if not turns:
-        raise Unusable("a prompt in the server's log is not in ChatML")
-    messages: list[ChatMessage] = []
-    tools = None
-    opened = turns[-1][1] if turns[-1][0] == "assistant" and not prompt.rstrip().endswith("<|im_end|>") else None
-    for role, text in turns[:-1] if opened is not None else turns:
-        if role == "system":
-            system, tools = _system(text)
-            messages.append({"role": "system", "content": system})
-        else:
-            messages += parsed_message({"role": role, "content": text.strip()})
-    thinking = opened is not None and opened.rstrip().endswith("<think>")
-    if answer.strip():
-        text = answer.split("<|im_end|>")[0]
-        text = "<think>\n" + text if thinking and "</think>" in text else text
-        messages += parsed_message({"role": "assistant", "content": text})
-    conversation = finished(messages, tools)
-    conversation.thinking = thinking
-    return conversation
-
-
-def _system(text: str) -> tuple[str, list[dict[str, Any]] | None]:
-    """Return a rendered system message as the prompt and the tools in it."""
-    block = _TOOL_BLOCK.search(text)
-    if block is None:
-        return text.strip(), None
-    before, after = text[: block.start()].strip(), text[block.end() :]
-    ends = [after.rfind(end) + len(end) for end in _TOOL_END if end in after]
-    return before or (after[max(ends) :].strip() if ends else ""), tools_of(block[1])

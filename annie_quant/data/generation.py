@@ -3,25 +3,18 @@
 A row has id, category, messages, tools (where offered), thinking, provenance and split. Tool arguments are a JSON string on
 disk, as in OpenAI's format; chat templates need them decoded. A conversation that breaks a rule, or that repeats another row
 or a gate's prompt, is dropped and requested again.
-
-The log of an unfinished `annie-quant data` run, next to its output, so that a killed run loses at most one batch.
-
-First line: {"key": the run's settings}. Then one line per requested batch: {"batch": ..., "rows": [...]} with its cost and the
-rows that were kept, so that a budget holds over several runs. The log is deleted when the output is complete.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -34,8 +27,8 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
 from annie_quant.data import teachers
 from annie_quant.data.rows import DuplicateFinder, gate_texts, read_rows, user_text
-from annie_quant.data.teachers._base import Batch, BatchFailed, Options, RateLimited, Teacher
-from annie_quant.data.validate import MIN_VALID, Validation, faults, validate
+from annie_quant.data.rules import MIN_VALID, ValidatedRows, faults, validate
+from annie_quant.data.teachers import BatchFailed, Options, RateLimited, Teacher, TeacherBatch
 from annie_quant.documents.persona import Category, Persona, load_persona
 
 
@@ -49,12 +42,11 @@ class JournalBatch(msgspec.Struct):
 
 
 class JournalLine(msgspec.Struct, omit_defaults=True):
-    """One line; `row` (one line per row, before its batch) was written up to version 0.1.0."""
+    """One line: the run's settings (the first line), or a batch and the rows of it that were kept."""
 
     key: dict[str, Any] | None = None
     batch: JournalBatch | None = None
-    rows: list[dict[str, Any]] | None = None
-    row: dict[str, Any] | None = None
+    rows: list[dict[str, Any]] = []
 
 
 def journal_path(output: Path) -> Path:
@@ -62,8 +54,12 @@ def journal_path(output: Path) -> Path:
 
 
 class Journal:
-    """Rows and costs of a run. output: None keeps them in memory only. restart: discard an earlier, unfinished run.
+    """The log of an unfinished run, next to its output, so that a killed run loses at most one batch and a budget holds over
+    several runs. It is deleted when the output is complete.
 
+    output: None keeps rows and costs in memory only.
+    key: the run's settings.
+    restart: discard an earlier, unfinished run.
     Raises UsageError if another process writes the same output, or if an unfinished run had other settings.
     """
 
@@ -84,13 +80,9 @@ class Journal:
                 f"{self._log.path}: an unfinished run with another {', '.join(different)} is stored there",
                 "repeat that run's command, or add --force to start again",
             )
-        rows: list[dict[str, Any]] = []
         for line in lines[1:]:
-            if line.row is not None:
-                rows.append(line.row)
-            elif line.batch is not None:
-                self._count(line.batch, rows if line.rows is None else line.rows)
-                rows = []
+            if line.batch is not None:
+                self._count(line.batch, line.rows)
 
     def _decoded(self, log: JsonLines) -> Iterator[JournalLine]:
         for number, line in log.lines():
@@ -133,7 +125,12 @@ MIN_BUDGET_USD = 0.005
 
 @dataclass(frozen=True)
 class Limits:
-    """retries: of one failed batch. max_wait_s: total wait for one batch's rate limit. Budgets include resumed runs."""
+    """When a run gives up.
+
+    retries: of one failed batch.
+    max_wait_s: total wait for the rate limit of one batch.
+    max_usd, max_tokens: of the whole run, including resumed runs.
+    """
 
     retries: int = 3
     max_wait_s: float = 900.0
@@ -141,10 +138,12 @@ class Limits:
     max_tokens: int | None = None
 
 
-class Generation(Validation, kw_only=True, omit_defaults=True):
-    """The result of a run. dropped: number of conversations per reason. failed: batches that were given up.
+class GenerationResult(ValidatedRows, kw_only=True, omit_defaults=True):
+    """The result of a run.
 
-    done_before: the output was complete already, and nothing was requested.
+    dropped: number of conversations per reason.
+    failed: batches that were given up.
+    done_before: whether the output was complete already, so that nothing was requested.
     """
 
     dropped: dict[str, int]
@@ -169,7 +168,7 @@ def generate(
     limits: Limits | None = None,
     force: bool = False,
     sleep: Callable[[float], None] = time.sleep,
-) -> Generation:
+) -> GenerationResult:
     """Make n conversations, evenly over the categories, and write the valid ones to `output` (JSON lines).
 
     The offline teacher gives the same rows for the same seed, except for the time in provenance (set SOURCE_DATE_EPOCH to
@@ -188,61 +187,67 @@ def generate(
     finished = _finished(target, who, module.NAME, n) if target is not None and not force else None
     if finished is not None:
         return finished
-    run = _Run(who, module, n, target, seed, split, apart_from, options or Options(), limits or Limits(), force, sleep)
+    job = _Job(who, module.NAME, n, target, seed, split, limits or Limits(), sleep)
+    teacher = module.open_teacher(replace(options or Options(), max_usd=lambda: run.remaining_usd()), split)
+    teacher.check(who)
+    texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
+    forbidden = DuplicateFinder([*texts, *(gate_texts(who) if split != "gate" else ())])
+    run = _Run(job, teacher, Journal(target, job.key(teacher.model), restart=force), forbidden)
     return run.run(progress or SILENT)
 
 
-class _Run:
-    def __init__(
-        self,
-        persona: Persona,
-        module: ModuleType,
-        n: int,
-        output: Path | None,
-        seed: int,
-        split: str,
-        apart_from: Sequence[str | Path],
-        options: Options,
-        limits: Limits,
-        force: bool,
-        sleep: Callable[[float], None],
-    ) -> None:
-        self.persona, self.n, self.output, self.seed, self.split = persona, n, output, seed, split
-        self.limits, self.sleep, self.teacher_name = limits, sleep, module.NAME
-        options = dataclasses.replace(options, max_usd=self.remaining_usd)
-        self.teacher: Teacher = module.open_teacher(options, split)
-        self.teacher.check(persona)
-        key = {
+@dataclass(frozen=True)
+class _Job:
+    """What is to be made. sleep: waits for a rate limit."""
+
+    persona: Persona
+    teacher_name: str
+    n: int
+    output: Path | None
+    seed: int
+    split: str
+    limits: Limits
+    sleep: Callable[[float], None]
+
+    def key(self, model: str) -> dict[str, Any]:
+        """Return the settings on which the rows depend. model: the teacher's."""
+        return {
             "version": __version__,
-            "teacher": module.NAME,
-            "model": self.teacher.model,
-            "persona": persona.sha256,
-            "n": n,
-            "seed": seed,
-            "split": split,
+            "teacher": self.teacher_name,
+            "model": model,
+            "persona": self.persona.sha256,
+            "n": self.n,
+            "seed": self.seed,
+            "split": self.split,
         }
-        self.journal = Journal(output, key, restart=force)
-        texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
-        self.forbidden = DuplicateFinder([*texts, *(gate_texts(persona) if split != "gate" else ())])
+
+
+class _Run:
+    """A run from its journal's state to the output. forbidden: texts that no row may repeat."""
+
+    def __init__(self, job: _Job, teacher: Teacher, journal: Journal, forbidden: DuplicateFinder) -> None:
+        self.job, self.teacher, self.journal, self.forbidden = job, teacher, journal, forbidden
         self.finders: dict[str, DuplicateFinder] = {}  # category → user texts of its rows
         self.dropped: Counter[str] = Counter()
         self.failed: list[str] = []
         self.exhausted: dict[str, int] = {}  # category → number of its rows, where the offline teacher has no more
         self.n_missing = 0
-        for row in self.journal.rows:
+        for row in journal.rows:
             self.finder(row["category"]).add(row["id"], user_text(row))
 
     def finder(self, category: str) -> DuplicateFinder:
         return self.finders.setdefault(category, DuplicateFinder())
 
     def remaining_usd(self) -> float | None:
-        return None if self.limits.max_usd is None else max(0.0, self.limits.max_usd - self.journal.cost_usd)
+        return None if self.job.limits.max_usd is None else max(0.0, self.job.limits.max_usd - self.journal.cost_usd)
 
-    def run(self, progress: Progress) -> Generation:
+    def run(self, progress: Progress) -> GenerationResult:
         finished = False
         try:
-            for index, category in enumerate(self.persona.categories):
-                count = self.n // len(self.persona.categories) + (index < self.n % len(self.persona.categories))
+            for index, category in enumerate(self.job.persona.categories):
+                count = self.job.n // len(self.job.persona.categories) + (
+                    index < self.job.n % len(self.job.persona.categories)
+                )
                 self.fill(category, count, progress)
                 self.check_exhausted(category, count)
             result = self.write()
@@ -254,17 +259,17 @@ class _Run:
     def check_exhausted(self, category: Category, count: int) -> None:
         """Raise UsageError as soon as the offline teacher's templates cannot give enough; no later category can help."""
         have = len(self.rows_of(category))
-        if self.teacher_name != "offline" or have >= count:
+        if self.job.teacher_name != "offline" or have >= count:
             return
         self.exhausted[category.name] = have
         self.n_missing += count - have
-        if self.n_missing > (1 - MIN_VALID) * self.n:
+        if self.n_missing > (1 - MIN_VALID) * self.job.n:
             self.journal.close(True)  # the same command would end in the same way
             counts = ", ".join(f"{name} {n}" for name, n in self.exhausted.items())
             raise UsageError(
-                f"the offline teacher has not enough different conversations for {self.persona.name}: {counts}, "
-                f"and --n {self.n} needs {count} of each category",
-                f"--n {len(self.persona.categories) * min(self.exhausted.values())}, or --teacher claude-cli or openai",
+                f"the offline teacher has not enough different conversations for {self.job.persona.name}: {counts}, "
+                f"and --n {self.job.n} needs {count} of each category",
+                f"--n {len(self.job.persona.categories) * min(self.exhausted.values())}, or --teacher claude-cli or openai",
             )
 
     def rows_of(self, category: Category) -> list[dict[str, Any]]:
@@ -274,57 +279,59 @@ class _Run:
         """Request batches until the category has `count` conversations, or until batches bring nothing new."""
         fruitless = 0
         while (have := len(self.rows_of(category))) < count and fruitless < MAX_FRUITLESS:
-            progress.update(len(self.journal.rows), self.n, category.name)
+            progress.update(len(self.journal.rows), self.job.n, category.name)
             batch = self.request(category, min(self.teacher.batch_size, count - have))
             if batch is None:
                 return
             fruitless = 0 if self.keep_new(category, batch, progress) else fruitless + 1
 
-    def request(self, category: Category, count: int) -> Batch | None:
+    def request(self, category: Category, count: int) -> TeacherBatch | None:
         """Return one batch, repeated if it fails and after a wait if the teacher is limited; None after the last retry."""
         avoid = [user_text(r).replace("\n", " / ") for r in self.rows_of(category)]
         tries, waited_s = 0, 0.0
         while True:
             self.check_budget()
             number = self.journal.batches[category.name]
-            seed = f"{self.seed}:{category.name}" + (f":{number}" if number else "")
+            seed = f"{self.job.seed}:{category.name}" + (f":{number}" if number else "")
             try:
-                return self.teacher.batch(self.persona, category, count, seed, avoid)
+                return self.teacher.batch(self.job.persona, category, count, seed, avoid)
             except RateLimited as limit:
                 wait_s = limit.wait_s if limit.wait_s is not None else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries)
-                if waited_s + wait_s > self.limits.max_wait_s:
+                if waited_s + wait_s > self.job.limits.max_wait_s:
                     raise self.stopped(f"{limit}; it requires another {wait_s:.0f} s", ServerError) from None
-                self.sleep(wait_s)
+                self.job.sleep(wait_s)
                 waited_s, tries = waited_s + wait_s, tries + 1
             except BatchFailed as failure:
                 tries += 1
                 self.journal.add(category.name, [], failure.cost_usd, failure.tokens, str(failure))
-                if tries > self.limits.retries:
+                if tries > self.job.limits.retries:
                     self.failed.append(f"{category.name}: {failure}")
                     return None
 
     def check_budget(self) -> None:
         remaining = self.remaining_usd()
         if remaining is not None and remaining < MIN_BUDGET_USD:
-            raise self.stopped(f"the budget of {self.limits.max_usd:.2f} USD is spent ({self.journal.cost_usd:.2f})")
-        if self.limits.max_tokens is not None and self.journal.tokens >= self.limits.max_tokens:
-            raise self.stopped(f"the budget of {self.limits.max_tokens} tokens is spent ({self.journal.tokens})")
+            raise self.stopped(
+                f"the budget of {self.job.limits.max_usd:.2f} USD is spent ({self.journal.cost_usd:.2f})"
+            )
+        if self.job.limits.max_tokens is not None and self.journal.tokens >= self.job.limits.max_tokens:
+            raise self.stopped(f"the budget of {self.job.limits.max_tokens} tokens is spent ({self.journal.tokens})")
 
     def stopped(self, reason: str, kind: type[AnnieError] = AnnieError) -> AnnieError:
-        stored = f"{len(self.journal.rows)} of {self.n} conversations are kept"
+        stored = f"{len(self.journal.rows)} of {self.job.n} conversations are kept"
         return kind(f"{reason}; {stored}", "run the same command again to resume")
 
-    def keep_new(self, category: Category, batch: Batch, progress: Progress) -> int:
+    def keep_new(self, category: Category, batch: TeacherBatch, progress: Progress) -> int:
         """Record the batch's valid, new conversations in the journal, and return their number."""
-        if self.limits.max_usd is not None and batch.cost_usd is None:
-            raise UsageError(f"{self.teacher_name} does not report its costs", "use --max-budget-tokens")
+        if self.job.limits.max_usd is not None and batch.cost_usd is None:
+            raise UsageError(f"{self.job.teacher_name} does not report its costs", "use --max-budget-tokens")
         provenance = {
-            "teacher": self.teacher_name,
-            "model": batch.model or self.teacher.model,
-            "persona": self.persona.source,
-            "prompt_sha256": self.persona.prompt_sha256,
-            "persona_sha256": self.persona.sha256,
-            "seed": self.seed,
+            "teacher": self.job.teacher_name,
+            "model": self.teacher.model,
+            "persona": self.job.persona.source,
+            "prompt_sha256": self.job.persona.prompt_sha256,
+            "persona_sha256": self.job.persona.sha256,
+            "seed": self.job.seed,
             "time": _now(),
         }
         finder = self.finder(category.name)
@@ -336,45 +343,45 @@ class _Run:
                 "category": category.name,
                 **conversation,
             }
-            row |= {"provenance": provenance, "split": self.split}
+            row |= {"provenance": provenance, "split": self.job.split}
             reason = self.drop_reason(row, finder)
             if reason:
                 self.dropped[reason] += 1
                 continue
             finder.add(row["id"], user_text(row))
             rows.append(row)
-            progress.update(len(self.journal.rows) + len(rows), self.n, category.name)
+            progress.update(len(self.journal.rows) + len(rows), self.job.n, category.name)
         self.journal.add(category.name, rows, batch.cost_usd, batch.tokens)
         return len(rows)
 
     def drop_reason(self, row: dict[str, Any], finder: DuplicateFinder) -> str | None:
-        if row_faults := faults(row, self.persona):
+        if row_faults := faults(row, self.job.persona):
             return row_faults[0]
         text = user_text(row)
         if finder.find(text) is not None:
             return "it repeats another conversation"
         return "it repeats a prompt of another split" if self.forbidden.find(text) is not None else None
 
-    def write(self) -> Generation:
-        order = {c.name: i for i, c in enumerate(self.persona.categories)}
+    def write(self) -> GenerationResult:
+        order = {c.name: i for i, c in enumerate(self.job.persona.categories)}
         rows = sorted(self.journal.rows, key=lambda r: (order[r["category"]], r["id"]))
-        result = Generation(
-            **msgspec.structs.asdict(validate(rows, self.persona, self.n)),
+        result = GenerationResult(
+            **msgspec.structs.asdict(validate(rows, self.job.persona, self.job.n)),
             dropped=dict(self.dropped),
             failed=self.failed,
             cost_usd=round(self.journal.cost_usd, 4),
             tokens=self.journal.tokens,
-            output=str(self.output) if self.output is not None else None,
+            output=str(self.job.output) if self.job.output is not None else None,
         )
         if not result.ok:
             failure = f" (last failure: {self.failed[-1]})" if self.failed else ""
             raise self.stopped(f"too few valid conversations, expected four in five{failure}")
-        if self.output is not None:
-            write_text(self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        if self.job.output is not None:
+            write_text(self.job.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         return result
 
 
-def _finished(output: Path, persona: Persona, teacher: str, n: int) -> Generation | None:
+def _finished(output: Path, persona: Persona, teacher: str, n: int) -> GenerationResult | None:
     """Return the result of a finished output of a paid teacher, so that it is not paid for again.
 
     Raises UsageError if such an output was made with other settings: it is not overwritten without --force.
@@ -387,7 +394,7 @@ def _finished(output: Path, persona: Persona, teacher: str, n: int) -> Generatio
         return None
     validation = validate(rows, persona, n)
     if paid == {teacher} and validation.ok and all(r["provenance"]["persona_sha256"] == persona.sha256 for r in rows):
-        return Generation(
+        return GenerationResult(
             **msgspec.structs.asdict(validation),
             dropped={}, failed=[], cost_usd=0.0, tokens=0, output=str(output), done_before=True,
         )  # fmt: skip

@@ -35,8 +35,13 @@ MAX_USER, MAX_ANSWER, MAX_TOTAL = 1000, 800, 8000
 ROLES = {"system", "user", "assistant", "tool"}
 
 
-class Validation(msgspec.Struct):
-    """with_tools: valid rows that call a tool. faults: number of rows per fault. ok: whether the set is large enough."""
+class ValidatedRows(msgspec.Struct):
+    """The check of a set.
+
+    with_tools: number of valid rows that call a tool.
+    faults: number of rows per fault.
+    ok: whether enough rows are valid and enough of them call a tool.
+    """
 
     total: int
     valid: int
@@ -53,7 +58,7 @@ def faults(row: Mapping[str, Any], persona: Persona | None = None) -> list[str]:
     if result and (not isinstance(row.get("messages"), list) or "unknown role" in result[0] or not row["messages"]):
         return result
     messages = row["messages"]
-    own = is_own(row)
+    limited = teacher_of(row) not in (None, "log")  # only what a teacher wrote must keep the limits of length
     if (
         teacher_of(row) != "log"
         and messages[0]["role"] == "system"
@@ -62,17 +67,12 @@ def faults(row: Mapping[str, Any], persona: Persona | None = None) -> list[str]:
         result.append("the system prompt is not the persona's")
     for message in messages:
         if message["role"] == "assistant":
-            result += _style_faults(text_of(message.get("content")), persona, own)
-    if not own and any(m["role"] == "user" and len(text_of(m.get("content"))) > MAX_USER for m in messages):
+            result += _style_faults(text_of(message.get("content")), persona, limited)
+    if limited and any(m["role"] == "user" and len(text_of(m.get("content"))) > MAX_USER for m in messages):
         result.append(f"a user message is longer than {MAX_USER} characters")
-    if not own and sum(len(text_of(m.get("content"))) for m in messages) > MAX_TOTAL:
+    if limited and sum(len(text_of(m.get("content"))) for m in messages) > MAX_TOTAL:
         result.append(f"longer than {MAX_TOTAL} characters")
     return result + ([] if row.get("category") is None or teacher_of(row) == "log" else _category_faults(row, persona))
-
-
-def is_own(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is the user's own: the lengths that a teacher must keep are no rules for it."""
-    return teacher_of(row) in (None, "log")
 
 
 def teacher_of(row: Mapping[str, Any]) -> str | None:
@@ -142,9 +142,9 @@ def _category_faults(row: Mapping[str, Any], persona: Persona) -> list[str]:
     return result
 
 
-def _style_faults(text: str, persona: Persona, own: bool) -> list[str]:
+def _style_faults(text: str, persona: Persona, limited: bool) -> list[str]:
     result = []
-    if not own and len(text) > MAX_ANSWER:
+    if limited and len(text) > MAX_ANSWER:
         result.append(f"an answer is longer than {MAX_ANSWER} characters")
     if persona.forbids_markdown and markdown_in(text):
         result.append(f"markdown in an answer: {markdown_in(text)}")
@@ -175,7 +175,7 @@ def _call_faults(call: Any, schemas: Mapping[str, Mapping[str, Any]] | None) -> 
 
 def validate(
     rows: Iterable[Mapping[str, Any]], persona: Persona | None = None, requested: int | None = None
-) -> Validation:
+) -> ValidatedRows:
     """Check all rows and the set as a whole. Rows without a category are counted under "none".
 
     requested: number of conversations that were requested, if that is more than there are.
@@ -205,7 +205,7 @@ def validate(
     expected = max(total, requested or 0)
     share = sum(c.tool is not None for c in persona.categories) / len(persona.categories) if categorized else 0.0
     enough = total > 0 and valid >= MIN_VALID * expected and tools >= MIN_TOOLS * expected * share
-    return Validation(total, valid, tools, dict(by_category), dict(counts), bool(enough))
+    return ValidatedRows(total, valid, tools, dict(by_category), dict(counts), bool(enough))
 
 
 def form_report(rows: Iterable[Mapping[str, Any]], persona: Persona | None = None) -> str | None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import itertools
 import statistics
 
-from annie_quant.bench.aggregate import labelled
+from annie_quant.bench.aggregate import labelled, timed
 from annie_quant.documents import RequestRecord
 from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.report.charts import svg
-from annie_quant.report.charts.svg import WIDE, WIDTH, Axis, Canvas, Figure, Point, line_chart
+from annie_quant.report import svg
 from annie_quant.report.format import ends, name, significant, size
-from annie_quant.report.recount import quantile, values
-from annie_quant.report.run import Backend, LoadedRun
+from annie_quant.report.recheck import quantile, values
+from annie_quant.report.run import LoadedRun, ServedModel
+from annie_quant.report.svg import WIDE, WIDTH, Axis, Canvas, Figure, Point, line_chart
+
+
+def draw(run: LoadedRun) -> list[Figure]:
+    """Return the charts of served requests, in the order of the report."""
+    fit = timed(run.measured)
+    return [by_turn(run), distributions(run, fit), token_streams(run, fit), by_length(run), server_memory(run)]
 
 
 def by_turn(run: LoadedRun) -> Figure:
@@ -47,18 +53,17 @@ def by_turn(run: LoadedRun) -> Figure:
 POINTS = 64  # of a curve
 FEWEST = 5  # values that make a distribution
 TIMES = {metric: METRICS[metric].title for metric in COMPARED if METRICS[metric].unit == "ms"}
-LEFT, TOP, BOTTOM, RIGHT = 30, 42, 160, WIDTH - 8
-Curve = tuple[Backend, list[float]]
+Curve = tuple[ServedModel, list[float]]
 
 
-def distributions(run: LoadedRun, timed: list[RequestRecord]) -> Figure:
+def distributions(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
     figure = Figure(
         "distributions",
         "Share of values at or below the time on the axis (cumulative, measured requests only; "
         "for inter-token latency every gap of every stream counts). Curves of 100 "
         "values and more end at their 99th percentile; fewer than five values are no distribution and are left out.",
     )
-    groups = {s.name: labelled(r for r in timed if r.backend == s.name) for s in run.served}
+    groups = {s.name: labelled(r for r in fit if r.backend == s.name) for s in run.served}
     labels = sorted({label for group in groups.values() for label in group})
     for metric, title in TIMES.items():
         for workload in labels:
@@ -71,6 +76,7 @@ def distributions(run: LoadedRun, timed: list[RequestRecord]) -> Figure:
 
 
 def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Canvas:
+    left, top, bottom, right = 30, 42, 160, WIDTH - 8
     low = min(ordered[0] for _, ordered in curves)
     high = max(ordered[-1] if len(ordered) < 100 else quantile(ordered, 0.99) or 0.0 for _, ordered in curves)
     high = high if high > low else low + max(abs(low) * 0.1, 0.1)
@@ -81,16 +87,16 @@ def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Ca
         f"n {len(ordered)}"
         for (side, ordered), p50 in zip(curves, medians, strict=True)
     )
-    c = Canvas(WIDTH, BOTTOM + 22, f"{name(workload)}: {title}", description)
+    c = Canvas(WIDTH, bottom + 22, f"{name(workload)}: {title}", description)
     c.text(0, 13, name(workload), "t")
-    c.text(RIGHT, 13, f"ms · n = {ends([len(ordered) for _, ordered in curves])}", "e")
+    c.text(right, 13, f"ms · n = {ends([len(ordered) for _, ordered in curves])}", "e")
     c.text(0, 32, "p50")
     for index, ((side, _), p50) in enumerate(zip(curves[:4], medians, strict=False)):
-        c.mark(run.series(side.model), LEFT + 8 + index * 76, 28, "f")
-        c.text(LEFT + 16 + index * 76, 32, significant(p50), "v")
-    x, y = svg.scale(low, high, LEFT, RIGHT, log), svg.scale(0, 1, BOTTOM, TOP)
-    svg.x_axis(c, x, svg.log_ticks(low, high) if log else svg.ticks(low, high, 5), TOP, BOTTOM)
-    svg.y_axis(c, y, [0, 0.5, 1], LEFT, RIGHT)
+        c.mark(run.series(side.model), left + 8 + index * 76, 28, "f")
+        c.text(left + 16 + index * 76, 32, significant(p50), "v")
+    x, y = svg.scale(low, high, left, right, log), svg.scale(0, 1, bottom, top)
+    svg.x_axis(c, x, svg.log_ticks(low, high) if log else svg.ticks(low, high, 5), top, bottom)
+    svg.y_axis(c, y, [0, 0.5, 1], left, right)
     for side, ordered in curves:
         c.path([(x(v), y(share)) for v, share in _steps(ordered) if v <= high], f"l s{run.series(side.model)}")
     return c
@@ -105,12 +111,9 @@ def _steps(ordered: list[float]) -> list[tuple[float, float]]:
     return [(ordered[0], 0.0), *((ordered[i], (i + 1) / n) for i in places)]
 
 
-LEFT, TOP, ROW, RIGHT = 132, 14, 34, WIDE - 86
-
-
-def token_streams(run: LoadedRun, timed: list[RequestRecord]) -> Figure:
+def token_streams(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
     figure = Figure("streams", wide=True)
-    answers = _answers([s.name for s in run.served], timed)
+    answers = _answers([s.name for s in run.served], fit)
     if not answers:
         return figure
     one = next(iter(answers.values()))
@@ -124,29 +127,30 @@ def token_streams(run: LoadedRun, timed: list[RequestRecord]) -> Figure:
         for s in run.served
         if s.name in answers
     ]
-    bottom = TOP + ROW * len(streams)
+    left, top, row_height, right = 132, 14, 34, WIDE - 86
+    bottom = top + row_height * len(streams)
     end = max(times[-1] for _, times in streams) or 1.0
     description = "; ".join(
         f"{run.label(m)}: first after {significant(t[0])} ms, {len(t)} pieces, last {significant(t[-1])} ms"
         for m, t in streams
     )
     c = Canvas(WIDE, bottom + 34, "Single streams over time", description)
-    x = svg.scale(0, end, LEFT, RIGHT)
-    svg.x_axis(c, x, svg.ticks(0, end, 7), TOP - 4, bottom, svg.plain, "milliseconds since the request")
+    x = svg.scale(0, end, left, right)
+    svg.x_axis(c, x, svg.ticks(0, end, 7), top - 4, bottom, svg.plain, "milliseconds since the request")
     for index, (model, times) in enumerate(streams):
-        y, series = TOP + ROW * (index + 0.5), run.series(model)
-        c.text(LEFT - 8, y + 4, run.label(model)[:19], "v e")
+        y, series = top + row_height * (index + 0.5), run.series(model)
+        c.text(left - 8, y + 4, run.label(model)[:19], "v e")
         c.line(x(0), y, x(times[0]), y, f"l s{series}", f"first after {significant(times[0])} ms")
         c.ticks([x(t) for t in times], y, 9, f"l s{series}")
-        c.text(RIGHT + 4, y + 4, f"{len(times)} pieces")
+        c.text(right + 4, y + 4, f"{len(times)} pieces")
     figure.panels.append(("streams", c))
     return figure
 
 
-def _answers(backends: list[str], timed: list[RequestRecord]) -> dict[str, RequestRecord]:
+def _answers(backends: list[str], fit: list[RequestRecord]) -> dict[str, RequestRecord]:
     """By backend, the answers to one prompt: one that most backends streamed, with the longest shortest answer."""
     prompts: dict[tuple[str, str, int], dict[str, RequestRecord]] = {}
-    for record in timed:
+    for record in fit:
         if record.backend in backends and record.itl_ms:
             prompts.setdefault(record.prompt, {}).setdefault(record.backend, record)
     return max(
@@ -198,10 +202,10 @@ SOURCES = {
     "system_used_bytes": "MemTotal − MemAvailable of the whole machine",
 }
 LEVELS = (("idle", "idle"), ("one", "1 request"), ("five", "5 at once"))
-LEFT, TOP, ROW = 76, 26, 17
 
 
 def server_memory(run: LoadedRun) -> Figure:
+    left, top, row_height = 76, 26, 17
     measured = [(s, s.data.memory_bytes) for s in run.served if s.data.memory_bytes]
     sources = sorted({memory.source for _, memory in measured} - {""})
     source = ", ".join(SOURCES.get(s, s) for s in sources) or "source not recorded"
@@ -210,14 +214,14 @@ def server_memory(run: LoadedRun) -> Figure:
     for side, memory in measured if largest > 0 else ():
         label = run.label(side.model)
         description = "; ".join(f"{title}: {size(getattr(memory, level))}" for level, title in LEVELS)
-        c = Canvas(WIDTH, TOP + ROW * 3 + 4, f"Memory: {label}, {side.title}", description)
+        c = Canvas(WIDTH, top + row_height * 3 + 4, f"Memory: {label}, {side.title}", description)
         c.text(0, 14, label, "t")
-        width = svg.scale(0, largest, 0, WIDTH - LEFT - 66)
+        width = svg.scale(0, largest, 0, WIDTH - left - 66)
         for index, (level, title) in enumerate(LEVELS):
-            value, y = getattr(memory, level), TOP + ROW * index
-            c.text(LEFT - 8, y + 10, title, "e")
+            value, y = getattr(memory, level), top + row_height * index
+            c.text(left - 8, y + 10, title, "e")
             if value is not None:
-                c.bar(LEFT, y, width(value), ROW - 5, f"f s{run.series(side.model)}")
-            c.text(LEFT + width(value or 0) + 6, y + 10, size(value), "v")
+                c.bar(left, y, width(value), row_height - 5, f"f s{run.series(side.model)}")
+            c.text(left + width(value or 0) + 6, y + 10, size(value), "v")
         figure.panels.append((side.key, c))
     return figure

@@ -1,12 +1,10 @@
 """report.html: one file with its style and script inside, which requests nothing from any network.
 
-Every value that the template writes is made safe (printable.visible) and escaped. The page's Content-Security-Policy allows its own
+Every value that the template writes is made safe (core.text.visible) and escaped. The page's Content-Security-Policy allows its own
 script by hash and nothing else, so that text from a model cannot act even where it came through unescaped.
 
-Answers side by side: which prompts are shown, what is cut, and where the faults are in the text.
-
-Prompts with an answer that failed a gate come first, then those where the backends differ, then the rest, taken in turn from
-the workloads, up to a number of prompts and of characters. The page states how many were left out.
+It shows answers side by side: prompts with an answer that failed a gate first, then those where the backends differ, then the
+rest, taken in turn from the workloads, up to a number of prompts and of characters. The page states how many were left out.
 """
 
 from __future__ import annotations
@@ -15,23 +13,19 @@ import base64
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
-
-from msgspec import to_builtins
 
 from annie_quant import __version__
 from annie_quant.core.files import ASSETS
 from annie_quant.core.text import visible
-from annie_quant.documents import Environment, RequestRecord
-from annie_quant.report import format, recount
-from annie_quant.report.charts.svg import MARKS, Figure
+from annie_quant.documents import RequestRecord
+from annie_quant.report import comparison, format, tables
 from annie_quant.report.format import count, name
-from annie_quant.report.pages import comparison, tables
+from annie_quant.report.recheck import Recount, caveats
 from annie_quant.report.run import LoadedRun
+from annie_quant.report.svg import MARKS, Figure
 
 MAX_PROMPTS = 240
 MAX_CHARACTERS = 900_000
@@ -55,10 +49,14 @@ ByBackend = dict[str, RequestRecord]
 
 
 @dataclass
-class Answer:
-    """pieces: (text, whether it is marked). wrong_call: the calls are marked. faults: (gate's title, reason).
+class ShownAnswer:
+    """One backend's answer as the page shows it.
 
-    note: what was cut, or the error. same_as: the label of an earlier equal answer; this one is then not repeated.
+    pieces: (text, whether it is marked).
+    wrong_call: whether the calls are marked.
+    faults: (gate's title, reason).
+    note: what was cut, or the error.
+    same_as: the label of an earlier equal answer; this one is then not repeated.
     """
 
     label: str
@@ -84,21 +82,23 @@ class Answer:
 
 
 @dataclass
-class Prompt:
-    """gates: those that any answer failed."""
+class ShownPrompt:
+    """One prompt with its answers. gates: those that any answer failed."""
 
     workload: str
     case: str
     turn: int
     text: str
-    answers: list[Answer]
+    answers: list[ShownAnswer]
     gates: list[str] = field(default_factory=list)
     differs: bool = False
 
 
 @dataclass
 class Browser:
-    prompts: list[Prompt]
+    """The prompts that are shown. total: all prompts. faulty: those with a fault."""
+
+    prompts: list[ShownPrompt]
     total: int
     faulty: int
 
@@ -114,7 +114,7 @@ class Browser:
 
 
 def collect(run: LoadedRun) -> Browser:
-    """Choose the prompts and cut their answers; the template escapes the texts."""
+    """Return the prompts to show, with their answers cut to length; the template escapes the texts."""
     groups: dict[PromptKey, ByBackend] = {}
     for record in run.measured:
         answers = groups.setdefault(record.prompt, {})
@@ -126,7 +126,7 @@ def collect(run: LoadedRun) -> Browser:
     ranks = {key: _rank(answers, advisory) for key, answers in groups.items()}
     faulty = sum(any(_failed(r) for r in answers.values()) for answers in groups.values())
     questions = _questions(run)
-    prompts: list[Prompt] = []
+    prompts: list[ShownPrompt] = []
     budget = MAX_CHARACTERS
     for key in _in_turn(ranks)[:MAX_PROMPTS]:
         prompt = _prompt(run, key, groups[key], questions.get(key, ""))
@@ -162,7 +162,7 @@ def _in_turn(ranks: dict[PromptKey, int]) -> list[PromptKey]:
 
 
 def _questions(run: LoadedRun) -> dict[PromptKey, str]:
-    """What was asked: the turns of a conversation, else the last user message."""
+    """Return what was asked: the turns of a conversation, else the last user message."""
     questions: dict[PromptKey, str] = defaultdict(str)
     for workload in run.inputs:
         for case in workload.cases:
@@ -175,14 +175,14 @@ def _questions(run: LoadedRun) -> dict[PromptKey, str]:
 
 
 def _cut(text: str, limit: int) -> tuple[str, str]:
-    """(text, note): cut to `limit` characters, with a note where something was cut."""
+    """Return (text, note): cut to `limit` characters, with a note where something was cut."""
     if len(text) <= limit:
         return visible(text), ""
     return visible(text[:limit]) + " …", f"the first {limit} of {count(len(text))} characters"
 
 
-def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -> Prompt:
-    answers: list[Answer] = []
+def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -> ShownPrompt:
+    answers: list[ShownAnswer] = []
     for side in run.served:
         if side.name in records:
             answer = _answer(run, side.name, side.model, records[side.name])
@@ -192,13 +192,13 @@ def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -
             answers.append(answer)
     gates = list(dict.fromkeys(gate for record in records.values() for gate in _failed(record)))
     text, _ = _cut(question, PROMPT_CHARACTERS)
-    return Prompt(name(key[0]), key[1], key[2], text, answers, gates, _differs(records))
+    return ShownPrompt(name(key[0]), key[1], key[2], text, answers, gates, _differs(records))
 
 
-def _answer(run: LoadedRun, backend: str, model: str, record: RequestRecord) -> Answer:
+def _answer(run: LoadedRun, backend: str, model: str, record: RequestRecord) -> ShownAnswer:
     text, cut = _cut(record.text, ANSWER_CHARACTERS)
     failed, error = _failed(record), _cut(record.error or "", 300)[0]
-    return Answer(
+    return ShownAnswer(
         label=run.label(model),
         backend=backend,
         model=model,
@@ -258,7 +258,7 @@ def render_template(name: str, **values: Any) -> str:
     return str(page.render(version=__version__, style=style + MARKS, script=script, script_hash=digest, **values))
 
 
-def render(run: LoadedRun, figures: list[Figure], check: recount.Recount | None, csv_text: str) -> str:
+def render(run: LoadedRun, figures: list[Figure], check: Recount | None, csv_text: str) -> str:
     return render_template(
         "report.html",
         run=run,
@@ -276,66 +276,22 @@ def render(run: LoadedRun, figures: list[Figure], check: recount.Recount | None,
         comparisons=tables.comparisons_table(run),
         stability=tables.stability_table(run),
         browser=collect(run),
-        checklist=comparison.checklist(run),
-        checklist_title=comparison.checklist_title(run),
+        checklist=comparison.checklist_table(run),
         advice=comparison.recommendation(run),
         operation=comparison.operation_changes(run),
         tree=comparison.decision_tree(run),
+        recipes=tables.recipes_table(run),
+        stages=tables.stages_table(run),
         dimensions=comparison.dimensions(run),
         budget=comparison.memory_budget(run),
         missing={m.part: m for m in run.missing},
-        facts=facts(run),
+        facts=tables.facts(run),
         downloads=_downloads(run, csv_text),
     )
 
 
-def caveats(run: LoadedRun) -> list[str]:
-    """The verdict's caveats, and the limits that the benchmark's own checks found."""
-    texts = [*run.verdict.caveats, *(confound.message for confound in run.aggregates.confounds)]
-    texts += [f"eval/{model}.json does not hold: {first(lines)}" for model, lines in run.evidence.items()]
-    if early := recount.before_server(run.measured):
-        texts.append(
-            f"{early} of {len(run.measured)} requests ended, by the client's clock, before the server's own times "
-            "allow: clocks on this machine cannot be trusted to milliseconds."
-        )
-    return list(dict.fromkeys(texts))
-
-
-def first(lines: Sequence[str]) -> str:
-    """Return the first of several lines, with the number of the others."""
-    return lines[0] + (f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else "")
-
-
-def facts(run: LoadedRun) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Command, environment, settings and backends as (title, [(name, value)]); nested values are flattened."""
-    argv = run.document.argv
-    command = {"argv": " ".join([Path(argv[0]).name, *argv[1:]])} if argv else {}
-    environment = run.document.environment
-    parts: tuple[tuple[str, Any], ...] = (
-        ("Command", command),
-        ("Environment", environment if environment != Environment() else {}),
-        ("Settings", run.document.config),
-        ("Backends", run.backends),
-    )
-    rows = ((title, _flat(to_builtins(part))) for title, part in parts)
-    return [(title, pairs) for title, pairs in rows if pairs]
-
-
-def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows = []
-    for key, item in value.items():
-        label = f"{prefix}{key}"
-        if isinstance(item, dict):
-            rows += _flat(item, f"{label} · ")
-        elif isinstance(item, list) and any(isinstance(i, dict) for i in item):
-            rows += _flat({f"{label} {index + 1}": part for index, part in enumerate(item)})
-        elif item not in (None, "", [], {}):
-            rows.append((label, (", ".join(map(str, item)) if isinstance(item, list) else str(item))[:400]))
-    return rows
-
-
 def _downloads(run: LoadedRun, csv_text: str) -> list[tuple[str, str, str]]:
-    """(name, size, data URL) of results.csv and run.json; the URL is "" for a file too large for the page."""
+    """Return (name, size, data URL) of results.csv and run.json; the URL is "" for a file too large for the page."""
     files = [("results.csv", "text/csv", csv_text.encode("utf-8", "replace"))]
     path = run.folder / "run.json"
     if path.is_file():

@@ -10,9 +10,12 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from annie_quant.documents import GateResult, MetricSummary, ModelRow
+from msgspec import to_builtins
+
+from annie_quant.documents import Environment, GateResult, MetricSummary, ModelRow
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.format import (
     DASH,
@@ -28,7 +31,7 @@ from annie_quant.report.format import (
     significant,
     size,
 )
-from annie_quant.report.run import Backend, LoadedRun, Side
+from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 
 LABELS = {metric: METRICS[metric].label for metric in COMPARED}
 LEVELS = ("idle", "one", "five")
@@ -36,7 +39,13 @@ LEVELS = ("idle", "one", "five")
 
 @dataclass
 class Cell:
-    """sub: a second, smaller line. sort: the value to sort by."""
+    """A cell.
+
+    sub: a second, smaller line.
+    key: which figure it shows.
+    css: classes of the page's style sheet.
+    sort: the value to sort by.
+    """
 
     text: str
     sub: str = ""
@@ -48,9 +57,12 @@ class Cell:
 
 @dataclass
 class Table:
-    """first: header of the first column. groups: a first header row of (text, span, model); header: the second row.
+    """A table.
 
-    A row is its name and its cells.
+    first: header of the first column.
+    header: headers of the other columns.
+    rows: (name, cells).
+    groups: a header row above `header`, of (text, span, model).
     """
 
     caption: str
@@ -65,7 +77,7 @@ def figure(text: str, key: str, value: float | None) -> Cell:
     return Cell(text, key=key, sort=value)
 
 
-def gate_cell(side: Side, gate: str) -> Cell:
+def gate_cell(side: MeasuredSide, gate: str) -> Cell:
     result = side.gates.get(gate)
     if result is None:
         return Cell("", css="none")
@@ -78,12 +90,12 @@ def passes(result: GateResult) -> str:
     return f"{count(result.passes)}/{count(result.n)}"
 
 
-def summary(side: Backend, workload: str, metric: str) -> MetricSummary | None:
+def summary(side: ServedModel, workload: str, metric: str) -> MetricSummary | None:
     of_workload = side.data.workloads.get(workload)
     return getattr(of_workload, metric) if of_workload else None
 
 
-def metric_cell(side: Backend, workload: str, metric: str, stat: str = "p50") -> Cell:
+def metric_cell(side: ServedModel, workload: str, metric: str, stat: str = "p50") -> Cell:
     row = summary(side, workload, metric)
     if row is None:
         return Cell(DASH, css="none")
@@ -92,8 +104,8 @@ def metric_cell(side: Backend, workload: str, metric: str, stat: str = "p50") ->
     return Cell(significant(value), sub, f"metric|{side.key}|{workload}|{metric}|{stat}", sort=value)
 
 
-def speed_cell(side: Backend, gate: str, metric: str) -> Cell:
-    """The figure that a speed limit judges, over all workloads; where there is none, the greeting's."""
+def speed_cell(side: ServedModel, gate: str, metric: str) -> Cell:
+    """Return the figure that a speed limit judges, over all workloads; where there is none, the greeting's."""
     row = side.data.speed_gates.get(gate)
     if row is None:
         return metric_cell(side, "greeting", metric)
@@ -105,10 +117,10 @@ TIMES = "Times: over all requests of a side; the verdict compares two sides over
 
 
 def side_by_side(run: LoadedRun) -> Table:
-    """Sizes, gates and speed of all models; unlisted models only where no other is there."""
+    """Sizes, gates and speed of all models; unlisted models only where there is no other."""
     table = Table(f"Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval below. {TIMES}", "", [])
     models = [m for m in run.models if m.name not in run.unlisted] or run.models
-    columns: list[Side | None] = []
+    columns: list[MeasuredSide | None] = []
     for model in models:
         sides = run.sides_of(model.name)
         columns += sides or [None]
@@ -122,8 +134,8 @@ def side_by_side(run: LoadedRun) -> Table:
         if any(c.text != DASH for c in cells):
             table.rows.append((title, cells))
 
-    def add_served_row(title: str, cell: Callable[[Backend], Cell]) -> None:
-        cells = [cell(s) if isinstance(s, Backend) else Cell("", css="none") for s in columns]
+    def add_served_row(title: str, cell: Callable[[ServedModel], Cell]) -> None:
+        cells = [cell(s) if isinstance(s, ServedModel) else Cell("", css="none") for s in columns]
         if any(c.key for c in cells):
             table.rows.append((title, cells))
 
@@ -140,8 +152,8 @@ def side_by_side(run: LoadedRun) -> Table:
     return table
 
 
-def _column_title(side: Side) -> str:
-    """Two lines: the arithmetic or "served", then "offline" or the server."""
+def _column_title(side: MeasuredSide) -> str:
+    """Return two lines: the arithmetic or "served", then "offline" or the server."""
     return f"served\n{side.title.removesuffix(' served')}" if side.kind == "served" else f"{side.how}\noffline"
 
 
@@ -187,7 +199,7 @@ def latency_table(run: LoadedRun, metric: str) -> Table:
     return table
 
 
-def kl_table(run: LoadedRun, sides: Sequence[Side] | None = None) -> Table:
+def kl_table(run: LoadedRun, sides: Sequence[MeasuredSide] | None = None) -> Table:
     table = Table(
         "KL divergence from bf16 per assistant token, in nats",
         "model",
@@ -282,8 +294,10 @@ def stability_table(run: LoadedRun) -> Table:
         rows = noise.get(backend, [])  # none where no prompt was measured twice
         single = len({row.workload for row in rows}) == 1
         for metric in ("ttft_content_ms", "tpot_ms"):
-            own = [row for row in rows if row.metric == metric]
-            floor = next((row for row in own if row.workload == "all"), own[0] if single and own else None)
+            of_metric = [row for row in rows if row.metric == metric]
+            floor = next(
+                (row for row in of_metric if row.workload == "all"), of_metric[0] if single and of_metric else None
+            )
             step = drifts.get((backend, metric))
             if floor is None and step is None:
                 continue
@@ -304,6 +318,65 @@ def stability_table(run: LoadedRun) -> Table:
     return table
 
 
+def recipes_table(run: LoadedRun) -> Table:
+    """One row per ingredient that a strategy has compared on held-out conversations."""
+    table = Table(
+        "Ingredients in the order in which they were tried: mean KL on held-out conversations, of all tokens and of those that "
+        "decide, in nats; the change of their sum, ± its standard error",
+        "model",
+        ["ingredient", "all tokens", "tokens that decide", "change", "outcome"],
+    )
+    for model in run.models:
+        for row in run.recipe(model.name).ingredients:
+            cells = [
+                Cell(row.name, css="word"),
+                Cell(significant(row.kl)),
+                Cell(significant(row.decisions)),
+                Cell(f"{signed(row.change)} ± {significant(row.noise)}"),
+                Cell("used" if row.used else "refused", css="word"),
+            ]
+            table.rows.append((run.label(model.name), cells))
+    return table
+
+
+def stages_table(run: LoadedRun) -> Table:
+    stages = run.document.stages
+    total = sum(stage.seconds or 0.0 for stage in stages)
+    table = Table(f"Time of each stage, {seconds(total)} together", "stage", ["time", "outcome"])
+    for stage in stages:
+        cells = [Cell(seconds(stage.seconds), key=f"stage|{stage.name}"), Cell(stage.summary, css="word")]
+        table.rows.append((stage.name, cells))
+    return table
+
+
+def facts(run: LoadedRun) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Command, environment, settings and backends as (title, [(name, value)]); nested values are flattened."""
+    argv = run.document.argv
+    command = {"argv": " ".join([Path(argv[0]).name, *argv[1:]])} if argv else {}
+    environment = run.document.environment
+    parts: tuple[tuple[str, Any], ...] = (
+        ("Command", command),
+        ("Environment", environment if environment != Environment() else {}),
+        ("Settings", run.document.config),
+        ("Backends", run.backends),
+    )
+    rows = ((title, _flat(to_builtins(part))) for title, part in parts)
+    return [(title, pairs) for title, pairs in rows if pairs]
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows = []
+    for key, item in value.items():
+        label = f"{prefix}{key}"
+        if isinstance(item, dict):
+            rows += _flat(item, f"{label} · ")
+        elif isinstance(item, list) and any(isinstance(i, dict) for i in item):
+            rows += _flat({f"{label} {index + 1}": part for index, part in enumerate(item)})
+        elif item not in (None, "", [], {}):
+            rows.append((label, (", ".join(map(str, item)) if isinstance(item, list) else str(item))[:400]))
+    return rows
+
+
 CSV_COLUMNS = (
     "model", "part", "where", "workload", "metric", "n", "n_prompts", "p50", "p90", "p99", "mean", "low", "high",
     "passes", "threshold", "verdict",
@@ -317,15 +390,15 @@ def csv_rows(run: LoadedRun) -> list[dict[str, Any]]:
         for metric in ("size_bytes", "bits_per_weight"):
             rows.append({"model": model.name, "part": "size", "metric": metric, "mean": getattr(model, metric)})
     for side in run.sides:
-        own = {"model": side.model, "part": side.kind, "where": side.name.split("/")[-1]}
+        identity = {"model": side.model, "part": side.kind, "where": side.name.split("/")[-1]}
         for gate, r in side.gates.items():
             fields = {k: getattr(r, k) for k in ("n", "low", "high", "passes", "threshold", "verdict")}
-            rows.append(own | fields | {"metric": f"gate:{gate}", "workload": "all", "mean": r.rate})
-        if not isinstance(side, Backend):
+            rows.append(identity | fields | {"metric": f"gate:{gate}", "workload": "all", "mean": r.rate})
+        if not isinstance(side, ServedModel):
             if kl := side.data.kl:
                 divergence = {"n": kl.n_tokens, "p50": kl.median, "p99": kl.p99, "mean": kl.mean}
-                rows.append(own | {"metric": "kl_nats"} | divergence)
-                rows.append(own | {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top})
+                rows.append(identity | {"metric": "kl_nats"} | divergence)
+                rows.append(identity | {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top})
                 if decides := kl.decisions:
                     divergence = {
                         "n": decides.n_tokens,
@@ -333,16 +406,16 @@ def csv_rows(run: LoadedRun) -> list[dict[str, Any]]:
                         "p99": decides.p99,
                         "mean": decides.mean,
                     }
-                    rows.append(own | {"metric": "kl_nats:decisions"} | divergence)
+                    rows.append(identity | {"metric": "kl_nats:decisions"} | divergence)
             continue
         for workload in side.data.workloads:
             for metric in COMPARED:
                 if row := summary(side, workload, metric):
                     fields = {k: getattr(row, k) for k in row.__struct_fields__}
-                    rows.append(own | fields | {"workload": workload, "metric": metric})
+                    rows.append(identity | fields | {"workload": workload, "metric": metric})
         for level in LEVELS:
             value = getattr(side.data.memory_bytes, level, None)
-            rows.append(own | {"metric": f"memory_bytes:{level}", "n": 1, "mean": value})
+            rows.append(identity | {"metric": f"memory_bytes:{level}", "n": 1, "mean": value})
     return [row for row in rows if row["mean"] is not None]
 
 

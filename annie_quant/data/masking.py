@@ -1,0 +1,116 @@
+"""Masking of secrets in logged text: keys by their form (core/secrets.py), passwords by their name, personal data on request.
+
+What is masked is counted by kind and never shown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from annie_quant.core.secrets import FORMS
+from annie_quant.documents import ChatMessage
+from annie_quant.stream.redact import is_secret_name
+
+MASK = "[masked]"
+MIN_SECRET = 8  # characters of an environment variable's value
+_BY_NAME = (
+    r"(?i:(?<![a-z])(?:pass(?:word|wd|phrase)?|pwd|secret|api[_ -]?key|access[_ -]?key|auth[_ -]?token|client[_ -]?secret"
+    r"|token)\b[\"']?\s*(?:is\s*:?|[:=])\s*[\"']?)(?P<value>[^\s\"',;]{6,})"
+)
+_KINDS = {
+    **{kind: "|".join(f.likely for f in FORMS if f.kind == kind) for kind in dict.fromkeys(f.kind for f in FORMS)},
+    "password": _BY_NAME,
+}
+_PERSONAL = {
+    "email address": r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b",
+    "card number": r"\b(?:\d[ -]?){13,19}\b",
+    "phone number": r"(?<![\w-])\+?\d{1,3}[ ./-]?\(?\d{2,4}\)?(?:[ ./-]?\d{2,4}){2,4}(?![\w-])",
+}
+_NAME = re.compile(r"\b(?i:my name is|name's|call me|this is)\s+([A-Z][\w'-]+(?:\s+[A-Z][\w'-]+)?)")
+
+
+class Scanner:
+    """Masks text.
+
+    personal: also mask email addresses, card and phone numbers, and a name that a user states ("my name is ..."), everywhere
+        in that conversation.
+    words: further texts to mask, in any letter case.
+    counts: kind of secret → number of places that were masked.
+    """
+
+    def __init__(self, personal: bool = False, words: Iterable[str] = ()) -> None:
+        kinds = {**_KINDS, **(_PERSONAL if personal else {})}
+        self._kinds = [(kind, re.compile(pattern)) for kind, pattern in kinds.items()]
+        values = [
+            v for k, v in os.environ.items() if is_secret_name(k) and len(v) >= MIN_SECRET and not v.startswith("/")
+        ]
+        self._words = [("secret of this environment", re.compile(re.escape(v))) for v in values]
+        self._words += [("masked word", re.compile(re.escape(w), re.IGNORECASE)) for w in words if w]
+        self._personal = personal
+        self.counts: Counter[str] = Counter()
+
+    def masked(self, value: Any) -> Any:
+        """Return a text, or every text and property name in a JSON value, without secrets."""
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, Mapping):
+            result: dict[Any, Any] = {}
+            for key, item in value.items():
+                name = self._text(key) if isinstance(key, str) else key
+                while name in result:  # two masked names would be one
+                    name += "'"
+                result[name] = self._field(key, item)
+            return result
+        return [self.masked(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def conversation(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        """Return the messages without secrets, and without the names that users state, if `personal`."""
+        result: list[ChatMessage] = self.masked(messages)
+        if not self._personal:
+            return result
+        names = {n for m in messages if m["role"] == "user" for n in _NAME.findall(m["content"])}
+        for name in sorted({part for n in names for part in (n, *n.split())}, key=len, reverse=True):
+            result = _without_name(result, re.compile(rf"\b{re.escape(name)}\b"), self.counts)
+        return result
+
+    def _field(self, name: str, value: Any) -> Any:
+        if isinstance(value, str) and len(value) >= 6 and re.search(r"passw|secret|api_?key|token$", str(name), re.I):
+            self.counts["password"] += 1
+            return MASK
+        return self.masked(value)
+
+    def _text(self, text: str) -> str:
+        for kind, pattern in (*self._words, *self._kinds):
+            text = pattern.sub(lambda match, kind=kind: self._mask(kind, match), text)  # type: ignore[misc]
+        return text
+
+    def _mask(self, kind: str, match: re.Match[str]) -> str:
+        if match[0].endswith(MASK) or (kind == "card number" and not _luhn(match[0])):
+            return match[0]
+        self.counts[kind] += 1
+        if kind == "password":
+            return match[0][: match.start("value") - match.start()] + MASK
+        return f"{match[0].split()[0]} {MASK}" if kind == "authorization" else MASK
+
+
+def _luhn(text: str) -> bool:
+    """Return whether a card number's check digit is correct (ISO/IEC 7812)."""
+    digits = [int(c) for c in text if c.isdigit()]
+    return sum(sum(divmod(2 * d, 10)) if i % 2 else d for i, d in enumerate(reversed(digits))) % 10 == 0
+
+
+def _without_name(value: Any, pattern: re.Pattern[str], counts: Counter[str]) -> Any:
+    if isinstance(value, str):
+        text, n = pattern.subn(MASK, value)
+        counts["name"] += n
+        return text
+    if isinstance(value, dict):
+        return {
+            k: v if k in ("role", "name", "id", "tool_call_id") else _without_name(v, pattern, counts)
+            for k, v in value.items()
+        }
+    return [_without_name(v, pattern, counts) for v in value] if isinstance(value, list) else value

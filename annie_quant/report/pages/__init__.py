@@ -1,1 +1,0 @@
-"""The report's pages: HTML, Markdown, the comparison, trends over several runs."""

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from annie_quant.bench import endpoints
 from annie_quant.core.errors import AnnieError, UsageError
+from annie_quant.core.host import is_local
+from annie_quant.core.secrets import refuse_secrets_in, safe_url
 from annie_quant.core.untrusted import decode_json, limited
 from annie_quant.documents import Identity, limited_identity
 from annie_quant.stream.client import fetch
-from annie_quant.stream.redact import refuse_secrets_in, safe_url
 
 PROBE_TIMEOUT_S = 5.0
 PROBE_BYTES = 1 << 20
@@ -218,8 +219,6 @@ def served_format(url: str, props: Mapping[str, Any], model: Mapping[str, Any]) 
 
     None where the server is on another machine, or names no model file or folder that can be read here.
     """
-    from annie_quant.data.record.proxy import is_local
-
     named = props.get("model_path") or model.get("root")
     if not isinstance(named, str) or not is_local(urllib.parse.urlsplit(url).hostname or ""):
         return None

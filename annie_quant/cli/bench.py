@@ -200,8 +200,7 @@ def bench(
 
 def local_process(url: str) -> dict[str, int]:
     """Return {"pid": ...} of the process that listens at a loopback URL; {} where it is not known."""
-    from annie_quant.core.host import listening_pid
-    from annie_quant.data.record.proxy import is_local
+    from annie_quant.core.host import is_local, listening_pid
 
     parts = urllib.parse.urlsplit(url)
     if not is_local(parts.hostname or ""):

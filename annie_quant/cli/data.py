@@ -246,7 +246,8 @@ def record_command(
     Point the clients at the printed address. Requests and answers are passed on unchanged, streams too. Keys and headers
     are never written, secrets in messages are masked. Ctrl-C ends it; `annie-quant init --logs FILE` reads the file.
     """
-    from annie_quant.data.record.proxy import Settings, is_local, record
+    from annie_quant.core.host import is_local
+    from annie_quant.data.record.proxy import Settings, record
 
     settings = Settings(
         upstream=upstream,

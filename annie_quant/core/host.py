@@ -7,6 +7,7 @@ nvidia-ml-py (extra `gpu`) is installed.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import platform
 import shutil
@@ -108,6 +109,13 @@ def listening_pid(port: int) -> int | None:
         return None
     pids = [c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid]
     return pids[0] if pids else None
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost"
 
 
 def resident_bytes(pids: Iterable[int]) -> int | None:

@@ -12,7 +12,7 @@ from planted_secrets import KEY
 from annie_quant.data.logs import read_logs
 from annie_quant.data.logs.conversation import Unusable
 from annie_quant.data.record.exchange import Exchange, decompressed, line_of, new_scanner
-from annie_quant.stream.redact import Redactor
+from annie_quant.core.secrets import Redactor
 
 REQUEST = {
     "model": "m",

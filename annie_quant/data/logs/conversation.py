@@ -22,9 +22,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from annie_quant.core.secrets import FORMS
+from annie_quant.core.secrets import FORMS, is_secret_name
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
-from annie_quant.stream.redact import is_secret_name
 
 
 class Unusable(Exception):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import logging
 import signal
 import threading
@@ -32,7 +31,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from annie_quant.core.errors import EnvironmentFault, UsageError, need
+from annie_quant.core.host import is_local
 from annie_quant.core.progress import SILENT, Progress
+from annie_quant.core.secrets import Redactor, refuse_secrets_in, secrets_of
 from annie_quant.data.logs.conversation import Unusable
 from annie_quant.data.record.exchange import (
     MAX_ANSWER_BYTES,
@@ -43,7 +44,6 @@ from annie_quant.data.record.exchange import (
     line_of,
     new_scanner,
 )
-from annie_quant.stream.redact import Redactor, refuse_secrets_in, secrets_of
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, web
@@ -112,13 +112,6 @@ def checked_upstream(settings: Settings) -> str:
     if is_local(parts.hostname) and port == settings.port:
         raise UsageError(f"--upstream {url} is the address that annie-quant listens at", "choose another --port")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def is_local(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host.lower() == "localhost"
 
 
 class Held:

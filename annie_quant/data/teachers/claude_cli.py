@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from annie_quant.core.errors import EnvironmentFault
+from annie_quant.core.secrets import without_secrets
 from annie_quant.core.untrusted import cost_usd, integer
 from annie_quant.data.teachers._base import BatchFailed, Options, PromptedTeacher, RateLimited, Reply
 from annie_quant.documents import salvage_value
-from annie_quant.stream.redact import without_secrets
 
 NAME = "claude_cli"
 SUMMARY = "Claude by its command line program: claude -p --model claude-opus-4-6 --output-format json"

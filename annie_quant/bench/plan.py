@@ -51,7 +51,7 @@ def choose(workload: Workload, n: int | None, seed: int) -> list[Case]:
     return [workload.cases[i] for i in sorted(picked)]
 
 
-def plan(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig) -> list[Visit]:
+def planned_visits(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig) -> list[Visit]:
     """Return all measured visits in order. The same arguments give the same plan, so that a run can be resumed."""
     return [visit for load in config.loads for visit in _plan_load(backends, workloads, config, load)]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from annie_quant.bench.aggregate import gate_counts, labelled, summaries, timed, values_by_prompt
+from annie_quant.bench.aggregates import gate_counts, labelled, summaries, timed, values_by_prompt
 from annie_quant.documents import RequestRecord, ServedSide
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.metrics import COMPARED

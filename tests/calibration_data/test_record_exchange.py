@@ -9,10 +9,10 @@ import re
 import pytest
 from planted_secrets import KEY
 
+from annie_quant.core.secrets import Redactor
 from annie_quant.data.logs import read_logs
 from annie_quant.data.logs.conversation import Unusable
 from annie_quant.data.record.exchange import Exchange, decompressed, line_of, new_scanner
-from annie_quant.core.secrets import Redactor
 
 REQUEST = {
     "model": "m",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from annie_quant.bench.aggregate import timed
+from annie_quant.bench.aggregates import timed
 from annie_quant.report.charts.svg import Figure
 from annie_quant.report.run import LoadedRun
 

@@ -87,7 +87,8 @@ class Run:
 
     def assert_no_loss(self, baseline: Run, least_loss: float = 0.02) -> None:
         """Assert that no metric got significantly worse than in `baseline` by more than `least_loss` (a share of its
-        median), and that no gate was lost."""
+        median), and that no gate was lost.
+        """
         from annie_quant import bench
 
         lost = bench.losses(bench.regression(baseline.folder, self.folder, least_loss))

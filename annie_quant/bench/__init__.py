@@ -1,8 +1,8 @@
 """Time two or more OpenAI-compatible servers over the same prompts, interleaved, and judge their answers.
 
-    run([Backend(name, url), ...], workloads, output)   measure, or resume; returns what bench.json holds (schema.Bench)
+    run([Backend(name, url), ...], workloads, output)   measure, or resume; returns what bench.json holds (documents.Bench)
     aggregate(folder)                                    records to percentiles, gates, paired comparisons, turns
-    export(folder)                                       results.csv, vLLM's keys, AIPerf's and GuideLLM's reports
+    export(folder)                                       vLLM's keys, AIPerf's and GuideLLM's reports
     regression(before, after)                            what got significantly worse against a stored run
 
 Nothing here imports torch. The stream client (annie_quant.stream) is imported when a run starts.
@@ -10,10 +10,10 @@ Nothing here imports torch. The stream client (annie_quant.stream) is imported w
 
 from __future__ import annotations
 
-from annie_quant.bench.aggregate import aggregate
+from annie_quant.bench.aggregates import aggregate
 from annie_quant.bench.backend import Backend, key_headers
-from annie_quant.bench.export import export
-from annie_quant.bench.regression import losses, regression
+from annie_quant.bench.exports import export
+from annie_quant.bench.regressions import losses, regression
 from annie_quant.bench.runner import run
 from annie_quant.core.host import environment
 

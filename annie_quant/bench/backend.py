@@ -1,23 +1,30 @@
-"""A server under test, and what it reports about itself: models, properties, version."""
+"""A server under test, and what it reports about itself: models, properties, version, metrics."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
+import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
+from annie_quant import documents
 from annie_quant.bench import endpoints
 from annie_quant.core.errors import AnnieError, UsageError
+from annie_quant.core.host import is_local
+from annie_quant.core.secrets import refuse_secrets_in, safe_url
 from annie_quant.core.untrusted import decode_json, limited
-from annie_quant.documents import Identity, limited_identity
+from annie_quant.documents import BackendSettings, Identity, RequestRecord, ShortText, limited_identity
 from annie_quant.stream.client import fetch
-from annie_quant.stream.redact import refuse_secrets_in, safe_url
 
 PROBE_TIMEOUT_S = 5.0
 PROBE_BYTES = 1 << 20
@@ -58,6 +65,13 @@ class Backend:
         refuse_secrets_in(self.url, f"backend {self.name!r}")
         if not self.name or "/" in self.name:
             raise UsageError(f"a backend's name must not be empty or contain a slash, got {self.name!r}")
+
+    @property
+    def settings(self) -> BackendSettings:
+        """What a run records of this backend."""
+        source = self.meta.get("source")
+        source = source if isinstance(source, (int, float, type(None))) else str(source)[:1000]
+        return BackendSettings(name=self.name, model=self.model, source=source, endpoint=self.endpoint)
 
     @property
     def root(self) -> str:
@@ -173,25 +187,19 @@ def _kind(value: Any) -> str:
     return _KINDS.get(type(value), "null")
 
 
+_NUMBER = "a number"
 _KINDS: dict[type, str] = {
     dict: "an object",
     list: "a list",
     str: "text",
-    int: "a number",
-    float: "a number",
+    int: _NUMBER,
+    float: _NUMBER,
     bool: "a boolean",
 }
 _SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repeat_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
+    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier",
     "samplers",
-)
+)  # fmt: skip
 
 
 def _runtime(owner: str, has_build: bool, has_version: bool) -> str | None:
@@ -218,8 +226,6 @@ def served_format(url: str, props: Mapping[str, Any], model: Mapping[str, Any]) 
 
     None where the server is on another machine, or names no model file or folder that can be read here.
     """
-    from annie_quant.core.host import is_local
-
     named = props.get("model_path") or model.get("root")
     if not isinstance(named, str) or not is_local(urllib.parse.urlsplit(url).hostname or ""):
         return None
@@ -264,3 +270,158 @@ def most(sizes: Mapping[str, int]) -> str | None:
     """Return the largest format: of the quantized ones, if there are any."""
     quantized = {name: size for name, size in sizes.items() if name not in PLAIN}
     return max(quantized or sizes, key=lambda name: sizes[name], default=None)
+
+
+# ---- Prometheus metrics before and after a run, so that the server's own view is on record
+#
+# A server without /metrics (llama.cpp needs --metrics) has none. The page is another party's text: its size, number of samples and
+# the lengths of names are limited, and values that are not finite numbers are left out.
+
+METRICS_FILE = "server_metrics.json"
+MAX_PAGE_BYTES, MAX_SAMPLES = 4 << 20, 2000
+# A sample: name, labels in braces (values are quoted, with escapes), value, an optional timestamp.
+_SAMPLE = re.compile(
+    r'^([A-Za-z_:][A-Za-z0-9_:]*)(\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*$'
+)
+
+Samples = dict[str, float]  # 'name{labels}' → value
+
+
+class ServerMetrics(msgspec.Struct, kw_only=True):
+    """All samples of one server before the run and after it; keys are name{labels}."""
+
+    before: dict[ShortText, float] = {}
+    after: dict[ShortText, float] = {}
+
+
+def _metric_lines(page: str) -> Iterator[tuple[str, str, float]]:
+    """Yield (name, labels in braces or "", value) of a page in Prometheus' text format; lines that cannot be read are left out."""
+    for line in page.splitlines():
+        sample = _SAMPLE.match(line) if line and not line.startswith("#") and len(line) <= 1000 else None
+        if sample is None:
+            continue
+        try:
+            value = float(sample[3])
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            yield sample[1], sample[2] or "", value
+
+
+def parse_metrics(page: str) -> Samples:
+    """Return the samples of a page; buckets of histograms and names of more than 200 characters are left out."""
+    samples: Samples = {}
+    for name, labels, value in _metric_lines(page):
+        key = name + labels
+        if not name.endswith(("_bucket", "_created")) and len(key) <= 200:
+            samples[key] = value
+        if len(samples) >= MAX_SAMPLES:
+            break
+    return samples
+
+
+def metrics_page(backend: Backend) -> str | None:
+    """Return a server's /metrics; None where it has none."""
+    try:
+        reply = fetch(f"{backend.root}/metrics", backend.headers, timeout_s=PROBE_TIMEOUT_S, max_bytes=MAX_PAGE_BYTES)
+    except OSError:
+        return None
+    return reply.body.decode("utf-8", "replace") if reply.status == 200 and not reply.fault else None
+
+
+def scrape_metrics(backends: Sequence[Backend]) -> dict[str, Samples]:
+    """Return the samples of each server that has /metrics."""
+    pages = {backend.name: metrics_page(backend) for backend in backends}
+    return {name: samples for name, page in pages.items() if page and (samples := parse_metrics(page))}
+
+
+def store_metrics(folder: Path, before: Mapping[str, Samples], after: Mapping[str, Samples]) -> None:
+    """Write server_metrics.json for the servers that were read twice; a resumed run keeps the first run's start."""
+    path = folder / METRICS_FILE
+    first = documents.decode(dict[str, ServerMetrics], path) if path.exists() else {}
+    rows = {
+        name: ServerMetrics(before=first[name].before if name in first else before[name], after=samples)
+        for name, samples in after.items()
+        if name in before
+    }
+    if rows:
+        documents.write(path, rows)
+
+
+# ---- acceptance of a speculative decoder's drafts, from the counters of vLLM's /metrics
+#
+# llama.cpp reports drafted and accepted tokens of each request (its `timings`), which the stream client reads. vLLM counts them for
+# the whole server only, so its counters are read before and after the requests that are sent together, and their growth is split by
+# completion tokens. It is used only where the server's count of generated tokens grew by what these requests received: otherwise
+# somebody else used the server. Names of the counters: vllm/v1/spec_decode/metrics.py and vllm/v1/metrics/loggers.py.
+
+SETTLE_S = (0.0, 0.05, 0.2)  # the counters may grow shortly after the last token was sent
+OTHERS_TOKENS = 2  # difference of counts that is not another client's
+_COUNTERS = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens", "vllm:generation_tokens")
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Tokens since the server's start: drafted, accepted, generated."""
+
+    drafted: float
+    accepted: float
+    generated: float
+
+
+def draft_counters(page: str) -> Counters | None:
+    """Return the counters in Prometheus text, summed over their labels; None where the server does not draft."""
+    sums: dict[str, float] = {}
+    for counter, _, value in _metric_lines(page):
+        name = counter.removesuffix("_total")
+        if name in _COUNTERS:
+            sums[name] = sums.get(name, 0.0) + value
+    if any(name not in sums for name in _COUNTERS):
+        return None
+    return Counters(*(sums[name] for name in _COUNTERS))
+
+
+def read_counters(backend: Backend) -> Counters | None:
+    """Read a vLLM server's counters; None where it has none."""
+    page = metrics_page(backend)
+    return None if page is None else draft_counters(page)
+
+
+class Acceptance:
+    """Reads the counters of the servers that have them, around each group of requests."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[str, bool] = {}
+
+    def before(self, backend: Backend, runtime: str | None) -> Counters | None:
+        """Return the counters before requests are sent; None for a server that was found to have none."""
+        if not self._drafts.setdefault(backend.name, runtime == "vllm"):
+            return None
+        counters = read_counters(backend)
+        self._drafts[backend.name] = counters is not None
+        return counters
+
+    def after(self, backend: Backend, before: Counters | None, records: Sequence[RequestRecord]) -> None:
+        """Set the drafted and accepted tokens of these records, if nobody else used the server meanwhile."""
+        if before is None:
+            return
+        received = sum(r.completion_tokens or 0 for r in records)
+        if not received or any(r.tokens_estimated or r.error for r in records):
+            return
+        for wait_s in SETTLE_S:
+            time.sleep(wait_s)
+            now = read_counters(backend)
+            if now is not None and abs(now.generated - before.generated - received) <= OTHERS_TOKENS * len(records):
+                _split(before, now, records, received)
+                return
+
+
+def _split(before: Counters, now: Counters, records: Sequence[RequestRecord], received: int) -> None:
+    """Give each record its share of the counters' growth, by completion tokens."""
+    drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
+    if not 0 <= accepted <= drafted:  # the server was restarted
+        return
+    for record in records:
+        share = (record.completion_tokens or 0) / received
+        record.drafted_tokens, record.accepted_tokens = drafted * share, accepted * share
+        record.acceptance_source = "metrics"

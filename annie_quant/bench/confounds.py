@@ -9,18 +9,19 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from annie_quant.bench import noise
+from annie_quant.bench.stability import measured_values
 from annie_quant.documents import BenchConfig, Confound, Ended, Identity, RequestRecord
 from annie_quant.documents.results import Severity
 from annie_quant.judge.answers import Answer, constant_answer
 from annie_quant.judge.checks.calls import has_call_markup
 from annie_quant.judge.pairing import has_label
+from annie_quant.judge.statistics import LEVEL, compare, holm
 
-Identities = Mapping[str, Identity]
 Records = Sequence[RequestRecord]
+Findings = Iterator[Confound]
 
 SLOW_FACTOR, SLOW_MS = 10.0, 1000.0
 NO_CACHE_RUNTIMES = ("llama.cpp", "vllm")  # their requests can switch the prefix cache off
@@ -30,30 +31,45 @@ OPENING_WORDS, LEAST_ANSWERS, LEAST_EQUAL_SHARE = 3, 10, 0.2
 RARE = 0.05  # share of answers
 LEAST_CUT_SHARE = 0.5  # of a side's answers, before its gates say nothing
 SAME_SIZE = 0.01  # quantized files may count a tied head or scales
+LEAST_RATIO = 0.8  # of events per token, and of tokens per event
+LEAST_EVENTS = 50  # of a side, before its ratio is judged
+HIT_SHARE = 0.5  # of a prompt's tokens: at least this share is read from the cache in a hit, at most in a miss
+DEPTH_SHARE = 0.7  # of the depth that a workload aims at
+LEAST_PROMPTS = 5  # of a workload, before its acceptance is compared
 PARSER_OPTIONS = (
     "--enable-auto-tool-choice --tool-call-parser qwen3_coder (vLLM), --tool-call-parser qwen3_coder (SGLang)"
 )
 
 
-def check(identities: Identities, records: Records, config: BenchConfig, ended: Ended) -> list[Confound]:
-    """All findings of a benchmark; records include warm-ups."""
+def find_confounds(
+    identities: Mapping[str, Identity], records: Records, config: BenchConfig, ended: Ended
+) -> list[Confound]:
+    """Return all findings of a benchmark; records include warm-ups."""
     measured = [r for r in records if not r.warmup]
-    everyone = list(identities)
+    names = list(identities)
+    good = {name: [r for r in measured if r.backend == name and not r.error] for name in names}
     findings = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
-    findings += [*_prompt_tokens(everyone, measured), *_estimates(measured), *_smoke(records)]
-    findings += [*_different_answers(everyone, measured, config), *_busy(everyone, measured)]
-    findings += [*_priority(everyone, measured), *_incomplete(everyone, ended if not config.sustained else Ended())]
-    findings += noise.check(everyone, measured)
+    findings += [*_prompt_tokens(names, measured), *_estimates(measured), *_smoke(records)]
+    findings += [*_different_answers(names, measured, config), *_busy(names, measured), *_priority(names, measured)]
+    findings += _incomplete(names, ended if not config.sustained else Ended())
+    for name, rows in good.items():
+        findings += [
+            *_events(name, rows),
+            *_prefix_cache(name, rows),
+            *_depth(name, rows),
+            *_acceptance_falls(name, rows),
+        ]
+    findings += _different_acceptance(good)
     for name, identity in identities.items():
-        own = [r for r in measured if r.backend == name]
+        rows = [r for r in measured if r.backend == name]
         if ended.prefix_cache == "off" and identity.runtime not in NO_CACHE_RUNTIMES:
             message = f"{name} has no known way to switch its prefix cache off: repeats may be served from it"
             findings.append(_finding("prefix_cache", "confound", message, name))
         for caveat in identity.caveats:
             message = f"{name} reports itself in a way that cannot be read: {caveat}"
             findings.append(_finding("identity", "fault", message, name))
-        findings += [*_thinking(name, own, config), *_tool_parser(name, own), *_slow_starts(name, own)]
-        findings += [*_errors(name, own), *_cut(name, own), *_clock(name, own), *_stamps(name, own)]
+        findings += [*_thinking(name, rows, config), *_tool_parser(name, rows), *_slow_starts(name, rows)]
+        findings += [*_errors(name, rows), *_cut(name, rows), *_clock(name, rows), *_stamps(name, rows)]
     return findings
 
 
@@ -64,38 +80,31 @@ def _finding(code: str, severity: Severity, message: str, *backends: str) -> Con
 # ---- two servers
 
 
-def _pair(a: Identity, b: Identity) -> list[Confound]:
+def _pair(a: Identity, b: Identity) -> Findings:
     both = f"{a.name} and {b.name}"
     if a.url and a.url == b.url:
         message = f"{both} are the same server: this run measures the noise floor (A/A), any difference is false"
-        return [_finding("same_server", "note", message, a.name, b.name)]
+        yield _finding("same_server", "note", message, a.name, b.name)
+        return
     sources = [side.meta.get("source") for side in (a, b)]
-    compared: list[tuple[str, str, Any, Any]] = [("different_weights", "source weights", sources[0], sources[1])]
+    compared: list[tuple[str, str, Any, Any]] = [("different_weights", "source weights", *sources)]
     sizes = {"n_params": "numbers of parameters", "n_vocab": "vocabulary sizes", "n_embd": "hidden sizes"}
-    for field, what in sizes.items():
+    for field, title in sizes.items():
         x, y = getattr(a.model_meta, field), getattr(b.model_meta, field)
         if x and y and abs(x - y) > SAME_SIZE * max(x, y):
-            compared.append(("different_models", what, x, y))
+            compared.append(("different_models", title, x, y))
     compared += [
         ("different_templates", "chat templates", a.chat_template_sha256, b.chat_template_sha256),
         ("different_sampling", "default sampling settings", a.sampling_defaults, b.sampling_defaults),
         ("different_engines", "serving engines", a.runtime, b.runtime),
     ]
-    findings = [
-        _finding(
-            code,
-            "note" if code == "different_engines" else "confound",
-            f"{both} have different {what}: {_short(x)} and {_short(y)}",
-            a.name,
-            b.name,
-        )
-        for code, what, x, y in compared
-        if x and y and x != y
-    ]
-    if not all(sources) and not findings:
+    differing = [row for row in compared if row[2] and row[3] and row[2] != row[3]]
+    for code, title, x, y in differing:
+        severity: Severity = "note" if code == "different_engines" else "confound"
+        yield _finding(code, severity, f"{both} have different {title}: {_short(x)} and {_short(y)}", a.name, b.name)
+    if not all(sources) and not differing:
         message = f"it is unknown whether {both} come from the same fine-tuned weights (give both a meta 'source')"
-        findings.append(_finding("weights_unknown", "note", message, a.name, b.name))
-    return findings
+        yield _finding("weights_unknown", "note", message, a.name, b.name)
 
 
 def _short(value: Any) -> str:
@@ -103,38 +112,34 @@ def _short(value: Any) -> str:
     return text[:12] + "…" if len(text) == 64 and text.isalnum() else text[:120]
 
 
-def _prompt_tokens(everyone: Sequence[str], records: Records) -> list[Confound]:
+def _prompt_tokens(names: Sequence[str], records: Records) -> Findings:
     """The same first-turn request must be the same number of tokens, else template or tokenizer differ."""
     counts: dict[str, dict[tuple[str, str], int]] = defaultdict(dict)
     for record in records:
         if record.prompt_tokens and record.turn == 0:
             counts[record.backend][record.workload, record.case] = record.prompt_tokens
-    findings = []
-    for a, b in itertools.combinations(everyone, 2):
+    for a, b in itertools.combinations(names, 2):
         shared = counts[a].keys() & counts[b].keys()
-        differing = sorted(key for key in shared if counts[a][key] != counts[b][key])
-        if differing:
+        if differing := sorted(key for key in shared if counts[a][key] != counts[b][key]):
             first = differing[0]
             message = (
                 f"{a} and {b} do not read the same prompts: {len(differing)} of {len(shared)} differ in tokens "
                 f"({'/'.join(first)}: {counts[a][first]} and {counts[b][first]}); chat template or tokenizer differ"
             )
-            findings.append(_finding("different_prompts", "confound", message, a, b))
-    return findings
+            yield _finding("different_prompts", "confound", message, a, b)
 
 
-def _different_answers(everyone: Sequence[str], records: Records, config: BenchConfig) -> list[Confound]:
+def _different_answers(names: Sequence[str], records: Records, config: BenchConfig) -> Findings:
     """Two formats of one model start most greedy answers alike, and none gives one answer to different questions."""
     answers: dict[str, dict[tuple[str, str], RequestRecord]] = defaultdict(dict)
     for record in records:
         if record.workload in config.greedy and record.turn == 0:
             answers[record.backend][record.workload, record.case] = record
-    findings = []
-    for a, b in itertools.permutations(everyone, 2):
+    for a, b in itertools.permutations(names, 2):
         both = [key for key in sorted(answers[a].keys() & answers[b].keys()) if not has_label(answers[b][key].checks)]
         if constant := constant_answer([answers[a][key] for key in both], [answers[b][key] for key in both]):
-            findings.append(_finding("constant_answers", "confound", f"{a} gives {constant}, {b} does not", a, b))
-    for a, b in itertools.combinations(everyone, 2):
+            yield _finding("constant_answers", "confound", f"{a} gives {constant}, {b} does not", a, b)
+    for a, b in itertools.combinations(names, 2):
         pairs = ([answers[side][key].text.split() for side in (a, b)] for key in answers[a].keys() & answers[b].keys())
         shared = [pair for pair in pairs if all(pair)]
         equal = sum(first[:OPENING_WORDS] == second[:OPENING_WORDS] for first, second in shared)
@@ -143,93 +148,84 @@ def _different_answers(everyone: Sequence[str], records: Records, config: BenchC
                 f"{a} and {b} start only {equal} of {len(shared)} greedy answers with the same {OPENING_WORDS} "
                 "words: they are different models, or one of them is broken"
             )
-            findings.append(_finding("different_answers", "confound", message, a, b))
-    return findings
+            yield _finding("different_answers", "confound", message, a, b)
 
 
 # ---- the whole run
 
 
-def _incomplete(everyone: Sequence[str], ended: Ended) -> list[Confound]:
-    stopped = ended.stopped
-    if stopped:
+def _incomplete(names: Sequence[str], ended: Ended) -> Findings:
+    if stopped := ended.stopped:
         message = (
             f"stopped early at look {stopped.look} of {stopped.looks + 1}: every gate and comparison was decided at the "
             f"{stopped.level:.0%} level, which allows for all looks; the intervals shown are plain 95 % ones"
         )
-        return [_finding("stopped_early", "note", message, *everyone)]
-    if ended.unasked:
+        yield _finding("stopped_early", "note", message, *names)
+    elif ended.unasked:
         message = (
             f"the time budget ended before {ended.unasked} prompts and backends were measured; the same command "
             "continues with them"
         )
-        return [_finding("unfinished", "note", message, *everyone)]
-    return []
+        yield _finding("unfinished", "note", message, *names)
 
 
-def _busy(everyone: Sequence[str], records: Records) -> list[Confound]:
+def _busy(names: Sequence[str], records: Records) -> Findings:
     """More work than the cores can do: every time is an upper bound, and so is the client's own delay."""
     loads = [r.load_per_core for r in records if r.load_per_core is not None]
-    if not loads or statistics.median(loads) < BUSY_LOAD:
-        return []
-    message = (
-        f"the machine was busy with other work (median load {statistics.median(loads):.1f} per core): all times are "
-        "upper bounds, and limits in milliseconds are not tested fairly"
-    )
-    return [_finding("busy_machine", "note", message, *everyone)]
+    if loads and statistics.median(loads) >= BUSY_LOAD:
+        message = (
+            f"the machine was busy with other work (median load {statistics.median(loads):.1f} per core): all times are "
+            "upper bounds, and limits in milliseconds are not tested fairly"
+        )
+        yield _finding("busy_machine", "note", message, *names)
 
 
-def _priority(everyone: Sequence[str], records: Records) -> list[Confound]:
+def _priority(names: Sequence[str], records: Records) -> Findings:
     """Without real-time priority the client may read late, and one kernel stamp covers all events of a read."""
     flags = [r.realtime for r in records if r.realtime is not None]
-    without = flags.count(False)
-    if not without:
-        return []
-    message = (
-        f"the client had no real-time priority in {without} of {len(flags)} requests: other work on the machine may "
-        "have made its stamps late; root has it, and other users after `sudo prlimit --rtprio=1 --pid $$`"
-    )
-    return [_finding("normal_priority", "note", message, *everyone)]
-
-
-def _estimates(records: Records) -> list[Confound]:
-    names = sorted({r.backend for r in records if r.tokens_estimated and not r.error})
-    if not names:
-        return []
-    message = f"{', '.join(names)} sent no usage: token counts and decode speed are estimates and are left out of the comparison"
-    return [_finding("tokens_estimated", "confound", message, *names)]
-
-
-def _smoke(records: Records) -> list[Confound]:
-    last = {r.backend: r for r in records if r.workload == "smoke"}
-    return [
-        _finding(
-            "smoke",
-            "fault",
-            f"{name} fails the smoke question (capital of Japan): {'; '.join(record.faults.values())}; "
-            f"its answer was {record.text[:80]!r}",
-            name,
+    if without := flags.count(False):
+        message = (
+            f"the client had no real-time priority in {without} of {len(flags)} requests: other work on the machine may "
+            "have made its stamps late; root has it, and other users after `sudo prlimit --rtprio=1 --pid $$`"
         )
-        for name, record in last.items()
-        if record.faults
-    ]
+        yield _finding("normal_priority", "note", message, *names)
 
 
-# ---- one server
+def _estimates(records: Records) -> Findings:
+    if names := sorted({r.backend for r in records if r.tokens_estimated and not r.error}):
+        message = (
+            f"{', '.join(names)} sent no usage: token counts and decode speed are estimates and are left out of the "
+            "comparison"
+        )
+        yield _finding("tokens_estimated", "confound", message, *names)
 
 
-def _in_times(code: str, name: str, what: str, some: Records, all_: Records, effect: str) -> list[Confound]:
-    """Return a confound where answers change what a time measures. A note where they are so few that the median over all answers is
-    within 2.5 percentiles of the others'.
+def _smoke(records: Records) -> Findings:
+    last = {r.backend: r for r in records if r.workload == "smoke"}
+    for name, record in last.items():
+        if record.faults:
+            message = (
+                f"{name} fails the smoke question (capital of Japan): {'; '.join(record.faults.values())}; "
+                f"its answer was {record.text[:80]!r}"
+            )
+            yield _finding("smoke", "fault", message, name)
+
+
+# ---- one server: its answers
+
+
+def _in_times(code: str, name: str, action: str, affected: Records, answers: Records, effect: str) -> Findings:
+    """Report answers that change what a time measures: a confound, or a note where they are so few that the median over all
+    answers is within 2.5 percentiles of the others'.
     """
-    if not some:
-        return []
-    rare = len(some) < RARE * len(all_)
-    message = f"{name} {what} in {len(some)} of {len(all_)} answers: {'too few to change the median times' if rare else effect}"
-    return [_finding(code, "note" if rare else "confound", message, name)]
+    if affected:
+        rare = len(affected) < RARE * len(answers)
+        effect = "too few to change the median times" if rare else effect
+        message = f"{name} {action} in {len(affected)} of {len(answers)} answers: {effect}"
+        yield _finding(code, "note" if rare else "confound", message, name)
 
 
-def _thinking(name: str, records: Records, config: BenchConfig) -> list[Confound]:
+def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
     """Thinking that is shown, hidden, or uses up the whole answer although it is switched off."""
     off = [r for r in records if r.workload not in config.with_thinking and not r.error]
     leaked = [r for r in off if "thinking_leak" in r.faults and r.text.strip() and not r.reasoning.strip()]
@@ -238,58 +234,87 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> list[Confound
         "its TTFT is the time to the first thinking token, not to an answer (is the server's --reasoning-parser set? is "
         "thinking off in its template?)"
     )
-    findings = _in_times("thinking_as_content", name, "shows its thinking as content", leaked, off, effect)
+    yield from _in_times("thinking_as_content", name, "shows its thinking as content", leaked, off, effect)
     effect = "its content TTFT includes that thinking"
-    findings += _in_times("hidden_thinking", name, "thinks although thinking is off", hidden, off, effect)
+    yield from _in_times("hidden_thinking", name, "thinks although thinking is off", hidden, off, effect)
     empty = [r.completion_tokens for r in off if not r.text.strip() and not r.tool_calls]
-    lengths = [tokens for tokens in empty if tokens and tokens > 8]
-    if lengths:
+    if lengths := [tokens for tokens in empty if tokens and tokens > 8]:
         message = (
             f"{name} used its tokens (median {round(statistics.median(lengths))}) and showed nothing in {len(lengths)} of "
             f"{len(off)} answers: thinking used up the budget"
         )
-        findings.append(_finding("empty_after_thinking", "fault", message, name))
-    return findings
+        yield _finding("empty_after_thinking", "fault", message, name)
 
 
-def _tool_parser(name: str, records: Records) -> list[Confound]:
+def _tool_parser(name: str, records: Records) -> Findings:
     """HTTP 400 on requests with tools, or calls in the text: the fault is the server's parser, not the model."""
     tools = [r for r in records if "tool_call" in r.checks]
-    findings = []
-    refused = sum(r.status == 400 for r in tools)
-    if refused:
+    if refused := sum(r.status == 400 for r in tools):
         message = (
             f"{name} refuses tool requests with HTTP 400 ({refused} of {len(tools)}): not the model's fault; start the "
             f"server with {PARSER_OPTIONS}"
         )
-        findings.append(_finding("tool_parser_missing", "fault", message, name))
-    in_text = sum(not r.checks["tool_call"] and r.checks.get("tool_call_raw", False) for r in tools)
-    unparsed = sum(
-        not r.checks["tool_call"] and has_call_markup(Answer(text=r.text)) for r in tools if not r.tool_calls
-    )
+        yield _finding("tool_parser_missing", "fault", message, name)
+    failed = [r for r in tools if not r.checks["tool_call"]]
+    in_text = sum(r.checks.get("tool_call_raw", False) for r in failed)
+    unparsed = sum(has_call_markup(Answer(text=r.text)) for r in failed if not r.tool_calls)
     if in_text or unparsed:
         message = (
             f"{name} leaves tool calls in the text ({max(in_text, unparsed)} of {len(tools)}): the server's parser is at "
             f"fault; start it with {PARSER_OPTIONS}"
         )
-        findings.append(_finding("tool_parser_fault", "fault", message, name))
-    return findings
+        yield _finding("tool_parser_fault", "fault", message, name)
 
 
-def _slow_starts(name: str, records: Records) -> list[Confound]:
-    slow = [r for r in records if r.cold] + stalls(records)
-    if not slow:
-        return []
-    longest = max(r.e2e_ms or 0 for r in slow) / 1000
-    message = (
-        f"{name}: {len(slow)} measured request(s) were cold starts or stalls (up to {longest:.1f} s); they are on record "
-        "and left out of the timings"
-    )
-    return [_finding("cold_start", "note", message, name)]
+def _errors(name: str, records: Records) -> Findings:
+    errors = [str(r.error)[:100] for r in records if r.error]
+    if not errors:
+        return
+    kinds = sorted(set(errors))
+    others = f", and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
+    message = f"{name}: {len(errors)} of {len(records)} requests failed ({kinds[0]}{others})"
+    if len(errors) == len(records):
+        yield _finding("no_answers", "confound", message, name)
+        return
+    yield _finding("errors", "fault", message, name)
+    if unanswered := [r for r in records if r.cause in ("hung", "not_sent")]:
+        message = (
+            f"{name} hung: {unanswered[0].workload}/{unanswered[0].case} had no answer when the time budget ended; it and "
+            f"{len(unanswered) - 1} requests after it count as failed"
+        )
+        yield _finding("hung", "confound", message, name)
+
+
+def _cut(name: str, records: Records) -> Findings:
+    """Answers that max_tokens ended fail their gates: where they are many, the gates say nothing about the model."""
+    judged = [r for r in records if r.checks and not r.error]
+    if cut := sum(r.finish_reason == "length" for r in judged):
+        often = cut >= LEAST_CUT_SHARE * len(judged)
+        effect = "raise max_tokens of the workload" if often else "they count as failed"
+        message = f"{name}: {cut} of {len(judged)} answers were cut at max_tokens: {effect}"
+        yield _finding("cut_answers", "confound" if often else "note", message, name)
+
+
+# ---- one server: its times
+
+
+def _slow_starts(name: str, records: Records) -> Findings:
+    if slow := [r for r in records if r.cold] + stalls(records):
+        longest = max(r.e2e_ms or 0 for r in slow) / 1000
+        message = (
+            f"{name}: {len(slow)} measured request(s) were cold starts or stalls (up to {longest:.1f} s); they are on record "
+            "and left out of the timings"
+        )
+        yield _finding("cold_start", "note", message, name)
+
+
+def is_slow(time_ms: float, usual_ms: float) -> bool:
+    """Whether a time is ten times the usual one, and a second longer: not a steady state."""
+    return time_ms > max(SLOW_FACTOR * usual_ms, usual_ms + SLOW_MS)
 
 
 def stalls(records: Iterable[RequestRecord]) -> list[RequestRecord]:
-    """Requests whose first token took ten times their workload's median, and a second more: not a steady state."""
+    """Return the requests whose first token was slow against their workload's median."""
     groups: dict[tuple, list[tuple[float, RequestRecord]]] = defaultdict(list)
     for record in records:
         first = record.first_token_ms
@@ -298,7 +323,7 @@ def stalls(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     slow = []
     for group in groups.values():
         median = statistics.median(first for first, _ in group)
-        slow += [r for first, r in group if first > max(SLOW_FACTOR * median, median + SLOW_MS)]
+        slow += [r for first, r in group if is_slow(first, median)]
     return slow
 
 
@@ -308,54 +333,16 @@ def impossible(record: RequestRecord) -> bool:
     return first is not None and sent is not None and first < sent
 
 
-def _stamps(name: str, records: Records) -> list[Confound]:
-    early = sum(map(impossible, records))
-    if not early:
-        return []
-    message = (
-        f"{name}: {early} of {len(records)} answers have a stamp from before their request was sent; they are left out "
-        "of the timings"
-    )
-    return [_finding("stamp_fault", "note", message, name)]
+def _stamps(name: str, records: Records) -> Findings:
+    if early := sum(map(impossible, records)):
+        message = (
+            f"{name}: {early} of {len(records)} answers have a stamp from before their request was sent; they are left out "
+            "of the timings"
+        )
+        yield _finding("stamp_fault", "note", message, name)
 
 
-def _errors(name: str, records: Records) -> list[Confound]:
-    errors = [str(r.error)[:100] for r in records if r.error]
-    if not errors:
-        return []
-    kinds = sorted(set(errors))
-    more = f", and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
-    message = f"{name}: {len(errors)} of {len(records)} requests failed ({kinds[0]}{more})"
-    if len(errors) == len(records):
-        return [_finding("no_answers", "confound", message, name)]
-    return [_finding("errors", "fault", message, name), *_hung(name, records)]
-
-
-def _hung(name: str, records: Records) -> list[Confound]:
-    """A side that stopped to answer: the time budget ended while one request took far longer than its others."""
-    unanswered = [r for r in records if r.cause in ("hung", "not_sent")]
-    if not unanswered:
-        return []
-    message = (
-        f"{name} hung: {unanswered[0].workload}/{unanswered[0].case} had no answer when the time budget ended; it and "
-        f"{len(unanswered) - 1} requests after it count as failed"
-    )
-    return [_finding("hung", "confound", message, name)]
-
-
-def _cut(name: str, records: Records) -> list[Confound]:
-    """Answers that max_tokens ended fail their gates: where they are many, the gates say nothing about the model."""
-    judged = [r for r in records if r.checks and not r.error]
-    cut = sum(r.finish_reason == "length" for r in judged)
-    if not cut:
-        return []
-    often = cut >= LEAST_CUT_SHARE * len(judged)
-    effect = "raise max_tokens of the workload" if often else "they count as failed"
-    message = f"{name}: {cut} of {len(judged)} answers were cut at max_tokens: {effect}"
-    return [_finding("cut_answers", "confound" if often else "note", message, name)]
-
-
-def _clock(name: str, records: Records) -> list[Confound]:
+def _clock(name: str, records: Records) -> Findings:
     """Our time per token against the server's own (llama.cpp sends it): the rest is network, client or queueing."""
     pairs = []
     for record in records:
@@ -363,12 +350,151 @@ def _clock(name: str, records: Records) -> list[Confound]:
         if record.tpot_ms and isinstance(theirs, (int, float)) and theirs and not record.error:
             pairs.append((record.tpot_ms, theirs))
     if not pairs:
-        return []
+        return
     measured, reported = (statistics.median(side) for side in zip(*pairs, strict=True))
-    if measured <= CLOCK_FACTOR * reported or measured - reported < CLOCK_MS:
-        return []
-    message = (
-        f"{name}: {measured:.3g} ms per token were measured where the server reports {reported:.3g} ms: network, client "
-        "or queueing adds to every time"
-    )
-    return [_finding("client_overhead", "note", message, name)]
+    if measured > CLOCK_FACTOR * reported and measured - reported >= CLOCK_MS:
+        message = (
+            f"{name}: {measured:.3g} ms per token were measured where the server reports {reported:.3g} ms: network, client "
+            "or queueing adds to every time"
+        )
+        yield _finding("client_overhead", "note", message, name)
+
+
+# ---- one server: events are not tokens
+
+
+def tokens_per_event(rows: Iterable[RequestRecord]) -> tuple[float, int] | None:
+    """Return (the server's tokens per event with text, number of events) over answers without tool calls; None below LEAST_EVENTS.
+
+    The end-of-turn token, which no event has, is not counted. Calls are left out because servers send their syntax in pieces of
+    their own.
+    """
+    tokens = events = 0
+    for r in rows:
+        if r.tokens_estimated or not r.token_events or not r.completion_tokens or r.tool_calls or r.error:
+            continue
+        tokens += max(0, r.completion_tokens - (r.finish_reason == "stop"))
+        events += r.token_events
+    return (tokens / events, events) if events >= LEAST_EVENTS and tokens else None
+
+
+def _events(name: str, rows: Records) -> Findings:
+    measured = tokens_per_event(rows)
+    if measured is None:
+        return
+    ratio, events = measured
+    if ratio > 1 / LEAST_RATIO:
+        message = (
+            f"{name} merges words: its {events} events carry {ratio:.2f} tokens each ({1 / ratio:.2f} events per token, "
+            f"expected {LEAST_RATIO:g} or more), so ITL is between groups of tokens; compare ITL per token or TPOT"
+        )
+        yield _finding("merged_tokens", "confound", message, name)
+    elif ratio < LEAST_RATIO:
+        message = (
+            f"{name} sends more events than tokens: {ratio:.2f} tokens per event in {events} events (expected {LEAST_RATIO:g} or "
+            "more), so ITL is between pieces of tokens, or usage leaves tokens out; compare ITL per token or TPOT"
+        )
+        yield _finding("split_tokens", "note", message, name)
+
+
+# ---- prefix cache and depth
+
+
+def _prefix_cache(name: str, rows: Records) -> Findings:
+    for workload, own in _by_workload(r for r in rows if r.prefix and r.turn == 0).items():
+        reported = [r for r in own if r.cached_tokens is not None and r.prompt_tokens]
+        if not reported:
+            if own[0].prefix == "hit":
+                message = (
+                    f"{name} does not report cached tokens in {workload}: whether its prefix cache worked is not proven "
+                    "(vLLM: --enable-prompt-tokens-details)"
+                )
+                yield _finding("prefix_cache_unproven", "note", message, name)
+            continue
+        shares = [(r.cached_tokens or 0) / r.prompt_tokens for r in reported]
+        hits = sum(share >= HIT_SHARE for share in shares)
+        if own[0].prefix == "hit" and hits < HIT_SHARE * len(shares):
+            message = (
+                f"{name} drops its prefix cache: in {workload} {len(shares) - hits} of {len(shares)} prompts that were sent before "
+                f"had under half of their tokens cached (median {statistics.median(shares):.0%})"
+            )
+            yield _finding("prefix_cache_dropped", "fault", message, name)
+        elif own[0].prefix == "miss" and hits:
+            message = (
+                f"{name} took {hits} of {len(shares)} prompts of {workload} from its prefix cache although each begins with a "
+                "different text: their TTFT is not the time of a whole prefill"
+            )
+            yield _finding("prefix_cache_hit", "confound", message, name)
+
+
+def _depth(name: str, rows: Records) -> Findings:
+    for workload, own in _by_workload(r for r in rows if r.depth and r.prompt_tokens).items():
+        depth, prompt = own[0].depth or 0, statistics.median(r.prompt_tokens for r in own)
+        if prompt < DEPTH_SHARE * depth:
+            message = (
+                f"{name} read {prompt:.0f} tokens of a prompt of about {depth} in {workload}: its tokenizer needs fewer, or it "
+                "cuts prompts to its context (Ollama: num_ctx)"
+            )
+            yield _finding("depth_not_reached", "note", message, name)
+
+
+def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]:
+    groups: dict[str, list[RequestRecord]] = defaultdict(list)
+    for row in rows:
+        groups[row.workload].append(row)
+    return dict(sorted(groups.items()))
+
+
+# ---- speculative decoding
+
+
+def acceptance(rows: Iterable[RequestRecord]) -> tuple[float, float] | None:
+    """Return (share of drafted tokens that were accepted, drafted tokens); None where nothing was drafted."""
+    pairs = [(r.drafted_tokens, r.accepted_tokens) for r in rows if r.drafted_tokens and r.accepted_tokens is not None]
+    drafted = sum(d for d, _ in pairs)
+    return (sum(a for _, a in pairs) / drafted, drafted) if drafted else None
+
+
+def _different_acceptance(by_side: Mapping[str, Records]) -> Findings:
+    """Paired over prompts, Holm over workloads and pairs of sides."""
+    tests = []
+    for a, b in itertools.combinations(by_side, 2):
+        left, right = _by_workload(by_side[a]), _by_workload(by_side[b])
+        for workload in left.keys() & right.keys():
+            rates = acceptance(left[workload]), acceptance(right[workload])
+            if rates[0] is None or rates[1] is None:
+                continue
+            result = compare(*(measured_values(side[workload], "acceptance") for side in (left, right)))
+            tests.append((a, b, workload, rates[0], rates[1], result))
+    tests.sort(key=lambda t: t[:3])
+    for (a, b, workload, (x, drafted_a), (y, drafted_b), result), p in zip(
+        tests, holm([t[5].p for t in tests]), strict=True
+    ):
+        if p is not None and p < LEVEL:
+            message = (
+                f"{a} and {b} accept drafts at different rates in {workload}: {x:.0%} of {drafted_a:.0f} and {y:.0%} of "
+                f"{drafted_b:.0f} drafted tokens ({result.n_prompts} prompts, p = {p:.2g}): their decode speeds differ by that too"
+            )
+            yield _finding("different_acceptance", "note", message, a, b)
+
+
+def _acceptance_falls(name: str, rows: Records) -> Findings:
+    """Name the workloads whose acceptance is below that of the side's others: Mann-Whitney over prompts, Holm over workloads."""
+    from scipy.stats import mannwhitneyu
+
+    by_prompt = {w: measured_values(own, "acceptance") for w, own in _by_workload(rows).items()}
+    groups = {w: [statistics.fmean(values) for values in prompts.values()] for w, prompts in by_prompt.items()}
+    groups = {workload: values for workload, values in groups.items() if len(values) >= LEAST_PROMPTS}
+    if len(groups) < 2:
+        return
+    others = {w: [value for other, values in groups.items() if other != w for value in values] for w in groups}
+    p_values = [float(mannwhitneyu(groups[w], others[w], alternative="less").pvalue) for w in groups]
+    for workload, p in zip(groups, holm(p_values), strict=True):
+        if p is not None and p < LEVEL:
+            own, rest = groups[workload], others[workload]
+            message = (
+                f"{name} accepts fewer drafts in {workload} than in its other workloads: {statistics.fmean(own):.0%} and "
+                f"{statistics.fmean(rest):.0%} (means of {len(own)} and {len(rest)} prompts, p = {p:.2g}): decode speed depends on "
+                "the text"
+            )
+            yield _finding("acceptance_falls", "note", message, name)

@@ -7,19 +7,20 @@ import datetime
 import json
 import math
 import secrets
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from annie_quant import documents, judge
 from annie_quant.bench import endpoints, memory, sequential
-from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend, alive, identity
-from annie_quant.bench.plan import Visit, arrival_times, choose, plan, sized, warmups
+from annie_quant.bench.backend import PROBE_TIMEOUT_S, Acceptance, Backend, alive, identity
+from annie_quant.bench.confounds import is_slow
+from annie_quant.bench.plan import Visit, arrival_times, choose, planned_visits, sized, warmups
 from annie_quant.bench.reference_answers import mark
-from annie_quant.bench.run_config import HUNG, NOT_SENT, Records, hangs, write_unanswered
-from annie_quant.bench.server_metrics import Acceptance
+from annie_quant.bench.run_folder import HUNG, NOT_SENT, RecordLog, write_unanswered
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.host import gpu_energy_joules, load_per_core, machine_state
@@ -94,6 +95,12 @@ def _is_of_each(gate: str) -> bool:
     return GATES[gate].basis == "rule" and not GATES[gate].two_sided
 
 
+def _hangs(elapsed_s: float, answered: Iterable[RequestRecord]) -> bool:
+    """Whether a request that was stopped after elapsed_s was slow against the median of its backend's others."""
+    times = [r.e2e_ms for r in answered if r.e2e_ms is not None and not r.error]
+    return is_slow(1000 * elapsed_s, statistics.median(times) if times else 0.0)
+
+
 class Measurement:
     """One execution of a benchmark; `records` has what earlier executions measured."""
 
@@ -103,7 +110,7 @@ class Measurement:
         backends: Sequence[Backend],
         workloads: Sequence[Workload],
         folder: Path,
-        records: Records,
+        records: RecordLog,
         progress: Progress,
         on_record: OnRecord,
         recorded: Sequence[RequestRecord] = (),
@@ -145,7 +152,7 @@ class Measurement:
         """
         write_unanswered(self.folder, ())
         names = list(self.backends)
-        visits = plan(names, self.workloads, self.config)
+        visits = planned_visits(names, self.workloads, self.config)
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
         looks = sequential.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
         done_before = len(visits) - len(left)
@@ -381,7 +388,7 @@ class Measurement:
                 begins = {tag: 0.0 if starts is None else CONNECT_S + starts[i] for i, (tag, _) in enumerate(requests)}
                 first_s = min((begins[tag] for tag, cause in cut.items() if cause == "deadline"), default=math.inf)
                 answered = [r for r in self.done.values() if r.backend == backend.name]
-                self.hung = backend.name if hangs(time.monotonic() - sent_s - first_s, answered) else ""
+                self.hung = backend.name if _hangs(time.monotonic() - sent_s - first_s, answered) else ""
                 raise BudgetEnded
         return timings
 

@@ -51,7 +51,7 @@ def choose(workload: Workload, n: int | None, seed: int) -> list[Case]:
     return [workload.cases[i] for i in sorted(picked)]
 
 
-def plan(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig) -> list[Visit]:
+def planned_visits(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig) -> list[Visit]:
     """Return all measured visits in order. The same arguments give the same plan, so that a run can be resumed."""
     return [visit for load in config.loads for visit in _plan_load(backends, workloads, config, load)]
 
@@ -114,14 +114,14 @@ def arrival_times(load: Load, prompts: Sequence[str], cases: Sequence[Case]) -> 
 
     The prompts seed a rate's arrivals, so that every backend gets the same. A trace's are those of its cases, the first at 0.
     """
-    from annie_quant.stream import arrivals
+    from annie_quant import stream
 
     if load.trace_speed is not None:
-        return arrivals.trace([case.arrival_s or 0.0 for case in cases], load.trace_speed)
+        return stream.trace([case.arrival_s or 0.0 for case in cases], load.trace_speed)
     if load.rate_per_s is None:
         return None
     seed = int(sha256_text("\n".join(prompts))[:8], 16)
-    return arrivals.poisson(len(prompts), load.rate_per_s, seed)
+    return stream.poisson(len(prompts), load.rate_per_s, seed)
 
 
 # ---- contexts: the first server is asked once per run how many words of the text make a token; all servers get the same text

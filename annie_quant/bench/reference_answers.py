@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from annie_quant import documents
-from annie_quant.bench.run_config import complete_workload, read_records, write_records
+from annie_quant.bench.run_folder import complete_workload, read_records, write_records
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import Inputs, RequestRecord, SentCase, SentWorkload, read_bench
 from annie_quant.judge import decision

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant import documents, judge
-from annie_quant.bench import endpoints, memory, server_metrics
-from annie_quant.bench.aggregate import aggregate_records
-from annie_quant.bench.backend import Backend
-from annie_quant.bench.export import export
+from annie_quant.bench import endpoints, memory
+from annie_quant.bench.aggregates import aggregate_records
+from annie_quant.bench.backend import Backend, scrape_metrics, store_metrics
+from annie_quant.bench.exports import export
 from annie_quant.bench.measure import Measurement, OnRecord
 from annie_quant.bench.plan import applies
 from annie_quant.bench.reference_answers import STORED, store_reference, stored_reference
-from annie_quant.bench.run_config import (
-    Records,
-    backend_settings,
+from annie_quant.bench.run_folder import (
+    RecordLog,
     prepare_folder,
     read_unanswered,
     workload_settings,
@@ -74,7 +73,7 @@ def run(
     elsewhere = reference if run_dir is not None and reference not in names else None
     config = BenchConfig(
         roles=Roles(candidate=candidate, reference=None if elsewhere else reference, incumbent=incumbent),
-        backends=[backend_settings(b) for b in backends],
+        backends=[b.settings for b in backends],
         loads=used,
         workloads={w.name: workload_settings(w) for w in loaded},
         **settings,
@@ -102,14 +101,14 @@ def execute(
     if reference_run is not None:
         store_reference(reference_run, folder, workloads, reference_name)
     recorded = stored_reference(folder)
-    records = Records(folder / "records.jsonl")
+    records = RecordLog(folder / "records.jsonl")
     try:
         measurement = Measurement(config, backends, workloads, folder, records, progress, on_record, recorded)
-        metrics = server_metrics.scrape(backends)
+        metrics = scrape_metrics(backends)
         with measurement.sampling_memory():
             ended = measurement.run()
             levels = measurement.memory()
-        server_metrics.store(folder, metrics, server_metrics.scrape(backends) if metrics else {})
+        store_metrics(folder, metrics, scrape_metrics(backends) if metrics else {})
         traces = memory.read_traces(folder)
         for name, peak in measurement.peaks.items():
             traces[name] = [*traces.get(name, ()), *peak.trace]

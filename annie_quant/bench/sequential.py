@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
+from annie_quant.bench.aggregates import gate_counts, timed, values_by_prompt
 from annie_quant.documents import PairedGate, PairedResult, RequestRecord, Roles
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, decides

@@ -113,7 +113,7 @@ def sglang(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig)
 
 
 def old_runtimes(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> Rule:
-    """vLLM 0.16, SGLang 0.5.4 and others that know Qwen3.5 in its multimodal form only."""
+    """VLLM 0.16, SGLang 0.5.4 and others that know Qwen3.5 in its multimodal form only."""
     if is_awq(linears, config):
         return "no", "NVFP4_AWQ is not loaded"
     if config.algo == "MIXED_PRECISION":

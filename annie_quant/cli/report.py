@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 import annie_quant
 from annie_quant.cli.common import PATH, console, echo, emit, json_option, role_options
 from annie_quant.core.errors import EXIT_CODES, UsageError
+from annie_quant.core.files import write_text
 from annie_quant.documents import Roles
 
 
@@ -84,7 +85,9 @@ def export(run_dir: Path) -> None:
     """Write a benchmark's results.csv and exports/ again (GuideLLM, AIPerf, vLLM, the original plan's script)."""
     from annie_quant import bench
 
-    for path in bench.export(run_dir):
+    table = run_dir / "results.csv"
+    write_text(table, annie_quant.report.compose(run_dir)["results.csv"])
+    for path in (table, *bench.export(run_dir)):
         echo(str(path))
 
 

@@ -1,30 +1,120 @@
-"""The forms of secrets: tokens of known services, private keys, credentials in headers and URLs; and the search for them in files.
+"""Secrets: how they are recognised in names, texts and files, and how a known one is found in whatever form it is echoed.
 
-Each form has two patterns. `certain`: nothing else has this form, so a file with it is not published; None
-where only a scanner for that service is certain. `likely`: also shorter or truncated ones, which are masked in logs
-(data/masking.py). What is certain is likely too.
-
-In files that are about to be published the rules of detect-secrets (https://github.com/Yelp/detect-secrets) are added where it is
-installed (pip install "annie-quant[publish]"): those of a fixed form, without those that guess by entropy or by a keyword, which
-take checksums and prompts for secrets. Text is also searched as UTF-16 and with its \\u escapes decoded.
+is_secret_name(name), safe_url(url)    a header's or variable's name; a URL without its secrets
+FORMS, secret_in(path)                 tokens of known services by their form, for logs and for files to be published
+Redactor(secrets)                      a run's own keys in a server's bytes: encoded, reversed, spread over events
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import bisect
+import contextlib
 import functools
+import itertools
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+import msgspec
+
+from annie_quant.core.errors import UsageError
+
+_SECRET = re.compile(r"auth|key|token|secret|cookie|passw|signature", re.IGNORECASE)
+_SHORTEST = 8  # shorter secrets are not masked: local servers use ordinary words such as "EMPTY" and "none" as keys
+
+
+# ---- names and URLs
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the value of this header, query parameter or variable must not be shown."""
+    return bool(_SECRET.search(name))
+
+
+def safe_url(url: str) -> str:
+    """Return the URL without user, password and the values of secret query parameters."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "[a URL that cannot be read]"
+    host = parts.netloc.rpartition("@")[2]
+    query = "&".join(
+        f"{name}=[redacted]" if sep and is_secret_name(name) else f"{name}{sep}{value}"
+        for name, sep, value in (q.partition("=") for q in parts.query.split("&"))
+    )
+    return urlunsplit((parts.scheme, host, parts.path, query, ""))
+
+
+def refuse_secrets_in(url: str, name: str) -> None:
+    """Raise UsageError for a URL with a user, password or query: it would be in shell histories, process lists and results.
+
+    name: what the URL is of, for the message
+    """
+    try:
+        parts = urlsplit(url)
+        has_secrets = parts.username is not None or parts.password is not None or bool(parts.query)
+    except ValueError:
+        raise UsageError(f"{name}: the URL cannot be read", "write it as http://127.0.0.1:8000") from None
+    if has_secrets:
+        raise UsageError(
+            f"{name}: the URL {urlunsplit((*parts[:1], parts.netloc.rpartition('@')[2], parts.path, '', ''))} has a user, "
+            "password or query",
+            "remove them; a key comes from an environment variable (bench: --key-env NAME)",
+        )
+
+
+def secrets_of(url: str, headers: Mapping[str, str] | None) -> Iterator[bytes]:
+    """Yield all values to mask: those of secret headers, their last word, and the secrets in the URL."""
+    values: list[str] = []
+    for name, value in (headers or {}).items():
+        if is_secret_name(name):
+            values += [value.strip(), *value.split()[-1:]]
+            if value.lower().startswith("basic "):
+                values += _basic(value.split()[-1])
+    with contextlib.suppress(ValueError):  # a URL that cannot be read: libcurl refuses it too
+        parts = urlsplit(url)
+        if parts.password:
+            values += [parts.password, unquote(parts.password)]
+        for name, _, value in (q.partition("=") for q in parts.query.split("&")):
+            if is_secret_name(name):
+                values += [value, unquote(value)]
+    yield from {v.encode() for v in values if len(v) >= _SHORTEST}
+
+
+def _basic(word: str) -> list[str]:
+    """Return user:password and the password of HTTP's Basic scheme (RFC 7617)."""
+    try:
+        pair = base64.b64decode(word, validate=True).decode("utf-8", "replace")
+    except (binascii.Error, ValueError):
+        return []
+    return [pair, pair.partition(":")[2]]
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """Return another program's output without the values of the secret variables in its environment."""
+    for name, value in environment.items():
+        if is_secret_name(name) and len(value) >= _SHORTEST:
+            text = text.replace(value, "[redacted]")
+    return text
+
+
+# ---- forms of secrets, and files that have one
 
 
 class SecretForm(NamedTuple):
-    """name: with its article, for messages. kind: the group that counts name."""
+    """One form of secret, with two patterns; what matches `certain` matches `likely` too."""
 
-    name: str
-    kind: str
-    certain: str | None
-    likely: str
+    name: str  # with its article, for messages
+    kind: str  # the group in which logs count it
+    certain: (
+        str | None
+    )  # nothing else has this form, so a file with it is not published; None: only the service can tell
+    likely: str  # also shorter and truncated ones, which are masked in logs
 
 
 def _token(name: str, prefix: str, characters: str, certain: int | None, likely: int) -> SecretForm:
@@ -74,19 +164,19 @@ FORMS = (
     ),
 )
 
-
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit of a safetensors header
+# The rules of detect-secrets (https://github.com/Yelp/detect-secrets, extra `publish`) with a fixed form. Those that guess by
+# entropy or by a keyword take checksums and prompts for secrets.
 LIBRARY_RULES = (
     "ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "DiscordBotTokenDetector", "GitHubTokenDetector",
     "GitLabTokenDetector", "JwtTokenDetector", "MailchimpDetector", "NpmDetector", "OpenAIDetector", "PrivateKeyDetector",
     "PypiTokenDetector", "SendGridDetector", "SlackDetector", "SquareOAuthDetector", "StripeDetector", "TwilioKeyDetector",
 )  # fmt: skip
-_RULES = [(form.name, re.compile(form.certain)) for form in FORMS if form.certain is not None]
 _ESCAPE = re.compile(r"\\u00([0-7][0-9a-fA-F])")
 
 
 def secret_in(path: Path) -> str:
-    """Return what kind of secret a file has, or "". Of weights only the header is text."""
+    """Return the name of the first form of secret in a file, or "". Of weights only the header is text."""
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
             length = int.from_bytes(file.read(8), "little")
@@ -97,7 +187,7 @@ def secret_in(path: Path) -> str:
 
 
 def readings(content: bytes) -> Iterator[str]:
-    """Yield the texts that a file's bytes may stand for."""
+    """Yield the texts that a file's bytes may stand for: UTF-8, UTF-16, and both with \\u escapes decoded."""
     texts = [content.decode("utf-8", "replace")]
     if b"\0" in content:
         texts += [content[start:].decode(f"utf-16-{order}", "replace") for order in ("le", "be") for start in (0, 1)]
@@ -108,9 +198,9 @@ def readings(content: bytes) -> Iterator[str]:
 
 
 def _kind_of(text: str) -> str:
-    for kind, rule in _RULES:
-        if rule.search(text):
-            return kind
+    for form in FORMS:
+        if form.certain is not None and re.search(form.certain, text):
+            return form.name
     for detector in _detectors():
         if any(True for _ in detector.analyze_string(text)):
             return f"something like: {detector.secret_type}"
@@ -126,3 +216,201 @@ def _detectors() -> tuple[Any, ...]:
         return ()
     classes: Any = get_mapping_from_secret_type_to_class().values()
     return tuple(kind() for kind in classes if kind.__name__ in LIBRARY_RULES)
+
+
+# ---- known secrets in a server's bytes
+
+_JSON_STRING = re.compile(rb'"((?:[^"\\]|\\.)*)"')
+_UNIT = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[^\\]", re.DOTALL)  # a surrogate pair is one unit
+# What may stand between a secret's characters or for them: ASCII blanks, UTF-8's invisible and other blanks, percent-encoded bytes.
+_FILLER = re.compile(
+    rb"\s|\xc2[\xa0\xad]|\xe2\x80[\x80-\x8f\xaf]|\xe2\x81[\x9f-\xa4]|\xe3\x80\x80|\xef\xbb\xbf|%([0-9a-fA-F]{2})"
+)
+_FEWEST = 4  # further characters of a form that are masked in another text
+
+
+class Redactor:
+    """Finds secrets in a server's bytes, in any letter case, and also reversed, in base64, in hex or percent-encoded, with
+    spaces, line ends or invisible characters between their characters, and spread over several texts.
+
+    The first half of a form (at least 8 bytes) counts as the form: a prefix of a key identifies it.
+    """
+
+    def __init__(self, secrets: Iterable[bytes]) -> None:
+        forms = {form.lower() for secret in secrets for form in _forms(secret)}
+        forms |= {_FILLER.sub(_character, form) for form in forms}
+        self._forms = [(form, max(_SHORTEST, (len(form) + 1) // 2)) for form in forms if len(form) >= _SHORTEST]
+        self._reach = 4 * max((len(form) for form, _ in self._forms), default=0)  # with fillers between the characters
+
+    def __bool__(self) -> bool:
+        return bool(self._forms)
+
+    def spans(self, text: bytes) -> list[tuple[int, int]]:
+        """Return (start, end) of every secret in `text`. Spans may overlap."""
+        text = text.lower()  # bytes.lower changes ASCII only, so positions stay valid
+        spans = self._plain_spans(text)
+        reduced = _FILLER.sub(_character, text)
+        if len(reduced) < len(text) and (hidden := self._plain_spans(reduced)):
+            origins = _origins(text, {at for start, end in hidden for at in (start, end - 1)})
+            spans += [(origins[start][0], origins[end - 1][1]) for start, end in hidden]
+        return spans
+
+    def _plain_spans(self, text: bytes) -> list[tuple[int, int]]:
+        spans = []
+        for form, least in self._forms:
+            at = text.find(form[:least])
+            while at >= 0:
+                end = at + least
+                while end < at + len(form) and text[end : end + 1] == form[end - at : end - at + 1]:
+                    end += 1
+                spans.append((at, end))
+                at = text.find(form[:least], end)
+        return spans
+
+    def spans_in(self, texts: Sequence[bytes]) -> list[tuple[int, int, int]]:
+        """Return (text, start, end) of every part of a secret: in one text, in consecutive ones, or at the end of one text
+        and the beginning of any other, as in a message's reasoning and content.
+        """
+        spans = set(_parts(texts, self.spans(b"".join(texts))))
+        heads = [_FILLER.sub(_character, text[: self._reach].lower()) for text in texts]
+        for first, text in enumerate(texts):
+            rests = self._rests(text)
+            for second, head in enumerate(heads if rests else ()):
+                if second not in (first, first + 1) and head.startswith(rests):
+                    cut = max(0, len(text) - self._reach)
+                    pair = (text[cut:], texts[second][: self._reach])
+                    for part, start, end in _parts(pair, self.spans(b"".join(pair))):
+                        spans.add((second, start, end) if part else (first, cut + start, cut + end))
+        return sorted(spans)
+
+    def _rests(self, text: bytes) -> tuple[bytes, ...]:
+        """Return what completes a secret that begins at the end of a text: at least up to half of the form."""
+        tail = _FILLER.sub(_character, text[-self._reach :].lower())
+        return tuple(
+            form[size : max(least, min(len(form), size + _FEWEST))]
+            for form, least in self._forms
+            for size in range(1, len(form))
+            if tail.endswith(form[:size])
+        )
+
+    def spans_in_events(
+        self, events: Sequence[bytes], payload: Callable[[bytes], bytes]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield (event, start, end) of every part of a secret in one answer's events: in one piece, cut by network reads,
+        or spread over the texts of many events, one character per event.
+
+        payload: returns the JSON document of an event
+        """
+        yield from _parts(events, self.spans(b"".join(events)))
+        for index, string, start, end in self._spread(events, payload):
+            for low, high in _raw_spans(events[index], string, start, end):
+                yield index, low, high
+
+    def _spread(
+        self, events: Sequence[bytes], payload: Callable[[bytes], bytes]
+    ) -> Iterator[tuple[int, bytes, int, int]]:
+        """Yield (event, string, start, end) of the parts of JSON strings that form a secret when the strings at the same
+        path of successive events are joined, as a client does for display, also where it continues at another path.
+        """
+        texts: dict[tuple[Any, ...], list[tuple[int, bytes]]] = {}
+        for index, raw in enumerate(events):
+            for path, string in _strings(payload(raw)):
+                texts.setdefault(path, []).append((index, string.encode("utf-8", "surrogatepass")))
+        parts_of = list(texts.values())
+        joined = [b"".join(string for _, string in parts) for parts in parts_of]
+        for text, start, end in self.spans_in(joined):
+            for part, low, high in _parts([string for _, string in parts_of[text]], [(start, end)]):
+                yield *parts_of[text][part], low, high
+
+
+def _parts(texts: Sequence[bytes], spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (text, start, end) in each text for spans of all of them joined."""
+    starts = [0, *itertools.accumulate(map(len, texts))]
+    for start, end in spans:
+        for index in range(bisect.bisect(starts, start) - 1, bisect.bisect_left(starts, end)):
+            low, high = max(start, starts[index]) - starts[index], min(end, starts[index + 1]) - starts[index]
+            if low < high:
+                yield index, low, high
+
+
+def _character(match: re.Match[bytes]) -> bytes:
+    """Return what a filler stands for: a percent-encoded byte, else nothing."""
+    return bytes([int(match[1], 16)]).lower() if match[1] else b""
+
+
+def _origins(text: bytes, positions: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Return where bytes of a text without fillers come from, as (start, end)."""
+    origins, at, reduced = {}, 0, 0
+    left = sorted(positions, reverse=True)
+    for match in itertools.chain(_FILLER.finditer(text), [None]):
+        literal = (match.start() if match else len(text)) - at
+        while left and left[-1] < reduced + literal:
+            position = left.pop()
+            origins[position] = (at + position - reduced, at + position - reduced + 1)
+        reduced += literal
+        if match is None or not left:
+            break
+        at = match.end()
+        if match[1]:
+            if left[-1] == reduced:
+                origins[left.pop()] = match.span()
+            reduced += 1
+    return origins
+
+
+def _forms(secret: bytes) -> Iterator[bytes]:
+    """Yield the encodings in which a secret may be echoed."""
+    yield secret
+    yield secret[::-1]
+    yield secret.hex().encode()
+    yield quote(secret, safe="").encode()
+    for shift in range(3):  # inside a longer text, base64 depends on the position modulo 3
+        coded = base64.b64encode(b"\0" * shift + secret)
+        whole = coded[(0, 2, 3)[shift] : len(coded) - (0, 3, 2)[(shift + len(secret)) % 3]]
+        yield whole
+        yield whole.translate(bytes.maketrans(b"+/", b"-_"))
+
+
+def _strings(data: bytes) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Yield (path, string) of each string value and property name of a JSON document; nothing if `data` is not JSON."""
+    try:
+        document = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    stack: list[tuple[tuple[Any, ...], Any]] = [((), document)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, str):
+            yield path, value
+        elif isinstance(value, dict):
+            stack += [((*path, key), item) for key, item in value.items()]
+            yield from (((*path, None), key) for key in value if len(key) >= _SHORTEST)
+        elif isinstance(value, list):
+            stack += [((*path, key), item) for key, item in enumerate(value)]
+
+
+def _raw_spans(raw: bytes, string: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) in a frame of string[start:end], in every JSON string that decodes to `string`."""
+    for token in _JSON_STRING.finditer(raw):
+        if b"\\" not in token[1]:
+            if token[1] == string:
+                yield token.start(1) + start, token.start(1) + end
+            continue
+        units = [(u.start(), u.end(), _decoded(u[0])) for u in _UNIT.finditer(token[1])]
+        if b"".join(unit for _, _, unit in units) != string:
+            continue
+        at = 0
+        for low, high, unit in units:
+            if at < end and at + len(unit) > start:
+                yield token.start(1) + low, token.start(1) + high
+            at += len(unit)
+
+
+def _decoded(unit: bytes) -> bytes:
+    """Return one unit of a JSON string as UTF-8."""
+    if not unit.startswith(b"\\"):
+        return unit
+    try:
+        return str(json.loads(b'"' + unit + b'"')).encode("utf-8", "surrogatepass")
+    except ValueError:
+        return unit

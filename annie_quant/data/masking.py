@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from annie_quant.core.secrets import FORMS
+from annie_quant.core.secrets import FORMS, is_secret_name
 from annie_quant.documents import ChatMessage
-from annie_quant.stream.redact import is_secret_name
 
 MASK = "[masked]"
 MIN_SECRET = 8  # characters of an environment variable's value

@@ -33,6 +33,7 @@ import msgspec
 from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.host import is_local
 from annie_quant.core.progress import SILENT, Progress
+from annie_quant.core.secrets import Redactor, refuse_secrets_in, secrets_of
 from annie_quant.data.log_records import Unusable
 from annie_quant.data.masking import Scanner
 from annie_quant.data.recorded_chat import (
@@ -43,7 +44,6 @@ from annie_quant.data.recorded_chat import (
     LogFile,
     line_of,
 )
-from annie_quant.stream.redact import Redactor, refuse_secrets_in, secrets_of
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, web

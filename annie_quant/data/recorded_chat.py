@@ -24,12 +24,12 @@ from typing import Any
 
 from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.core.files import take_lock
+from annie_quant.core.secrets import Redactor
 from annie_quant.core.untrusted import decode_json
 from annie_quant.data.log_records import Unusable, conversation_of, with_text_arguments
 from annie_quant.data.masking import MASK, Scanner
 from annie_quant.documents import ChatMessage, LoggedChat
 from annie_quant.stream import decode
-from annie_quant.stream.redact import Redactor
 
 MAX_REQUEST_BYTES = 8_000_000
 MAX_ANSWER_BYTES = 16_000_000  # also after decompression

@@ -157,7 +157,7 @@ def check_version(document: Any, where: str | os.PathLike[str]) -> None:
 
 
 def _mismatch(message: str) -> str:
-    """msgspec's message with the field first: "served[...].n: expected int, got str"."""
+    """Msgspec's message with the field first: "served[...].n: expected int, got str"."""
     place = _PLACE.search(message)
     problem = _PLACE.sub("", message)
     problem = problem.replace("`", "" if problem.startswith("Expected") else "'")
@@ -166,7 +166,7 @@ def _mismatch(message: str) -> str:
 
 
 def _malformed(message: str, source: bytes) -> str:
-    """msgspec's message, with the line instead of the byte where the text has several lines."""
+    """Msgspec's message, with the line instead of the byte where the text has several lines."""
     message = message.removeprefix("JSON is malformed: ")
     byte = _BYTE.search(message)
     if byte and b"\n" in source.strip():

@@ -77,7 +77,7 @@ def dequantize_torch(
     dtype: torch.dtype,
     divisor: float | None = None,
 ) -> torch.Tensor:
-    """dequantize in torch ops, for GPU tensors."""
+    """Dequantize in torch ops, for GPU tensors."""
     values = torch.tensor(E2M1, dtype=torch.float32, device=codes.device)
     # Both values of each byte; the low nibble is the even column.
     byte_values = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)

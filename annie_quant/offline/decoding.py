@@ -225,7 +225,7 @@ def generate_distributed(
     on_finished: Callable[[int], None] = lambda n: None,
     n_decoded: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """generate by all processes of the engine's group: prompts are split into parts, one process per part.
+    """Generate by all processes of the engine's group: prompts are split into parts, one process per part.
 
     A part has prompts of similar limit and length.
     """

@@ -20,8 +20,8 @@ from annie_quant.checkpoint import ModelFolder, prompt_files
 from annie_quant.checkpoint.export_check import export_notes
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import Progress
-from annie_quant.data.workloads import resolve
 from annie_quant.data.rows import read_conversations
+from annie_quant.data.workloads import resolve
 from annie_quant.documents import (
     SCHEMA_VERSION,
     DifferingAnswer,
@@ -144,7 +144,7 @@ def evaluate_pair(
     faults: Sequence[str] = (),
     n: int | None = None,
 ) -> Evaluation:
-    """evaluate for models that are loaded already; the same parameters.
+    """Evaluate for models that are loaded already; the same parameters.
 
     on_outcomes: called with each member's name and its answers to all prompts. faults: of the export, which forbid "keeps".
     n: prompts per gate that were requested; a note names the gates with fewer.

@@ -72,7 +72,7 @@ def measure(
     modes: Sequence[str] = MODES,
     output: Path | None = None,
 ) -> Sensitivity:
-    """sensitivity for models that are loaded already; the same parameters."""
+    """Sensitivity for models that are loaded already; the same parameters."""
     scored = pair.scored(pair.reference.answer(workloads, pair.progress))
     linears = nvfp4_linears(pair.model)
     if not linears:

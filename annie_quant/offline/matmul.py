@@ -31,7 +31,7 @@ def linear(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def forward(layer: NVFP4Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """linear without a gradient."""
+    """Linear without a gradient."""
     if layer.prepared is not None and x.dtype in (torch.bfloat16, torch.float16):
         y = torch.ops.annie_quant.nvfp4_linear(x, *layer.prepared)
         return y if bias is None else y + bias

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from annie_quant.core.errors import ServerError, UsageError
 from annie_quant.ops.probe import CheckResult, fault, note, ok
 from annie_quant.stream.client import Request, chat, run
-from annie_quant.stream.record import transport_fault
+from annie_quant.stream.timings import transport_fault
 
 if TYPE_CHECKING:
     from annie_quant.offline.fingerprint import Fingerprint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 
-from annie_quant.bench.aggregate import labelled, timed
+from annie_quant.bench.aggregates import labelled, timed
 from annie_quant.documents import RequestRecord
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report import svg

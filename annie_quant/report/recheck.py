@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from annie_quant import bench, documents
-from annie_quant.bench.aggregate import gate_counts, labelled, timed, values_by_prompt
+from annie_quant.bench.aggregates import gate_counts, labelled, timed, values_by_prompt
 from annie_quant.documents import RequestRecord, Roles, Run
 from annie_quant.judge import decision
 from annie_quant.judge.metrics import COMPARED

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from annie_quant import documents
-from annie_quant.bench.aggregate import labelled, summaries, timed
+from annie_quant.bench.aggregates import labelled, summaries, timed
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.text import visible
 from annie_quant.documents import (

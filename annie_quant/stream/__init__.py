@@ -11,8 +11,7 @@ The meaning of each time is in `annie_quant.stream.decode`; how it is measured, 
 
 from __future__ import annotations
 
-from annie_quant.stream.arrivals import burst, constant, poisson, trace
-from annie_quant.stream.client import Cancel, Request, chat, run, run_async
+from annie_quant.stream.client import Cancel, Request, burst, chat, constant, poisson, run, run_async, trace
 from annie_quant.stream.timings import Timings
 
 __all__ = [

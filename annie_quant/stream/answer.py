@@ -14,7 +14,7 @@ MAX_TOOL_CALLS = 1000
 MAX_NAME = 200  # characters of an id, a name, a reason
 
 
-class ToolCall(msgspec.Struct):
+class StreamedCall(msgspec.Struct):
     """A tool call that is assembled from its pieces. arguments: JSON text."""
 
     id: str | None = None
@@ -35,12 +35,12 @@ class Frame:
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """The decoded content of one request's frames. Stamps are None for what was not received."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, ToolCall] = field(default_factory=dict)
+    calls: dict[int, StreamedCall] = field(default_factory=dict)
     arguments: dict[int, list[str]] = field(default_factory=dict)  # pieces of each call's arguments
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
@@ -95,7 +95,7 @@ class Answer:
         """
         if index not in self.calls and len(self.calls) >= MAX_TOOL_CALLS:
             raise ValueError(f"more than {MAX_TOOL_CALLS} tool calls")
-        call = self.calls.setdefault(index, ToolCall())
+        call = self.calls.setdefault(index, StreamedCall())
         if isinstance(arguments, dict):
             arguments = msgspec.json.encode(arguments).decode()
         call.id = call.id or call_id

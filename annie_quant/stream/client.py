@@ -1,10 +1,4 @@
-"""Requests and their execution: the Python side of the C loop in csrc/stream/client.c.
-
-One small HTTP answer, for what a server reports about itself.
-
-It uses the same client as all other requests, so a key is sent to the named origin only: redirects are not followed, the
-environment's proxies are not used, only http and https are allowed, and size and time are limited.
-"""
+"""Requests, their start times and their execution: the Python side of the C loop in csrc/stream/client.c."""
 
 from __future__ import annotations
 
@@ -26,9 +20,9 @@ import numpy as np
 from annie_quant import __version__
 from annie_quant.core import native
 from annie_quant.core.errors import UsageError
+from annie_quant.core.secrets import Redactor, safe_url, secrets_of
 from annie_quant.stream.errors import RequestError
-from annie_quant.stream.redact import Redactor, safe_url, secrets_of
-from annie_quant.stream.timings import PlannedRequest, Timings
+from annie_quant.stream.timings import PlannedRequest, Timings, transport_fault
 
 HTTP_VERSIONS = {"1.1": 0, "2": 1, "2-prior-knowledge": 2}
 _NS_PER_S = 1_000_000_000
@@ -300,6 +294,48 @@ def _ns(name: str, seconds: float) -> int:
     return min(_FOREVER_NS, round(seconds * _NS_PER_S))
 
 
+# ---- start times of an open loop, in seconds after the run's start: requests arrive independently of the server's speed
+#
+# A closed loop (concurrency) slows down with the server and so hides its worst moments (coordinated omission); an open loop does
+# not. With a limit on requests in flight a request may still wait after its start time. Its record has the wait (`wait_ms`), the
+# times from the actual start (first_content_ms, e2e_ms: the server's part) and those from the intended start
+# (scheduled_first_content_ms, scheduled_e2e_ms: what a user experiences).
+
+
+def poisson(count: int, rate_per_s: float, seed: int = 0) -> list[float]:
+    """Return independent arrivals: exponential gaps with a mean of 1/rate_per_s. The first request follows one gap."""
+    gaps = np.random.default_rng(seed).exponential(1 / _positive(rate_per_s, "rate_per_s"), count)
+    return np.cumsum(gaps).tolist()
+
+
+def constant(count: int, rate_per_s: float) -> list[float]:
+    """Return one arrival per 1/rate_per_s seconds, starting at 0."""
+    return (np.arange(count) / _positive(rate_per_s, "rate_per_s")).tolist()
+
+
+def burst(count: int, size: int, every_s: float) -> list[float]:
+    """Return groups of `size` simultaneous arrivals, one group per `every_s` seconds, starting at 0."""
+    return (np.arange(count) // int(_positive(size, "size")) * _positive(every_s, "every_s")).tolist()
+
+
+def trace(stamps: Iterable[float], speed: float = 1.0) -> list[float]:
+    """Return a log's arrival times (seconds, any origin), `speed` times as fast, with the earliest at 0."""
+    times = np.asarray(list(stamps), dtype=np.float64)
+    if times.size == 0:
+        return []
+    if not np.isfinite(times).all():
+        raise UsageError("the trace has a time that is not a finite number", "remove that line from the log")
+    return ((times - times.min()) / _positive(speed, "speed")).tolist()
+
+
+def _positive(value: float, name: str) -> float:
+    if not value > 0 or value == float("inf"):
+        raise UsageError(f"{name}={value}, expected a finite number greater than 0", "use a positive number")
+    return value
+
+
+# ---- certificates, and single pages
+
 # The package ca-certificates of each distribution installs its bundle at one of these paths.
 CA_PATHS = (
     "/etc/ssl/certs/ca-certificates.crt",  # Debian, Ubuntu, DGX OS, Arch, Alpine
@@ -316,8 +352,8 @@ def system_ca_file() -> str | None:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """An HTTP answer. status: 0 if no status line was received. fault: why the answer is incomplete, or None."""
+class HttpReply:
+    """One HTTP answer. status: 0 if no status line was received. fault: why the answer is incomplete, or None."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -327,10 +363,11 @@ class Reply:
 
 def fetch(
     url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 5.0, max_bytes: int = 1_000_000
-) -> Reply:
-    """GET `url` within `timeout_s` seconds in total and `max_bytes` of body. Server errors never raise."""
-    from annie_quant.stream.record import transport_fault
+) -> HttpReply:
+    """GET `url` within `timeout_s` seconds in total and `max_bytes` of body. Server errors never raise.
 
+    Redirects are not followed and the environment's proxies are not used, so a key is sent to the named origin only.
+    """
     timings = run(
         [Request(url, headers=headers, timeout_s=timeout_s)],
         kernel_stamps=False,
@@ -339,4 +376,6 @@ def fetch(
         max_answer_bytes=max_bytes,
     )
     fault = transport_fault(timings, 0)
-    return Reply(int(timings.requests["status"][0]), timings.headers(0), timings.body(0), fault[1] if fault else None)
+    return HttpReply(
+        int(timings.requests["status"][0]), timings.headers(0), timings.body(0), fault[1] if fault else None
+    )

@@ -10,24 +10,24 @@ Times are milliseconds after the request was handed to its connection:
 A first chunk with only a role, an empty string and the usage chunk are events, not tokens.
 itl_ms: gaps between events with tokens. tpot_ms: (last - first token) / (n - 1), n from the server's own count.
 
-APIs, one module each: chat completions and completions (chat_chunks), OpenAI's responses (responses_chunks), Anthropic's
-messages (messages_chunks), Ollama's own (ollama_chunks). All give the same record.
+The first sentence is the first that a voice can speak: answer text only, without thinking and without markdown.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from annie_quant.core.untrusted import decode_json, integer
-from annie_quant.stream import chat_chunks, errors, messages_chunks, ollama_chunks, responses_chunks
-from annie_quant.stream.answer import MAX_NAME, Answer, Frame, ToolCall, usage_as_chat
-from annie_quant.stream.sentence import first_sentence_ns
+from annie_quant.stream import errors
+from annie_quant.stream.answer import MAX_NAME, Frame, StreamedAnswer, usage_as_chat
+from annie_quant.stream.apis import read_event, read_text_chunk
 
-__all__ = ["MAX_NAME", "Answer", "Frame", "TokenTimes", "ToolCall", "read_answer", "token_times"]
+__all__ = ["MAX_NAME", "Frame", "TokenTimes", "read_answer", "token_times"]
 
 DATA, DONE, SILENT, TAIL, BODY = 1, 2, 3, 4, 5  # sse_kind (csrc/stream/sse.h)
 MERGED, NAMED, COMMENT = 1, 2, 4  # sse_flag
@@ -51,12 +51,8 @@ class TokenTimes(msgspec.Struct):
     tokens_estimated: bool  # counted from events, because the server reported no count
     merged_reads: int  # network reads with more than one event that has tokens
     token_events: int
-    tokens_per_event: (
-        float | None
-    )  # None: the server reported no count, or the answer has fewer than LEAST_EVENTS events
-    event_tokens: list[
-        int
-    ]  # tokens of each of these events but the first, where events have the server's count; else []
+    tokens_per_event: float | None  # None: the server reported no count, or there are fewer than LEAST_EVENTS events
+    event_tokens: list[int]  # of each of these events but the first, where events have the server's count; else []
     cached_tokens: int | None  # prompt tokens that the server took from its prefix cache; None: not reported
     drafted_tokens: float | None  # by a speculative decoder for this request; None: not reported
     accepted_tokens: float | None
@@ -71,6 +67,11 @@ def field_lines(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
             yield name, value.removeprefix(b" ")
 
 
+def event_data(raw: bytes) -> bytes:
+    """Return the data of a frame; the frame itself where it has no data lines, as in newline-delimited JSON."""
+    return b"\n".join(value for name, value in field_lines(raw) if name == b"data") or raw
+
+
 def joined_data(raw: bytes, start: int) -> bytes:
     """Return the data of a frame with several data lines. start: the position of the first line's value."""
     return b"\n".join(value for name, value in field_lines(b"data: " + raw[start:]) if name == b"data")
@@ -81,9 +82,9 @@ def event_name(raw: bytes) -> str:
     return next((v.decode("utf-8", "replace") for name, v in reversed(list(fields)) if name == b"event"), "message")
 
 
-def read_answer(frames: Iterable[Frame]) -> Answer:
+def read_answer(frames: Iterable[Frame]) -> StreamedAnswer:
     """Decode all frames of one event stream."""
-    answer, count = Answer(), 0
+    answer, count = StreamedAnswer(), 0
     for frame in frames:
         if frame.kind in (SILENT, BODY):
             continue
@@ -104,7 +105,7 @@ def read_answer(frames: Iterable[Frame]) -> Answer:
     return answer
 
 
-def _tail(answer: Answer, frame: Frame, number: int) -> None:
+def _tail(answer: StreamedAnswer, frame: Frame, number: int) -> None:
     if frame.data.strip() == b"[DONE]":
         answer.first.setdefault("event", frame.stamp_ns)
         answer.done_ns = frame.stamp_ns
@@ -116,8 +117,8 @@ def _tail(answer: Answer, frame: Frame, number: int) -> None:
         answer.warn(f"the stream ended inside an event ({len(frame.raw)} bytes left)")
 
 
-def _event(answer: Answer, frame: Frame, number: int) -> None:
-    if not frame.flags & NAMED and chat_chunks.read_text_chunk(answer, frame):
+def _event(answer: StreamedAnswer, frame: Frame, number: int) -> None:
+    if not frame.flags & NAMED and read_text_chunk(answer, frame):
         return
     try:
         chunk = decode_json(frame.data)
@@ -134,21 +135,12 @@ def _event(answer: Answer, frame: Frame, number: int) -> None:
         answer.fail("not_json", f"event {number} is not a JSON object: {frame.data[:80]!r}")
         return
     try:
-        _chunk(answer, chunk, frame)
+        read_event(answer, chunk, frame)
     except ValueError as error:
         answer.fail("malformed", f"event {number}: {error}")
 
 
-def _chunk(answer: Answer, chunk: dict[str, Any], frame: Frame) -> None:
-    """Add one event, in the form of the API that it is of: each form is recognised by its own fields."""
-    for api in (responses_chunks, messages_chunks, ollama_chunks):
-        if api.is_event(chunk):
-            api.read_event(answer, chunk, frame)
-            return
-    chat_chunks.read_chunk(answer, chunk, frame)
-
-
-def token_times(answer: Answer, started_ns: int) -> TokenTimes:
+def token_times(answer: StreamedAnswer, started_ns: int) -> TokenTimes:
     """Return the times of an answer relative to `started_ns`, and its token counts."""
 
     def ms(stamp: int | None) -> float | None:
@@ -190,7 +182,7 @@ def _event_tokens(counts: list[int | None]) -> list[int]:
     return gains if len(known) == len(counts) and all(gain >= 0 for gain in gains) else []
 
 
-def cached_tokens(answer: Answer) -> int | None:
+def cached_tokens(answer: StreamedAnswer) -> int | None:
     """Return the prompt tokens that the server took from its prefix cache, from usage or from llama.cpp's timings.
 
     None where it did not report them, and, with a warning, where the figure cannot be: more than the prompt has, or not what
@@ -210,7 +202,7 @@ def cached_tokens(answer: Answer) -> int | None:
     return cached
 
 
-def draft_tokens(answer: Answer) -> tuple[float, float] | tuple[None, None]:
+def draft_tokens(answer: StreamedAnswer) -> tuple[float, float] | tuple[None, None]:
     """Return (drafted, accepted) tokens of a speculative decoder, as llama.cpp's timings have them; (None, None): unknown."""
     timings = answer.server_timings or {}
     drafted, accepted = integer(timings.get("draft_n")), integer(timings.get("draft_n_accepted"))
@@ -219,7 +211,63 @@ def draft_tokens(answer: Answer) -> tuple[float, float] | tuple[None, None]:
     return float(drafted), float(accepted)
 
 
-def reported_tokens(answer: Answer) -> int | None:
+def reported_tokens(answer: StreamedAnswer) -> int | None:
     """Return the server's own token count, from usage or from llama.cpp's timings. None: it reported none."""
     counts = ((answer.usage or {}).get("completion_tokens"), (answer.server_timings or {}).get("predicted_n"))
     return next((n for n in map(integer, counts) if n is not None), None)
+
+
+# ---- the first speakable sentence
+
+LONGEST = 100_000
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_MARKUP = re.compile(r"```.*?(?:```|\Z)|[*_`#>|]+|^\s*[-+]\s+", re.DOTALL | re.MULTILINE)
+# A terminator counts only when the next character confirms it: "3." may continue as "3.14".
+_END = re.compile(r"(?P<latin>[.!?…][\"'”’)\]]*(?=\s))|(?P<wide>[。！？])|(?P<line>\S\s*\n)")
+_ABBREVIATION = re.compile(r"(?:\b(?:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|no)|(?:^|\s)[A-Za-z])\.$", re.IGNORECASE)
+
+
+def speakable(text: str) -> str:
+    """Return `text` without thinking and markdown."""
+    return _MARKUP.sub("", _THINKING.sub("", text))
+
+
+def has_sentence(text: str, ended: bool) -> bool:
+    """Whether `text` has a complete sentence with a word in it. ended: the text is complete."""
+    plain = speakable(text)
+    for end in _END.finditer(plain):
+        head = plain[: end.end()].strip()
+        if any(c.isalnum() for c in head) and not (end["latin"] and _ABBREVIATION.search(head)):
+            return True
+    return ended and any(c.isalnum() for c in plain)
+
+
+def _head(pieces: Sequence[tuple[int, str]]) -> Sequence[tuple[int, str]]:
+    """Return the pieces of the first LONGEST characters, cut there: a longer "sentence" is not one, and costs minutes."""
+    left, head = LONGEST, []
+    for stamp, piece in pieces:
+        head.append((stamp, piece[:left]))
+        left -= len(piece)
+        if left <= 0:
+            break
+    return head
+
+
+def first_sentence_ns(pieces: Sequence[tuple[int, str]]) -> int | None:
+    """Return the stamp of the piece that completes the first sentence; the last piece's if no sentence ends.
+
+    Tries 1, 2, 4 ... pieces, then bisects between the last two counts, so that the cost is linear in the text.
+    """
+
+    def complete(count: int) -> bool:
+        return has_sentence("".join(piece for _, piece in pieces[:count]), False)
+
+    pieces = _head(pieces)
+    total, most = len(pieces), 1
+    while most < total and not complete(most):
+        most *= 2
+    most = min(most, total)
+    if most and complete(most):
+        first = bisect.bisect_left(range(most), True, lo=most // 2, key=lambda i: complete(i + 1))
+        return pieces[first][0]
+    return pieces[-1][0] if pieces and has_sentence("".join(piece for _, piece in pieces), True) else None

@@ -17,7 +17,7 @@ pytest.importorskip("annie_quant._stream", reason="the streaming client is not b
 import annie_quant
 from annie_quant import bench
 from annie_quant.bench import endpoints
-from annie_quant.bench.run_config import read_records
+from annie_quant.bench.run_folder import read_records
 from annie_quant.core.errors import UsageError
 
 MODEL = Path(annie_quant.__file__).parent / "assets" / "tiny-annie"

@@ -10,8 +10,7 @@ import pytest
 from bench_cases import config_of, known, row
 from paths import DATA
 
-from annie_quant.bench import guidellm
-from annie_quant.bench.export import aiperf
+from annie_quant.bench.exports import aiperf, guidellm
 from annie_quant.documents import Bench
 
 PEERS = DATA / "peer_reports"
@@ -41,7 +40,7 @@ def leaves(document, path=()):
 
 def test_a_report_for_guidellm_has_the_structure_of_its_own():
     bench = Bench(config=config_of(w={}), backends={"a": known("a", url="http://127.0.0.1:1")})
-    ours = json.loads(json.dumps(guidellm.document(bench, records(), "a")))
+    ours = json.loads(json.dumps(guidellm(bench, records(), "a")))
     theirs = dict(leaves(json.loads(GUIDELLM.read_text())))
     nested = {path[:n] for path in theirs for n in range(1, len(path))}
     free = ("requests", "environment", "labels", "data", "constraints", "errored", "benchmarks")
@@ -75,7 +74,7 @@ def test_aiperfs_summary_has_only_names_that_aiperf_has():
 def test_the_medians_are_those_of_the_records():
     bench = Bench(config=config_of(w={}), backends={"a": known("a")})
     good = [r for r in records() if not r.error]
-    theirs = guidellm.document(bench, records(), "a")["benchmarks"][0]["metrics"]
+    theirs = guidellm(bench, records(), "a")["benchmarks"][0]["metrics"]
     assert theirs["request_totals"]["total"] == 31 and theirs["request_totals"]["errored"] == 1
     ours = aiperf(records())
     assert ours["request_count"]["avg"] == 30 and ours["error_request_count"]["avg"] == 1

@@ -217,7 +217,7 @@ def test_one_prompt_under_sixty_ids_counts_once(tmp_path):
 
 
 def schema_records(folder):
-    from annie_quant.bench.run_config import read_records
+    from annie_quant.bench.run_folder import read_records
 
     return [r for r in read_records(folder / "records.jsonl") if not r.warmup]
 

@@ -11,9 +11,9 @@ from fake_server import FakeServer, Script, words
 
 from annie_quant import bench, judge
 from annie_quant.bench import sequential
-from annie_quant.bench.aggregate import labelled, tool_surface
+from annie_quant.bench.aggregates import labelled, tool_surface
 from annie_quant.bench.plan import ALONE
-from annie_quant.bench.run_config import read_records
+from annie_quant.bench.run_folder import read_records
 from annie_quant.core import host
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Silent

@@ -12,17 +12,17 @@ from bench_cases import FACTS, MEMORY, TALK, check, config_of, folder_of, known,
 
 from annie_quant import documents
 from annie_quant.bench import memory
-from annie_quant.bench.aggregate import aggregate_records
+from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import Backend
-from annie_quant.bench.plan import choose, plan
-from annie_quant.bench.regression import losses, regression
-from annie_quant.bench.run_config import Records, read_records
+from annie_quant.bench.plan import choose, planned_visits
+from annie_quant.bench.regressions import losses, regression
+from annie_quant.bench.run_folder import RecordLog, read_records
 from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.documents import BenchConfig
 
 
 def test_the_plan_is_balanced_seeded_and_interleaved():
-    visits = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=5))
+    visits = planned_visits(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=5))
     assert len(visits) == 3 * 3 * 8
     requests = {
         name: [(v.workload.name, v.cases[0][0].id, v.cases[0][1]) for v in visits if v.backend == name]
@@ -32,8 +32,8 @@ def test_the_plan_is_balanced_seeded_and_interleaved():
     order = [v.backend for v in visits]
     for block in range(0, len(order) - 5, 6):
         assert order[block : block + 3] == order[block + 3 : block + 6][::-1]
-    again = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=5))
-    assert visits == again != plan(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=6))
+    again = planned_visits(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=5))
+    assert visits == again != planned_visits(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=6))
     first = [order[i] for i in range(0, len(order), 6)]
     assert len(set(first)) == 3, "every backend is first in some block"
 
@@ -48,7 +48,7 @@ def test_an_incomplete_line_is_removed_and_an_invalid_one_is_named(tmp_path):
     line = b'{"id": "%d", "backend": "a", "workload": "w", "case": "c"}\n'
     path.write_bytes(line % 1 + line % 2 + b'{"id": "to')
     assert [r.id for r in read_records(path)] == ["1", "2"]
-    records = Records(path)
+    records = RecordLog(path)
     records.append(row("a", tpot_ms=float("nan")))
     records.close()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -62,14 +62,14 @@ def test_an_incomplete_line_is_removed_and_an_invalid_one_is_named(tmp_path):
         (b'{"x":' * 100_000, "nested too deeply"),
     ):
         path.write_bytes(line % 1 + broken + b"\n")
-        for read in (Records, read_records):
+        for read in (RecordLog, read_records):
             with pytest.raises(EnvironmentFault, match="line 2") as caught:
                 read(path)
             assert fault in caught.value.message and "\n" not in caught.value.message
 
 
 def test_a_full_disk_is_a_one_line_error(tmp_path):
-    records = Records(tmp_path / "records.jsonl")
+    records = RecordLog(tmp_path / "records.jsonl")
     records._log._file.close()
     records._log._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
     with pytest.raises(EnvironmentFault, match="the disk is full"):

@@ -15,8 +15,8 @@ from fake_server import FakeServer, Script, words
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
 
 from annie_quant import bench, judge
-from annie_quant.bench import noise, server_metrics
-from annie_quant.bench.run_config import read_records
+from annie_quant.bench import backend, confounds
+from annie_quant.bench.run_folder import read_records
 
 TOPICS = ("code", "prose", "math")
 CODE = {"code": 0.3, "prose": 0.7, "math": 0.7}
@@ -117,7 +117,7 @@ def test_a_side_that_is_slower_only_at_depth_is_in_the_records(tmp_path):
     """5 % of the time per token, at depth alone. The clock is the test's: records with known gaps, not a server's."""
     from bench_cases import config_of, known
 
-    from annie_quant.bench.aggregate import aggregate_records
+    from annie_quant.bench.aggregates import aggregate_records
 
     rows = []
     for depth in (0, 4096, 16384):
@@ -195,10 +195,10 @@ def page(drafted, accepted, generated):
 
 
 def test_the_counters_of_a_page():
-    counters = server_metrics.draft_counters(page(200, 90, 1e3))
-    assert counters == server_metrics.Counters(200.0, 90.0, 1000.0)
+    counters = backend.draft_counters(page(200, 90, 1e3))
+    assert counters == backend.Counters(200.0, 90.0, 1000.0)
     for other in ("vllm:generation_tokens_total 5.0\n", "<html>"):
-        assert server_metrics.draft_counters(other) is None
+        assert backend.draft_counters(other) is None
 
 
 @pytest.mark.parametrize("others", [0, 500])
@@ -216,7 +216,7 @@ def test_acceptance_from_metrics_unless_somebody_else_used_the_server(tmp_path, 
     else:
         assert all(r["acceptance_source"] == "metrics" for r in rows)
         assert sum(r["drafted_tokens"] for r in rows) == pytest.approx(10 * sum(r["completion_tokens"] for r in rows))
-        assert noise.acceptance(read_records(tmp_path / "run" / "records.jsonl"))[0] == pytest.approx(0.4)
+        assert confounds.acceptance(read_records(tmp_path / "run" / "records.jsonl"))[0] == pytest.approx(0.4)
 
 
 def test_a_cache_that_cannot_be_is_not_believed(tmp_path):

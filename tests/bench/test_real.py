@@ -9,7 +9,7 @@ import pytest
 import annie_quant
 from annie_quant import bench, judge
 from annie_quant.bench.confounds import impossible
-from annie_quant.bench.run_config import read_records
+from annie_quant.bench.run_folder import read_records
 
 MODEL = Path(annie_quant.__file__).parent / "assets" / "tiny-annie"
 

@@ -9,9 +9,9 @@ import pytest
 from bench_cases import config_of, known, row
 
 from annie_quant import documents, report
-from annie_quant.bench import depth, drift, noise
-from annie_quant.bench.aggregate import aggregate_records
-from annie_quant.bench.plan import plan
+from annie_quant.bench import stability
+from annie_quant.bench.aggregates import aggregate_records
+from annie_quant.bench.plan import planned_visits
 from annie_quant.core import host
 from annie_quant.documents import BenchConfig
 
@@ -119,13 +119,13 @@ def test_without_repeats_the_plan_measures_a_tenth_again():
     from bench_cases import ask, workload
 
     many = workload("many", [{"id": f"c{i}", "messages": ask(f"{i}?")} for i in range(40)])
-    visits = plan(["a", "b"], [many], BenchConfig(runs=1, noise_share=0.1))
+    visits = planned_visits(["a", "b"], [many], BenchConfig(runs=1, noise_share=0.1))
     assert len(visits) == 2 * (40 + 4)
     assert sorted(v.cases[0][1] for v in visits) == [0] * 80 + [1] * 8
     for settings in ({"runs": 1, "noise_share": 0.0}, {"runs": 2, "noise_share": 0.1}):
-        assert len(plan(["a", "b"], [many], BenchConfig(**settings))) == 80 * settings["runs"]
+        assert len(planned_visits(["a", "b"], [many], BenchConfig(**settings))) == 80 * settings["runs"]
     once = [r for r in records("a", 6) if r.repeat % 40 == 0][:30]
-    assert noise.floors(once[:5], {"w": once[:5]}, 0) == [], "nothing was measured twice"
+    assert stability.noise_floors(once[:5], {"w": once[:5]}, 0) == [], "nothing was measured twice"
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_a_constant_difference_is_not_one_of_depth():
             for record in some:
                 record.workload, record.usage = f"depth_{tokens}", {"prompt_tokens": tokens}
             rows += some
-    rows_of_depth = depth.check(rows, ["a", "b"])
-    assert rows_of_depth and depth.findings(rows_of_depth) == []
+    rows_of_depth = stability.compare_depths(rows, ["a", "b"])
+    assert rows_of_depth and stability.depth_findings(rows_of_depth) == []
 
 
 def test_too_few_requests_are_not_tested():
-    assert drift.check(records("a", 1, prompts=5), ["a"]) == []
-    assert drift.change_point([0.0] * 31) is None
+    assert stability.find_drifts(records("a", 1, prompts=5), ["a"]) == []
+    assert stability.change_point([0.0] * 31) is None

@@ -12,8 +12,8 @@ from bench_cases import FACTS, annie, folder_of
 from click.testing import CliRunner
 from fake_server import FakeServer
 
-from annie_quant import bench, documents
-from annie_quant.bench import memory, server_metrics
+from annie_quant import bench, documents, report
+from annie_quant.bench import backend, memory
 from annie_quant.cli import cli
 from annie_quant.documents import BenchConfig, MemoryFigures
 
@@ -67,14 +67,14 @@ nan_value NaN
 
 
 def test_a_page_of_metrics_is_parsed_and_limited():
-    samples = server_metrics.parse(PAGE % "12")
+    samples = backend.parse_metrics(PAGE % "12")
     assert samples['vllm:generation_tokens_total{engine="0"}'] == 12 and samples["http_requests_total"] == 7
     assert len(samples) == 3 and any("num_requests_running" in key for key in samples)
-    assert len(server_metrics.parse("\n".join(f"m{i} {i}" for i in range(10_000)))) == server_metrics.MAX_SAMPLES
+    assert len(backend.parse_metrics("\n".join(f"m{i} {i}" for i in range(10_000)))) == backend.MAX_SAMPLES
     rng = random.Random(1)
     for _ in range(300):
         text = "".join(rng.choice('abc{}"\\=,:# 1.e+\n') for _ in range(60))
-        assert all(isinstance(v, float) for v in server_metrics.parse(text).values())
+        assert all(isinstance(v, float) for v in backend.parse_metrics(text).values())
 
 
 def test_the_servers_metrics_are_in_the_run(tmp_path):
@@ -82,9 +82,9 @@ def test_the_servers_metrics_are_in_the_run(tmp_path):
         server.metrics = lambda: PAGE % (5 * len(server.bodies))
         done = bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path / "run", warmup=0, runs=1)
     assert done.requests == 6
-    rows = documents.decode(dict[str, server_metrics.ServerMetrics], tmp_path / "run" / server_metrics.FILE)
-    grown = rows["a"].growth['vllm:generation_tokens_total{engine="0"}']
-    assert grown == 5 * len(server.bodies) == 35, "six prompts and the smoke question"
+    rows = documents.decode(dict[str, backend.ServerMetrics], tmp_path / "run" / backend.METRICS_FILE)
+    name = 'vllm:generation_tokens_total{engine="0"}'
+    assert rows["a"].after[name] - rows["a"].before[name] == 5 * len(server.bodies) == 35, "six prompts and the smoke question"
 
 
 def test_a_sustained_run_lasts_its_time_and_has_a_memory_trace(tmp_path):
@@ -106,6 +106,8 @@ def test_a_run_of_the_earlier_settings_resumes():
 
 def test_a_runs_exports_are_written_again(tmp_path):
     run = folder_of(tmp_path / "one", 1.0)
+    table = report.compose(run)["results.csv"]
     done = CliRunner().invoke(cli, ["export", str(run)])
-    assert done.exit_code == 0 and "guidellm_a.json" in done.output
+    assert done.exit_code == 0 and "guidellm_a.json" in done.output and "results.csv" in done.output
     assert (run / "exports" / "guidellm_a.json").is_file()
+    assert (run / "results.csv").read_text() == table, "the columns that docs/formats.md describes"

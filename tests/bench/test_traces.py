@@ -14,7 +14,7 @@ pytest.importorskip("annie_quant._stream", reason="the streaming client is not b
 from annie_quant import bench
 from annie_quant.bench import traces
 from annie_quant.bench.plan import arrival_times
-from annie_quant.bench.run_config import read_records
+from annie_quant.bench.run_folder import read_records
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import Load
 

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 from paths import DATA, ROOT
 
 from annie_quant import report
-from annie_quant.bench.regression import regression
+from annie_quant.bench.regressions import regression
 from annie_quant.checkpoint.staging import staged
 from annie_quant.checkpoint.writer import need_room
 from annie_quant.cli import terminal
@@ -297,18 +297,18 @@ def test_a_compiled_module_that_a_full_disk_has_cut_is_not_an_interrupt(tmp_path
 
 
 def test_a_benchmark_whose_records_cannot_grow_keeps_them_and_can_be_resumed(stored):
-    from annie_quant.bench.run_config import Records, read_records
+    from annie_quant.bench.run_folder import RecordLog, read_records
 
     path, (soft, hard) = stored / "records.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     rows, size = len(read_records(path)), path.stat().st_size
-    records = Records(path)
+    records = RecordLog(path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
     try:
         with pytest.raises(EnvironmentFault, match="all earlier lines are safe"):
             records.append(RequestRecord(id="new", backend="a", workload="w", case="c", text="x" * 1000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(Records(path).rows) == rows and path.stat().st_size == size
+    assert len(RecordLog(path).rows) == rows and path.stat().st_size == size
 
 
 def test_watching_a_folder_without_a_run_is_refused_before_anything_is_measured(tmp_path):

@@ -12,7 +12,7 @@ from paths import ROOT
 
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
 
-from annie_quant.bench.run_config import read_records
+from annie_quant.bench.run_folder import read_records
 from annie_quant.cli import cli
 
 PAGE = (ROOT / "docs/how-to/benchmark-agents.md").read_text()

@@ -139,7 +139,7 @@ def run_atheris(name: str, arguments: list[str]) -> None:
     from mutate import mutate
 
     with atheris.instrument_imports(include=["annie_quant"]):
-        import annie_quant.bench.run_config
+        import annie_quant.bench.run_folder
         import annie_quant.checkpoint
         import annie_quant.checkpoint.gguf.reader
         import annie_quant.data.rows

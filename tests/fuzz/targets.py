@@ -169,7 +169,7 @@ def tool_call_seeds() -> Iterable[bytes]:
 
 def records(raw: bytes) -> None:
     """A records.jsonl, read for a report and for resuming."""
-    from annie_quant.bench.run_config import Records, read_records
+    from annie_quant.bench.run_folder import RecordLog, read_records
     from annie_quant.report import run
 
     folder = FOLDER / "run"
@@ -177,7 +177,7 @@ def records(raw: bytes) -> None:
     (folder / "records.jsonl").write_bytes(raw)
     run.load(folder)
     read_records(folder / "records.jsonl")
-    Records(folder / "records.jsonl").close()
+    RecordLog(folder / "records.jsonl").close()
 
 
 def record_seeds() -> Iterable[bytes]:

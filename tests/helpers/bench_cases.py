@@ -9,7 +9,7 @@ from fake_server import Script, words
 
 from annie_quant import bench, documents
 from annie_quant.bench import confounds
-from annie_quant.bench.aggregate import aggregate_records
+from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.documents import BenchConfig, Ended, Identity, RequestRecord, convert
 from annie_quant.judge.library import build_workload
 
@@ -104,8 +104,8 @@ def config_of(reference=None, **workloads):
 
 
 def check(identities, records=()):
-    """confounds.check with default settings."""
-    return confounds.check(identities, list(records), BenchConfig(), Ended())
+    """confounds.find_confounds with default settings."""
+    return confounds.find_confounds(identities, list(records), BenchConfig(), Ended())
 
 
 def folder_of(where, shift, leaks=0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from annie_quant import documents, judge
-from annie_quant.bench.aggregate import aggregate_records
+from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.documents import BenchConfig, Identity, RequestRecord
 from annie_quant.judge import decision
 

@@ -67,7 +67,7 @@ def main() -> None:
     import msgspec
 
     from annie_quant import bench, checkpoint, judge, quantize
-    from annie_quant.bench.run_config import read_records
+    from annie_quant.bench.run_folder import read_records
     from annie_quant.ops import serving
 
     source = model(arguments.folder)

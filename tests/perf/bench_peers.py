@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from annie_quant import bench  # noqa: E402
-from annie_quant.bench.run_config import read_records  # noqa: E402
+from annie_quant.bench.run_folder import read_records  # noqa: E402
 from annie_quant.judge.library import build_workload  # noqa: E402
 
 from read_reports import read  # noqa: E402  isort:skip

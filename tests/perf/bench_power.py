@@ -15,7 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from annie_quant.bench.aggregate import aggregate_records
+from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.documents import BenchConfig, Comparison, Identity, RequestRecord, WorkloadSettings
 
 WORKLOADS, PROMPTS, REPEATS = ("greeting", "factual", "long_response"), 34, 2

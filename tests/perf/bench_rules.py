@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from annie_quant.bench import depth, drift, noise
+from annie_quant.bench import stability
 from annie_quant.documents import Comparison, RequestRecord
 from annie_quant.judge.statistics import compare, wilson
 
@@ -98,11 +98,11 @@ def simulate_noise(runs):
                 order = rng.permutation([*np.repeat(np.arange(prompts), repeats), *range(again)])
                 common = order, correlated(rng, len(order), sigma, phi)
             sides = {name: records_of(name, rng, prompts, repeats, sigma, again=again, common=common) for name in "ab"}
-            floors = {name: noise.floors(rows, {"w": rows}, run) for name, rows in sides.items()}
-            a, b = (noise.measured(rows, "tpot_ms") for rows in sides.values())
+            floors = {name: stability.noise_floors(rows, {"w": rows}, run) for name, rows in sides.items()}
+            a, b = (stability.measured_values(rows, "tpot_ms") for rows in sides.values())
             result = compare(a, b)
             row = Comparison(a="a", b="b", workload="w", metric="tpot_ms", n_prompts=result.n_prompts)
-            noise.set_noise([row], floors)
+            stability.set_noise([row], floors)
             covered += row.noise is not None
             exceeded += row.noise is not None and abs(result.median_difference) > row.noise
         print(
@@ -134,7 +134,7 @@ def simulate_drift(runs):
                 *records_of("b", rng, prompts, repeats, sigma, phi, factor=factor),
             ]
             steps = [
-                row for row in drift.check(rows, "ab", run) if row.significant and (row.backend == "b" or not factor)
+                row for row in stability.find_drifts(rows, "ab", run) if row.significant and (row.backend == "b" or not factor)
             ]
             hits += bool(steps)
             at += [row.after_s / (prompts * repeats) for row in steps[:1]]
@@ -162,7 +162,7 @@ def simulate_depth(runs):
                         backend, rng, prompts, 5, sigma, workload=f"depth_{tokens}", level=level, factor=factor,
                         depth_tokens=tokens,
                     )  # fmt: skip
-            hits += bool(depth.findings(depth.check(rows, "ab", run)))
+            hits += bool(stability.depth_findings(stability.compare_depths(rows, "ab", run)))
         print(f"  {name}, {prompts} prompts x 5, sigma {sigma}: {rate(hits, runs)}")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.bench.aggregate import summary, timed, values_by_prompt
-from annie_quant.bench.run_config import read_records
+from annie_quant.bench.aggregates import summary, timed, values_by_prompt
+from annie_quant.bench.run_folder import read_records
 from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import decode_json, printable
 from annie_quant.documents import MetricSummary, RequestRecord, Run, decode, read_bench

@@ -18,9 +18,9 @@ from stream_server import DONE, HEAD, RawServer, chunk, event, stream
 import annie_quant as aq
 from annie_quant.bench.backend import Backend, alive, get_json, identity
 from annie_quant.cli import cli
+from annie_quant.core.secrets import Redactor
 from annie_quant.stream import Request
 from annie_quant.stream.client import fetch
-from annie_quant.stream.redact import Redactor
 
 KEY = "sk-planted-0123456789abcdefghijklmnop"
 BEARER = {"Authorization": f"Bearer {KEY}"}

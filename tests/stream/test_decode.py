@@ -11,11 +11,12 @@ from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
 pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
 
 import annie_quant as aq
-from annie_quant.stream import decode
-from annie_quant.stream.sentence import has_sentence, speakable
+from annie_quant.stream import apis, decode
+from annie_quant.stream.answer import StreamedAnswer
+from annie_quant.stream.decode import has_sentence, speakable
 
 
-def answer_of(*bodies: bytes) -> decode.Answer:
+def answer_of(*bodies: bytes) -> StreamedAnswer:
     """Decode events that are one millisecond apart."""
     return decode.read_answer(
         decode.Frame(
@@ -293,8 +294,8 @@ def test_the_short_way_of_text_events_reads_what_the_long_way_does(monkeypatch) 
     for data in datas:
         frames = [decode.Frame(5, decode.DATA, 0, 1, data, data)]
         fast = decode.read_answer(frames)
-        short += decode.chat_chunks.read_text_chunk(decode.Answer(), frames[0])
+        short += apis.read_text_chunk(StreamedAnswer(), frames[0])
         with monkeypatch.context() as patch:
-            patch.setattr(decode.chat_chunks, "read_text_chunk", lambda answer, frame: False)
+            patch.setattr(decode, "read_text_chunk", lambda answer, frame: False)
             assert fast == decode.read_answer(frames), data
     assert len(datas) / 10 < short < len(datas), "some take the short way, some do not"

@@ -1,5 +1,6 @@
 """The fields of config.json that a GGUF file needs, typed, and checked against the tensors' shapes before anything is
-allocated: a vocabulary of 10^9 in config.json would otherwise become a token list of that length."""
+allocated: a vocabulary of 10^9 in config.json would otherwise become a token list of that length.
+"""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from annie_quant.core.errors import EnvironmentFault
+from annie_quant.core.secrets import without_secrets
 from annie_quant.core.untrusted import cost_usd, integer
 from annie_quant.data.teachers import BatchFailed, ModelReply, Options, PromptedTeacher, RateLimited
 from annie_quant.documents import salvage_value
-from annie_quant.stream.redact import without_secrets
 
 NAME = "claude_cli"
 SUMMARY = "Claude by its command line program: claude -p --model claude-opus-4-6 --output-format json"
@@ -44,7 +44,8 @@ class Usage(msgspec.Struct):
 
 class Envelope(msgspec.Struct):
     """The result object of --output-format json. is_error: any value that is not false is an error; a total_cost_usd or
-    output_tokens that is not an amount or a count is not known."""
+    output_tokens that is not an amount or a count is not known.
+    """
 
     result: str | None = None
     subtype: str | None = None
@@ -155,7 +156,8 @@ def run(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
 
 def envelope(out: str) -> Envelope | None:
     """Return the result object; with `verbose` in the user's settings it is the last of a list. Fields of
-    another type count as missing. None for output that is not a JSON object."""
+    another type count as missing. None for output that is not a JSON object.
+    """
     try:
         value = json.loads(out)
         if isinstance(value, list):

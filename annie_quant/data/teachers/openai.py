@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from annie_quant.core.errors import EnvironmentFault, ServerError, UsageError
+from annie_quant.core.secrets import refuse_secrets_in, safe_url
 from annie_quant.core.untrusted import cost_usd, decode_json, integer
 from annie_quant.data.teachers import BatchFailed, ModelReply, Options, PromptedTeacher, RateLimited
-from annie_quant.stream.redact import refuse_secrets_in, safe_url
 
 NAME = "openai"
 SUMMARY = "any OpenAI-compatible endpoint: --url and --teacher-model, the key in OPENAI_API_KEY"

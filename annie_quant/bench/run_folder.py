@@ -1,6 +1,8 @@
-"""inputs.json: the settings of a benchmark, written first and compared when the run is resumed.
+"""The files of a benchmark's run directory that its requests come from and go to.
 
-records.jsonl: one line per request, written as soon as it is finished, so that a killed run loses nothing.
+inputs.json       its settings and prompts, written first and compared when the run is resumed
+records.jsonl     one line per request, written as soon as it is finished, so that a killed run loses nothing
+unanswered.jsonl  requests that a backend left unanswered when it hung; a resumed run sends them again
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import json
 import os
 import shlex
 import shutil
-import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,10 @@ from typing import Any
 import msgspec
 
 from annie_quant import documents
-from annie_quant.bench.backend import Backend
-from annie_quant.bench.confounds import SLOW_FACTOR, SLOW_MS
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.files import replacing, sha256_text
 from annie_quant.core.resume import JsonLines
 from annie_quant.documents import (
-    BackendSettings,
     BenchConfig,
     Inputs,
     RequestRecord,
@@ -33,15 +31,10 @@ from annie_quant.documents import (
 )
 from annie_quant.judge.workloads import Workload
 
-
-def backend_settings(backend: Backend) -> BackendSettings:
-    """Return what a run records of a backend."""
-    source = _plain(backend.meta.get("source"))
-    return BackendSettings(name=backend.name, model=backend.model, source=source, endpoint=backend.endpoint)
-
-
-def _plain(source: Any) -> str | int | float | bool | None:
-    return source if isinstance(source, (int, float, type(None))) else str(source)[:1000]
+RUN_FILES = (
+    "records.jsonl", "unanswered.jsonl", "inputs.json", "bench.json", "memory.json", "reference.jsonl", "context.json",
+    "memory_trace.json", "server_metrics.json",
+)  # fmt: skip
 
 
 def workload_settings(workload: Workload) -> WorkloadSettings:
@@ -72,17 +65,7 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
     inputs = folder / "inputs.json"
     if not resume:
         shutil.rmtree(folder / "streams", ignore_errors=True)
-        for name in (
-            "records.jsonl",
-            "unanswered.jsonl",
-            "inputs.json",
-            "bench.json",
-            "memory.json",
-            "reference.jsonl",
-            "context.json",
-            "memory_trace.json",
-            "server_metrics.json",
-        ):
+        for name in RUN_FILES:
             (folder / name).unlink(missing_ok=True)
     elif inputs.exists() and _has_records(folder / "records.jsonl"):
         try:
@@ -135,7 +118,7 @@ def complete_workload(workload: Workload) -> SentWorkload:
 _HINT = "delete that line, or start again with another --output"
 
 
-class Records:
+class RecordLog:
     """The records of a run directory: those of earlier runs, and an append-only log for new ones."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -176,28 +159,19 @@ def _decode(path: Path, lines: Iterable[tuple[int, bytes]]) -> list[RequestRecor
     return [documents.decode(RequestRecord, line, f"{path}: line {number}", hint=_HINT) for number, line in lines]
 
 
-# ---- requests that a backend left unanswered when it hung; in their own file, because a resumed run sends them again
-
-FILE = "unanswered.jsonl"
+UNANSWERED = "unanswered.jsonl"
 HUNG, NOT_SENT = "hung", "not_sent"  # RequestRecord.cause
-
-
-def hangs(elapsed_s: float, answered: Iterable[RequestRecord]) -> bool:
-    """Return whether a request that was stopped after elapsed_s took ten times the median of its backend's others, and 1 s more."""
-    times = [r.e2e_ms for r in answered if r.e2e_ms is not None and not r.error]
-    median_ms = statistics.median(times) if times else 0.0
-    return 1000 * elapsed_s > max(SLOW_FACTOR * median_ms, median_ms + SLOW_MS)
 
 
 def write_unanswered(folder: Path, records: Iterable[RequestRecord]) -> None:
     """Write the records of a run's unanswered requests; without any, remove those of an earlier part of the run."""
     rows = list(records)
     if rows:
-        write_records(folder / FILE, rows)
+        write_records(folder / UNANSWERED, rows)
     else:
-        (folder / FILE).unlink(missing_ok=True)
+        (folder / UNANSWERED).unlink(missing_ok=True)
 
 
 def read_unanswered(folder: Path) -> list[RequestRecord]:
-    path = folder / FILE
+    path = folder / UNANSWERED
     return read_records(path) if path.is_file() else []

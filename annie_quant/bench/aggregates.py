@@ -13,11 +13,12 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from annie_quant.bench import confounds, depth, drift, memory, noise
-from annie_quant.bench.confounds import impossible, stalls
+from annie_quant.bench import memory, stability
+from annie_quant.bench.confounds import find_confounds, impossible, stalls
 from annie_quant.bench.reference_answers import RECORDED, stored_reference
-from annie_quant.bench.run_config import read_records, read_unanswered
+from annie_quant.bench.run_folder import read_records, read_unanswered
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import (
     AdjustedResult,
@@ -125,11 +126,12 @@ def aggregate_records(
     pairs = list(itertools.combinations(served, 2))
     comparisons = [row for a, b in pairs for row in _comparisons(fit, a, b, config.seed)]
     floors = {name: _floors([r for r in fit if r.backend == name], config.seed) for name in served}
-    noise.set_noise(comparisons, floors)
-    drifts = drift.check(fit, list(served), config.seed)
-    findings = confounds.check(identities, records, config, ended or Ended())
+    stability.set_noise(comparisons, floors)
+    drifts = stability.find_drifts(fit, list(served), config.seed)
+    depths = stability.compare_depths(fit, list(served), config.seed)
+    findings = find_confounds(identities, records, config, ended or Ended())
     findings += memory.growth_findings(growths)
-    findings += [*drift.findings(drifts), *depth.findings(depth.check(fit, list(served), config.seed))]
+    findings += [*stability.drift_findings(drifts), *stability.depth_findings(depths)]
     return Aggregates(
         roles=roles,
         served=served,
@@ -166,7 +168,8 @@ def pair_sides(
     recorded: Sequence[RequestRecord] = (),
 ) -> None:
     """Judge each backend's gates against its reference's answers to the same prompts: bf16's (of this run, else those that an
-    earlier one recorded), else those of the side to replace."""
+    earlier one recorded), else those of the side to replace.
+    """
     references = {name: decision.other_side(roles, name) for name in served}
     if recorded and roles.reference is None:
         references = dict.fromkeys(served, RECORDED)
@@ -194,26 +197,17 @@ def _speed_gates(records: Sequence[RequestRecord], thinking: Collection[str], se
     """The median content TTFT and decode speed against their limits: one request in flight, thinking off."""
     single = [r for r in records if r.workload not in thinking and r.alone]
     gates = {}
-    for gate, metric, limit in (
-        ("ttft", "ttft_content_ms", TTFT_LIMIT_MS),
-        ("decode", "decode_tok_s", DECODE_LEAST_TOK_S),
-    ):
+    limits = {"ttft": ("ttft_content_ms", TTFT_LIMIT_MS), "decode": ("decode_tok_s", DECODE_LEAST_TOK_S)}
+    for gate, (metric, limit) in limits.items():
         median = summary(values_by_prompt(single, metric), seed)
         if median is None:
             continue
         low = median.p50 if median.low is None else median.low
         high = median.p50 if median.high is None else median.high
         passes, fails = (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
-        outcome: Outcome = "pass" if passes else "fail" if fails else "undecided"
-        gates[gate] = SpeedGate(
-            metric=metric,
-            value=median.p50,
-            low=median.low,
-            high=median.high,
-            n=median.n,
-            limit=limit,
-            verdict=outcome,
-        )
+        verdict: Outcome = "pass" if passes else "fail" if fails else "undecided"
+        figures = {"value": median.p50, "low": median.low, "high": median.high, "n": median.n}
+        gates[gate] = SpeedGate(metric=metric, limit=limit, verdict=verdict, **figures)
     return gates
 
 
@@ -259,23 +253,13 @@ def values_by_prompt(records: Iterable[RequestRecord], metric: str) -> Values:
 
 def summary(by_prompt: Values, seed: int = 0) -> MetricSummary | None:
     """Summarize a metric's values; None where there are none."""
-    import numpy as np
-
     if not by_prompt:
         return None
     pooled = np.concatenate([np.asarray(v, dtype=np.float64) for v in by_prompt.values()])
-    p50, p90, p99 = np.percentile(pooled, [50, 90, 99])
+    p50, p90, p99 = np.percentile(pooled, [50, 90, 99]).tolist()
     low, high = median_interval([statistics.median(v) for v in by_prompt.values()], seed=seed)
-    return MetricSummary(
-        p50=float(p50),
-        p90=float(p90),
-        p99=float(p99),
-        mean=float(pooled.mean()),
-        low=low,
-        high=high,
-        n=int(pooled.size),
-        n_prompts=len(by_prompt),
-    )
+    mean, n, n_prompts = float(pooled.mean()), int(pooled.size), len(by_prompt)
+    return MetricSummary(p50=p50, p90=p90, p99=p99, mean=mean, low=low, high=high, n=n, n_prompts=n_prompts)
 
 
 def summaries(records: Sequence[RequestRecord], seed: int = 0) -> WorkloadSummary:
@@ -303,9 +287,8 @@ def _verbosity(records: Sequence[RequestRecord], reference: str | None, name: st
     if not ratios:
         return None
     low, high = median_interval(ratios)
-    return Verbosity(
-        reference=reference, ratio=float(statistics.median(ratios)), low=low, high=high, n_prompts=len(ratios)
-    )
+    ratio = float(statistics.median(ratios))
+    return Verbosity(reference=reference, ratio=ratio, low=low, high=high, n_prompts=len(ratios))
 
 
 def _memory_bytes(levels: MemoryLevels | None) -> MemoryBytes | None:
@@ -353,7 +336,7 @@ def _floors(records: Sequence[RequestRecord], seed: int) -> list[NoiseFloor]:
     groups = labelled(records)
     if len(groups) > 1:
         groups["all"] = [r for r in records if r.alone]
-    return noise.floors(records, groups, seed)
+    return stability.noise_floors(records, groups, seed)
 
 
 def adjust(rows: Sequence[AdjustedResult]) -> None:

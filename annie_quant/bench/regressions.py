@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from annie_quant import documents
-from annie_quant.bench.aggregate import adjust, labelled, timed, values_by_prompt
+from annie_quant.bench.aggregates import adjust, labelled, timed, values_by_prompt
 from annie_quant.bench.reference_answers import contents
-from annie_quant.bench.run_config import read_records, read_unanswered
+from annie_quant.bench.run_folder import read_records, read_unanswered
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import AdjustedResult, Inputs, PairedGate, PooledGates, RequestRecord, Standing, read_bench
 from annie_quant.judge import decision
@@ -27,7 +27,7 @@ Checked = Mapping[Hashable, Mapping[str, bool]]  # prompt → gate → passed
 LEAST_LOSS = 0.02  # of the stored median: smaller losses do not matter, however significant
 
 
-class Change(AdjustedResult, kw_only=True):
+class MetricChange(AdjustedResult, kw_only=True):
     """One metric of one workload; a: the stored run, b: the new one. change: share of the stored median."""
 
     backend: str
@@ -49,10 +49,10 @@ class Regression(msgspec.Struct, kw_only=True):
     left_out: prompts ("workload/case") whose content is another one than in the stored run.
     """
 
-    worse: list[Change]
-    better: list[Change]
+    worse: list[MetricChange]
+    better: list[MetricChange]
     gates_lost: list[LostGate]
-    rows: list[Change]
+    rows: list[MetricChange]
     outcome: Standing = "undecided"
     silent: list[str] = []
     left_out: list[str] = []
@@ -137,7 +137,7 @@ def _contents(
     return tuple(dict(contents(file.workloads)) for file in inputs)
 
 
-def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[Change]:
+def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[MetricChange]:
     before, after = (labelled(r for r in side if r.backend == backend) for side in records)
     changes = []
     for label in before:
@@ -145,7 +145,7 @@ def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[C
             result = compare(values_by_prompt(before[label], metric), values_by_prompt(after[label], metric))
             if result.median_a and result.median_difference is not None:
                 changes.append(
-                    Change(
+                    MetricChange(
                         backend=backend,
                         workload=label,
                         metric=metric,

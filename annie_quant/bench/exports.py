@@ -1,0 +1,410 @@
+"""A benchmark in forms that other tools read: vLLM's flat keys, reports of AIPerf and GuideLLM, and the layout of the original
+plan's benchmark script (R43).
+
+All but the last have only the requests that were alone at the server, without cold starts. The backends take turns, so a backend's
+duration is the time that its own requests took. vLLM's keys are those of `vllm bench serve --save-result`; TTFT is that of content,
+as everywhere here. In AIPerf's summary (profile_export_aiperf.json) a first token is one of any kind, an inter-token latency is one
+request's mean over its tokens, and an inter-chunk latency is each gap between two events.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from annie_quant import documents
+from annie_quant.bench.aggregates import values_by_prompt
+from annie_quant.bench.run_folder import read_records
+from annie_quant.documents import Bench, RequestRecord, read_bench
+
+Records = Sequence[RequestRecord]
+Json = dict[str, Any]
+
+_VLLM = {"ttft": "ttft_content_ms", "tpot": "tpot_ms", "itl": "itl_ms", "e2el": "e2e_ms"}
+_ORIGINAL = {
+    "ttft_ms": "first_content_ms", "tool_ms": "first_tool_ms", "total_ms": "e2e_ms", "tokens": "completion_tokens",
+    "tok_per_s": "decode_tok_s",
+}  # fmt: skip
+_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+
+
+def export(folder: str | os.PathLike[str]) -> list[Path]:
+    """Write exports/ of a finished run directory; return the paths."""
+    root = Path(folder) / "exports"
+    bench = read_bench(Path(folder))
+    records = [r for r in read_records(Path(folder) / "records.jsonl") if not r.warmup]
+    files: dict[Path, Json] = {root / "original_plan.json": original_plan(bench, records)}
+    for name in bench.backends:
+        own = [r for r in records if r.backend == name]
+        files[root / f"vllm_{name}.json"] = vllm(bench, own, name)
+        files[root / f"aiperf_{name}.json"] = aiperf(own)
+        files[root / f"guidellm_{name}.json"] = guidellm(bench, own, name)
+    for path, content in files.items():
+        documents.write(path, content)
+    return list(files)
+
+
+def _alone(records: Records) -> tuple[list[RequestRecord], list[RequestRecord], float]:
+    """Return (the requests that were alone, those of them without an error, the seconds that these took)."""
+    alone = [r for r in records if r.alone and not r.cold]
+    good = [r for r in alone if not r.error]
+    return alone, good, sum(r.e2e_ms for r in good if r.e2e_ms) / 1e3
+
+
+def _per_second(amount: float, seconds: float) -> float | None:
+    return amount / seconds if seconds else None
+
+
+def vllm(bench: Bench, records: Records, name: str) -> Json:
+    """Return vLLM's flat result of one backend, over all its workloads. Times in ms, duration in s."""
+    alone, good, duration_s = _alone(records)
+    tokens_in, tokens_out = sum(r.prompt_tokens for r in good), sum(r.completion_tokens or 0 for r in good)
+    times: dict[str, float | None] = {}
+    for key, metric in _VLLM.items():
+        data = np.asarray([v for values in values_by_prompt(good, metric).values() for v in values], dtype=np.float64)
+        figures = (data.mean(), np.median(data), data.std(), np.percentile(data, 99)) if data.size else (None,) * 4
+        for label, figure in zip(("mean", "median", "std", "p99"), figures, strict=True):
+            times[f"{label}_{key}_ms"] = None if figure is None else float(figure)
+    return {
+        "date": bench.environment.time,
+        "endpoint_type": "openai-chat",
+        "backend": "openai-chat",
+        "label": name,
+        "model_id": bench.backends[name].model,
+        "tokenizer_id": bench.backends[name].model,
+        "num_prompts": len(alone),
+        "request_rate": "inf",
+        "burstiness": 1.0,
+        "max_concurrency": 1,
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(alone) - len(good),
+        "total_input_tokens": tokens_in,
+        "total_output_tokens": tokens_out,
+        "request_throughput": _per_second(len(good), duration_s),
+        "output_throughput": _per_second(tokens_out, duration_s),
+        "total_token_throughput": _per_second(tokens_in + tokens_out, duration_s),
+        **times,
+    }
+
+
+def aiperf(records: Records) -> Json:
+    """Return AIPerf's metrics of one backend."""
+    alone, good, seconds = _alone(records)
+    tokens_in, tokens_out = sum(r.prompt_tokens for r in good), sum(r.completion_tokens or 0 for r in good)
+    speeds = [1e3 / r.tpot_ms for r in good if r.tpot_ms and not r.tokens_estimated]
+    series: dict[str, tuple[str, Sequence[float | None]]] = {
+        "time_to_first_token": ("ms", [r.first_token_ms for r in good]),
+        "time_to_second_token": ("ms", [r.itl_ms[0] for r in good if r.itl_ms]),
+        "inter_token_latency": ("ms", [r.tpot_ms for r in good]),
+        "inter_chunk_latency": ("ms", [gap for r in good for gap in r.itl_ms]),
+        "request_latency": ("ms", [r.e2e_ms for r in good]),
+        "output_sequence_length": ("tokens", [r.completion_tokens or None for r in good]),
+        "input_sequence_length": ("tokens", [r.prompt_tokens or None for r in good]),
+        "output_token_throughput_per_user": ("tokens/sec/user", speeds),
+    }
+    rows: Json = {}
+    for name, (unit, every) in series.items():
+        if values := [v for v in every if v is not None]:
+            data = np.asarray(values, dtype=np.float64)
+            figures = {"avg": data.mean(), "min": data.min(), "max": data.max(), "std": data.std(), "sum": data.sum()}
+            shares = np.percentile(data, _PERCENTILES)
+            figures |= {f"p{at}": value for at, value in zip(_PERCENTILES, shares, strict=True)}
+            rows[name] = {"unit": unit, "count": len(values), **{key: float(value) for key, value in figures.items()}}
+    totals: dict[str, tuple[str, float | None]] = {
+        "output_token_throughput": ("tokens/sec", _per_second(tokens_out, seconds)),
+        "request_throughput": ("requests/sec", _per_second(len(good), seconds)),
+        "request_count": ("requests", float(len(good))),
+        "error_request_count": ("requests", float(len(alone) - len(good))),
+        "total_osl": ("tokens", float(tokens_out)),
+        "total_isl": ("tokens", float(tokens_in)),
+        "benchmark_duration": ("sec", seconds),
+    }
+    return rows | {name: {"unit": unit, "avg": amount} for name, (unit, amount) in totals.items()}
+
+
+def original_plan(bench: Bench, records: Records) -> Json:
+    """Return the original script's layout: backend → test (one per workload, or turn of it) → runs; gates as "5/5"."""
+    tests: dict[str, dict[str, list[RequestRecord]]] = {name: defaultdict(list) for name in bench.backends}
+    conversations = {r.workload for r in records if r.turn}
+    for record in records:
+        if record.alone:
+            turn = f"_{record.turn + 1}" if record.workload in conversations else ""
+            tests[record.backend][record.workload + turn].append(record)
+    config, aggregates = bench.config, bench.aggregates
+    return {
+        "benchmark": "nvfp4_vs_q4km",
+        "date": bench.environment.time,
+        "methodology": {
+            "thinking": {name: workload.thinking for name, workload in config.workloads.items()},
+            "warmup_runs": config.warmup,
+            "measured_runs": config.runs,
+            "token_counting": "usage.completion_tokens",
+            "ttft": "first content token",
+            "order": "randomised ABBA blocks",
+            "prefix_cache": config.prefix_cache,
+        },
+        "confounds": [c.message for c in aggregates.confounds if c.severity == "confound"],
+        "backends": {n: {"url": s.url, "model": s.model, "runtime": s.runtime} for n, s in bench.backends.items()},
+        "results": {
+            name: {test: _original_test(rows) for test, rows in sorted(own.items())} for name, own in tests.items()
+        },
+        "quality_gates": {
+            name: {gate: f"{result.passes}/{result.n}" for gate, result in side.gates.items()}
+            for name, side in aggregates.served.items()
+        },
+        "verdict": bench.verdict.sentence,
+    }
+
+
+def _original_test(records: Records) -> Json:
+    """Return the medians of the requests without an error, and all requests."""
+    medians = {}
+    for key, field in _ORIGINAL.items():
+        if values := [v for r in records if (v := getattr(r, field)) is not None and not r.error]:
+            medians[f"{key}_p50"] = float(statistics.median(values))
+    runs = [
+        {key: getattr(r, field) for key, field in _ORIGINAL.items()}
+        | {"cold_start": r.cold, "error": r.error or None, "response": r.text}
+        | {"tool_calls": [call.get("name") for call in r.tool_calls]}
+        for r in records
+    ]
+    return medians | {"runs": runs}
+
+
+# ---- GuideLLM 0.8, report version 2: `guidellm export FILE` reads it and renders its own tables
+#
+# Only what was measured is filled in: one benchmark, its requests in the order of their start. GuideLLM's TPOT is a request's time
+# per output token, prompt included; its ITL is what this package calls TPOT. A stamp is the request's start on the wall clock plus
+# a time of the record.
+
+GUIDELLM_VERSION = "0.8.1"
+_GUIDELLM_PERCENTILES = {"p001": 0.1, "p01": 1, "p05": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95,
+                         "p99": 99, "p999": 99.9}  # fmt: skip
+_GUIDELLM_KINDS = {
+    "image": ("tokens", "images", "pixels", "bytes"),
+    "video": ("tokens", "frames", "seconds", "bytes"),
+    "audio": ("tokens", "samples", "seconds", "bytes"),
+    "tool_call": ("tokens", "mixed_tokens", "count"),
+}
+_IDS = uuid.UUID("6d1cf9a2-6e0b-4b4c-9f55-0c6a3c1f2b77")  # so that the same run gives the same ids
+_PHASE = {"percent": None, "value": None, "mode": "prefer_duration"}
+
+
+def _start(record: RequestRecord) -> float:
+    return record.started_unix_s or 0.0
+
+
+def guidellm(bench: Bench, records: Records, name: str) -> Json:
+    """Return GuideLLM's report of one backend."""
+    alone = sorted((r for r in records if r.alone and not r.cold and r.started_unix_s), key=_start)
+    good = [r for r in alone if not r.error]
+    begin = _start(alone[0]) if alone else 0.0
+    end = max((_start(r) + (r.e2e_ms or 0.0) / 1e3 for r in alone), default=begin)
+    totals = {"successful": len(good), "errored": len(alone) - len(good), "incomplete": 0, "total": len(alone)}
+    identity, environment = bench.backends[name], bench.environment
+    backend = {
+        "kind": "openai_http",
+        "target": identity.url or "http://localhost",
+        "model": identity.model,
+        "request_format": "/v1/chat/completions",
+        "stream": True,
+    }
+    profile = {"kind": "synchronous", "rampup_duration": 0.0, "warmup": _PHASE, "cooldown": _PHASE}
+    run_id = str(uuid.uuid5(_IDS, f"{environment.time}/{name}"))
+    config = {
+        "id_": str(uuid.uuid5(_IDS, f"{run_id}/0")),
+        "run_id": run_id,
+        "run_index": 0,
+        "strategy": {"type_": "synchronous", "worker_count": 1, "max_concurrency": 1},
+        "constraints": {},
+        "warmup": _PHASE,
+        "cooldown": _PHASE,
+        "prefer_response_metrics": True,
+        "confidence": 0.95,
+        "warnings": [],
+        "profile": profile,
+        "requests": {"kind": "annie_quant", "workloads": list(bench.config.workloads)},
+        "backend": backend,
+        "environment": {"kind": "annie_quant"},
+    }
+    benchmark = {
+        "type_": "generative_benchmark",
+        "config": config,
+        **_scheduler(begin, end, good, totals),
+        "metrics": _guidellm_metrics(good, totals, end - begin),
+        "requests": {
+            "successful": [_guidellm_request(r) for r in good],
+            "errored": [_guidellm_request(r) for r in alone if r.error],
+            "incomplete": [],
+            "total": None,
+        },
+        "warnings": [],
+        "start_time": begin,
+        "end_time": end,
+        "duration": end - begin,
+        "warmup_duration": 0.0,
+        "cooldown_duration": 0.0,
+    }
+    return {
+        "metadata": {
+            "version": 2,
+            "guidellm_version": GUIDELLM_VERSION,
+            "python_version": environment.python,
+            "platform": environment.system,
+        },
+        "config": {
+            "metadata": {"labels": {"written_by": "annie-quant", "backend": name}},
+            "spec": {
+                "backend": backend,
+                "profile": profile,
+                "constraints": [{"kind": "max_requests", "count": max(1, len(alone))}],
+                "data": [{"kind": "json_file", "path": "inputs.json"}],
+                "outputs": [],
+            },
+            "benchmarks": [None],
+        },
+        "benchmarks": [benchmark],
+        "conclusions": [],
+    }
+
+
+def _distribution(values: Sequence[float]) -> Json:
+    """Return GuideLLM's summary of values; zeros without any."""
+    data = np.asarray(values or [0.0], dtype=np.float64)
+    percentiles = np.percentile(data, [*_GUIDELLM_PERCENTILES.values()]).tolist()
+    return {
+        "mean": float(data.mean()),
+        "median": float(np.median(data)),
+        "mode": float(statistics.mode(values or [0.0])),
+        "variance": float(data.var()),
+        "std_dev": float(data.std()),
+        "min": float(data.min()),
+        "max": float(data.max()),
+        "count": len(values),
+        "total_sum": float(data.sum()),
+        "percentiles": dict(zip(_GUIDELLM_PERCENTILES, percentiles, strict=True)),
+    }
+
+
+def _by_status(values: Sequence[float | None]) -> Json:
+    full, none = _distribution([float(v) for v in values if v is not None]), _distribution([])
+    return {"successful": full, "errored": none, "incomplete": none, "total": full}
+
+
+def _guidellm_metrics(good: Records, totals: Json, seconds: float) -> Json:
+    counted = [r for r in good if r.completion_tokens and not r.tokens_estimated]
+    timed = [(r, r.completion_tokens or 0, r.e2e_ms) for r in counted if r.e2e_ms]
+    events = [(r, r.completion_tokens or 0, len(r.itl_ms) + 1) for r in counted if r.itl_ms]
+    prompt = [r.prompt_tokens or None for r in good]
+    output = [r.completion_tokens for r in counted]
+    total = [r.prompt_tokens + (r.completion_tokens or 0) for r in counted]
+    per_event = [tokens / n for _, tokens, n in events]
+    busy_s = sum(r.e2e_ms or 0 for r in good) / 1e3
+    series: dict[str, Sequence[float | None]] = {
+        "requests_per_second": [len(good) / seconds if seconds else 0.0] if good else [],
+        "request_concurrency": [busy_s / seconds if seconds else 0.0] if good else [],
+        "request_latency": [None if r.e2e_ms is None else r.e2e_ms / 1e3 for r in good],
+        "request_streaming_iterations_count": [len(r.itl_ms) + 1 for r in good if r.itl_ms],
+        "prompt_token_count": prompt,
+        "output_token_count": output,
+        "total_token_count": total,
+        "time_to_first_token_ms": [r.first_token_ms for r in good],
+        "time_to_first_output_token_ms": [r.first_content_ms for r in good],
+        "time_per_output_token_ms": [ms / tokens for _, tokens, ms in timed],
+        "inter_token_latency_ms": [r.tpot_ms for r in good if not r.tokens_estimated],
+        "time_to_last_round_trip_ms": [],
+        "avg_round_trip_time_ms": [],
+        "prompt_tokens_per_second": [1e3 * r.prompt_tokens / first for r in good if (first := r.first_token_ms)],
+        "output_tokens_per_second": [1e3 * tokens / ms for _, tokens, ms in timed],
+        "tokens_per_second": [1e3 * (r.prompt_tokens + tokens) / ms for r, tokens, ms in timed],
+        "output_tokens_per_iteration": per_event,
+        "iter_tokens_per_iteration": per_event,
+    }
+    units = ("", "_per_second", "_concurrency")
+    empty = dict.fromkeys(f"{kind}{unit}" for kind in ("input", "output", "total") for unit in units)
+    text = {"input": _by_status(prompt), "output": _by_status(output), "total": _by_status(total)}
+    return {
+        "request_totals": totals,
+        **{name: _by_status(values) for name, values in series.items()},
+        "text": {"tokens": empty | text, "words": empty, "characters": empty},
+        **{kind: dict.fromkeys(amounts, empty) for kind, amounts in _GUIDELLM_KINDS.items()},
+        "turns": None,
+        "slo_attainment": None,
+        "slo_determined_requests": 0,
+        "request_goodput": None,
+    }
+
+
+def _guidellm_request(record: RequestRecord) -> Json:
+    start = _start(record)
+
+    def at(ms: float | None) -> float | None:
+        return None if ms is None else start + ms / 1e3
+
+    before = ("targeted_start", "queued", "dequeued", "scheduled_at", "resolve_start", "request_start")
+    after = ("last_request_iteration", "request_end", "resolve_end", "finalized")
+    timings = {
+        **dict.fromkeys(before, start),
+        "first_request_iteration": at(record.first_event_ms),
+        "first_token_iteration": at(record.first_token_ms),
+        "first_output_token_iteration": at(record.first_content_ms),
+        "last_token_iteration": at(record.last_token_ms),
+        "request_iterations": len(record.itl_ms) + 1,
+        "token_iterations": len(record.itl_ms) + 1,
+        **dict.fromkeys(after, at(record.e2e_ms) or start),
+    }
+    identifier = str(uuid.uuid5(_IDS, record.id))
+    conversation = f"{record.backend}/{record.workload}/{record.case}/{record.repeat}"
+    counted = not record.error and not record.tokens_estimated
+    return {
+        "type_": "generative_request_stats",
+        "request_id": identifier,
+        "response_id": None,
+        "request_args": None,
+        "output": record.text or None,
+        "reasoning_output": record.reasoning or None,
+        "tool_calls": None,
+        "info": {
+            "request_id": identifier,
+            "conversation_id": str(uuid.uuid5(_IDS, conversation)),
+            "turn_index": record.turn,
+            "status": "errored" if record.error else "completed",
+            "scheduler_node_id": 0,
+            "scheduler_process_id": 0,
+            "scheduler_start_time": start,
+            "timings": timings,
+            "error": record.error,
+        },
+        "input_metrics": {"text_tokens": record.prompt_tokens or None},
+        "output_metrics": {"text_tokens": record.completion_tokens if counted else None},
+    }
+
+
+def _scheduler(begin: float, end: float, good: Records, totals: Json) -> Json:
+    """Return the state and the metrics of GuideLLM's scheduler, which had nothing to wait for."""
+    delays = ("queued_time", "resolve_start_delay", "resolve_targeted_start_delay", "request_start_delay",
+              "request_targeted_start_delay", "resolve_end_delay", "finalized_delay", "processed_delay")  # fmt: skip
+    mean = statistics.fmean(r.e2e_ms or 0.0 for r in good) / 1e3 if good else 0.0
+    state = {"node_id": 0, "num_processes": 1, "start_time": begin, "end_time": end}
+    state |= {"start_requests_time": begin, "end_requests_time": end, "created_requests": totals["total"]}
+    state |= {"processed_requests": totals["total"], "successful_requests": totals["successful"]}
+    metrics = {
+        **dict.fromkeys(("start_time", "request_start_time", "measure_start_time"), begin),
+        **dict.fromkeys(("measure_end_time", "request_end_time", "end_time"), end),
+        "requests_made": totals,
+        "generation_delay": _distribution([]),
+        **{f"{name}_avg": 0.0 for name in delays},
+        "request_time_avg": mean,
+        "resolve_time_avg": mean,
+        "dataset_incomplete": False,
+        "strategy_type": "synchronous",
+    }
+    return {"scheduler_state": state | {"errored_requests": totals["errored"]}, "scheduler_metrics": metrics}

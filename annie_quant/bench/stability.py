@@ -1,0 +1,466 @@
+"""How steady a run's times are: the noise of equal sides, drift over time, and differences that grow with depth.
+
+tests/perf/bench_rules.py simulates how often each rule errs. The findings are in words for the report (documents.Confound).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from annie_quant.documents import Comparison, Confound, Drift, NoiseFloor, RequestRecord
+from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
+from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, paired
+
+TESTED = ("tpot_ms", "ttft_content_ms")  # for drift and depth
+LEAST_SHIFT = 0.02  # smaller changes do not matter, however significant
+
+Values = Mapping[Hashable, Sequence[float]]
+
+
+def measured_values(records: Iterable[RequestRecord], metric: str) -> dict[Hashable, list[float]]:
+    """Return prompt → one value per request, in order: a list of values (ITL) counts as its median."""
+    values: dict[Hashable, list[float]] = defaultdict(list)
+    for record in records:
+        value = metric_value(record, metric)
+        if value is not None:
+            values[record.prompt].append(statistics.median(value) if isinstance(value, list) else float(value))
+    return values
+
+
+# ---- noise: how large a difference two identical servers would show (A/A of each side)
+#
+# Every prompt that a backend answered more than once is an A/A measurement of it. Where each prompt is measured once, the plan
+# sends a tenth of them (BenchConfig.noise_share) a second time. The floor of a comparison is what 95 % of A/A comparisons with
+# its prompts and repeats stay below, from resampled residuals.
+
+CONFIDENCE = 0.95
+RESAMPLES = 499
+LEAST_RESIDUALS = 10  # of a workload; with fewer, those of all its side's workloads are used
+SMOOTHED = 20_000
+MOST_PROMPTS = 200  # resampled; the floor of more prompts is scaled by the square root
+
+
+def noise_floors(
+    records: Sequence[RequestRecord], labels: Mapping[str, Sequence[RequestRecord]], seed: int
+) -> list[NoiseFloor]:
+    """Return the floors of one backend, by label of workload and load, and by metric.
+
+    records: all timed requests of the backend. labels: the same by label; "all" may be among them. A metric that was never
+    measured twice has no floor.
+    """
+    rows = []
+    for metric in COMPARED:
+        everything = residuals(measured_values(records, metric).values())
+        for label, own in labels.items():
+            by_prompt = measured_values(own, metric)
+            near = residuals(by_prompt.values())
+            pool = near if len(near) >= LEAST_RESIDUALS else everything
+            if len(pool) >= LEAST_RESIDUALS and by_prompt:
+                rows.append(_floor(label, metric, by_prompt, pool, seed))
+    return rows
+
+
+def residuals(groups: Iterable[Sequence[float]]) -> list[float]:
+    """Return the relative deviations of repeated measurements from their prompt's mean, without its loss of freedom."""
+    rest = []
+    for values in groups:
+        mean = statistics.fmean(values)
+        if len(values) > 1 and mean > 0:
+            widen = (len(values) / (len(values) - 1)) ** 0.5
+            rest += [(value - mean) / mean * widen for value in values]
+    return rest
+
+
+def _floor(label: str, metric: str, by_prompt: Values, pool: Sequence[float], seed: int) -> NoiseFloor:
+    rng = np.random.default_rng(seed)
+    smooth, widen = _smooth_pool(pool, rng)
+    sizes = np.array([(statistics.median(v), len(v)) for v in by_prompt.values()])
+    n = len(sizes)
+    sizes = sizes[rng.permutation(n)[:MOST_PROMPTS]]
+    repeats = int(np.median(sizes[:, 1]))
+    draws = rng.choice(smooth, size=(RESAMPLES, len(sizes), 2, repeats))
+    sides = np.median(draws, axis=3) * sizes[None, :, :1]
+    differences = np.abs(np.median(sides[:, :, 1] - sides[:, :, 0], axis=1))
+    scale = (len(sizes) / n) ** 0.5
+    first, second = _halves(by_prompt, rng)
+    again = compare(first, second, seed=seed)
+    return NoiseFloor(
+        workload=label,
+        metric=metric,
+        floor=float(np.quantile(differences, CONFIDENCE)) * scale * widen,
+        n_prompts=n,
+        n_repeated=len(paired(first, second)),
+        difference=again.median_difference,
+        low=again.low,
+        high=again.high,
+    )
+
+
+def _smooth_pool(residual: Sequence[float], rng: Any) -> tuple[Any, float]:
+    """Return SMOOTHED draws from a kernel estimate of the residuals with their variance, and the factor for few of them.
+
+    Medians of a few discrete values would vary too little. The factor is Student's quantile over the normal one.
+    """
+    from scipy.stats import norm, t
+
+    values = np.asarray(residual)
+    width = 0.9 * len(values) ** -0.2  # Silverman's rule, in standard deviations
+    draws = rng.choice(values, SMOOTHED) + rng.normal(0, width * values.std(), SMOOTHED)
+    quantile = 0.5 + CONFIDENCE / 2
+    return draws / (1 + width * width) ** 0.5, float(t.ppf(quantile, max(len(values) // 2, 1)) / norm.ppf(quantile))
+
+
+def _halves(by_prompt: Values, rng: Any) -> tuple[dict[Hashable, list[float]], dict[Hashable, list[float]]]:
+    """Deal the repeats of each prompt to two sides at random."""
+    sides: tuple[dict[Hashable, list[float]], dict[Hashable, list[float]]] = {}, {}
+    for prompt, values in by_prompt.items():
+        if len(values) > 1:
+            order = rng.permutation(len(values))
+            for side, part in zip(sides, (order[: len(order) // 2], order[len(order) // 2 :]), strict=True):
+                side[prompt] = [values[i] for i in part]
+    return sides
+
+
+def set_noise(comparisons: Iterable[Comparison], noise: Mapping[str, Sequence[NoiseFloor]]) -> None:
+    """Set the noise of each comparison from the floors of its two sides, which are independent."""
+    table = {(name, row.workload, row.metric): row.floor for name, rows in noise.items() for row in rows}
+    for row in comparisons:
+        own = [table.get((name, row.workload, row.metric)) for name in (row.a, row.b)]
+        known = [floor for floor in own if floor is not None]
+        if len(known) == 2:
+            row.noise = (sum(floor**2 for floor in known) / 2) ** 0.5
+
+
+# ---- drift: whether a server became slower or faster during the run, and whether the machine's clocks explain it
+#
+# A request's deviation is the logarithm of its time less the mean of the same prompt's. Deviations in order of time are put in
+# bins, and the largest step between two parts is compared with that of shuffled bins (a change-point test by permutation, as
+# Pettitt 1979; it also finds trends). Clock and temperature are then tested at the same split.
+
+MOST_BINS, LEAST_BINS, LEAST_PER_BIN = 24, 8, 4
+PERMUTATIONS = 1999
+EDGE = 0.1  # share of the bins before the first and after the last possible split
+
+
+def find_drifts(records: Sequence[RequestRecord], backends: Iterable[str], seed: int = 0) -> list[Drift]:
+    """Test each backend's times against time; records: all timed requests. One row per backend and metric that can be tested."""
+    rows = []
+    for name in backends:
+        own = sorted((r for r in records if r.backend == name and r.started_unix_s is not None), key=_start)
+        rows += [row for metric in TESTED if (row := _drift_of(name, metric, own, seed))]
+    for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
+        row.p_holm = p
+        row.significant = p is not None and p < LEVEL and abs(row.shift) >= LEAST_SHIFT
+    return rows
+
+
+def _start(record: RequestRecord) -> float:
+    return record.started_unix_s or 0.0
+
+
+def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: int) -> Drift | None:
+    rows, deviation, groups = deviations(records, metric)
+    split = change_point(deviation, seed)
+    if split is None:
+        return None
+    at, p = split
+    start, since = _start(records[0]), _start(rows[at])
+    shift, low, high = _shift(deviation, groups, at, seed)
+    row = Drift(
+        backend=name,
+        metric=metric,
+        n=len(rows),
+        after_s=since - start,
+        shift=shift,
+        low=low,
+        high=high,
+        p=p,
+    )
+    for field in ("clock_mhz", "temperature_c", "load_per_core"):
+        values = [getattr(r, field) for r in rows]
+        if None not in values and len(set(values)) > 1:
+            row.machine[field] = moved(values, at, seed)
+    throttled = [bool(r.throttle) for r in rows]
+    row.throttled_before, row.throttled_after = statistics.fmean(throttled[:at]), statistics.fmean(throttled[at:])
+    row.throttle = next((str(r.throttle) for r in rows[at:] if r.throttle), None)
+    return row
+
+
+def deviations(records: Sequence[RequestRecord], metric: str) -> tuple[list[RequestRecord], Any, Any]:
+    """Return the records that have the metric, float64 log(value) less its group's mean, and int64 groups.
+
+    A group is a prompt that was measured several times, else the workload and turn. Outliers are cut to four deviations.
+    """
+    values = {}
+    for index, record in enumerate(records):
+        value = metric_value(record, metric)
+        if value and not isinstance(value, list) and value > 0:
+            values[index] = math.log(value)
+    prompts: dict[Hashable, list[int]] = defaultdict(list)
+    for index in values:
+        prompts[records[index].prompt, records[index].load].append(index)
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for key, members in prompts.items():
+        record = records[members[0]]
+        groups[key if len(members) > 1 else (record.workload, record.turn, record.load)] += members
+    group_of = {i: number for number, members in enumerate(groups.values()) for i in members}
+    groups_of = np.array([group_of[i] for i in values], dtype=np.int64)
+    rest = _centred(np.array(list(values.values())), groups_of)
+    if rest.size:
+        limit = 4 * 1.4826 * np.median(np.abs(rest - np.median(rest)))
+        rest = _centred(np.clip(rest, -limit, limit), groups_of) if limit else rest
+    return [records[i] for i in values], rest, groups_of
+
+
+def _centred(values: Any, groups: Any) -> Any:
+    """Return values less the mean of their group."""
+    if not values.size:
+        return values
+    return values - (np.bincount(groups, values) / np.maximum(np.bincount(groups), 1))[groups]
+
+
+def change_point(deviation: Any, seed: int = 0) -> tuple[int, float] | None:
+    """Return (index of the first value after the largest step, p); None for too few values."""
+    edges = _edges(len(deviation))
+    bins = len(edges) - 1
+    if bins < LEAST_BINS:
+        return None
+    means = np.array([np.median(deviation[a:b]) for a, b in itertools.pairwise(edges)])
+    split = _first_split(bins) + int(_steps(means[None])[0].argmax())
+    return int(edges[split]), _permutation_p(means, lambda rows: _steps(rows).max(axis=1), seed)
+
+
+def _permutation_p(means: Any, statistic: Callable[[Any], Any], seed: int) -> float:
+    """Return how often shuffled bins have at least the statistic of the bins as they are. statistic: of [rows, bins], per row."""
+    shuffled = np.random.default_rng(seed).permuted(np.tile(means, (PERMUTATIONS, 1)), axis=1)
+    reached = statistic(shuffled) >= statistic(means[None]) - 1e-12
+    return (1 + int(reached.sum())) / (PERMUTATIONS + 1)
+
+
+def _first_split(bins: int) -> int:
+    return max(2, math.ceil(EDGE * bins))
+
+
+def _steps(rows: Any) -> Any:
+    """|mean after - mean before| in units of its standard error, [rows, splits]."""
+    bins = rows.shape[1]
+    least = _first_split(bins)
+    k = np.arange(least, bins - least + 1)
+    total = np.cumsum(rows, axis=1)
+    before = total[:, k - 1] / k
+    after = (total[:, -1:] - total[:, k - 1]) / (bins - k)
+    return np.abs(after - before) / np.sqrt(1 / k + 1 / (bins - k))
+
+
+def _shift(deviation: Any, groups: Any, at: int, seed: int, resamples: int = 999) -> tuple[float, float, float]:
+    """Return the relative change at the split with its 95 % bootstrap interval, bins as units.
+
+    Least squares with one level per group: a prompt that was measured on one side only has no part in it.
+    """
+    later = _centred((np.arange(len(deviation)) >= at).astype(float), groups)
+    edges = _edges(len(deviation))[:-1]
+    products, squares = np.add.reduceat(deviation * later, edges), np.add.reduceat(later * later, edges)
+    picked = np.random.default_rng(seed).integers(0, len(edges), (resamples, len(edges)))
+    below = squares[picked].sum(axis=1)
+    draws = np.expm1(products[picked].sum(axis=1)[below > 0] / below[below > 0])
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(np.expm1(products.sum() / squares.sum())), float(low), float(high)
+
+
+def _edges(count: int) -> Any:
+    """Return the first index of each bin, and the end."""
+    bins = min(MOST_BINS, count // LEAST_PER_BIN)
+    return np.linspace(0, count, bins + 1).round().astype(int)
+
+
+def moved(values: Sequence[float], at: int, seed: int = 0) -> list[float]:
+    """Return [median before, median after, p] of a figure of the machine around a split that its own values did not choose.
+
+    The permutation shuffles bins, because a clock keeps its value over many requests.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    edges = _edges(len(data))
+    means = np.array([data[a:b].mean() for a, b in itertools.pairwise(edges)])
+    k = int(np.searchsorted(edges, at))
+    p = _permutation_p(means, lambda rows: np.abs(rows[:, k:].mean(axis=1) - rows[:, :k].mean(axis=1)), seed)
+    return [float(np.median(data[:at])), float(np.median(data[at:])), p]
+
+
+def drift_findings(rows: Sequence[Drift]) -> list[Confound]:
+    """Return one finding per backend whose times changed significantly."""
+    by_backend: dict[str, list[Drift]] = defaultdict(list)
+    for row in rows:
+        if row.significant:
+            by_backend[row.backend].append(row)
+    return [_drift_finding(max(changed, key=lambda row: abs(row.shift))) for changed in by_backend.values()]
+
+
+def _drift_finding(row: Drift) -> Confound:
+    causes, throttles = _causes(row)
+    slower = row.shift > 0
+    title = METRICS[row.metric].title
+    message = (
+        f"{row.backend} became {'slower' if slower else 'faster'} {_minutes(row.after_s)} into the run: {title} {row.shift:+.1%} "
+        f"[{row.low:+.1%}, {row.high:+.1%}] (p {row.p_holm or row.p:.2g}, {row.n} requests); {causes}"
+    )
+    code = "throttled" if throttles and slower else "drift"
+    return Confound(code=code, severity="fault" if slower else "note", message=message, backends=[row.backend])
+
+
+def _causes(row: Drift) -> tuple[str, bool]:
+    """(what the machine did at the same time, whether it throttled)."""
+    sure = {name: figures for name, figures in row.machine.items() if figures[2] < LEVEL}
+    clock, heat, load = (sure.get(name) for name in ("clock_mhz", "temperature_c", "load_per_core"))
+    slower = row.shift > 0
+    parts, throttled = [], False
+    if slower and clock and clock[1] < clock[0]:
+        parts.append(f"the clock fell from {clock[0]:.0f} to {clock[1]:.0f} MHz (p {clock[2]:.2g})")
+        throttled = True
+    if slower and heat and heat[1] > heat[0]:
+        parts.append(f"the temperature rose from {heat[0]:.0f} to {heat[1]:.0f} °C (p {heat[2]:.2g})")
+    if slower and row.throttle and row.throttled_after > row.throttled_before:
+        parts.append(f"the driver reports {row.throttle} in {row.throttled_after:.0%} of the later requests")
+        throttled = True
+    if slower and load and load[1] > load[0]:
+        parts.append(f"other work rose from {load[0]:.1f} to {load[1]:.1f} per core (p {load[2]:.2g})")
+    if not parts:
+        known = "clock_mhz" in row.machine or row.throttle is not None
+        return ("clocks and temperature did not change with it" if known else "clocks were not recorded"), False
+    return ("the machine throttled: " if throttled else "at the same time ") + ", ".join(parts), throttled
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
+
+
+# ---- depth: whether one backend loses against another only, or more, at a deep context
+#
+# The ratio of both sides' times for the same prompt is compared between depths: a difference that is the same at all depths is
+# the comparison's, one that grows is a separate finding.
+
+LEAST_PROMPTS = 4  # on each side of a comparison of depths; two times four give p = 0.029 at best
+STEP = 4  # between two groups of prompt lengths
+FIRST = 1024  # tokens: shorter prompts are one group
+
+
+@dataclass
+class DepthRow:
+    """How the ratio b / a at a depth differs from that of the shallowest prompts."""
+
+    a: str
+    b: str
+    metric: str
+    depth: int
+    ratio: float
+    low: float
+    high: float
+    shallow_depth: int
+    shallow: float
+    shallow_low: float
+    shallow_high: float
+    p: float
+    n_prompts: int
+    p_holm: float | None = None
+
+    @property
+    def growth(self) -> float:
+        """Relative change of the ratio from shallow to deep prompts."""
+        return self.ratio / self.shallow - 1
+
+
+def depth_of(record: RequestRecord) -> int | None:
+    """The depth of a request in tokens, rounded down to a group; None where it is unknown."""
+    if record.depth is not None:
+        return record.depth
+    tokens = record.prompt_tokens
+    if not tokens:
+        return None
+    return 0 if tokens < FIRST else FIRST * STEP ** int(math.log(tokens / FIRST, STEP))
+
+
+def compare_depths(records: Sequence[RequestRecord], backends: Sequence[str], seed: int = 0) -> list[DepthRow]:
+    """Compare each depth with the shallowest, for each pair of backends; records: all timed requests, one in flight is used."""
+    rows = []
+    groups: dict[str, dict[int, list[RequestRecord]]] = {name: defaultdict(list) for name in backends}
+    for record in records:
+        depth = depth_of(record)
+        if record.alone and depth is not None and record.backend in groups:
+            groups[record.backend][depth].append(record)
+    for (a, b), metric in itertools.product(itertools.combinations(backends, 2), TESTED):
+        rows += _compare_pair(a, b, metric, groups[a], groups[b], seed)
+    for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
+        row.p_holm = p
+    return rows
+
+
+Groups = Mapping[int, Sequence[RequestRecord]]
+
+
+def _compare_pair(a: str, b: str, metric: str, left: Groups, right: Groups, seed: int) -> list[DepthRow]:
+    from scipy.stats import mannwhitneyu
+
+    logs: dict[int, list[float]] = {}
+    for depth in sorted(left.keys() & right.keys()):
+        ratios = _log_ratios(measured_values(left[depth], metric), measured_values(right[depth], metric))
+        if len(ratios) >= LEAST_PROMPTS:
+            logs[depth] = ratios
+    if len(logs) < 2:
+        return []
+    (shallow, base), *deeper = logs.items()
+    short = _ratio_interval(base, seed)
+    rows = []
+    for depth, ratios in deeper:
+        p = float(mannwhitneyu(ratios, base).pvalue)
+        row = DepthRow(a, b, metric, depth, *_ratio_interval(ratios, seed), shallow, *short, p=p, n_prompts=len(ratios))
+        rows.append(row)
+    return rows
+
+
+def _log_ratios(a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[float]]) -> list[float]:
+    return [math.log(y / x) for x, y in paired(a, b) if x > 0 and y > 0]
+
+
+def _ratio_interval(ratios: Sequence[float], seed: int) -> tuple[float, float, float]:
+    """The median ratio with its 95 % interval."""
+    low, high = median_interval(ratios, seed=seed)
+    middle = statistics.median(ratios)
+    return math.exp(middle), math.exp(middle if low is None else low), math.exp(middle if high is None else high)
+
+
+def depth_findings(rows: Sequence[DepthRow]) -> list[Confound]:
+    """Return the deepest significant change of each pair and metric as a note."""
+    deepest: dict[tuple[str, str, str], DepthRow] = {}
+    for row in rows:
+        if row.p_holm is not None and row.p_holm < LEVEL and abs(row.growth) >= LEAST_SHIFT:
+            deepest[row.a, row.b, row.metric] = row
+    return [_depth_finding(row) for row in deepest.values()]
+
+
+def _depth_finding(row: DepthRow) -> Confound:
+    slower = row.b if row.growth > 0 else row.a
+    ratios = [row.ratio, row.low, row.high, row.shallow, row.shallow_low, row.shallow_high]
+    if slower == row.a:
+        ratios = [1 / x for x in (row.ratio, row.high, row.low, row.shallow, row.shallow_high, row.shallow_low)]
+    deep, low, high, shallow, shallow_low, shallow_high = ratios
+    other = row.a if slower == row.b else row.b
+    only = shallow_low - LEAST_SHIFT <= 1 <= shallow_high + LEAST_SHIFT and abs(shallow - 1) < LEAST_SHIFT
+    title = METRICS[row.metric].title
+    message = (
+        f"{slower} is {'slower only' if only else 'slower, relative to short prompts,'} at depth: {title} {deep - 1:+.1%} "
+        f"[{low - 1:+.1%}, {high - 1:+.1%}] against {other} at {_tokens(row.depth)} tokens, {shallow - 1:+.1%} "
+        f"[{shallow_low - 1:+.1%}, {shallow_high - 1:+.1%}] at {_tokens(row.shallow_depth)} (p {row.p_holm:.2g}, "
+        f"{row.n_prompts} prompts)"
+    )
+    return Confound(code="slower_at_depth", severity="note", message=message, backends=[slower])
+
+
+def _tokens(depth: int) -> str:
+    return f"{depth // 1024}k" if depth >= 1024 else str(depth)

@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "annie_quant/assets/tiny-annie"
 # Without auto_mixed and qad, which need a GPU for an hour's work.
-STRATEGIES = "naive,direct,awq_lite,manners,gptq,w4a16_mixed,sensitivity,mlp_only"
+STRATEGIES = "naive,direct,awq_lite,gptq,w4a16_mixed,sensitivity,mlp_only"
 ROWS = (
-    "naive,direct,direct four_over_six,direct sweep,awq_lite,mlp_only,w4a16_mixed,gptq,gptq W4A16,best,manners,manners W4A16,"
+    "naive,direct,direct four_over_six,direct sweep,awq_lite,mlp_only,w4a16_mixed,gptq,gptq W4A16,best,"
     "sensitivity 5.5 bits,sensitivity 5 bits,sensitivity at B's size"
 )
 STEPS = ("data", "search", "strategies", "picture")

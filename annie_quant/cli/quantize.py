@@ -41,10 +41,12 @@ from annie_quant.core.errors import CheckpointError
 )
 @click.option(
     "--kv-cache",
-    help="KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast. Default: the strategy's own.",
+    default="none",
+    show_default=True,
+    help="KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.",
 )
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A strategy's own setting; repeatable.")
-@click.option("--effort", type=click.Choice(["fast", "normal", "max"]), help="best: how much it searches and learns.")
+@click.option("--effort", type=click.Choice(["fast", "normal", "max"]), help="best: how many recipes it compares.")
 @click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one here).')
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--output", required=True, type=PATH, help="Folder of the new checkpoint.")
@@ -62,7 +64,7 @@ def quantize(
     calib_samples: int,
     exclude_layers: str,
     scale: str | None,
-    kv_cache: str | None,
+    kv_cache: str,
     settings: tuple[str, ...],
     effort: str | None,
     ray: str | None,
@@ -74,15 +76,15 @@ def quantize(
     as_json: bool,
 ) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
-    from annie_quant.quantize import estimate
+    from annie_quant.quantize import estimates
 
     if invalid := [item for item in settings if "=" not in item]:
         raise click.UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
     settings += (f"effort={effort}",) if effort else ()
     options = dict(item.split("=", 1) for item in settings)
-    if dry_run or estimate.is_large(model):
+    if dry_run or estimates.is_large(model):
         try:
-            lines = estimate.estimate(model, strategy, calib_samples, options=options, calib_data=calib_data).lines()
+            lines = estimates.estimate(model, strategy, calib_samples, options=options, calib_data=calib_data).lines()
         except CheckpointError:
             if dry_run:
                 raise

@@ -8,7 +8,7 @@ A strategy is one file in strategies/ with a STRATEGY (strategy.py); adding a fi
 
 from __future__ import annotations
 
-from annie_quant.quantize.job import Job
 from annie_quant.quantize.runner import QuantizeResult, available, run
+from annie_quant.quantize.strategy import Job
 
 __all__ = ["Job", "QuantizeResult", "available", "run"]

@@ -18,7 +18,7 @@ import numpy as np
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize.job import Job
+from annie_quant.quantize.strategy import Job, Options
 
 PROMPT, CONTENT, TOOL_MARKUP, THINKING, END_OF_TURN = range(5)
 KINDS = 5
@@ -74,7 +74,7 @@ class Batch:
         return (self.kinds != PADDING).sum(1)
 
 
-def read_samples(job: Job) -> list[Sample]:
+def read_samples(job: Job[Options]) -> list[Sample]:
     """Return the assistant's answers in the job's conversations."""
     return samples_of_rows(job.model, read_conversations(job.conversations, job.calib_samples))
 

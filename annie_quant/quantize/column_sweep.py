@@ -1,45 +1,44 @@
-"""GPTQ in torch, on a CPU or a GPU: block scales are chosen inside the sweep, and the columns may be in activation order.
+"""GPTQ in torch, on a CPU or a GPU: block scales are chosen inside the sweep, and the columns are in activation order.
 
 Each block of a row is rounded once per candidate scale, with the corrections inside the block, and the candidate with the least
 loss is kept. The loss is GPTQ's own objective: the squared output error that remains after the best continuous correction of all
-later columns (local-Hessian scales inside GPTQ: PiSO, arXiv 2606.10890). Activation order is by falling diagonal of the Hessian:
-`order="blocks"` keeps the columns of a block together, so that scales are still chosen in the sweep; `order="columns"` chooses all
-scales first and then orders single columns. Groups and scales keep their place in storage.
-
-`round_columns` of gptq_solver.py is the C loop for natural order and the codec's own scale rules.
+later columns (local-Hessian scales inside GPTQ: PiSO, arXiv 2606.10890). Activation order is by falling diagonal of the Hessian.
+The columns of a block stay together, so that its scale can be chosen in the sweep. Groups and scales keep their place in storage.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 from annie_quant import nvfp4
 from annie_quant.offline import codec
-from annie_quant.quantize.gptq_solver import DAMPING, FactorError, check_usable, inverse_factor, with_damping
+from annie_quant.quantize.backend import has_triton
+from annie_quant.quantize.formats import GROUP
+from annie_quant.quantize.hessian import DAMPING, check_usable, inverse_factor, with_damping
 
-GROUP = 16
 WINDOW = 128  # columns between two updates of everything to their right
 MAX_E2M1 = 6.0
 E4M3_CODES = 126  # positive finite codes of E4M3: 1 (2^-9) to 126 (448)
 # Codes relative to that of the block's largest magnitude. The optimum is within -3 .. +7 (ScaleSweep, arXiv 2606.07618).
 NEAR_CODES = tuple(range(-4, 9))
-ALL_CODES = tuple(range(1 - E4M3_CODES, E4M3_CODES))
 CANDIDATE_BYTES = 256 << 20  # of one block column's candidates in memory
-ORDERS = ("natural", "blocks", "columns")
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A rounded weight [N, K]. codes: E2M1 values, float32 [N, K].  scale_codes: uint8 [N, K/16].  step: float32 [N, K/16], the
-    block scale times the tensor scale.  values: float32 [N, K].  loss: float64 [N], GPTQ's objective per row.
-    start: float32 [N, K], what each value was rounded from, with all corrections.
+    """A rounded weight [N, K].
+
+    codes: E2M1 values, float32 [N, K].
+    scale_codes: E4M3 codes of the block scales, uint8 [N, K/16].
+    step: block scale times tensor scale, float32 [N, K/16].
+    values: the dequantized weight, float32 [N, K].
+    loss: GPTQ's objective per row, float64 [N].
+    start: what each value was rounded from, with all corrections, float32 [N, K].
     """
 
     codes: torch.Tensor
@@ -51,14 +50,7 @@ class Rounded:
 
     def rows(self, part: slice) -> Rounded:
         """Return some of the rows."""
-        return Rounded(
-            self.codes[part],
-            self.scale_codes[part],
-            self.step[part],
-            self.values[part],
-            self.loss[part],
-            self.start[part],
-        )
+        return Rounded(*(getattr(self, f.name)[part] for f in fields(self)))
 
     def packed(self, tensor_scale: float) -> nvfp4.Tensor:
         """Return the codec's tensor."""
@@ -97,53 +89,29 @@ def amax_codes(blocks: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor
     return scale.clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).long()
 
 
-def order_of(diagonal: torch.Tensor, order: str) -> torch.Tensor:
-    """Return the columns in the order in which they are rounded, int64 [K]."""
-    columns = torch.arange(len(diagonal), device=diagonal.device)
-    if order == "natural":
-        return columns
-    if order == "columns":
-        return torch.argsort(diagonal, descending=True, stable=True)
+def activation_order(diagonal: torch.Tensor) -> torch.Tensor:
+    """Return the columns in the order in which they are rounded, int64 [K].
+
+    Blocks come by falling sum of the Hessian's diagonal, and the columns inside each by falling diagonal.
+    """
     blocks = diagonal.view(-1, GROUP)
     first = torch.argsort(blocks.sum(-1), descending=True, stable=True)
     inside = torch.argsort(blocks, dim=-1, descending=True, stable=True)
     return (first[:, None] * GROUP + inside[first]).reshape(-1)
 
 
-def live_hessian(hessian: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return a copy of the Hessian whose dead columns have the mean of the others on the diagonal, and that mean."""
+def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
+    """Return the upper Cholesky factor of the inverse of the damped Hessian, float32 [K, K].
+
+    Dead columns have the mean of the others on the diagonal. Raises FactorError where no damping makes it factorable.
+    """
+    check_usable(hessian)
     base = hessian.clone()
     diagonal = base.diagonal()
     live = diagonal > 0
     mean = float(diagonal[live].mean())
     diagonal[~live] = mean
-    return base, mean
-
-
-def corrected(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, damping: float) -> torch.Tensor:
-    """Return the weight [N, K] from which GPTQ starts so that its outputs on rounded inputs are those of the true inputs.
-
-    hessian: X~^T X~ of the inputs X~ that the linear gets.  cross: X~^T X with the true inputs X, both float32 [K, K] with the same
-    token weights.  The result W' has the least |X W^T - X~ W'^T|^2 + damping |W - W'|^2, the damping relative to the mean of the
-    Hessian's diagonal; GPTQ of W' under the Hessian then minimises |X W^T - X~ Q^T|^2 (Qronos, arXiv 2505.11695; GPTAQ).
-    Raises FactorError as upper_factor does.
-    """
-    if not bool(cross.isfinite().all()):
-        raise FactorError("its inputs hold NaN or inf")
-    check_usable(hessian)
-    # W' = W + W (G - H)^T (H + damping)^-1: without a difference of the inputs nothing is solved, or rounded.
-    difference = (cross - hessian) @ weight.float().T
-    solution = with_damping(*live_hessian(hessian), damping, partial(torch.cholesky_solve, difference))
-    return weight.float() + solution.T
-
-
-def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
-    """Return the upper Cholesky factor of the inverse of the damped Hessian, float32 [K, K].
-
-    Raises FactorError where no damping of ATTEMPTS, each ten times the last one, makes it factorable.
-    """
-    check_usable(hessian)
-    return with_damping(*live_hessian(hessian), damping, inverse_factor)
+    return with_damping(base, mean, damping, inverse_factor)
 
 
 def sweep(
@@ -151,7 +119,6 @@ def sweep(
     hessian: torch.Tensor,
     tensor_scale: torch.Tensor,
     damping: float = DAMPING,
-    order: str = "blocks",
     candidates: Sequence[int] = NEAR_CODES,
 ) -> Rounded:
     """Round a weight [N, K] under a Hessian float32 [K, K].
@@ -161,9 +128,7 @@ def sweep(
     Columns whose inputs were always 0 are rounded to nearest. Raises FactorError as upper_factor does.
     """
     w = weight.float().clone()
-    permutation = order_of(hessian.diagonal(), order)
-    if order == "columns":
-        return sweep_columns(w, hessian, tensor_scale, damping, permutation, candidates)
+    permutation = activation_order(hessian.diagonal())
     upper = upper_factor(hessian[permutation][:, permutation], damping)
     w = w[:, permutation].contiguous()
     rows, columns = w.shape
@@ -197,8 +162,12 @@ def sweep(
 
 @dataclass(frozen=True)
 class Columns:
-    """What a sweep writes, in its own order of columns. codes: E2M1 values [N, K].  steps: [K/16, N].  chosen: E4M3 codes, uint8
-    [K/16, N].  loss: float64 [N].
+    """What a sweep writes, in its own order of columns.
+
+    codes: E2M1 values, float32 [N, K].
+    steps: block scale times tensor scale, float32 [K/16, N].
+    chosen: E4M3 codes of the block scales, uint8 [K/16, N].
+    loss: GPTQ's objective per row, float64 [N].
     """
 
     codes: torch.Tensor
@@ -258,11 +227,6 @@ def round_column_in_one_launch(
     block_kernel.round_column(w, upper, tensor_scale, start, tried, *outputs)
 
 
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def round_block(
     block: torch.Tensor, corner: torch.Tensor, step: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -281,60 +245,6 @@ def round_block(
         if i + 1 < GROUP:
             work[i + 1 :] -= corner[i, i + 1 :, None, None] * errors[i]
     return codes, errors, total, work
-
-
-def local_scales(
-    weight: torch.Tensor, hessian: torch.Tensor, tensor_scale: torch.Tensor, candidates: Sequence[int] = NEAR_CODES
-) -> torch.Tensor:
-    """Return the E4M3 codes, int64 [N, K/16], with the least dw^T H_b dw per block, H_b its 16 x 16 part of the Hessian.
-
-    ModelOpt's local-Hessian scales: each block by itself, rounded to nearest.
-    """
-    rows, columns = weight.shape
-    table, relative = e4m3_steps(weight.device), torch.tensor(candidates, device=weight.device)
-    chosen = torch.empty(rows, columns // GROUP, dtype=torch.int64, device=weight.device)
-    tile = max(1, CANDIDATE_BYTES // (4 * GROUP * len(candidates)))
-    for index in range(columns // GROUP):
-        at = slice(index * GROUP, (index + 1) * GROUP)
-        for top in range(0, rows, tile):
-            part = slice(top, min(rows, top + tile))
-            block = weight[part, at].float()
-            tried = (amax_codes(block[:, None], tensor_scale[part]).T + relative[:, None]).clamp(1, E4M3_CODES)
-            step = (table[tried] * tensor_scale[part])[..., None]
-            error = e2m1(block / step) * step - block
-            loss = ((error @ hessian[at, at]) * error).sum(-1)
-            chosen[part, index] = tried.gather(0, loss.argmin(0)[None])[0]
-    return chosen
-
-
-def sweep_columns(
-    w: torch.Tensor,
-    hessian: torch.Tensor,
-    tensor_scale: torch.Tensor,
-    damping: float,
-    permutation: torch.Tensor,
-    candidates: Sequence[int],
-) -> Rounded:
-    """Round a weight [N, K] column by column in the order of `permutation` [K], under local_scales."""
-    scale_codes = local_scales(w, hessian, tensor_scale, candidates)
-    step = e4m3_steps(w.device)[scale_codes] * tensor_scale[:, None]
-    upper = upper_factor(hessian[permutation][:, permutation], damping)
-    wide = step.repeat_interleave(GROUP, 1)[:, permutation].contiguous()
-    w = w[:, permutation].contiguous()
-    codes, loss = torch.empty_like(w), torch.zeros(len(w), dtype=torch.float64, device=w.device)
-    for first in range(0, w.shape[1], WINDOW):
-        last = min(first + WINDOW, w.shape[1])
-        errors = w.new_empty(len(w), last - first)
-        for i in range(first, last):
-            codes[:, i] = e2m1(w[:, i] / wide[:, i])
-            error = (w[:, i] - codes[:, i] * wide[:, i]) / upper[i, i]
-            errors[:, i - first] = error
-            loss += error.double().square()
-            w[:, i + 1 : last] -= error[:, None] * upper[i, i + 1 : last]
-        w[:, last:] -= errors @ upper[first:last, last:]
-    inverse = torch.argsort(permutation)
-    codes = codes[:, inverse].contiguous()
-    return Rounded(codes, scale_codes.to(torch.uint8), step, dequantized(codes, step), loss, w[:, inverse])
 
 
 def dequantized(codes: torch.Tensor, step: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from annie_quant.quantize.matmul_precision import tensor_cores
+from annie_quant.quantize.backend import tensor_cores
 
 CHUNK = 64  # that of delta_rule
 VALUES = 64  # columns of a state in one program, at most

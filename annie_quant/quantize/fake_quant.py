@@ -6,6 +6,9 @@ tests/offline/test_linear.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -37,3 +40,12 @@ def fp8(x: torch.Tensor, amax: float) -> torch.Tensor:
     """Return x rounded to E4M3 and back under one multiplier, amax / 448."""
     scale = torch.tensor(amax, dtype=torch.float32) / LARGEST_E4M3
     return fp8_linear.fake_quant(x, scale.to(x.device))
+
+
+def input_hook(rounder: Callable[[Any, float], Any], amax: float) -> Callable[..., tuple[Any, ...]]:
+    """Return a forward pre-hook that rounds a linear's input. rounder: nvfp4_input or fp8."""
+
+    def before(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (rounder(args[0], amax), *args[1:])
+
+    return before

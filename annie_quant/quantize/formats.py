@@ -1,6 +1,18 @@
-"""The formats that a linear can be stored in, and what they cost."""
+"""The linears that can be quantized, the formats that they can be stored in, and the bytes that these take.
+
+A pattern of --exclude-layers with *, ? or [ is an fnmatch over the full module name. Any other pattern names whole dotted
+parts: `layers.0` matches model.layers.0.* and not layers.01 or layers.10; `linear_attn` matches any module below that name.
+"""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from annie_quant.checkpoint.linears import all_linears, covering_pattern
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import CheckpointError, UsageError
 
 NVFP4, W4A16, FP8 = "nvfp4", "w4a16", "fp8"  # W4A16: NVFP4 weights, 16-bit activations
 ALGORITHM = {NVFP4: "NVFP4", W4A16: "W4A16_NVFP4", FP8: "FP8"}  # ModelOpt's names
@@ -10,8 +22,92 @@ GROUP = 16  # columns per block scale
 BITS = {NVFP4: 4.5, W4A16: 4.5, FP8: 8.0}
 PLAIN_BITS = 16.0
 SCALARS_BYTES = {NVFP4: 8, W4A16: 4, FP8: 8}
+FLOATS = ("BF16", "F16", "F32")
+
+
+def names_module(pattern: str, module: str) -> bool:
+    """Return whether a pattern of --exclude-layers names a module."""
+    if any(c in pattern for c in "*?["):
+        return fnmatchcase(module, pattern)
+    return f".{pattern}." in f".{module}."
+
+
+def excluded(patterns: Iterable[str], modules: Iterable[str]) -> set[str]:
+    """Return the modules that the patterns name. Raises UsageError for a pattern that names none."""
+    modules = list(modules)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matched = {m for m in modules if names_module(pattern, m)}
+        if not matched:
+            parts = {
+                ".".join(m.split(".")[i:j]) for m in modules for i in range(len(m.split("."))) for j in (i + 1, i + 2)
+            }
+            close = difflib.get_close_matches(pattern.strip("*."), sorted(parts), n=3, cutoff=0.5)
+            raise UsageError(
+                f"--exclude-layers: {pattern!r} matches none of the model's {len(modules)} linear layers",
+                f"did you mean {' or '.join(close)}?" if close else f"a full name is {modules[0]!r}" if modules else "",
+            )
+        chosen |= matched
+    return chosen
+
+
+def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
+    """Return the linears that a strategy may quantize, in file order.
+
+    exclude: patterns. What they name and what the family leaves unquantized is left out.
+    Raises CheckpointError for a weight that cannot be quantized, or if no linear is left.
+    """
+    modules = all_linears(folder)
+    left_out = excluded(exclude, modules)
+    chosen = []
+    for module in modules:
+        info = folder.info(f"{module}.weight")
+        if module in left_out or covering_pattern(module, folder.family.unquantized):
+            continue
+        if info.dtype not in FLOATS:
+            raise CheckpointError(f"{info.name}: dtype {info.dtype}, expected one of {', '.join(FLOATS)}",
+                                  "give --model the bf16 checkpoint, or annie-quant convert DIR --to bf16 first")  # fmt: skip
+        if info.shape[1] % GROUP:
+            raise CheckpointError(f"{info.name}: rows of {info.shape[1]}, expected a multiple of {GROUP}",
+                                  f"--exclude-layers {module}")  # fmt: skip
+        chosen.append(module)
+    if not chosen:
+        raise CheckpointError(f"{folder.path}: no linear layer is left to quantize", "annie-quant audit it")
+    return chosen
+
+
+def decoder_linears(folder: ModelFolder) -> list[str]:
+    """Return the linears of the decoder's layers."""
+    return [n for n in all_linears(folder) if folder.family.in_decoder(n)]
 
 
 def quantized_bytes(elements: int, kind: str) -> int:
     """Return the size of one linear's tensors in a format."""
     return int(elements * BITS[kind] / 8) + SCALARS_BYTES[kind]
+
+
+def expected_bytes(folder: ModelFolder, formats: Mapping[str, str]) -> int:
+    """Return the size of the output's tensors. formats: linear → format; all other tensors keep their size."""
+    total = 0
+    for tensor in folder:
+        for name in folder.parts_of(tensor) or [tensor]:
+            info, kind = folder.info(name), formats.get(name.removesuffix(".weight"))
+            total += info.size_bytes if kind is None else quantized_bytes(info.elements, kind)
+    return total
+
+
+def effective_bits(folder: ModelFolder, formats: Mapping[str, str]) -> float:
+    """Return the bits per weight over the decoder's linears, the measure of mixed-precision budgets.
+
+    A mixture's experts count by the share that a token passes (active bits).
+    """
+    weights = active_weights(folder, decoder_linears(folder))
+    bits = sum(n * BITS.get(formats.get(m, ""), PLAIN_BITS) for m, n in weights.items())
+    return bits / max(1, sum(weights.values()))
+
+
+def active_weights(folder: ModelFolder, linears: Iterable[str]) -> dict[str, float]:
+    """Return linear → number of weights, for an expert's linear times the share of experts that a token passes."""
+    experts = folder.family.experts
+    share = experts.active_share(folder.text_config) if experts else 1.0
+    return {n: folder.info(f"{n}.weight").elements * (share if experts and experts.split(n) else 1.0) for n in linears}

@@ -3,8 +3,8 @@
 One pass, layer by layer; linears that read the same input share one measurement.
 
 Routed experts that saw no calibration token have no scales of their own: their activation scale is the layer's largest, which
-servers use for all experts anyway (Plan.input_scales), and their weights are rounded without statistics. The output folder gets
-expert_coverage.json with the number of tokens of every expert.
+servers use for all experts anyway (Plan.all_input_scales), and their weights are rounded without statistics. The output folder
+gets expert_coverage.json with the number of tokens of every expert.
 """
 
 from __future__ import annotations
@@ -12,17 +12,37 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
+from annie_quant import models
+from annie_quant.checkpoint.remote_code import loading_tokenizer
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.calibration_samples import KINDS, PADDING, PROMPT, Sample, TokenWeights, make_batches
-from annie_quant.quantize.layerwise import DecoderLayers
+from annie_quant.data.rows import read_conversations
+from annie_quant.offline.loading import load
+from annie_quant.quantize import shared_text
+from annie_quant.quantize.calibration_samples import (
+    CONTENT,
+    PROMPT,
+    Sample,
+    TokenWeights,
+    make_batches,
+    read_samples,
+    token_ids,
+)
+from annie_quant.quantize.formats import NVFP4
+from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
+from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.shared_text import weight_table
+from annie_quant.quantize.strategy import Job, Options
 
 COVERAGE_FILE = "expert_coverage.json"
 OF_EXPERT, NUMBER = re.compile(r"\.experts\.\d+\."), re.compile(r"\d+")
@@ -31,18 +51,18 @@ FEW = 16  # tokens; as many as a block has columns
 
 @dataclass
 class Coverage:
-    """tokens: module of a layer's experts ("model.layers.3.mlp.experts") → expert → tokens that it saw."""
+    """Calibration tokens that routed experts saw.
+
+    tokens: module of a layer's experts ("model.layers.3.mlp.experts") → expert → tokens.
+    """
 
     tokens: dict[str, dict[int, int]] = field(default_factory=dict)
 
-    def add(self, layer: str, groups: Sequence[Sequence[str]], tokens: Mapping[str, int]) -> None:
-        """Add the tokens that experts saw.
-
-        groups: linears of experts by their names inside the layer ("mlp.experts.3.up_proj").  tokens: by the first of each.
-        """
-        for group in groups:
-            module, number, _ = group[0].rsplit(".", 2)
-            self.tokens.setdefault(f"{layer}.{module}", {})[int(number)] = tokens[group[0]]
+    def add(self, layer: str, tokens: Mapping[str, int]) -> None:
+        """Add the tokens that a layer's experts saw, by a linear's name inside the layer ("mlp.experts.3.up_proj")."""
+        for name, count in tokens.items():
+            module, number, _ = name.rsplit(".", 2)
+            self.tokens.setdefault(f"{layer}.{module}", {})[int(number)] = count
 
     def unseen(self) -> dict[str, list[int]]:
         """Return module → experts that saw no token, where there are any."""
@@ -93,25 +113,21 @@ def one_per_layer(warnings: Sequence[str]) -> list[str]:
 
 @dataclass
 class InputStats:
-    """By full name of a linear. amax: largest |x| of any token.  second: weighted mean of x_k^2, float32 [K].
+    """Statistics of inputs, by full name of a linear.
 
-    coverage: what the routed experts saw. One without tokens has the layer's largest `amax` and mean `second` of the others.
+    amax: largest |x| of any token.
+    second: weighted mean of x_k^2, float32 [K].
+    coverage: tokens that the routed experts saw. One without tokens has the layer's largest `amax` and mean `second` of the others.
     """
 
     amax: dict[str, float] = field(default_factory=dict)
     second: dict[str, np.ndarray] = field(default_factory=dict)
     coverage: Coverage = field(default_factory=Coverage)
 
-
-def weight_table(token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:
-    """Return the weight of every kind of token, float32 [KINDS]."""
-    return torch.tensor([token_weights.get(k, 0.0) for k in range(KINDS)], device=device)
-
-
-def with_padding(table: torch.Tensor) -> torch.Tensor:
-    """Return a weight table with one element more, the last, which is PADDING's: 0."""
-    assert PADDING == -1
-    return torch.cat([table, table.new_zeros(1)])
+    def add(self, layer: DecoderLayer, groups: Sequence[Sequence[str]], observers: Mapping[str, LargestInput]) -> None:
+        """Add the largest inputs of a layer's groups, and the tokens of its experts. observers: by the first of each group."""
+        self.amax |= {f"{layer.name}.{name}": observers[g[0]].amax() for g in groups for name in g}
+        self.coverage.add(layer.name, {g[0]: observers[g[0]].tokens for g in groups if layer.experts_of(g[0])})
 
 
 class LargestInput:
@@ -199,24 +215,19 @@ class InputSampler(InputObserver):
         return torch.cat(self.sampled)
 
 
-def collect_stats(
-    folder: ModelFolder, samples: Sequence[Sample], token_weights: TokenWeights, progress: Progress
-) -> InputStats:
-    """Return the statistics of every linear of every decoder layer."""
+def collect_stats(job: Job[Options], token_weights: TokenWeights, progress: Progress) -> InputStats:
+    """Return the statistics of every linear of every decoder layer over the answers in the job's conversations."""
+    model = DecoderLayers(ModelFolder(job.model), make_batches(read_samples(job)), progress, "calibrating")
     stats = InputStats()
-    model = DecoderLayers(folder, make_batches(samples), progress, "calibrating")
     for layer in model:
         groups = layer.groups()
         observers = {g[0]: InputObserver(token_weights, model.device, f"{layer.name}.{g[0]}") for g in groups}
         layer.advance(observers)
+        stats.add(layer, groups, observers)
         for group in groups:
-            observer = observers[group[0]]
-            if observer.tokens or not layer.experts_of(group[0]):
-                for name in group:
-                    stats.amax[f"{layer.name}.{name}"] = observer.amax()
-                    stats.second[f"{layer.name}.{name}"] = observer.second()
+            if (observer := observers[group[0]]).tokens:
+                stats.second |= {f"{layer.name}.{name}": observer.second() for name in group}
         for groups_of_one in by_input(layer.expert_groups()):
-            stats.coverage.add(layer.name, groups_of_one, {g[0]: observers[g[0]].tokens for g in groups_of_one})
             fill_unseen(stats, layer.name, groups_of_one, observers)
     return stats
 
@@ -242,3 +253,64 @@ def fill_unseen(
     for group in groups:
         if observers[group[0]].weight <= 0:
             stats.second |= {f"{layer}.{name}": mean for name in group}
+
+
+def max_calibrated(job: Job[Options], linears: Sequence[str], progress: Progress) -> Plan:
+    """Return the plan with these linears in NVFP4 (W4A4), by the largest weights and inputs over whole conversations.
+
+    This is ModelOpt's max calibration without ModelOpt. Weights, block scales and tensor scales are ModelOpt's bytes (its CPU
+    arithmetic). Input scales come from the same text; they differ by the rounding of ModelOpt's bf16 forward pass where layers
+    are computed in float32 here (tests/quantize/test_max_calibration.py).
+    """
+    folder = ModelFolder(job.model)
+    formats = dict.fromkeys(linears, NVFP4)
+    announce_size(folder, formats, progress)
+    rows = read_conversations(job.conversations, job.calib_samples)
+    with loading_tokenizer(job.model):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(job.model, trust_remote_code=False)
+    ids = [row for row in token_ids(tokenizer, rows) if row]
+    progress.message(f"calibrating on {len(rows)} conversations, {sum(map(len, ids))} tokens")
+    if models.is_known(folder.config):
+        stats = largest_inputs(folder, linears, ids, progress)
+    else:
+        stats = largest_inputs_of_whole_model(folder, linears, ids, progress)
+    return Plan(formats, stats.amax, job.scale, coverage=stats.coverage)
+
+
+def largest_inputs(
+    folder: ModelFolder, linears: Iterable[str], ids: Sequence[Sequence[int]], progress: Progress
+) -> InputStats:
+    """Return the largest |input| of linears in the decoder's layers; 0 for an expert that saw no token.
+
+    ids: tokens of each conversation.
+    """
+    samples = [Sample("", tuple(row), (CONTENT,) * len(row), ()) for row in ids]
+    text = shared_text.arrange(samples, share=shared_text.can_share(folder))
+    model = DecoderLayers(folder, text.batches, progress, "calibrating")
+    chosen, stats = set(linears), InputStats()
+    for layer in model:
+        groups = [g for g in ([n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()) if g]
+        observers = {g[0]: LargestInput(f"{layer.name}.{g[0]}") for g in groups}
+        layer.advance(observers)
+        stats.add(layer, groups, observers)
+    return stats
+
+
+def largest_inputs_of_whole_model(
+    folder: ModelFolder, linears: Iterable[str], ids: Sequence[Sequence[int]], progress: Progress
+) -> InputStats:
+    """Return the largest |input| of linears of an unknown family: transformers runs the model, one conversation at a time."""
+    model = load(folder.path, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
+    modules: dict[str, Any] = dict(model.named_modules())
+    observers = {name: LargestInput(name) for name in linears if name in modules}
+
+    def before(observer: LargestInput, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        observer.add(args[0].reshape(-1, args[0].shape[-1]))
+
+    for name, observer in observers.items():
+        modules[name].register_forward_pre_hook(partial(before, observer))
+    with torch.inference_mode():
+        for number, row in enumerate(ids, 1):
+            model(torch.tensor([row], device=model.device), use_cache=False)
+            progress.update(number, len(ids), f"calibrating: conversation {number} of {len(ids)}")
+    return InputStats({name: observer.amax() for name, observer in observers.items()})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,13 @@ from annie_quant import nvfp4
 from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
-from annie_quant.models import Family
 from annie_quant.offline import codec
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load as load_model
 from annie_quant.quantize import fake_quant
+from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import Sample, TokenWeights
 from annie_quant.quantize.formats import FP8, QUANTIZED_INPUTS
-from annie_quant.quantize.layerwise import device_and_dtype
 from annie_quant.quantize.plan import Plan
 
 LEAST_ANSWERS = 8  # that share a trial's tokens
@@ -97,9 +96,12 @@ class Trial:
 
         inputs: round them where the plan's formats do.
         """
+        weights = {f"{n}.weight": nvfp4.unpack(t, "float32") for n, t in plan.packed.items()}
+        weights |= {n: np.asarray(a) for n, a in plan.weights.items() if n.removesuffix(".weight") not in plan.packed}
+        amax = {n: plan.amax[n] for n, f in plan.formats.items() if f in QUANTIZED_INPUTS and n in plan.amax}
         tokens, count = sum(len(w) for w in self.weights), max(1, sum(int(d.sum()) for d in self.decides))
         parts = {row: [0.0, 0.0] for row in sorted(set(self.sources))}
-        with planned(self.model, self.family, plan, inputs):
+        with self.changed({n: codec.to_torch(a) for n, a in weights.items()}, amax if inputs else {}):
             for i, kl in self.divergences():
                 part = parts[self.sources[i]]
                 part[0] += float(kl.double().sum()) / tokens
@@ -113,8 +115,25 @@ class Trial:
         scale: nvfp4.Scale,
         importance: Mapping[str, np.ndarray],
     ) -> float:
-        """Return the divergence with these linears rounded. All keys are the checkpoint's names of linears."""
-        with rounded(self.model, self.family, formats, amax, scale, importance):
+        """Return the divergence with these linears rounded to nearest. All keys are the checkpoint's names of linears."""
+        before = {n: self.linear(n).weight.data for n in formats}
+        tops = self.family.largest_of_group({n: float(w.abs().max()) for n, w in before.items()})
+        after = {}
+        for name, kind in formats.items():
+            if kind == FP8:
+                after[f"{name}.weight"] = fake_quant.fp8(before[name], tops[name])
+            else:
+                tensor_scale = tops[name] / LARGEST_NVFP4
+                after[f"{name}.weight"] = fake_quant.nvfp4_weight(
+                    before[name], tensor_scale, scale, importance.get(name)
+                )
+        narrow = {n: amax[n] for n, f in formats.items() if f in QUANTIZED_INPUTS}
+        with self.changed(after, narrow, {n for n, f in formats.items() if f == FP8}):
+            return self.divergence()
+
+    def cost_of_inputs(self, amax: Mapping[str, float]) -> float:
+        """Return the divergence with only inputs rounded, to NVFP4. amax: linear → its largest |input|."""
+        with self.changed({}, amax):
             return self.divergence()
 
     def largest_inputs(self, names: Sequence[str]) -> dict[str, float]:
@@ -127,18 +146,33 @@ class Trial:
 
         with contextlib.ExitStack() as hooks, torch.inference_mode():
             for name in names:
-                linear = self.model.get_submodule(self.family.in_form(name, multimodal=False))
-                hooks.enter_context(linear.register_forward_pre_hook(partial(observe, name)))
+                hooks.enter_context(self.linear(name).register_forward_pre_hook(partial(observe, name)))
             self.divergence()
         return largest
 
-    def cost_of_inputs(self, amax: Mapping[str, float]) -> float:
-        """Return the divergence with only inputs rounded, to NVFP4. amax: linear → its largest |input|."""
-        with contextlib.ExitStack() as hooks, torch.inference_mode():
+    def linear(self, name: str) -> Any:
+        """Return a linear of the model by its name in the checkpoint."""
+        return self.model.get_submodule(self.family.in_form(name, multimodal=False))
+
+    @contextlib.contextmanager
+    def changed(
+        self, weights: Mapping[str, torch.Tensor], amax: Mapping[str, float], in_fp8: Collection[str] = ()
+    ) -> Iterator[None]:
+        """Give the model other weights and rounded inputs; restore it at the end.
+
+        weights: by tensor names of the checkpoint.
+        amax: linear → largest input that sets the scale of its inputs, which are rounded to NVFP4.
+        in_fp8: linears whose inputs are rounded to FP8.
+        """
+        with contextlib.ExitStack() as undo, torch.inference_mode():
+            for name, weight in weights.items():
+                parameter = self.model.get_parameter(self.family.in_form(name, multimodal=False))
+                undo.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = weight.to(parameter)
             for name, top in self.family.largest_of_input(amax).items():
-                linear = self.model.get_submodule(self.family.in_form(name, multimodal=False))
-                hooks.enter_context(linear.register_forward_pre_hook(input_hook(fake_quant.nvfp4_input, top)))
-            return self.divergence()
+                rounder = fake_quant.fp8 if name in in_fp8 else fake_quant.nvfp4_input
+                undo.enter_context(self.linear(name).register_forward_pre_hook(fake_quant.input_hook(rounder, top)))
+            yield
 
 
 def spread(samples: Sequence[Sample]) -> Iterator[Sample]:
@@ -148,68 +182,6 @@ def spread(samples: Sequence[Sample]) -> Iterator[Sample]:
         by_category.setdefault(sample.category, []).append(sample)
     for index in range(max(map(len, by_category.values()))):
         yield from (rows[index] for rows in by_category.values() if index < len(rows))
-
-
-@contextlib.contextmanager
-def rounded(
-    model: Any,
-    family: Family,
-    formats: Mapping[str, str],
-    amax: Mapping[str, float],
-    scale: nvfp4.Scale,
-    importance: Mapping[str, np.ndarray],
-) -> Iterator[None]:
-    """Round these linears' weights, and where the format quantizes them their inputs; restore the model at the end."""
-    linears = {n: model.get_submodule(family.in_form(n, multimodal=False)) for n in formats}
-    top = family.largest_of_group({n: float(m.weight.detach().abs().max()) for n, m in linears.items()})
-    inputs = family.largest_of_input({n: amax[n] for n, f in formats.items() if f in QUANTIZED_INPUTS})
-    undo: list[Callable[[], object]] = []
-    try:
-        for name, linear in linears.items():
-            kind, before = formats[name], linear.weight.data
-            if kind == FP8:
-                linear.weight.data = fake_quant.fp8(before, top[name])
-            else:
-                tensor_scale = top[name] / LARGEST_NVFP4
-                linear.weight.data = fake_quant.nvfp4_weight(before, tensor_scale, scale, importance.get(name))
-            undo.append(partial(setattr, linear.weight, "data", before))
-            if name in inputs:
-                rounder = fake_quant.fp8 if kind == FP8 else fake_quant.nvfp4_input
-                undo.append(linear.register_forward_pre_hook(input_hook(rounder, inputs[name])).remove)
-        with torch.inference_mode():
-            yield
-    finally:
-        for restore in undo:
-            restore()
-
-
-@contextlib.contextmanager
-def planned(model: Any, family: Family, plan: Plan, inputs: bool) -> Iterator[None]:
-    """Give the model a plan's weights, and where `inputs` rounded inputs by its formats; restore the model at the end."""
-    undo: list[Callable[[], object]] = []
-    changed = {f"{n}.weight": nvfp4.unpack(t, "float32") for n, t in plan.packed.items()}
-    changed |= {n: np.asarray(a) for n, a in plan.weights.items() if n.removesuffix(".weight") not in plan.packed}
-    narrow = {n: plan.amax[n] for n, f in plan.formats.items() if f in QUANTIZED_INPUTS and n in plan.amax}
-    try:
-        for name, array in changed.items():
-            parameter = model.get_parameter(family.in_form(name, multimodal=False))
-            undo.append(partial(setattr, parameter, "data", parameter.data))
-            parameter.data = codec.to_torch(array).to(parameter)
-        for name, top in family.largest_of_input(narrow).items() if inputs else ():
-            linear = model.get_submodule(family.in_form(name, multimodal=False))
-            undo.append(linear.register_forward_pre_hook(input_hook(fake_quant.nvfp4_input, top)).remove)
-        with torch.inference_mode():
-            yield
-    finally:
-        for restore in undo:
-            restore()
-
-
-def input_hook(rounder: Callable[[Any, float], Any], amax: float) -> Callable[..., tuple[Any, ...]]:
-    def before(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (rounder(args[0], amax), *args[1:])
-
-    return before
 
 
 def load(folder: ModelFolder) -> Any:

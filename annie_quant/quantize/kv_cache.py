@@ -24,7 +24,7 @@ from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
 
 if TYPE_CHECKING:
-    from annie_quant.quantize.job import Job
+    from annie_quant.quantize.strategy import Job, Options
 
 NONE, FP8, CAST = "none", "fp8", "fp8_cast"
 CHOICES = (NONE, FP8, CAST)
@@ -43,8 +43,8 @@ def check(kind: str) -> str:
     return kind
 
 
-def add(job: Job, kind: str, progress: Progress) -> None:
-    """Add the KV cache's settings, and for "fp8" its calibrated scales, to the finished checkpoint in job.output."""
+def add(job: Job[Options], output: Path, kind: str, progress: Progress) -> None:
+    """Add the KV cache's settings, and for "fp8" its calibrated scales, to the finished checkpoint in the folder `output`."""
     if kind == FP8:
         from annie_quant.quantize import calibration_samples
 
@@ -58,10 +58,10 @@ def add(job: Job, kind: str, progress: Progress) -> None:
                         f"{layer}.{module}: its largest output is {top}", "annie-quant audit the model"
                     )
                 scales[f"{layer}.{module}.{end}"] = np.array(np.float32(top) / np.float32(LARGEST_E4M3), np.float32)
-        add_tensors(job.output, scales)
+        add_tensors(output, scales)
         values = [float(v) for v in scales.values()]
         progress.message(f"KV cache in FP8: {len(values)} scales from {min(values):.3g} to {max(values):.3g}")
-    add_settings(job.output)
+    add_settings(output)
 
 
 def largest(folder: ModelFolder, samples: Any, progress: Progress) -> dict[str, tuple[float, float]]:

@@ -1,6 +1,6 @@
 """Round a decoder layer in stages, in which each linear multiplies each token once, with its rounded weight.
 
-    for stage in layer_stages.stages(layer, advance=True):
+    for stage in stages(layer, advance=True):
         stage.observe({"mlp.down_proj": f})     # f(x [n, K], kinds [n]) gets inputs that earlier stages' rounded linears put out
         layer.linears["mlp.down_proj"].weight   # may be changed before the next stage begins
     # the outputs of the changed layer are now the next layer's inputs
@@ -20,7 +20,12 @@ from typing import Any
 
 import torch
 
+from annie_quant import nvfp4
+from annie_quant.offline.codec import to_numpy, to_torch
+from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import PADDING
+from annie_quant.quantize.hessian import LEAST_WEIGHT, Factor, FactorError, Hessian, factor, round_columns
+from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method
 from annie_quant.quantize.layerwise import DecoderLayer, Observer, Prefixes
 from annie_quant.quantize.strategy import KEPT_INPUTS
 
@@ -29,22 +34,30 @@ PROBE = 64  # tokens that show whether a layer is such a chain of blocks
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of that, relative to the largest output
 
 
-class _Reached(Exception):
+class LinearReached(Exception):
     """The forward pass has reached the linear that it stops at. The argument is the linear's input."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Observation of some linears before they are rounded. linears: their names inside the layer."""
+class RoundingStage:
+    """Some linears that are observed and then rounded.
+
+    linears: their names inside the layer.
+    observe: gives observers their inputs.
+    """
 
     linears: Sequence[str]
     observe: Callable[[Mapping[str, Observer]], None] = field(repr=False)
 
 
 @dataclass(frozen=True)
-class Block:
-    """A residual block. Names inside the layer: its module, its norm, the linears that read the norm, and the linear whose outputs
-    are the block's; "" where it has no such linear, as in a mixture of experts.
+class ResidualBlock:
+    """A residual block, by names inside the layer.
+
+    name: its module.
+    norm: its norm.
+    inputs: the linears that read the norm.
+    output: the linear whose outputs are the block's; "" where it has no such linear, as in a mixture of experts.
     """
 
     name: str
@@ -53,36 +66,36 @@ class Block:
     output: str
 
 
-def stages(layer: DecoderLayer, advance: bool = True) -> Iterator[Stage]:
+def stages(layer: DecoderLayer, advance: bool = True) -> Iterator[RoundingStage]:
     """Yield the layer's stages. advance: after the last one, the layer's outputs become the next layer's inputs."""
     blocks = blocks_of(layer)
     if blocks is None:
-        yield Stage(list(layer.linears), layer.observe)
+        yield RoundingStage(list(layer.linears), layer.observe)
         if advance:
             layer.advance()
         return
     mixer, mlp = blocks
-    text = Text(layer)
-    yield Stage(mixer.inputs, partial(text.observe_norm, mixer.norm))
+    text = RealTokens(layer)
+    yield RoundingStage(mixer.inputs, partial(text.observe_norm, mixer.norm))
     last = LastInputs(text, layer.linears[mixer.output], partial(text.run_mixer, mixer))
-    yield Stage([mixer.output], partial(last.observe, mixer.output))
+    yield RoundingStage([mixer.output], partial(last.observe, mixer.output))
     last.add_outputs()
     if mlp.output:
-        yield Stage(mlp.inputs, partial(text.observe_norm, mlp.norm))
+        yield RoundingStage(mlp.inputs, partial(text.observe_norm, mlp.norm))
         last = LastInputs(text, layer.linears[mlp.output], partial(text.run_mlp, mlp))
-        yield Stage([mlp.output], partial(last.observe, mlp.output))
+        yield RoundingStage([mlp.output], partial(last.observe, mlp.output))
         if advance:
             last.add_outputs()
     else:
         inside = [n for n in layer.linears if n.startswith(f"{mlp.name}.")]
-        yield Stage(inside, partial(text.observe_mixture, mlp))
+        yield RoundingStage(inside, partial(text.observe_mixture, mlp))
         if advance:
             text.add_mixture(mlp)
     if advance:
         text.store()
 
 
-def blocks_of(layer: DecoderLayer) -> tuple[Block, Block] | None:
+def blocks_of(layer: DecoderLayer) -> tuple[ResidualBlock, ResidualBlock] | None:
     """Return the mixer and the MLP of a layer that is x + mixer(norm(x)) and then x + mlp(norm(x)); None of any other layer."""
     family, blocks = layer.model.folder.family, []
     for read in family.inputs:
@@ -90,7 +103,7 @@ def blocks_of(layer: DecoderLayer) -> tuple[Block, Block] | None:
         if read.fold == "norm" and not read.per_head and inputs:
             name = inputs[0].partition(".")[0]
             ends = [f"{name}{end}" for end in family.row_parallel if f"{name}{end}" in layer.linears]
-            blocks.append(Block(name, read.producer, inputs, ends[0] if len(ends) == 1 else ""))
+            blocks.append(ResidualBlock(name, read.producer, inputs, ends[0] if len(ends) == 1 else ""))
     order = [name for name, _ in layer.module.named_children()]
     blocks.sort(key=lambda block: order.index(block.norm))
     if len(blocks) != 2 or not blocks[0].output or not is_chain(layer, *blocks):
@@ -98,7 +111,7 @@ def blocks_of(layer: DecoderLayer) -> tuple[Block, Block] | None:
     return blocks[0], blocks[1]
 
 
-def is_chain(layer: DecoderLayer, mixer: Block, mlp: Block) -> bool:
+def is_chain(layer: DecoderLayer, mixer: ResidualBlock, mlp: ResidualBlock) -> bool:
     """Return whether the blocks in turn compute what the layer does, by a few tokens of the first batch."""
     module, state = layer.module, layer.model.states[0][:1, :PROBE]
     run = partial(layer.model.forward, module)
@@ -118,7 +131,7 @@ def is_chain(layer: DecoderLayer, mixer: Block, mlp: Block) -> bool:
         return bool(error <= TOLERANCE[layer.model.dtype] * expected.abs().max())
 
 
-def mlp_outputs(module: torch.nn.Module, block: Block, state: torch.Tensor) -> torch.Tensor:
+def mlp_outputs(module: torch.nn.Module, block: ResidualBlock, state: torch.Tensor) -> torch.Tensor:
     """Return the MLP's outputs for hidden states [B, T, hidden]."""
     out = module.get_submodule(block.name)(module.get_submodule(block.norm)(state))
     return out[0] if isinstance(out, tuple) else out
@@ -132,12 +145,12 @@ def inputs_of(linear: torch.nn.Module, work: Callable[[], Any]) -> torch.Tensor:
     """Return what a linear gets when `work` runs, which stops there."""
 
     def stop(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        raise _Reached(args[0])
+        raise LinearReached(args[0])
 
     handle = linear.register_forward_pre_hook(stop)
     try:
         work()
-    except _Reached as reached:
+    except LinearReached as reached:
         return reached.args[0]
     finally:
         handle.remove()
@@ -147,7 +160,7 @@ def inputs_of(linear: torch.nn.Module, work: Callable[[], Any]) -> torch.Tensor:
 Part = tuple[slice, torch.Tensor]  # some of a text's real tokens, and their rows [n, K]
 
 
-class Text:
+class RealTokens:
     """The real tokens inside one layer, all batches in turn. rows: their hidden states [n, hidden].  kinds: int64 [n]."""
 
     def __init__(self, layer: DecoderLayer) -> None:
@@ -158,7 +171,7 @@ class Text:
         ends = itertools.accumulate(map(len, self.real))
         self.parts = [slice(end - len(r), end) for end, r in zip(ends, self.real, strict=True)]
         self.rows = torch.cat([self.of_real(i, state) for i, state in enumerate(self.model.states)])
-        size = CHUNK[self.model.device.partition(":")[0]]
+        size = CHUNK[device_kind(self.model.device)]
         self.chunks = [slice(i, i + size) for i in range(0, len(self.rows), size)]
 
     def of_real(self, batch: int, x: torch.Tensor) -> torch.Tensor:
@@ -183,30 +196,30 @@ class Text:
             for observer in observers.values():
                 observer(x, self.kinds[part])
 
-    def run_mixer(self, block: Block) -> Iterator[Part]:
+    def run_mixer(self, block: ResidualBlock) -> Iterator[Part]:
         """Yield the inputs of the mixer's last linear. Its other linears run."""
         prefixes = Prefixes(self.model, self.layer.index)
         for batch, state in enumerate(self.model.states):
             work = partial(self.model.forward, self.module, state, **prefixes.options(batch))
             yield self.parts[batch], self.of_real(batch, inputs_of(self.layer.linears[block.output], work))
 
-    def run_mlp(self, block: Block) -> Iterator[Part]:
+    def run_mlp(self, block: ResidualBlock) -> Iterator[Part]:
         """Yield the inputs of the MLP's last linear. Its other linears run."""
         for part in self.chunks:
             work = partial(self.mlp, block, part)
             yield part, inputs_of(self.layer.linears[block.output], work)[0]
 
-    def mlp(self, block: Block, part: slice) -> torch.Tensor:
+    def mlp(self, block: ResidualBlock, part: slice) -> torch.Tensor:
         """Return the outputs [1, n, hidden] of an MLP."""
         return mlp_outputs(self.module, block, self.rows[None, part])
 
-    def observe_mixture(self, block: Block, observers: Mapping[str, Observer]) -> None:
+    def observe_mixture(self, block: ResidualBlock, observers: Mapping[str, Observer]) -> None:
         """Run a mixture of experts, and give observers the inputs of its linears."""
         for part in self.chunks:
             with self.layer.observed(observers, self.kinds[part]), torch.inference_mode():
                 self.mlp(block, part)
 
-    def add_mixture(self, block: Block) -> None:
+    def add_mixture(self, block: ResidualBlock) -> None:
         """Add the outputs of a mixture of experts to the hidden states."""
         with torch.inference_mode():
             for part in self.chunks:
@@ -219,7 +232,7 @@ class LastInputs:
     run: yields them, by the weights that the linears before have now.
     """
 
-    def __init__(self, text: Text, linear: torch.nn.Linear, run: Callable[[], Iterator[Part]]) -> None:
+    def __init__(self, text: RealTokens, linear: torch.nn.Linear, run: Callable[[], Iterator[Part]]) -> None:
         self.text, self.linear, self.run = text, linear, run
         size = len(text.rows) * linear.in_features * text.rows.element_size()
         self.stored: list[Part] | None = None
@@ -250,3 +263,86 @@ class LastInputs:
             for part, x in self.parts():
                 self.text.rows[part] += self.linear(x)
         self.stored = None
+
+
+class StagedRounder(LayerRounder):
+    """Rounds a layer in stages by the C loop. Its outputs become the next layer's inputs, except those of the last layer.
+
+    scale: rule by which block scales are chosen.
+    """
+
+    def __init__(
+        self,
+        layer: DecoderLayer,
+        formats: Mapping[str, str],
+        table: torch.Tensor,
+        method: Method,
+        scale: nvfp4.Scale,
+    ) -> None:
+        super().__init__(layer, formats, table, method)
+        self.scale = scale
+        self.packed: dict[str, nvfp4.Tensor] = {}
+
+    def round(self) -> LayerResult:
+        folded = self.fold() if self.method.fold else {}
+        tops = self.largest_weights()
+        for stage in stages(self.layer, advance=not self.layer.last):
+            rounded: dict[str, torch.Tensor] = {}
+            for groups in self.in_memory([g for g in self.groups if g[0] in stage.linears]):
+                rounded |= self.round_groups(stage, groups, tops)
+            for name, values in rounded.items():
+                weight = self.layer.linears[name].weight
+                weight.data = values.to(weight)
+        return LayerResult(self.packed, self.amax, self.tokens, folded)
+
+    def repeat(self, result: LayerResult) -> None:
+        self.restore(self.layer.module, result)
+        for _ in stages(self.layer, advance=not self.layer.last):
+            pass
+
+    def round_groups(
+        self, stage: RoundingStage, groups: Sequence[list[str]], tops: Mapping[str, float]
+    ) -> dict[str, torch.Tensor]:
+        """Round groups whose inputs one pass over the text observes, and return their weights, in the layer's dtype.
+
+        tops: of largest_weights().
+        """
+        hessians = {group[0]: Hessian(self.table, LEAST_WEIGHT) for group in groups}
+        stage.observe(dict(hessians))
+        rounded: dict[str, torch.Tensor] = {}
+        for group in groups:
+            hessian = hessians.pop(group[0])
+            if self.layer.experts_of(group[0]):
+                self.tokens[group[0]] = hessian.tokens
+            solution = None if self.method.plain else self.solve(group, hessian)
+            for name in group:
+                weight = self.layer.linears[name].weight
+                tensor_scale = float(nvfp4.tensor_scale(tops[f"{self.layer.name}.{name}"], scale=self.scale))
+                array = to_numpy(weight.float().cpu())
+                if solution is None:
+                    self.packed[name] = nvfp4.pack(array, tensor_scale=tensor_scale, scale=self.scale)
+                    values = nvfp4.unpack(self.packed[name], "float32")
+                else:
+                    self.packed[name], values = round_columns(array, solution, tensor_scale, self.scale)
+                self.amax[name] = hessian.amax
+                rounded[name] = to_torch(values).to(weight.dtype)
+        return rounded
+
+    def solve(self, group: Sequence[str], hessian: Hessian) -> Factor | None:
+        """Return the factor of a group's Hessian, or None where no error can be corrected with it."""
+        if not hessian.tokens and self.layer.experts_of(group[0]):  # reported by the coverage of experts
+            return None
+        mean, reason = hessian.mean(), hessian.unusable()
+        if mean is not None and not reason:
+            try:
+                solution = factor(mean, self.method.damping)
+            except FactorError as error:
+                reason = str(error)
+        if reason:
+            self.warn(group, f"{reason}; rounded without error correction")
+            return None
+        if dead := int(solution.dead.sum()):
+            self.warn(
+                group, f"{dead} of {len(solution.dead)} inputs are always 0 in calibration; their weights become 0"
+            )
+        return solution

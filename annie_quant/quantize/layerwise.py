@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from annie_quant.checkpoint.remote_code import refused
@@ -32,65 +29,11 @@ from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX
 from annie_quant.offline import caches, deltanet
 from annie_quant.offline.codec import to_torch
 from annie_quant.offline.experts import SingleExperts, separate
-from annie_quant.quantize import delta_rule
+from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import PADDING, Batch
-from annie_quant.quantize.strategy import FLOAT32_BYTES
+from annie_quant.quantize.delta_rule import continue_ragged_rows, use_own_delta_rule
 
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
-DELTA_CHUNK = 20  # steps, about, of DeltaNet on a CPU; chunks of equal length leave little padding
-
-
-def device_and_dtype(folder: ModelFolder) -> tuple[str, torch.dtype]:
-    """Return this process's GPU or the CPU, and float32 for models of up to FLOAT32_BYTES, else bfloat16."""
-    dtype = torch.float32 if folder.weight_bytes < FLOAT32_BYTES else torch.bfloat16
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu", dtype
-
-
-def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
-    """Let DeltaNet layers without flash-linear-attention compute faster: on a CPU as in evaluation where nothing is learned, which
-    halves the time, else with delta_rule.py, whose gradients take a quarter of the time of transformers' on a CPU.
-    """
-    for layer in deltanet.delta_layers(model):
-        theirs = layer.chunk_gated_delta_rule
-        if theirs.__name__ != "torch_chunk_gated_delta_rule":
-            continue
-        if device.startswith("cuda"):
-            layer.chunk_gated_delta_rule = delta_rule.gated_delta_rule
-            layer.causal_conv1d_fn = layer.causal_conv1d_fn or delta_rule.causal_conv
-        else:
-            layer.chunk_gated_delta_rule = on_cpu
-            layer.causal_conv1d_fn = conv_on_cpu
-
-
-def continue_ragged_rows(model: torch.nn.Module, batch: deltanet.RaggedBatch) -> None:
-    """Let each row of a batch keep the state after its own last token in DeltaNet layers."""
-    for layer in deltanet.delta_layers(model):
-        layer.chunk_gated_delta_rule = deltanet.ragged_rule(layer.chunk_gated_delta_rule, batch)
-        layer.causal_conv1d_fn = deltanet.ragged_conv(
-            layer.causal_conv1d_fn or deltanet.causal_conv, batch, layer.layer_idx
-        )
-
-
-def conv_on_cpu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **more: Any
-) -> torch.Tensor:
-    """Return deltanet.causal_conv. Without gradients as shifted sums, which takes a fraction of the time of torch's conv1d."""
-    if torch.is_grad_enabled():
-        return deltanet.causal_conv(x, weight, bias, activation, **more)
-    total = x * weight[:, -1:]
-    for i in range(1, min(weight.shape[-1], x.shape[-1])):
-        total[..., i:].addcmul_(x[..., :-i], weight[:, -1 - i, None])
-    total = total if bias is None else total.add_(bias[:, None])
-    return functional.silu(total, inplace=True) if activation in ("silu", "swish") else total
-
-
-def on_cpu(*args: Any, **options: Any) -> Any:
-    """Call delta_rule.py where gradients are recorded: the faster form of evaluation changes what the backward pass would read."""
-    if torch.is_grad_enabled():
-        return delta_rule.gated_delta_rule(*args, **options)
-    steps = args[0].shape[1]
-    chunks = math.ceil(steps / DELTA_CHUNK)
-    return deltanet.gated_delta_rule(*args, **options, chunk=math.ceil(steps / chunks))
 
 
 def decoder_prefix(folder: ModelFolder) -> str:
@@ -332,14 +275,6 @@ class DecoderLayers:
         visible = ones.tril() & ones.triu(1 - window)
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[None, None]
-
-    def largest_output(self) -> float:
-        """Return the largest magnitude that the head reads: after the last layer, the outputs of the final norm."""
-        name = f"{self.prefix}norm.weight"
-        norm = self.model.norm
-        norm.load_state_dict({"weight": self.to_device(self.folder.tensor(name))}, assign=True)
-        with torch.inference_mode():
-            return max(float(norm(state).abs().max()) for state in self.states)
 
     def __iter__(self) -> Iterator[DecoderLayer]:
         count = len(self.model.layers)

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from annie_quant.quantize import column_sweep
-from annie_quant.quantize.column_sweep import GROUP, Rounded
-from annie_quant.quantize.input_stats import with_padding
-from annie_quant.quantize.layer_rounding import MAX_CHANGE, LayerRounder, largest_change
-from annie_quant.quantize.matmul_precision import tensor_cores
+from annie_quant.quantize.backend import device_kind, has_triton, tensor_cores
+from annie_quant.quantize.column_sweep import Rounded
+from annie_quant.quantize.formats import GROUP
+from annie_quant.quantize.two_streams import MAX_CHANGE, StreamRounder, largest_change
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one step
 JUDGED_BATCHES = 4  # of BATCH_TOKENS, on which steps are compared
@@ -82,7 +82,7 @@ class LearnedWeight(nn.Module):
 
     def forward(self) -> torch.Tensor:
         """Return the weight [N, K]."""
-        if self.v.is_cuda and column_sweep.has_triton():
+        if self.v.is_cuda and has_triton():
             from annie_quant.quantize.block_kernel import FusedWeight
 
             fused: torch.Tensor = FusedWeight.apply(
@@ -112,23 +112,17 @@ class Learned:
     best: int
 
 
-def learn(
-    rounder: LayerRounder,
-    states: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    steps: int,
-    seed: int = 0,
-) -> Learned:
+def learn(rounder: StreamRounder, targets: Sequence[torch.Tensor], steps: int, seed: int = 0) -> Learned:
     """Learn the rounding of a layer's linears, experts left out, and keep the best in `rounder`.
 
-    states: inputs of the rounded layer.  targets: the source's outputs.  The same seed gives the same result.
+    targets: the source's outputs. The same seed gives the same result.
     """
     names = [n for n in rounder.rounded if rounder.layer.experts_of(n) is None]
     dtype = rounder.layer.model.dtype
     weights = {n: LearnedWeight(rounder.rounded[n], rounder.tensor_scales[n], dtype=dtype) for n in names}
     if not names:
         return Learned([], 0)
-    text = Text(rounder, states, targets)
+    text = LayerText(rounder, targets)
     generator = torch.Generator().manual_seed(seed)
     learned = follow_signs(
         list(weights.values()),
@@ -178,13 +172,13 @@ def follow_signs(
     return Learned(losses, best)
 
 
-class Text:
+class LayerText:
     """Inputs and targets of a layer, as rows of one sample each."""
 
-    def __init__(self, rounder: LayerRounder, states: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        self.rounder, self.states, self.targets = rounder, states, targets
-        self.kinds = [kinds for _, kinds in rounder.batches(states)]
-        self.table = with_padding(rounder.table)
+    def __init__(self, rounder: StreamRounder, targets: Sequence[torch.Tensor]) -> None:
+        self.rounder, self.states, self.targets = rounder, rounder.layer.model.states, targets
+        self.kinds = [kinds for _, kinds in rounder.batches(self.states)]
+        self.table = torch.cat([rounder.table, rounder.table.new_zeros(1)])  # PADDING is -1, the table's last element
         variance = torch.zeros((), dtype=torch.float64)
         total = 0.0
         for target, kinds in zip(targets, self.kinds, strict=True):
@@ -193,7 +187,7 @@ class Text:
             variance += (target[used].double().square().mean(-1) * weight[used]).sum().cpu()
             total += float(weight.sum())
         self.variance = max(float(variance) / max(total, 1e-30), 1e-30)
-        self.tokens = BATCH_TOKENS[rounder.layer.model.device.partition(":")[0]]
+        self.tokens = BATCH_TOKENS[device_kind(rounder.layer.model.device)]
         self.judged = self.fixed(HELD_OUT)
         self.first = [0] * len(self.kinds)  # row of each batch that steps learn from; those before it are judged
         for index, rows in self.judged:
@@ -238,7 +232,7 @@ class Text:
     def judge(self, weights: dict[str, LearnedWeight]) -> float:
         """Return the mean loss over the fixed rows, each with its share of the weights; inf for a change of MAX_CHANGE."""
         now = {n: w() for n, w in weights.items()}
-        true = [self.rounder.linear(self.rounder.true, n).weight.float() for n in now]
+        true = [self.rounder.layer.linears[n].weight.float() for n in now]
         if largest_change((w.float() for w in now.values()), true) >= MAX_CHANGE:
             return math.inf
         total = count = 0.0

@@ -1,35 +1,52 @@
-"""What a strategy decided: the format of every linear, its scales, and the changed weights. export.py writes it."""
+"""What a strategy decided, and its writing as a checkpoint in ModelOpt's layout: NVFP4, W4A16, FP8, bf16, or a mixture.
+
+Linears that a server merges into one matrix share their tensor scale and input scale. Nothing but headers is read before
+a tensor is written; rows are packed in pieces.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from annie_quant import nvfp4
+from annie_quant.checkpoint import quantized_tensors, writer
+from annie_quant.checkpoint.dialects import modelopt
+from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.quantized_tensors import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.core.progress import Progress
+from annie_quant.checkpoint.writer import Planned, ShardPlan
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.progress import SILENT, ByteProgress, Progress
+from annie_quant.documents import HeldOut, Ingredient
 from annie_quant.models import Family
-from annie_quant.quantize.formats import ALGORITHM, BITS, FP8, NVFP4, PLAIN_BITS, QUANTIZED_INPUTS, quantized_bytes
-from annie_quant.quantize.job import Job
-from annie_quant.quantize.select import decoder_linears
+from annie_quant.quantize.formats import ALGORITHM, FP8, GROUP, NVFP4, QUANTIZED_INPUTS, expected_bytes
+
+if TYPE_CHECKING:
+    from annie_quant.quantize.input_stats import Coverage
 
 
 @dataclass
 class Plan:
-    """The output of a strategy. Keys are full names of linears, except in `weights`.
+    """What a strategy decided. Keys are full names of linears, except in `weights`.
 
     formats: "nvfp4" (W4A4), "w4a16" or "fp8"; all other tensors stay as they are.
-    amax: largest |input| of the linears with quantized activations; an expert that saw no token may be left out as long
-        as another expert of its layer is there.
-    scale: how block scales are chosen.  importance: float32 [K], weights of the squared error in that choice.
-    weights: tensor name → array that replaces the source's tensor, in any float dtype; an unquantized one is rounded to
-    the source's dtype.
+    amax: largest |input| of the linears with quantized activations. An expert that saw no token may be left out if another
+        expert of its layer is present.
+    scale: rule by which block scales are chosen.
+    importance: float32 [K], weights of the squared error in that choice.
+    weights: tensor name → array that replaces the source's tensor, in any float dtype; one that is not quantized is rounded
+        to the source's dtype.
     packed: finished codes.
-    tensor_amax: what the tensor scale is computed from, where that is not the weight's own largest magnitude.
-    given_input_scales: multipliers instead of those from `amax`.
+    tensor_amax: largest magnitude for the tensor scale, where that is not the weight's own.
+    input_scales: multipliers of the activations that replace those from `amax`.
+    coverage: calibration tokens that each expert saw.
+    held_out, ingredients: comparison of recipes, for annie_quant.json.
     """
 
     formats: dict[str, str]
@@ -39,9 +56,12 @@ class Plan:
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
     packed: dict[str, nvfp4.Tensor] = field(default_factory=dict)
     tensor_amax: dict[str, float] = field(default_factory=dict)
-    given_input_scales: dict[str, np.float32] = field(default_factory=dict)
+    input_scales: dict[str, np.float32] = field(default_factory=dict)
+    coverage: Coverage | None = None
+    held_out: HeldOut | None = None
+    ingredients: list[Ingredient] = field(default_factory=list)
 
-    def input_scales(self, family: Family) -> dict[str, np.float32]:
+    def all_input_scales(self, family: Family) -> dict[str, np.float32]:
         """Return the multiplier of the activations of every linear that quantizes them, one per fused group."""
         span = {NVFP4: np.float32(LARGEST_NVFP4), FP8: np.float32(LARGEST_E4M3)}
         is_expert = family.experts.split if family.experts else lambda name: None
@@ -51,39 +71,149 @@ class Plan:
             if f in QUANTIZED_INPUTS and (n in self.amax or is_expert(n))
         }
         scales = {n: np.float32(a) / span[self.formats[n]] for n, a in family.largest_of_input(needed).items()}
-        return scales | self.given_input_scales
+        return scales | self.input_scales
 
 
-def expected_bytes(folder: ModelFolder, formats: Mapping[str, str]) -> int:
-    """Return the size of the tensors that the output will have."""
-    total = 0
-    for tensor in folder:
-        for name in folder.parts_of(tensor) or [tensor]:
-            info, kind = folder.info(name), formats.get(name.removesuffix(".weight"))
-            total += info.size_bytes if kind is None else quantized_bytes(info.elements, kind)
-    return total
-
-
-def effective_bits(folder: ModelFolder, formats: Mapping[str, str]) -> float:
-    """Return the bits per weight over the decoder's linears, for which mixed-precision budgets are given.
-
-    Of a mixture's experts only the share counts that a token passes (active bits).
-    """
-    weights = active_weights(folder, decoder_linears(folder))
-    bits = sum(n * BITS.get(formats.get(m, ""), PLAIN_BITS) for m, n in weights.items())
-    return bits / max(1, sum(weights.values()))
-
-
-def active_weights(folder: ModelFolder, linears: Iterable[str]) -> dict[str, float]:
-    """Return linear → the number of its weights, for an expert's linear times the share of experts that a token passes."""
-    experts = folder.family.experts
-    share = experts.active_share(folder.text_config) if experts else 1.0
-    return {n: folder.info(f"{n}.weight").elements * (share if experts and experts.split(n) else 1.0) for n in linears}
-
-
-def announce_size(folder: ModelFolder, formats: Mapping[str, str], job: Job, progress: Progress) -> None:
-    """Report the output's size before the work starts, and keep it in job.expected_bytes."""
-    job.expected_bytes = expected_bytes(folder, formats)
+def announce_size(folder: ModelFolder, formats: Mapping[str, str], progress: Progress) -> None:
+    """Report the output's size before the work starts."""
     count = {kind: sum(f == kind for f in formats.values()) for kind in ALGORITHM}
     kinds = ", ".join(f"{n} linears {ALGORITHM[kind]}" for kind, n in count.items() if n)
-    progress.message(f"expected size {job.expected_bytes / 1e6:,.1f} MB: {kinds}")
+    progress.message(f"expected size {expected_bytes(folder, formats) / 1e6:,.1f} MB: {kinds}")
+
+
+def export(
+    folder: ModelFolder,
+    output: Path,
+    plan: Plan,
+    shard_bytes: int = writer.DEFAULT_SHARD_BYTES,
+    progress: Progress = SILENT,
+    resume: bool = False,
+    write_shards: Callable[[Path, list[ShardPlan], ByteProgress], None] | None = None,
+) -> None:
+    """Write tensors and settings into the folder `output`. The last four parameters are those of checkpoint.writer.write."""
+    check(folder, plan)
+    writer.write(output, planned_tensors(folder, plan), shard_bytes, progress, resume, write_shards)
+    writer.write_settings(output, folder.config, modelopt.settings(plan.formats, excluded_names(folder, plan), GROUP))
+
+
+def excluded_names(folder: ModelFolder, plan: Plan) -> list[str]:
+    """Return the names that settings list as excluded: modules with a matrix, and for the experts of a layer all of them at once.
+
+    ModelOpt lists embeddings, convolutions and a tied head as well, and shortens names to prefixes ("model.layers.0.self_attn*").
+    """
+    experts, names = folder.family.experts, set()
+    tied = (
+        ["lm_head"] if folder.text_config.get("tie_word_embeddings", folder.config.get("tie_word_embeddings")) else []
+    )
+    other = [n.removesuffix(".weight") for n in folder if n.endswith(".weight") and len(folder.info(n).shape) > 1]
+    for module in {*tied, *other, *all_linears(folder)}:
+        if module in plan.formats:
+            continue
+        expert = experts.split(module) if experts else None
+        if experts and expert:
+            single = f"{module}.weight" in folder
+            names.add(f"{expert[0]}.{experts.module}{'*' if single else ''}")
+        else:
+            names.add(module)
+    return sorted(names)
+
+
+def check(folder: ModelFolder, plan: Plan) -> None:
+    """Check that linears that are served together have one format, and that every quantized input has a scale."""
+    for group in folder.family.served_groups(all_linears(folder)):
+        if len({plan.formats.get(n) for n in group}) > 1:
+            first = ", ".join(group[:3]) + (f" and {len(group) - 3} more" if group[3:] else "")
+            raise CheckpointError(
+                f"{first} are served together and would differ in format", "exclude or quantize them together"
+            )
+    inputs = plan.all_input_scales(folder.family)
+    for name, kind in plan.formats.items():
+        if kind in QUANTIZED_INPUTS and not inputs.get(name):
+            raise CheckpointError(
+                f"{name}: no input reached it in calibration, so it has no input scale", "give more --calib-data"
+            )
+
+
+def planned_tensors(folder: ModelFolder, plan: Plan) -> list[Planned]:
+    """Return the output's tensors in the source's order: two to four per quantized linear, the others as they are."""
+    scales, inputs = TensorScales(folder, plan), plan.all_input_scales(folder.family)
+    planned: list[Planned] = []
+    for name in names_to_write(folder, plan):
+        info, module = folder.info(name), name.removesuffix(".weight")
+        kind = plan.formats.get(module) if name.endswith(".weight") else None
+        if kind is None:
+            changed = plan.weights.get(name)
+            load = partial(folder.pieces, name) if changed is None else partial(np.asarray, changed, info.numpy_dtype)
+            planned.append(Planned(name, info.dtype, info.shape, load))
+            continue
+        shape, scale = (info.shape[0], info.shape[1]), partial(scales.of, module)
+        if kind == FP8:
+            weight = partial(weight_of, folder, name, plan)
+            planned += quantized_tensors.fp8_tensors(module, shape, weight, scale, inputs.get(module))
+        else:
+            pack = partial(pack_rows, folder, module, plan, scale)
+            planned += quantized_tensors.nvfp4_tensors(
+                module, shape, pack, scale, GROUP, inputs.get(module), source_bytes=info.size_bytes
+            )
+    return planned
+
+
+def names_to_write(folder: ModelFolder, plan: Plan) -> Iterator[str]:
+    """Yield the source's tensors in file order, merged experts that change in parts: one name per expert and linear."""
+    for name in folder:
+        parts = folder.parts_of(name)
+        changes = any(p.removesuffix(".weight") in plan.formats or p in plan.weights for p in parts)
+        yield from parts if changes else [name]
+
+
+def weight_of(folder: ModelFolder, name: str, plan: Plan) -> np.ndarray:
+    """Return a weight as the strategy changed it, or the source's."""
+    return plan.weights[name] if name in plan.weights else folder.tensor(name)
+
+
+def rows_of(folder: ModelFolder, name: str, plan: Plan) -> Iterator[np.ndarray]:
+    """Yield a weight's rows in order, in one or more pieces."""
+    return iter([plan.weights[name]]) if name in plan.weights else folder.rows(name)
+
+
+def pack_rows(folder: ModelFolder, module: str, plan: Plan, scale: Callable[[], np.float32]) -> Iterator[nvfp4.Tensor]:
+    """Yield a linear's packed rows in order, in one or more pieces."""
+    if module in plan.packed:
+        yield plan.packed[module]
+        return
+    for rows in rows_of(folder, f"{module}.weight", plan):
+        yield nvfp4.pack(
+            rows, tensor_scale=float(scale()), scale=plan.scale, group=GROUP, importance=plan.importance.get(module)
+        )
+
+
+class TensorScales:
+    """The multipliers of whole tensors, one per fused group, computed when they are first needed."""
+
+    def __init__(self, folder: ModelFolder, plan: Plan) -> None:
+        self.folder, self.plan = folder, plan
+        groups = folder.family.fused_groups(plan.formats.keys() - plan.packed.keys())
+        self.group_of = {m: group for group in groups for m in group}
+        self.scales: dict[str, np.float32] = {m: np.float32(t.tensor_scale) for m, t in plan.packed.items()}
+
+    def of(self, module: str) -> np.float32:
+        """Return the multiplier of a linear: amax / 2688 for NVFP4 (by the rule of plan.scale), amax / 448 for FP8."""
+        if module not in self.scales:
+            group = self.group_of.get(module, [module])
+            top = max(self.amax(m) for m in group)
+            if self.plan.formats[module] == FP8:
+                scale = quantized_tensors.fp8_scale(top)
+            else:
+                scale = np.float32(nvfp4.tensor_scale(top, scale=self.plan.scale))
+            self.scales |= dict.fromkeys(group, scale)
+        return self.scales[module]
+
+    def amax(self, module: str) -> float:
+        """Return the largest magnitude of a linear's weight. Raises CheckpointError where it holds NaN or inf."""
+        if module in self.plan.tensor_amax:
+            return self.plan.tensor_amax[module]
+        name = f"{module}.weight"
+        values = [float(nvfp4.amax(rows)) for rows in rows_of(self.folder, name, self.plan)]
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{name}: holds NaN or inf", "the source checkpoint is damaged: download it again")
+        return max(values, default=0.0)

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.documents import HeldOut, Ingredient
-from annie_quant.quantize import calibration_samples as text
-from annie_quant.quantize import column_sweep, rounding_job
-from annie_quant.quantize.calibration_samples import Sample, TokenWeights
+from annie_quant.quantize.backend import device_and_dtype, device_kind
+from annie_quant.quantize.calibration_samples import RESPONSE, Sample
 from annie_quant.quantize.formats import NVFP4
-from annie_quant.quantize.job import Job
 from annie_quant.quantize.kl_trial import Trial
-from annie_quant.quantize.layer_rounding import Method
-from annie_quant.quantize.layerwise import device_and_dtype
-from annie_quant.quantize.plan import Plan
-from annie_quant.quantize.strategies import gptq
+from annie_quant.quantize.layer_rounder import Method
+from annie_quant.quantize.rounding import round_model
+from annie_quant.quantize.strategy import Job, Options
 
 LEAST_CONVERSATIONS = 8  # of which two are held out
 HELD_OUT = 4  # one of so many conversations at most
@@ -37,69 +34,17 @@ TOKENS = 8192  # of answers, whose logits stay in memory
 BROKEN = 1e6  # divergence of a recipe whose scores are not finite
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """A way to round. plain: to nearest, as naive. layers: by layer_rounding.py, on a GPU where there is one, else by gptq.py.
-    served: on inputs that are rounded as a server does.
-
-    prompt, markup: weights of these tokens relative to others of answers. The rest are layer_rounding.Method's; gptq.py has
-    the damping alone.
-    """
-
-    prompt: float = 0.1
-    markup: float = 1.0
-    fold: str = "none"
-    damping: float = 0.05
-    plain: bool = False
-    layers: bool = False
-    served: bool = False
-    order: str = "blocks"
-    codes: str = "near"
-    cross: float = 0.0
-    steps: int = 0
-
-    def token_weights(self) -> TokenWeights:
-        marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), self.markup)
-        return {**text.RESPONSE, **marks, text.PROMPT: self.prompt}
-
-    def round(
-        self,
-        folder: ModelFolder,
-        formats: Mapping[str, str],
-        samples: Sequence[Sample],
-        job: Job,
-        progress: Progress,
-        name: str = "layers",
-    ) -> Plan:
-        """Return the plan with all linears of `formats` rounded. name: of the layers' folder inside the job's."""
-        fold = self.fold == "awq"
-        if not self.layers:
-            plan = Plan(dict(formats), scale="amax" if self.plain else job.scale)
-            gptq.round_model(
-                folder, plan, samples, self.token_weights(), None if self.plain else self.damping, job, progress, fold
-            )
-            return plan
-        candidates = column_sweep.ALL_CODES if self.codes == "all" else column_sweep.NEAR_CODES
-        method = Method(self.damping, self.order, candidates, self.cross or None, self.steps, self.served)
-        return rounding_job.round_model(
-            folder, formats, samples, job, progress, method, self.token_weights(), fold, name
-        )
-
-
 # Ingredient → its change, and the least effort that tries it. What won most often on real models is first.
 EFFORTS = ("fast", "normal", "max")
 INGREDIENTS: list[tuple[str, dict[str, Any], str]] = [
-    ("AWQ folds", {"fold": "awq"}, "fast"),
+    ("AWQ folds", {"fold": True}, "fast"),
     ("prompt tokens at 0", {"prompt": 0.0}, "fast"),
     ("prompt tokens at 1", {"prompt": 1.0}, "normal"),
     ("prompt tokens at .03", {"prompt": 0.03}, "max"),
     ("inputs rounded as served", {"layers": True, "served": True}, "normal"),
     ("damping .01", {"damping": 0.01}, "max"),
     ("damping .1", {"damping": 0.1}, "max"),
-    ("all block scales", {"layers": True, "codes": "all"}, "max"),
-    ("correction across layers", {"layers": True, "cross": 1.0}, "max"),
     ("learned rounding, 100 steps", {"layers": True, "served": True, "steps": 100}, "normal"),
-    ("learned rounding, 1,000 steps", {"layers": True, "served": True, "steps": 1000}, "max"),
 ]
 
 
@@ -110,48 +55,57 @@ def ingredients(effort: str, fixed: Iterable[str]) -> Iterator[tuple[str, dict[s
             yield name, changes
 
 
-def choose(
-    folder: ModelFolder,
+@dataclass(frozen=True)
+class RecipeChoice:
+    """The method of the least held-out divergence, and how it was found; held_out: None if nothing was compared."""
+
+    method: Method
+    held_out: HeldOut | None = None
+    ingredients: Sequence[Ingredient] = ()
+
+
+def choose_method(
+    job: Job[Options],
     formats: Mapping[str, str],
     samples: Sequence[Sample],
-    job: Job,
-    progress: Progress,
-    start: Rounding,
+    start: Method,
     tried: Iterable[tuple[str, dict[str, Any]]],
-) -> Rounding:
-    """Return the recipe of the least held-out divergence, and store the comparisons in the job.
+    progress: Progress,
+) -> RecipeChoice:
+    """Return the method of the least held-out divergence.
 
-    start: GPTQ, with what the user fixed. tried: ingredients in their order. What an interrupted run measured is not
-    measured again.
+    start: GPTQ, with what the user fixed.
+    tried: ingredients in their order. What an interrupted run measured is not measured again.
     """
-    device = device_and_dtype(folder)[0].partition(":")[0]
+    device = device_kind(device_and_dtype(ModelFolder(job.model))[0])
     learned, held = hold_out(samples, POSITIONS[device])
+    conversations = len({s.row for s in samples})
     if not held:
         progress.message(
-            f"recipes are not compared: {len({s.row for s in samples})} conversations, {LEAST_CONVERSATIONS} or more are needed "
+            f"recipes are not compared: {conversations} conversations, {LEAST_CONVERSATIONS} or more are needed "
             "(annie-quant data, or init with --logs); plain GPTQ is used"
         )
-        return start
-    job.held_out = HeldOut(
-        len({s.row for s in held}), sum(len(s.answer) for s in held), sum(sum(s.decides) for s in held)
-    )
-    progress.message(held_out_line(job.held_out, len({s.row for s in samples})))
+        return RecipeChoice(start)
+    held_out = HeldOut(len({s.row for s in held}), sum(len(s.answer) for s in held), sum(sum(s.decides) for s in held))
+    progress.message(held_out_line(held_out, conversations))
     if device == "cuda":
         start = replace(start, layers=True)
-    trials = Trials(folder, formats, learned, held, job, progress)
+    trials = Trials(job, formats, learned, held, progress)
     tried = list(tried)
     count = len(tried) + 2
-    best = Comparison("GPTQ", start, trials.score(start, f"1 of {count}, GPTQ"))
-    job.ingredients = [best.entry(None)]
-    for number, (name, changes) in enumerate(tried, 2):
-        if all(getattr(best.recipe, k) == v for k, v in changes.items()):
+    best = ScoredMethod("GPTQ", start, trials.score(start, f"1 of {count}, GPTQ"))
+    trace = [best.entry(None)]
+    waiting = [*tried, ("plain rounding", {f.name: f.default for f in fields(Method)} | {"plain": True})]
+    for number, (name, changes) in enumerate(waiting, 2):
+        method = replace(best.method, **changes)
+        if method == best.method:
             continue
-        recipe = replace(best.recipe, **changes)
-        candidate = Comparison(name, recipe, trials.score(recipe, f"{number} of {count}, {name}"))
-        best = decide(best, candidate, job, progress)
-    plain = Rounding(plain=True)
-    naive = Comparison("plain rounding", plain, trials.score(plain, f"{count} of {count}, plain rounding"))
-    return decide(best, naive, job, progress).recipe
+        candidate = ScoredMethod(name, method, trials.score(method, f"{number} of {count}, {name}"))
+        entry = candidate.entry(best)
+        progress.message(entry_line(entry))
+        trace.append(entry)
+        best = candidate if entry.used else best
+    return RecipeChoice(best.method, held_out, trace)
 
 
 def hold_out(samples: Sequence[Sample], positions: int) -> tuple[list[Sample], list[Sample]]:
@@ -201,39 +155,36 @@ def held_out_line(held: HeldOut, conversations: int) -> str:
 
 
 class Trials:
-    """Scores recipes on held-out answers, and keeps the scores for an interrupted run."""
+    """Scores methods on held-out answers, and keeps the scores for an interrupted run."""
 
     def __init__(
         self,
-        folder: ModelFolder,
+        job: Job[Options],
         formats: Mapping[str, str],
         samples: Sequence[Sample],
         held: Sequence[Sample],
-        job: Job,
         progress: Progress,
     ) -> None:
-        self.folder, self.formats, self.job, self.progress = folder, formats, job, progress
-        self.samples, self.held = samples, held
-        job.work_folder()
+        self.job, self.formats, self.samples, self.held, self.progress = job, formats, samples, held, progress
         self.file = job.measurements("recipes.json")
         self.scores: dict[str, list[list[float]]] = self.file.load({})
         self.trial: Trial | None = None
 
-    def score(self, recipe: Rounding, title: str) -> list[list[float]]:
+    def score(self, method: Method, title: str) -> list[list[float]]:
         """Return per held-out conversation its parts of four figures: KL and decisions as served, and with no input rounded."""
-        key = repr(recipe)
+        key = repr(method)
         if key not in self.scores:
             if self.trial is None:
-                self.trial = Trial(self.folder, self.held, text.RESPONSE, TOKENS, cut=False)
+                self.trial = Trial(ModelFolder(self.job.model), self.held, RESPONSE, TOKENS, cut=False)
             self.progress.message(f"recipe {title}")
             # Its own name: a run that is killed before the removal must not continue with the layers of another recipe.
             layers = f"trial-{sha256_text(key)[:12]}"
-            plan = recipe.round(self.folder, self.formats, self.samples, self.job, self.progress, layers)
+            plan = round_model(self.job, self.formats, self.samples, method, self.progress, layers)
             served = self.trial.divergence_of(plan, inputs=True)
-            weights = served
+            unrounded = served
             if NVFP4 in self.formats.values():
-                weights = self.trial.divergence_of(plan, inputs=False)
-            pairs = zip(served, weights, strict=True)
+                unrounded = self.trial.divergence_of(plan, inputs=False)
+            pairs = zip(served, unrounded, strict=True)
             self.scores[key] = [[x if math.isfinite(x) else BROKEN for x in (*a, *b)] for a, b in pairs]
             self.file.save(self.scores)
             self.job.remove(layers)
@@ -241,21 +192,21 @@ class Trials:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A recipe with its parts [conversations][4] of the held-out figures."""
+class ScoredMethod:
+    """A method with its parts [conversations][4] of the held-out figures."""
 
     name: str
-    recipe: Rounding
+    method: Method
     parts: list[list[float]]
 
-    def change(self, before: Comparison) -> tuple[float, float]:
+    def change(self, before: ScoredMethod) -> tuple[float, float]:
         """Return the divergence minus that of another recipe, and the standard error of this difference."""
         differences = [sum(a) - sum(b) for a, b in zip(self.parts, before.parts, strict=True)]
         n, mean = len(differences), sum(differences) / len(differences)
         variance = sum((d - mean) ** 2 for d in differences) * n / max(1, n - 1)
         return sum(differences), math.sqrt(variance)
 
-    def entry(self, before: Comparison | None) -> Ingredient:
+    def entry(self, before: ScoredMethod | None) -> Ingredient:
         """Return the line of the trace. before: the recipe that it was compared with, if any."""
         figures = [sum(part[i] for part in self.parts) for i in range(4)]
         change, noise = (0.0, 0.0) if before is None else self.change(before)
@@ -264,12 +215,8 @@ class Comparison:
         return Ingredient(self.name, used, kl, decisions, kl_w4a16, decisions_w4a16, change, noise)
 
 
-def decide(best: Comparison, candidate: Comparison, job: Job, progress: Progress) -> Comparison:
-    """Return the candidate where its divergence is less by more than the noise, else `best`; records and reports it."""
-    entry = candidate.entry(best)
-    job.ingredients.append(entry)
-    progress.message(
+def entry_line(entry: Ingredient) -> str:
+    return (
         f"{'uses' if entry.used else 'refuses'} {entry.name}: held-out KL {entry.kl:.3g}, decisions {entry.decisions:.3g}"
         f" (W4A16 {entry.kl_w4a16:.3g}, {entry.decisions_w4a16:.3g}); change {entry.change:+.2g}, noise {entry.noise:.2g}"
     )
-    return candidate if entry.used else best

@@ -1,11 +1,12 @@
-"""Run one strategy: a Job from the caller's arguments, and an output folder that appears only when it is complete."""
+"""Run one strategy: a job from the caller's arguments, its plan, and an output folder that appears only when it is complete."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +21,9 @@ from annie_quant.core.progress import Progress, as_progress
 from annie_quant.documents import RECIPE_FILE, Recipe
 from annie_quant.quantize import kv_cache as kv_cache_format
 from annie_quant.quantize import prompt_provenance, strategies
-from annie_quant.quantize.job import Job, rank, sha256_of
+from annie_quant.quantize.formats import expected_bytes
+from annie_quant.quantize.plan import Plan, export
+from annie_quant.quantize.strategy import Job, Options, Strategy, rank, sha256_of
 
 # What a serving runtime needs besides the weights; ModelOpt's exporter omits some of it.
 COMPANIONS = (
@@ -42,7 +45,7 @@ COMPANIONS = (
 class QuantizeResult(msgspec.Struct):
     """The result of a run.
 
-    expected_bytes: size of the tensors as it was announced; None where it was not known before.
+    expected_bytes: size of the tensors by their formats.
     size_bytes, source_bytes: of the weight files.
     notes: what to check before the checkpoint is served, one sentence each.
     """
@@ -50,7 +53,7 @@ class QuantizeResult(msgspec.Struct):
     strategy: str
     output: str
     seconds: float
-    expected_bytes: int | None
+    expected_bytes: int
     size_bytes: int
     source_bytes: int
     notes: list[str] = []
@@ -74,7 +77,7 @@ def run(
     seed: int = 0,
     persona: str | None = None,
     allow_prompt_mismatch: bool = False,
-    kv_cache: str | None = None,
+    kv_cache: str = "none",
     **options: Any,
 ) -> QuantizeResult:
     """Quantize `model` into `output`.
@@ -82,60 +85,85 @@ def run(
     persona: name or file of the production system prompt that the conversations must have, by default the one they
     name; another prompt is refused unless allow_prompt_mismatch. Its hash is stored in annie_quant.json.
     report: receives the progress; a function takes one line per report.
-    kv_cache: "fp8" (scales calibrated on the conversations), "fp8_cast" (without scales) or "none"; None: the strategy's own.
+    kv_cache: "fp8" (scales calibrated on the conversations), "fp8_cast" (without scales) or "none".
     options: of the strategy.
     Raises UsageError where a pattern matches nothing or the output is in the way, CheckpointError where the model
     folder cannot be used. The output appears under its name only when it is complete.
     """
     part = strategies.find(strategy)
-    model, output = Path(model), check_name(output)
+    job = make_job(part, Path(model), check_name(output), calib_data, calib_samples, exclude, scale, seed, options)
+    kv_format = kv_cache_format.check(kv_cache)
+    # What needs no library is reported before libraries and the model are loaded.
+    check_output(job.output, force or rank() > 0, (job.model, job.calib_data))
+    if part.cost.passes:
+        _ = job.conversations
+    strategies.check_family(part, read_object(job.model / "config.json") or {})
+    prompts = prompt_provenance.of_data(job.calib_data, persona, allow_prompt_mismatch)
+    for package in part.requires:
+        need(package, "quantize")
+    start, progress = time.monotonic(), as_progress(report)
+    key = {"strategy": part.name, "version": __version__, **part.resume_key(job)} if part.resume_key else None
+    # Under a launcher of several processes the first one writes; the others only compute.
+    first = rank() == 0
+    target = job.output if first else job.output.with_name(f".{job.output.name}.rank{rank()}")
+    with staged(target, key, force or not first, inputs=(job.model, job.calib_data)) as folder:
+        plan = part.plan(job, progress)
+        if first:
+            write(part, replace(job, output=folder), plan, progress)
+            if kv_format != "none":
+                kv_cache_format.add(job, folder, kv_format, progress)
+        write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe_of(job, part.name, prompts, kv_format, plan)))
+    shutil.rmtree(job.work if first else target, ignore_errors=True)
+    seconds = round(time.monotonic() - start, 2)
+    size = expected_bytes(ModelFolder(job.model), plan.formats)
+    return QuantizeResult(
+        part.name, str(output), seconds, size, weight_bytes(job.output), weight_bytes(job.model), notes_on(job.model)
+    )
+
+
+def make_job(
+    part: Strategy,
+    model: Path,
+    output: Path,
+    calib_data: str | os.PathLike[str] | None,
+    calib_samples: int,
+    exclude: str | tuple[str, ...],
+    scale: str | None,
+    seed: int,
+    options: Mapping[str, Any],
+) -> Job[Options]:
+    """Return the job of a strategy. Raises CheckpointError without a model folder, UsageError for an invalid setting."""
     if not (model / "config.json").is_file():
         raise CheckpointError(
             f"{model}: no config.json there, so it is not a model folder",
             "give --model the folder of a bf16 checkpoint",
         )
     settings = part.settings(options)
-    kv_format = kv_cache_format.check(kv_cache or part.kv_cache)
     rule: Any = scale or part.scale
     if rule not in get_args(nvfp4.Scale):
         raise UsageError(f"--scale {scale!r}", f"choose one of: {', '.join(get_args(nvfp4.Scale))}")
-    patterns = tuple(p.strip() for p in exclude.split(",") if p.strip()) if isinstance(exclude, str) else tuple(exclude)
-    job = Job(
+    return Job(
         model,
         output,
         Path(calib_data) if calib_data else None,
         calib_samples,
-        patterns,
+        tuple(p.strip() for p in exclude.split(",") if p.strip()) if isinstance(exclude, str) else tuple(exclude),
         rule,
         settings,
         seed,
         work=output.with_name(f".{output.name}.work"),
     )
-    # What needs no library is reported before libraries and the model are loaded.
-    check_output(output, force or rank() > 0, (model, job.calib_data))
-    if part.cost.passes:
-        _ = job.conversations
-    strategies.check_family(part, read_object(model / "config.json") or {})
-    prompts = prompt_provenance.of_data(job.calib_data, persona, allow_prompt_mismatch)
-    for package in part.requires:
-        need(package, "quantize")
-    start = time.monotonic()
-    key = {"strategy": part.name, "version": __version__, **part.resume_key(job)} if part.resume_key else None
-    # Under a launcher of several processes the first one writes; the others only compute.
-    first = rank() == 0
-    target = output if first else output.with_name(f".{output.name}.rank{rank()}")
-    with staged(target, key, force or not first, inputs=(model, job.calib_data)) as part_folder:
-        job.output = part_folder
-        part.quantize(job, as_progress(report))
-        if kv_format != "none" and first:
-            kv_cache_format.add(job, kv_format, as_progress(report))
-        copy_companions(model, part_folder)
-        write_json(part_folder / RECIPE_FILE, msgspec.to_builtins(recipe_of(job, part.name, prompts, kv_format)))
-    shutil.rmtree(job.work if first else target, ignore_errors=True)
-    seconds = round(time.monotonic() - start, 2)
-    return QuantizeResult(
-        part.name, str(output), seconds, job.expected_bytes, weight_bytes(output), weight_bytes(model), notes_on(model)
-    )
+
+
+def write(part: Strategy, job: Job[Options], plan: Plan, progress: Progress) -> None:
+    """Write the plan into job.output, with the reports and the files that a serving runtime needs besides the weights."""
+    if plan.coverage:
+        plan.coverage.report(job.output, progress)
+    if part.write:
+        part.write(job, plan, progress)
+    else:
+        export(ModelFolder(job.model), job.output, plan)
+    copy_companions(job.model, job.output)
 
 
 def notes_on(model: Path) -> list[str]:
@@ -151,7 +179,9 @@ def notes_on(model: Path) -> list[str]:
     return []
 
 
-def recipe_of(job: Job, strategy: str, prompts: prompt_provenance.Prompts, kv_cache: str) -> Recipe:
+def recipe_of(
+    job: Job[Options], strategy: str, prompts: prompt_provenance.Prompts, kv_cache: str, plan: Plan
+) -> Recipe:
     return Recipe(
         version=__version__,
         strategy=strategy,
@@ -159,13 +189,13 @@ def recipe_of(job: Job, strategy: str, prompts: prompt_provenance.Prompts, kv_ca
         calib_samples=job.calib_samples,
         exclude=list(job.exclude),
         scale=job.scale,
-        options=job.options,
+        options=asdict(job.options),
         seed=job.seed,
         prompt_sha256=prompts.sha256,
         prompt_mismatch=prompts.mismatch,
         kv_cache=kv_cache,
-        held_out=job.held_out,
-        ingredients=job.ingredients,
+        held_out=plan.held_out,
+        ingredients=plan.ingredients,
     )
 
 

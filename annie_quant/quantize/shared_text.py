@@ -20,13 +20,19 @@ import torch
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.offline.engine import common_prefix
-from annie_quant.quantize import calibration_samples, input_stats, layerwise
+from annie_quant.quantize import calibration_samples
+from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import KINDS, PADDING, Batch, Sample, TokenWeights
 
 GROUP_COST = 64  # tokens: cost of one more forward pass of one layer on a CPU
 TOKENS = 4096  # of one forward pass: its activations stay in the caches of a CPU
 SPLIT_COST = 4 * GROUP_COST  # of one more pass over shared tokens: what follows these is divided, too
 MIN_SAVED = GROUP_COST // 2  # positions: fewer shared tokens are computed again by each row that follows
+
+
+def weight_table(token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:
+    """Return the weight of every kind of token, float32 [KINDS]."""
+    return torch.tensor([token_weights.get(k, 0.0) for k in range(KINDS)], device=device)
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class SharedText:
     def weight_table(self, token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:
         """Return the weight of every code, float32 [codes]."""
         counts = torch.tensor(list(self.codes), dtype=torch.float32, device=device)
-        return counts @ input_stats.weight_table(token_weights, device)
+        return counts @ weight_table(token_weights, device)
 
     def encode(self, counts: np.ndarray) -> np.ndarray:
         """Return the codes [T] of counts [T, KINDS]."""
@@ -69,7 +75,7 @@ def can_share(folder: ModelFolder) -> bool:
     """
     config = folder.text_config
     types = set(config.get("layer_types") or ["full_attention"])
-    return layerwise.device_and_dtype(folder)[0] == "cpu" and types <= {"full_attention", "linear_attention"}
+    return device_and_dtype(folder)[0] == "cpu" and types <= {"full_attention", "linear_attention"}
 
 
 def arrange(samples: Sequence[Sample], tokens: int = TOKENS, share: bool = True) -> SharedText:

@@ -1,44 +1,119 @@
-"""What a strategy is: one value of this type, named STRATEGY, in a file of strategies/."""
+"""The interface of a strategy: a value STRATEGY of type Strategy, in a file of strategies/, which plans a Job."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from annie_quant import nvfp4
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.staging import source_key
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.formats import BITS, NVFP4, PLAIN_BITS
+from annie_quant.core.resume import KeyedJson, keyed_folder
+from annie_quant.quantize.formats import BITS, NVFP4, PLAIN_BITS, W4A16
 
 if TYPE_CHECKING:
-    from annie_quant.quantize.job import Job
+    from annie_quant.quantize.plan import Plan
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
 KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
 FLOAT32_BYTES = 1 << 30  # models up to this size are computed in float32, one layer at a time
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
+WAIT_FOR_FIRST_S = 60.0  # how long further processes wait for the first one's work folder
 
 
 @dataclass(frozen=True)
-class Option:
-    """A setting of one strategy (--set NAME=VALUE). A value takes the type of the default."""
-
-    default: Any
-    help: str
-    choices: tuple[Any, ...] = ()
-
-    def parse(self, name: str, value: Any) -> Any:
-        try:
-            parsed = type(self.default)(value)
-        except ValueError:
-            raise UsageError(f"{name}={value}: expected a value such as {self.default!r}", self.help) from None
-        if self.choices and parsed not in self.choices:
-            raise UsageError(f"{name}={value}", f"choose {' or '.join(map(str, self.choices))}")
-        return parsed
+class Options:
+    """Settings of a strategy (--set NAME=VALUE); a strategy that has some defines a subclass whose fields are option()s."""
 
 
-ACTIVATIONS = Option(4, "bits of the activations: 4 (W4A4) or 16 (only weights are quantized)", (4, 16))
+OptionsType = TypeVar("OptionsType", bound=Options, covariant=True)
+
+
+def option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
+    """Return a field of Options. A value that a user gives takes the type of the default."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def activations_option() -> Any:
+    return option("4", "bits of the activations: 4 (W4A4) or 16 (only weights are quantized)", ("4", "16"))
+
+
+def four_bit_format(activations: str) -> str:
+    """Return the format of 4-bit weights whose activations have "4" or "16" bits."""
+    return W4A16 if activations == "16" else NVFP4
+
+
+@dataclass(frozen=True)
+class Job(Generic[OptionsType]):
+    """The inputs of one quantization.
+
+    model: folder of the bf16 checkpoint.
+    output: folder to write into.
+    calib_data: JSON lines of conversations, or None.
+    calib_samples: conversations used at most.
+    exclude: patterns of --exclude-layers.
+    scale: rule by which block scales are chosen.
+    options: the strategy's.
+    seed: of random choices.
+    work: folder of what a killed run should not have to repeat; it is removed after success.
+    """
+
+    model: Path
+    output: Path
+    calib_data: Path | None = None
+    calib_samples: int = 512
+    exclude: tuple[str, ...] = ()
+    scale: nvfp4.Scale = "amax"
+    options: OptionsType = field(default_factory=Options)  # type: ignore[assignment]
+    seed: int = 0
+    work: Path = Path(".work")
+
+    @property
+    def conversations(self) -> Path:
+        """The file of conversations. Raises UsageError where the job has none."""
+        if self.calib_data is None:
+            raise UsageError(
+                "this strategy needs conversations to calibrate with",
+                "annie-quant data --persona annie --output calibration.jsonl, then --calib-data calibration.jsonl",
+            )
+        return self.calib_data
+
+    def key(self) -> dict[str, object]:
+        """Return what must be equal for a rerun to use what an interrupted run measured."""
+        return {
+            "model": source_key(ModelFolder(self.model)),
+            "calib_data": sha256_of(self.calib_data),
+            "settings": [self.calib_samples, self.exclude, self.scale, asdict(self.options), self.seed],
+        }
+
+    def measurements(self, name: str) -> KeyedJson:
+        """Return the file of measurements called `name`, which outlives a killed run with the same key."""
+        self.work_folder()
+        return KeyedJson(self.work / name, self.key())
+
+    def work_folder(self) -> Path:
+        """Return the work folder, emptied unless it was made with the same key. The first process makes it."""
+        return keyed_folder(self.work, self.key(), wait_s=WAIT_FOR_FIRST_S if rank() else 0.0)
+
+    def remove(self, name: str) -> None:
+        """Remove a folder inside the work folder."""
+        shutil.rmtree(self.work / name, ignore_errors=True)
+
+
+def rank() -> int:
+    """Return which of a launcher's processes (torchrun, accelerate launch) this is; 0 where there is one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def sha256_of(file: Path | None) -> str | None:
+    return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -51,10 +126,11 @@ class Cost:
     encode: time of the codec relative to plain rounding.
     column_feedback: Hessians are accumulated and factored, and each rounded column corrects those after it.
     bytes_per_weight: memory where the whole model is loaded.
-    bytes_per_layer_weight, hidden_copies, hessians: memory where one layer is loaded: per weight of the layer, copies of the
-        text's hidden states (by default a layer's inputs, outputs and gathered inputs), and float32 matrices of the widest input.
+    bytes_per_layer_weight: memory where one layer is loaded, per weight of the layer.
+    hidden_copies: copies of the text's hidden states, by default a layer's inputs, outputs and gathered inputs.
+    hessians: float32 matrices of the widest input.
     keeps_results: the rounded layers stay in memory until the last one is rounded.
-    whole_model: options → bytes per weight of a step with the whole model, after the layers; 0 without such a step.
+    whole_model: options → bytes per weight of a step with the whole model, besides the layers; 0 without such a step.
     kept_inputs: most bytes of a linear's inputs that are stored until it is rounded (layer_stages.py).
     """
 
@@ -68,7 +144,7 @@ class Cost:
     hidden_copies: int = 3
     hessians: int = 0
     keeps_results: bool = False
-    whole_model: Callable[[Mapping[str, Any]], float] = lambda options: 0.0
+    whole_model: Callable[[Any], float] = lambda options: 0.0
     kept_inputs: int = 0
 
 
@@ -76,32 +152,30 @@ class Cost:
 class Strategy:
     """A way to quantize a checkpoint.
 
-    formats: kind of part (annie_quant.models) → format, or average bits per weight where the strategy chooses formats;
-        for size estimates. Other parts stay bf16.
-    quantize: writes the quantized checkpoint into job.output.
-    options: its own settings, which it reads from job.options.
-    scale: how block scales are chosen unless --scale is given.
+    formats: kind of module (annie_quant.models) → format, or average bits per weight where the strategy chooses formats;
+        for size estimates. Other modules stay bf16.
+    plan: decides formats, scales and weights. The plan is then written into job.output.
+    options: type of its settings.
+    write: writes the plan in place of plan.export.
+    scale: rule by which block scales are chosen unless --scale is given.
     requires: packages of the `quantize` extra that it imports.
     resume_key: returns what must be equal for an interrupted run's shards to be kept; None keeps none.
     conservative: a search tries it next when a checkpoint answers gibberish.
-    kv_cache: format of the KV cache that the checkpoint asks for unless --kv-cache is given.
     any_family: it takes a family that is not known, although it computes single layers of the known ones.
-    searched: whether a search over all strategies tries it. A vendor's recipe is tried by name.
     """
 
     name: str
     summary: str
     formats: Mapping[str, str | float]
     cost: Cost
-    quantize: Callable[[Job, Progress], None]
-    options: Mapping[str, Option] = field(default_factory=dict)
+    plan: Callable[[Any, Progress], Plan]
+    options: type[Options] = Options
+    write: Callable[[Any, Plan, Progress], None] | None = None
     scale: nvfp4.Scale = "amax"
     requires: tuple[str, ...] = ("torch", "transformers")
-    resume_key: Callable[[Job], dict[str, object]] | None = None
+    resume_key: Callable[[Any], dict[str, object]] | None = None
     conservative: bool = False
-    kv_cache: str = "none"
     any_family: bool = False
-    searched: bool = True
 
     @property
     def needs_family(self) -> bool:
@@ -109,14 +183,25 @@ class Strategy:
         return self.cost.layerwise and self.cost.passes > 0 and not self.any_family
 
     def bits(self, kind: str) -> float:
-        """Return the bits per weight of a kind of part."""
+        """Return the bits per weight of a kind of module."""
         stored = self.formats.get(kind, PLAIN_BITS)
         return BITS[stored] if isinstance(stored, str) else stored
 
-    def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return every option with its value, by default its default. Raises UsageError for an unknown name."""
-        for name in values:
-            if name not in self.options:
-                known = "; ".join(f"{n} (default {o.default!r}): {o.help}" for n, o in self.options.items())
-                raise UsageError(f"{self.name} has no setting {name!r}", f"it has: {known or 'none'}")
-        return {n: o.parse(n, values[n]) if n in values else o.default for n, o in self.options.items()}
+    def settings(self, values: Mapping[str, Any]) -> Options:
+        """Return the options with the given values. Raises UsageError for a name or a value that they do not take."""
+        known = {f.name: f for f in fields(self.options)}
+        parsed = {}
+        for name, value in values.items():
+            if name not in known:
+                listed = "; ".join(f"{n} (default {f.default!r}): {f.metadata['help']}" for n, f in known.items())
+                raise UsageError(f"{self.name} has no setting {name!r}", f"it has: {listed or 'none'}")
+            default, choices = known[name].default, known[name].metadata["choices"]
+            try:
+                parsed[name] = type(default)(value)
+            except ValueError:
+                raise UsageError(
+                    f"{name}={value}: expected a value such as {default!r}", known[name].metadata["help"]
+                ) from None
+            if choices and parsed[name] not in choices:
+                raise UsageError(f"{name}={value}", f"choose {' or '.join(map(str, choices))}")
+        return self.options(**parsed)

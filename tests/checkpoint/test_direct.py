@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoint_zoo as zoo
@@ -21,8 +22,8 @@ import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, staging, writer
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError
 from annie_quant.core.progress import ByteProgress, Lines
-from annie_quant.quantize import job as jobs
 from annie_quant.quantize.strategies import direct
+from annie_quant.quantize.strategy import Job
 
 KILLS = int(os.environ.get("ANNIE_QUANT_KILLS", "4"))
 RUN = """
@@ -341,9 +342,7 @@ def test_a_missing_ray_cluster_is_one_line(source, tmp_path):
 
 def test_the_resume_key_has_what_changes_the_bytes(source, tmp_path):
     """Every setting that changes the bytes is in the key; the cluster is not."""
-    job = jobs.Job(source, tmp_path, options={"shard_size": "1GB", "input_scales": "", "ray": ""})
+    job = Job(source, tmp_path, options=direct.DirectOptions(shard_size="1GB"))
     base = direct.resume_key(job)
-    job.options = job.options | {"ray": "local"}
-    assert direct.resume_key(job) == base
-    job.scale = "sweep"
-    assert direct.resume_key(job) != base
+    assert direct.resume_key(replace(job, options=direct.DirectOptions(shard_size="1GB", ray="local"))) == base
+    assert direct.resume_key(replace(job, scale="sweep")) != base

@@ -43,7 +43,7 @@ def test_direct_quantizes_and_the_audit_is_clean(sources: dict[str, Path], tmp_p
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-@pytest.mark.parametrize("strategy", ["awq_lite", "gptq", "manners"])
+@pytest.mark.parametrize("strategy", ["awq_lite", "gptq", "w4a16_mixed"])
 def test_calibrating_strategies_know_the_family(
     sources: dict[str, Path], tmp_path: Path, kind: str, strategy: str
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_config_that_contradicts_its_tensors_is_one_line(
 def test_a_fold_into_rows_divides_their_biases() -> None:
     from annie_quant import models
     from annie_quant.models.family import ATTENTION_OUTPUT
-    from annie_quant.quantize.strategies import awq_lite
+    from annie_quant.quantize import folding
 
     torch.manual_seed(0)
     weights = {
@@ -162,7 +162,7 @@ def test_a_fold_into_rows_divides_their_biases() -> None:
         return values @ weights["self_attn.o_proj.weight"].T
 
     before = outputs()
-    awq_lite.fold(weights, models.family_of({"model_type": "qwen2"}), ATTENTION_OUTPUT, s, None)
+    folding.fold(weights, models.family_of({"model_type": "qwen2"}), ATTENTION_OUTPUT, s, None)
     assert torch.allclose(outputs(), before, atol=1e-5)
 
 

@@ -15,7 +15,6 @@ import time
 import numpy as np
 import torch
 
-ORDERS = ("natural", "blocks", "columns")  # of strategy best's sweep
 SHAPES = ((4096, 4096), (12288, 4096))
 
 
@@ -35,21 +34,21 @@ def error(w: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor) -> floa
 
 def ours(w: torch.Tensor, hessian: torch.Tensor, scale: str) -> torch.Tensor:
     from annie_quant import nvfp4
-    from annie_quant.quantize import gptq_solver
+    from annie_quant.quantize.hessian import factor, round_columns
 
     array = w.numpy()
     tensor_scale = float(nvfp4.tensor_scale(nvfp4.amax(array)))
-    _, rounded = gptq_solver.round_columns(array, gptq_solver.factor(hessian), tensor_scale, scale)
+    _, rounded = round_columns(array, factor(hessian), tensor_scale, scale)
     return torch.from_numpy(rounded)
 
 
-def swept(w: torch.Tensor, hessian: torch.Tensor, order: str) -> torch.Tensor:
+def swept(w: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """Return the weights by strategy best's sweep, which runs on the device of its tensors."""
     from annie_quant import nvfp4
     from annie_quant.quantize import column_sweep
 
     scale = torch.full((len(w),), float(nvfp4.tensor_scale(float(w.abs().max()))), device=w.device)
-    return column_sweep.sweep(w, hessian, scale, order=order).values
+    return column_sweep.sweep(w, hessian, scale).values
 
 
 def theirs(w: torch.Tensor, hessian: torch.Tensor, damping: float) -> torch.Tensor:
@@ -91,7 +90,7 @@ def main() -> None:
     for rows, columns in (map(int, shape.split("x")) for shape in arguments.shapes.split(",")):
         w, _, hessian = problem(rows, columns)
         base = error(w, plain(w), hessian)
-        forms: tuple[float | str, ...] = (0.01, 0.05) if arguments.peer else ("amax", "sweep", *ORDERS)
+        forms: tuple[float | str, ...] = (0.01, 0.05) if arguments.peer else ("amax", "sweep", "best")
         for form in forms:
             times = []
             for _ in range(arguments.runs):
@@ -99,7 +98,7 @@ def main() -> None:
                 if isinstance(form, float):
                     rounded = theirs(w, hessian, form)
                 else:
-                    rounded = (swept if form in ORDERS else ours)(w, hessian, form)
+                    rounded = swept(w, hessian) if form == "best" else ours(w, hessian, form)
                 times.append(time.perf_counter() - start)
             relative = error(w, rounded, hessian) / base
             seconds = f"median {np.median(times):.2f}, least {min(times):.2f} s"

@@ -33,7 +33,7 @@ from annie_quant.offline.evaluation import choose_workloads
 from annie_quant.offline.pair import ModelPair
 from annie_quant.offline.profiles import find_profile
 
-GPTQ, FAST, MIXED = "gptq", "best recipe=fixed effort=fast activations=4", "best recipe=fixed effort=fast"
+GPTQ, FAST, MIXED = "gptq", "best recipe=fixed activations=4", "best recipe=fixed"
 MEASURED = "best activations=4"
 RECIPES = {
     "gptq": f"{GPTQ} prompt=0",
@@ -48,17 +48,13 @@ RECIPES = {
     "fast+p.1+unrounded+awq": f"{FAST} prompt=.1 inputs=unrounded fold=awq",
     "fast+p.1+awq": f"{FAST} prompt=.1 fold=awq",
     "fast+p.1+markup4": f"{FAST} prompt=.1 markup=4",
-    "fast+p.1+natural": f"{FAST} prompt=.1 order=natural",
-    "fast+p.1+columns": f"{FAST} prompt=.1 order=columns",
-    "fast+p.1+all": f"{FAST} prompt=.1 codes=all",
-    "fast+p.1+cross": f"{FAST} prompt=.1 cross=1",
     "fast+p.1+d.01": f"{FAST} prompt=.1 damping=.01",
     "fast+p.1+d.1": f"{FAST} prompt=.1 damping=.1",
     "learned+p.1": f"{FAST} prompt=.1 steps=100",
     "learned+p.1+awq": f"{FAST} prompt=.1 steps=100 fold=awq",
     "learned": f"{FAST} prompt=0 steps=100",
-    "fast16+p.1": "best recipe=fixed effort=fast activations=16 prompt=.1",
-    "fast16+p.1+awq": "best recipe=fixed effort=fast activations=16 prompt=.1 fold=awq",
+    "fast16+p.1": "best recipe=fixed activations=16 prompt=.1",
+    "fast16+p.1+awq": "best recipe=fixed activations=16 prompt=.1 fold=awq",
     "mixed+p.1": f"{MIXED} prompt=.1",
     "mixed+p.1+awq": f"{MIXED} prompt=.1 fold=awq",
     "mixed.2+p.1+awq": f"{MIXED} prompt=.1 fold=awq share=.2",

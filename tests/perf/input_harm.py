@@ -2,7 +2,7 @@
 
     python tests/perf/input_harm.py annie_quant/assets/tiny-annie --conversations calibration.jsonl
 
-Trials as of `best` (quantize/format_choice.py): the source answers with the inputs of one group of linears rounded at a time. The
+Trials as of `best` (quantize/mixed_formats.py): the source answers with the inputs of one group of linears rounded at a time. The
 last line compares their sum with the divergence when all inputs are rounded at once, which shows how well they add up.
 """
 
@@ -17,11 +17,10 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
 from annie_quant.models import in_layer, layer_of
-from annie_quant.quantize import calibration_samples, format_choice
-from annie_quant.quantize.job import Job
+from annie_quant.quantize import calibration_samples, mixed_formats
+from annie_quant.quantize.formats import active_weights, choose
 from annie_quant.quantize.kl_trial import Trial
-from annie_quant.quantize.plan import active_weights
-from annie_quant.quantize.select import choose
+from annie_quant.quantize.strategy import Job
 
 
 def main() -> None:
@@ -37,8 +36,8 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as work:
         job = Job(arguments.model, Path(work) / "out", work=Path(work))
-        units = format_choice.units_of(folder.family, chosen)
-        harm = format_choice.measure_inputs(folder, units, samples, job, SILENT)
+        units = mixed_formats.units_of(folder.family, chosen)
+        harm = mixed_formats.measure_inputs(job, units, samples, SILENT)
     weights = active_weights(folder, chosen)
     total, size = sum(harm.values()), sum(weights.values())
     by_block: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -49,7 +48,7 @@ def main() -> None:
     print("| block | 1e-3 nats | share of the divergence | share of the weights |\n|---|---|---|---|")
     for (layer, block), (nats, count) in by_block.items():
         print(f"| {layer.rpartition('.')[2]} {block} | {1e3 * nats:.3f} | {nats / total:.1%} | {count / size:.1%} |")
-    trial = Trial(folder, samples, calibration_samples.RESPONSE, format_choice.TOKENS)
+    trial = Trial(folder, samples, calibration_samples.RESPONSE, mixed_formats.TOKENS)
     together = trial.cost_of_inputs(trial.largest_inputs(chosen)) - trial.divergence()
     print(f"sum {1e3 * total:.2f}, all at once {1e3 * together:.2f}, 1e-3 nats per token")
 

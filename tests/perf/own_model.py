@@ -1,6 +1,6 @@
 """From a system prompt, tools and 200 logged chats to a verdict: the commands for a model that is not Annie's, timed.
 
-    python tests/perf/own_model.py FOLDER [--strategy manners]
+    python tests/perf/own_model.py FOLDER [--strategy gptq]
 
 The model is tiny-annie with another chat template, the prompt Annie's with one more sentence. Prints seconds (wall and processor)
 of `init`, `quantize` and `eval`, and the verdict. 2026-11-22, two idle cores of an AMD EPYC (Zen 4): 1.2, 33 and 103 s.
@@ -38,7 +38,7 @@ def timed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="to be made")
-    parser.add_argument("--strategy", default="manners")
+    parser.add_argument("--strategy", default="gptq")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True)
     own_files.write_model(arguments.folder / "unseen")

@@ -81,7 +81,7 @@ Work = Callable[[], Any]
 
 def ours(arguments: argparse.Namespace, strategy: str, **settings: Any) -> Work:
     from annie_quant import quantize
-    from annie_quant.quantize import calibration_samples, layerwise, max_calibration, rounding_job  # noqa: F401, so that they are not timed
+    from annie_quant.quantize import calibration_samples, input_stats, rounding  # noqa: F401, so that they are not timed
 
     def work() -> None:
         quantize.run(

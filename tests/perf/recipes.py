@@ -25,14 +25,13 @@ from annie_quant.core.files import read_json, write_json
 from annie_quant.data import generate
 
 TINY = Path(annie_quant.__file__).parent / "assets/tiny-annie"
-# Row → (strategy, settings, numerics). A model of few layers keeps its last one in FP8 where Red Hat's recipe keeps eight.
+NVIDIA = {"scale": "amax", "kv_cache": "fp8_cast"}  # w4a16_nvfp4-fp8_attn-kv_fp8_cast of ModelOpt 0.47
+# Row → (strategy, settings, numerics).
 RECIPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "naive": ("naive", {}, "w4a4"),
     "gptq": ("gptq", {}, "w4a4"),
-    "nvidia_w4a16": ("nvidia_w4a16", {}, "w4a16"),
-    "nvidia_w4a16, FP8 KV cast": ("nvidia_w4a16", {}, "w4a16-fp8kv"),
-    "awq_gptq": ("awq_gptq", {"last": 1}, "w4a4"),
-    "awq_gptq, 4-bit head": ("awq_gptq", {"last": 1, "head": "nvfp4"}, "w4a4"),
+    "NVIDIA's": ("w4a16_mixed", NVIDIA, "w4a16"),
+    "NVIDIA's, FP8 KV cast": ("w4a16_mixed", NVIDIA, "w4a16-fp8kv"),
 }
 
 

@@ -52,8 +52,6 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptq": ("gptq", "", {}),
     "gptq W4A16": ("gptq", "", {"activations": 16}),
     "best": ("best", "", {}),
-    "manners": ("manners", "", {}),
-    "manners W4A16": ("manners", "", {"activations": 16}),
     "sensitivity 5.5 bits": ("sensitivity", "", {}),
     "sensitivity 5 bits": ("sensitivity", "", {"bits": 5.0}),
     "sensitivity at B's size": ("sensitivity", "", {"bits": 8.05}),

@@ -15,11 +15,10 @@ from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.select import choose
-from annie_quant.quantize.strategies import awq_lite
+from annie_quant.quantize.formats import choose
 
 torch = pytest.importorskip("torch", reason="folds run in torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import fake_quant  # noqa: E402
+from annie_quant.quantize import fake_quant, folding  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
 BOUND = 1e-3
@@ -53,9 +52,9 @@ def test_our_folds_keep_the_logits_and_modelopts_do_not(
     source = logits(model, {}, samples)
 
     ours: dict[str, np.ndarray] = {}
-    chosen, amax = set(choose(folder, ())), {}
+    chosen = set(choose(folder, ()))
     for layer in DecoderLayers(folder, calibration_samples.make_batches(samples)):
-        ours |= awq_lite.fold_layer(layer, chosen, amax)
+        ours |= folding.fold_layer(layer, chosen).weights
     assert {models.in_layer(n) for n in ours} >= {f"{site.producer}.weight" for site in SITES}
     changed = [n for n in ours if np.abs(ours[n] - folder.tensor(n).astype(np.float32)).max() > 0.01]
     assert len(changed) > 20  # folds that change nothing would prove nothing
@@ -78,7 +77,7 @@ def modelopts_folds(model: object, samples: list[calibration_samples.Sample], tm
     from safetensors.torch import load_file
 
     from annie_quant.offline import modelopt_backend
-    from annie_quant.quantize.library_output import quiet
+    from annie_quant.quantize.backend import quiet
 
     modelopt_backend.register()
     other = copy.deepcopy(model).to(torch.bfloat16)  # type: ignore[call-overload]
@@ -113,12 +112,11 @@ def test_folds_do_not_harm_tokens_of_prompts_or_responses(model: object) -> None
     text, held_out = (calibration_samples.samples_of_rows(TINY_ANNIE, rows[i::12])[:8] for i in (0, 1))
     errors: dict[bool, np.ndarray] = {}
     for folded in (False, True):
-        amax: dict[str, float] = {}
         inputs = DecoderLayers(folder, calibration_samples.make_batches(held_out))
         sums = np.zeros(2)
         for layer, other in zip(DecoderLayers(folder, calibration_samples.make_batches(text)), inputs, strict=True):
             if folded:
-                awq_lite.fold_layer(layer, chosen, amax, advance=False)
+                folding.fold_layer(layer, chosen, advance=False)
                 other.module.load_state_dict(layer.module.state_dict(), assign=True)
             layer.advance()
 
@@ -142,7 +140,7 @@ def test_a_fold_into_a_rounded_norm_is_exact_in_what_is_stored() -> None:
     weights |= {f"mlp.{n}_proj.weight": draw(32, 64) for n in ("gate", "up")}
     before = dict(weights)
     site = next(s for s in SITES if s.producer.startswith("post_attention"))
-    folded = awq_lite.fold(weights, FAMILY, site, torch.exp(draw(64) * 0.5), torch.bfloat16)
+    folded = folding.fold(weights, FAMILY, site, torch.exp(draw(64) * 0.5), torch.bfloat16)
     norm = weights[f"{site.producer}.weight"]
     assert torch.equal(norm, norm.bfloat16().float())
     x = draw(100, 64)
@@ -156,7 +154,7 @@ def test_a_fold_into_a_rounded_norm_is_exact_in_what_is_stored() -> None:
 def test_a_gain_near_zero_takes_no_scale() -> None:
     weights = {"input_layernorm.weight": torch.tensor([-1.0, 0.5]).repeat(8)}
     weights |= {f"self_attn.{n}_proj.weight": torch.ones(4, 16) for n in "qkv"}
-    folded = awq_lite.fold(weights, FAMILY, SITES[0], torch.full((16,), 3.0), torch.bfloat16)
+    folded = folding.fold(weights, FAMILY, SITES[0], torch.full((16,), 3.0), torch.bfloat16)
     assert torch.equal(folded[::2], torch.ones(8)) and (folded[1::2] - 3).abs().max() < 0.1
     assert all(torch.isfinite(w).all() for w in weights.values())
 

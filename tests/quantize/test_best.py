@@ -18,9 +18,11 @@ from annie_quant.quantize import calibration_samples
 
 torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.quantize import column_sweep, input_stats, layerwise, learned_rounding, rounding_job  # noqa: E402
-from annie_quant.quantize.layer_rounding import LayerRounder, Method, Streams  # noqa: E402
+from annie_quant.quantize import delta_rule, input_stats, layer_rounder, learned_rounding  # noqa: E402
+from annie_quant.quantize.hessian import Hessian  # noqa: E402
+from annie_quant.quantize.layer_rounder import Method  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
+from annie_quant.quantize.two_streams import SourceStream, StreamRounder  # noqa: E402
 
 LAYERS = 4
 
@@ -47,30 +49,32 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
-def rounders(
-    home: Path, method: Method, index: int, narrow: str = ""
-) -> tuple[LayerRounder, Streams, list[torch.Tensor]]:
-    """Return one layer, rounded, after the layers before it. narrow: part of the names of linears with rounded inputs."""
+def rounders(home: Path, method: Method, index: int, narrow: str = "") -> tuple[StreamRounder, list[torch.Tensor]]:
+    """Return one layer, rounded, after the layers before it, and the source's outputs.
+
+    narrow: part of the names of linears with rounded inputs.
+    """
     folder = ModelFolder(home / "model")
     samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 4))
     model = DecoderLayers(folder, calibration_samples.make_batches(samples, 1024))
     chosen = [n.removesuffix(".weight") for n in folder if "_proj.weight" in n and folder.info(n).shape[0] > 8]
     formats = {n: "nvfp4" if narrow in n else "w4a16" for n in chosen}
-    streams = Streams(model)
+    source = SourceStream([s.clone() for s in model.states])
     for layer in model:
-        rounder = LayerRounder(layer, formats, torch.tensor([0.1, 1, 1, 1, 1]), method)
-        outputs = rounder.measure(streams.true)
-        rounder.quantize(streams.true, model.states)
+        rounder = StreamRounder(layer, formats, torch.tensor([0.1, 1, 1, 1, 1]), method, source)
+        source.states = rounder.measure()
+        rounder.quantize()
         if layer.index == index:
             break
-        streams.advance(rounder, outputs)
-    return rounder, streams, outputs
+        rounder.advance()
+    return rounder, source.states
+
+
+SERVED = Method(layers=True, served=True)
 
 
 def test_the_result_is_plain_nvfp4_and_passes_the_audit(home: Path) -> None:
-    for i, options in enumerate(
-        [{}, {"cross": 30.0, "order": "columns", "codes": "all", "activations": 16, "steps": 0}]
-    ):
+    for i, options in enumerate([{}, {"activations": 16, "steps": 0, "inputs": "unrounded"}]):
         audit = checkpoint.audit(run(home, f"audited{i}", **options), source=home / "model")
         assert audit.ok, [f.message for f in audit.findings]
         naive = {n for n in ModelFolder(home / f"audited{i}") if n.endswith("weight_scale_2")}
@@ -91,22 +95,22 @@ def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
     """The process ends between two layers without any clean-up of ours; the next run reads what is on the disk."""
     if not (home / "whole").exists():
         run(home, "whole", fold="awq")
-    saved, rounded = rounding_job.LayerResult.save, []
+    saved, rounded = layer_rounder.LayerResult.save, []
 
-    def save(self: rounding_job.LayerResult, path: Path) -> None:
+    def save(self: layer_rounder.LayerResult, path: Path) -> None:
         saved(self, path)
         rounded.append(path.name)
         if len(rounded) == layer + 1:
             (path.with_name(f".{path.name}.part")).write_bytes(b"torn")  # of a writer that was killed
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(rounding_job.LayerResult, "save", save)
+    monkeypatch.setattr(layer_rounder.LayerResult, "save", save)
     with pytest.raises(KeyboardInterrupt):
         run(home, f"killed{layer}", fold="awq")
     assert not (home / f"killed{layer}").exists()
     calls: list[str] = []
     monkeypatch.setattr(
-        rounding_job.LayerResult, "save", lambda self, path: (calls.append(path.name), saved(self, path))
+        layer_rounder.LayerResult, "save", lambda self, path: (calls.append(path.name), saved(self, path))
     )
     after = contents(run(home, f"killed{layer}", fold="awq"))
     assert len(calls) == LAYERS - layer - 1, "finished layers are not rounded again"
@@ -115,15 +119,15 @@ def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
 
 
 def test_other_settings_do_not_continue_an_interrupted_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, calls = rounding_job.LayerResult.save, []
+    saved, calls = layer_rounder.LayerResult.save, []
 
-    def save(self: rounding_job.LayerResult, path: Path) -> None:
+    def save(self: layer_rounder.LayerResult, path: Path) -> None:
         saved(self, path)
         calls.append(path.name)
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(rounding_job.LayerResult, "save", save)
+    monkeypatch.setattr(layer_rounder.LayerResult, "save", save)
     with pytest.raises(KeyboardInterrupt):
         run(home, "other", steps=0)
     run(home, "other", steps=0, damping=0.1)
@@ -131,17 +135,16 @@ def test_other_settings_do_not_continue_an_interrupted_run(home: Path, monkeypat
 
 
 def test_learning_starts_from_gptq_and_never_ends_worse(home: Path) -> None:
-    rounder, streams, outputs = rounders(home, Method(cross=None), 1)
+    rounder, outputs = rounders(home, SERVED, 1)
     before = dict(rounder.rounded)
     for name, rounded in before.items():
         weight = learned_rounding.LearnedWeight(rounded, rounder.tensor_scales[name])
         torch.testing.assert_close(weight().detach(), rounded.values, rtol=1e-6, atol=0)
         assert torch.equal(weight.result().codes, rounded.codes)
         assert torch.equal(weight.result().scale_codes, rounded.scale_codes)
-    states = streams.model.states
-    learned = learned_rounding.learn(rounder, states, outputs, steps=20, seed=0)
+    learned = learned_rounding.learn(rounder, outputs, steps=20, seed=0)
     assert learned.best > 0 and learned.losses[learned.best] < 0.97 * learned.losses[0]
-    text = learned_rounding.Text(rounder, states, outputs)
+    text = learned_rounding.LayerText(rounder, outputs)
     now = {n: learned_rounding.LearnedWeight(r, rounder.tensor_scales[n]) for n, r in rounder.rounded.items()}
     assert text.judge(now) == pytest.approx(learned.losses[learned.best], rel=1e-4), "what is kept is what was measured"
     codes = [(a.codes != rounder.rounded[n].codes).float().mean() for n, a in before.items()]
@@ -152,19 +155,19 @@ def test_learning_starts_from_gptq_and_never_ends_worse(home: Path) -> None:
 
 
 def test_steps_that_only_harm_keep_the_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounder, streams, outputs = rounders(home, Method(cross=None), 0)
+    rounder, outputs = rounders(home, SERVED, 0)
     before = {n: r.codes.clone() for n, r in rounder.rounded.items()}
-    loss = learned_rounding.Text.loss
-    monkeypatch.setattr(learned_rounding.Text, "loss", lambda *args: -loss(*args))
-    learned = learned_rounding.learn(rounder, streams.model.states, outputs, steps=5)
+    loss = learned_rounding.LayerText.loss
+    monkeypatch.setattr(learned_rounding.LayerText, "loss", lambda *args: -loss(*args))
+    learned = learned_rounding.learn(rounder, outputs, steps=5)
     assert learned.best == 0 and min(learned.losses) == learned.losses[0]
     assert all(torch.equal(rounder.rounded[n].codes, codes) for n, codes in before.items())
 
 
 def test_steps_are_compared_on_rows_that_they_do_not_learn_from(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learned_rounding, "HELD_OUT", 2)  # batches have one to three rows here
-    rounder, streams, outputs = rounders(home, Method(cross=None), 0)
-    text = learned_rounding.Text(rounder, streams.model.states, outputs)
+    rounder, outputs = rounders(home, SERVED, 0)
+    text = learned_rounding.LayerText(rounder, outputs)
     judged = {(i, int(row)) for i, rows in text.judged for row in rows}
     generator = torch.Generator().manual_seed(0)
     drawn = {(i, int(row)) for i, rows in (text.draw(generator) for _ in range(200)) for row in rows}
@@ -174,23 +177,23 @@ def test_steps_are_compared_on_rows_that_they_do_not_learn_from(home: Path, monk
 
 def test_both_streams_are_the_models(home: Path) -> None:
     """The true stream is the source's hidden states; the other one is that of the rounded weights and inputs."""
-    rounder, streams, outputs = rounders(home, Method(), LAYERS - 1)
-    streams.advance(rounder, outputs)
+    rounder, outputs = rounders(home, SERVED, LAYERS - 1)
+    rounder.advance()
+    rounded = rounder.layer.model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32).eval()
     with torch.inference_mode():
-        for state, batch in zip(streams.true, streams.model.batches, strict=True):
+        for state, batch in zip(outputs, rounded.batches, strict=True):
             hidden = model.model(torch.from_numpy(batch.ids)).last_hidden_state
             assert (model.model.norm(state) - hidden).abs().max() < 1e-3
-    rounded = streams.model.states
-    difference = max(float((a - b).abs().max()) for a, b in zip(streams.true, rounded, strict=True))
+    difference = max(float((a - b).abs().max()) for a, b in zip(outputs, rounded.states, strict=True))
     assert difference > 1e-3
 
 
 def test_a_rounded_attention_is_computed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes as when it is computed in every pass, in fewer passes."""
-    counts, results, rule = [], [], layerwise.on_cpu
+    counts, results, rule = [], [], delta_rule.on_cpu
     for once in (True, False):
         calls = 0
 
@@ -200,13 +203,13 @@ def test_a_rounded_attention_is_computed_once(home: Path, monkeypatch: pytest.Mo
             return rule(*args, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(layerwise, "on_cpu", counted)
+            patch.setattr(delta_rule, "on_cpu", counted)
             if not once:
-                patch.setattr(LayerRounder, "finished", lambda self: [])
-            rounder, streams, outputs = rounders(home, Method(cross=None), 1)
-            streams.advance(rounder, outputs)
+                patch.setattr(StreamRounder, "finished", lambda self: [])
+            rounder, _ = rounders(home, SERVED, 1)
+            rounder.advance()
         counts.append(calls)
-        results.append((rounder.rounded, streams.model.states))
+        results.append((rounder.rounded, rounder.layer.model.states))
     (rounded, states), (expected, expected_states) = results
     assert all(torch.equal(rounded[n].codes, expected[n].codes) for n in expected)
     assert all(torch.equal(a, b) for a, b in zip(states, expected_states, strict=True))
@@ -242,10 +245,14 @@ def test_a_mixture_is_rounded_with_its_experts(home: Path, monkeypatch: pytest.M
     runtime_models.save_mixture(home / "mixture", experts=6, unused=2)
     lines: list[str] = []
     solved: list[list[str]] = []
-    solve = LayerRounder.solve
-    monkeypatch.setattr(
-        LayerRounder, "solve", lambda self, names, *rest: solved.append(list(names)) or solve(self, names, *rest)
-    )
+    round_group = StreamRounder.round_group
+
+    def counted(self: StreamRounder, group: list[str], hessian: Hessian, tops: dict[str, float]) -> None:
+        if hessian.tokens:
+            solved.append(list(group))
+        round_group(self, group, hessian, tops)
+
+    monkeypatch.setattr(StreamRounder, "round_group", counted)
     out = run(home, "mixture-out", "mixture", report=lines.append, steps=1, calib_samples=2)
     audit = checkpoint.audit(out, source=home / "mixture")
     assert audit.ok, [f.message for f in audit.findings]
@@ -255,7 +262,6 @@ def test_a_mixture_is_rounded_with_its_experts(home: Path, monkeypatch: pytest.M
     assert {n for numbers in of_experts for n in numbers} == {"", "0", "1", "3", "4", "5"}, "expert 2 saw no token"
     coverage = json.loads((out / input_stats.COVERAGE_FILE).read_text())
     assert len(coverage["tokens"]) == 4 and all(counts[2] == 0 for counts in coverage["tokens"].values())
-    assert any(line.startswith("memory about") for line in lines)
     assert any(line.startswith("rounding: layer 4 of 4, ") and line.endswith(" s left") for line in lines)
 
 
@@ -267,13 +273,3 @@ def test_the_experts_of_a_layer_have_one_line_where_their_warnings_are_alike() -
     )
     lines = input_stats.one_per_layer([plain, *warnings, other, plain.replace("2", "1")])
     assert lines == [plain, f"{warnings[0]} (4 more of this layer's experts: alike)", other, plain.replace("2", "1")]
-
-
-def test_efforts_are_steps() -> None:
-    from annie_quant.quantize.strategies import by_rank, find
-    from annie_quant.quantize.strategies.best import STEPS
-
-    assert STEPS["fast"] == 0 < STEPS["normal"] < STEPS["max"]
-    assert find("best").settings({})["effort"] == "normal"
-    assert [s.name for s in by_rank()][:2] == ["naive", "best"]
-    assert column_sweep.ALL_CODES[0] == -125 and column_sweep.ALL_CODES[-1] == 125

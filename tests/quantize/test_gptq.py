@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from annie_quant import nvfp4
-from annie_quant.quantize.strategies import gptq
 
 torch = pytest.importorskip("torch", reason="the Hessian is factored by torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import gptq_solver  # noqa: E402
+from annie_quant.quantize import hessian as hessians  # noqa: E402
+from annie_quant.quantize.layer_rounder import Method  # noqa: E402
+from annie_quant.quantize.layer_stages import StagedRounder  # noqa: E402
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
@@ -21,11 +24,11 @@ def inputs(rng: np.random.Generator, n: int, k: int) -> np.ndarray:
     return (rng.normal(size=(n, k)) @ (np.eye(k) + 0.3 * mixing / np.sqrt(k))).astype(np.float32)
 
 
-def problem(k: int = 160, n_rows: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray, gptq_solver.Factor]:
+def problem(k: int = 160, n_rows: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray, hessians.Factor]:
     """A weight, inputs, and the factor of their Hessian."""
     rng = np.random.default_rng(seed)
     x = inputs(rng, 4 * k, k)
-    factor = gptq_solver.factor(torch.from_numpy(x.T @ x))
+    factor = hessians.factor(torch.from_numpy(x.T @ x))
     return rng.normal(size=(n_rows, k)).astype(np.float32) * 0.02, x, factor
 
 
@@ -49,7 +52,7 @@ def in_numpy(w: np.ndarray, upper: np.ndarray, tensor_scale: np.float32, group: 
 def test_the_c_loop_is_the_papers_algorithm() -> None:
     w, _, factor = problem(k=288)  # two windows and a rest
     scale = nvfp4.tensor_scale(nvfp4.amax(w))
-    packed, rounded = gptq_solver.round_columns(w, factor, float(scale))
+    packed, rounded = hessians.round_columns(w, factor, float(scale))
     expected, scales = in_numpy(w, factor.upper, scale, 16)
     same_scale = packed.block_scale.astype(np.float32) == scales
     assert same_scale.mean() > 0.97  # float32 against float64: near-ties may fall either way, and then what follows
@@ -62,16 +65,16 @@ def test_what_it_returns_is_what_the_codes_say() -> None:
     w, _, factor = problem()
     for scale in ("amax", "four_over_six", "sweep"):
         step = nvfp4.tensor_scale(nvfp4.amax(w), scale=scale)
-        packed, rounded = gptq_solver.round_columns(w, factor, float(step), scale)
+        packed, rounded = hessians.round_columns(w, factor, float(step), scale)
         np.testing.assert_array_equal(nvfp4.unpack(packed, "float32"), rounded)
 
 
 def test_without_correlation_it_is_plain_rounding() -> None:
     w, *_ = problem()
-    factor = gptq_solver.factor(torch.eye(w.shape[1]))
+    factor = hessians.factor(torch.eye(w.shape[1]))
     for scale in ("amax", "four_over_six", "sweep"):
         step = float(nvfp4.tensor_scale(nvfp4.amax(w), scale=scale))
-        packed, _ = gptq_solver.round_columns(w, factor, step, scale)
+        packed, _ = hessians.round_columns(w, factor, step, scale)
         plain = nvfp4.pack(w, tensor_scale=step, scale=scale)
         assert packed.codes.tobytes() == plain.codes.tobytes()
         assert packed.block_scale.tobytes() == plain.block_scale.tobytes()
@@ -81,7 +84,7 @@ def test_without_correlation_it_is_plain_rounding() -> None:
 def test_output_error_falls_well_below_rounding(scale: str) -> None:
     w, x, factor = problem(k=256, n_rows=64, seed=4)
     step = float(nvfp4.tensor_scale(nvfp4.amax(w), scale=scale))
-    _, fed = gptq_solver.round_columns(w, factor, step, scale)
+    _, fed = hessians.round_columns(w, factor, step, scale)
     plain = nvfp4.unpack(nvfp4.pack(w, tensor_scale=step, scale=scale), "float32")
     error = lambda v: float(np.square(x @ (v - w).T).sum())  # noqa: E731
     assert error(fed) < 0.7 * error(plain)
@@ -93,7 +96,7 @@ def test_threads_do_not_change_the_bytes() -> None:
     packed = []
     for threads in (1, 3):
         nvfp4.set_threads(threads)
-        packed.append(gptq_solver.round_columns(w, factor, step, "sweep")[0])
+        packed.append(hessians.round_columns(w, factor, step, "sweep")[0])
     nvfp4.set_threads(0)
     assert packed[0].codes.tobytes() == packed[1].codes.tobytes()
 
@@ -102,9 +105,9 @@ def test_a_column_that_no_input_reaches_and_a_singular_hessian() -> None:
     w, x, *_ = problem(k=64)
     x[:, 7] = 0
     x[:, 9] = x[:, 8]
-    factor = gptq_solver.factor(torch.from_numpy(x[:20].T @ x[:20]), damping=1e-12)
+    factor = hessians.factor(torch.from_numpy(x[:20].T @ x[:20]), damping=1e-12)
     assert factor.dead.tolist() == [i == 7 for i in range(64)] and np.isfinite(factor.upper).all()
-    packed, rounded = gptq_solver.round_columns(w, factor, float(nvfp4.tensor_scale(nvfp4.amax(w))))
+    packed, rounded = hessians.round_columns(w, factor, float(nvfp4.tensor_scale(nvfp4.amax(w))))
     assert np.isfinite(rounded).all() and (rounded[:, 7] == 0).all() and np.isfinite(packed.tensor_scale)
 
 
@@ -113,7 +116,7 @@ def test_feedback_that_overflows_is_refused() -> None:
     upper = factor.upper.copy()
     upper[0, 1:] = 3e38
     with pytest.raises(ValueError, match="finite"):
-        gptq_solver.round_columns(w, gptq_solver.Factor(upper, factor.dead), 1e-5)
+        hessians.round_columns(w, hessians.Factor(upper, factor.dead), 1e-5)
 
 
 # -- tokens that count little
@@ -123,7 +126,7 @@ def test_tokens_that_count_little_are_sampled_with_their_weights_sum() -> None:
     table = torch.tensor([0.01, 1.0, 1.38, 0.0])
     kinds = torch.from_numpy(np.random.default_rng(3).choice(4, 5000, p=[0.8, 0.1, 0.05, 0.05]))
     weight, least = table[kinds], 0.2
-    sampled = gptq_solver.Sampling(table, least)(weight)
+    sampled = hessians.Sampling(table, least)(weight)
     small = weight < least
     assert torch.equal(sampled[~small], weight[~small]), "all others keep their weight"
     assert sampled[small].unique().tolist() == [0, pytest.approx(least)]
@@ -132,14 +135,14 @@ def test_tokens_that_count_little_are_sampled_with_their_weights_sum() -> None:
     difference = sampled.double().cumsum(0) - weight.double().cumsum(0)
     assert difference.abs().max() < least + 1e-3
     assert 150 < int((sampled[small] > 0).sum()) < 250, "one in twenty of 4,000"
-    in_parts = gptq_solver.Sampling(table, least)
+    in_parts = hessians.Sampling(table, least)
     assert torch.equal(torch.cat([in_parts(part) for part in weight.split([1, 0, 700, 299, 4000])]), sampled)
 
 
 def test_without_small_weights_all_tokens_are_taken() -> None:
     weight = torch.tensor([1.0, 0.0, 1.0, 0.3])
-    assert torch.equal(gptq_solver.Sampling(weight, 0.2)(weight), weight)
-    assert torch.equal(gptq_solver.Sampling(torch.tensor([0.01, 1.0]), 0.0)(torch.tensor([0.01])), torch.tensor([0.01]))
+    assert torch.equal(hessians.Sampling(weight, 0.2)(weight), weight)
+    assert torch.equal(hessians.Sampling(torch.tensor([0.01, 1.0]), 0.0)(torch.tensor([0.01])), torch.tensor([0.01]))
 
 
 def test_a_hessian_of_sampled_tokens_is_close_to_that_of_all() -> None:
@@ -148,9 +151,9 @@ def test_a_hessian_of_sampled_tokens_is_close_to_that_of_all() -> None:
     x[kinds == 0] *= 2  # a Hessian without the first kind would be another
     table = torch.tensor([0.01, 1.0])
     every, sampled, alone = (
-        gptq_solver.Hessian(table),
-        gptq_solver.Hessian(table, 0.2),
-        gptq_solver.Hessian(torch.tensor([0.0, 1.0])),
+        hessians.Hessian(table),
+        hessians.Hessian(table, 0.2),
+        hessians.Hessian(torch.tensor([0.0, 1.0])),
     )
     for hessian in (every, sampled, alone):
         hessian(x, kinds)
@@ -163,53 +166,53 @@ def test_a_hessian_of_sampled_tokens_is_close_to_that_of_all() -> None:
 # -- inputs that cannot be used
 
 
-def hessian_of(x: np.ndarray, weights: tuple[float, ...] = (1.0,)) -> gptq_solver.Hessian:
+def hessian_of(x: np.ndarray, weights: tuple[float, ...] = (1.0,)) -> hessians.Hessian:
     """The Hessian of inputs [n, K], all of the first kind."""
-    hessian = gptq_solver.Hessian(torch.tensor(weights))
+    hessian = hessians.Hessian(torch.tensor(weights))
     hessian(torch.from_numpy(x), torch.zeros(len(x), dtype=torch.int64))
     return hessian
 
 
+def rounder() -> StagedRounder:
+    """A rounder of a layer without linears, for the solution of single Hessians."""
+    layer = SimpleNamespace(name="model.layers.1", groups=lambda: [], experts_of=lambda name: None)
+    return StagedRounder(layer, {}, torch.ones(1), Method(), "sweep")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_inputs_that_are_not_finite_are_reported_and_the_linear_is_rounded(value: float) -> None:
-    w, x, _ = problem(k=64)
+    _, x, _ = problem(k=64)
     largest = float(np.abs(np.delete(x, 3, axis=0)).max())
     x[3, 5] = value
     hessian = hessian_of(x)
     assert hessian.amax == largest, "a NaN hides neither itself nor the largest input"
-    warnings: list[str] = []
-    assert gptq.solve(hessian, 0.05, ["model.layers.1.mlp.down_proj"], warnings) is None
-    assert "model.layers.1.mlp.down_proj: 1 of its calibration inputs hold NaN or inf" in warnings[0]
-    step = float(nvfp4.tensor_scale(nvfp4.amax(w)))
-    packed, values = gptq.round_weight(w, None, step, "sweep")
-    plain = nvfp4.pack(w, tensor_scale=step, scale="sweep")
-    assert packed.codes.tobytes() == plain.codes.tobytes()
-    np.testing.assert_array_equal(values, nvfp4.unpack(plain, "float32"))
+    staged = rounder()
+    assert staged.solve(["mlp.down_proj"], hessian) is None
+    assert "model.layers.1.mlp.down_proj: 1 of its calibration inputs hold NaN or inf" in staged.warnings[0]
 
 
 def test_a_hessian_that_is_not_finite_ends_with_an_error() -> None:
-    with pytest.raises(gptq_solver.FactorError, match="NaN or inf"):
-        gptq_solver.factor(torch.full((32, 32), torch.nan))
+    with pytest.raises(hessians.FactorError, match="NaN or inf"):
+        hessians.factor(torch.full((32, 32), torch.nan))
 
 
 def test_an_input_that_is_always_zero_is_reported() -> None:
     _, x, _ = problem(k=64)
     x[:, 7] = 0
-    warnings: list[str] = []
-    solution = gptq.solve(hessian_of(x), 0.05, ["model.layers.0.mlp.up_proj"], warnings)
+    staged = rounder()
+    solution = staged.solve(["mlp.up_proj"], hessian_of(x))
     assert solution is not None and solution.dead.sum() == 1
-    assert "model.layers.0.mlp.up_proj: 1 of 64 inputs are always 0" in warnings[0]
+    assert "model.layers.1.mlp.up_proj: 1 of 64 inputs are always 0" in staged.warnings[0]
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (0.0,)], ids=["zeros", "no response token"])
 def test_a_linear_without_any_input_is_reported_and_rounded(weights: tuple[float, ...]) -> None:
     hessian = hessian_of(np.zeros((8, 64), np.float32), weights)
-    warnings: list[str] = []
-    assert gptq.solve(hessian, 0.05, ["model.layers.0.mlp.up_proj"], warnings) is None
-    assert warnings == ["model.layers.0.mlp.up_proj: all its inputs are 0; rounded without error correction"]
-    never = gptq_solver.Hessian(torch.ones(1))
-    assert gptq.solve(never, 0.05, ["lm_head"], warnings) is None
-    assert "lm_head: no calibration input reached it" in warnings[1]
+    staged = rounder()
+    assert staged.solve(["mlp.up_proj"], hessian) is None
+    assert staged.warnings == ["model.layers.1.mlp.up_proj: all its inputs are 0; rounded without error correction"]
+    assert staged.solve(["mlp.down_proj"], hessians.Hessian(torch.ones(1))) is None
+    assert "model.layers.1.mlp.down_proj: no calibration input reached it" in staged.warnings[1]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
 
 def test_the_fake_linear_computes_what_the_export_will(tmp_path: Path) -> None:
     from annie_quant.offline import codec
-    from annie_quant.quantize.training import FakeLinear
+    from annie_quant.quantize.distillation import FakeLinear
 
     torch.manual_seed(0)
     plain = torch.nn.Linear(64, 8, bias=False)
@@ -42,7 +42,7 @@ def test_the_fake_linear_computes_what_the_export_will(tmp_path: Path) -> None:
 
 
 def test_gradients_pass_the_rounding_and_the_scales_are_saved() -> None:
-    from annie_quant.quantize.training import FakeLinear, insert
+    from annie_quant.quantize.distillation import FakeLinear, insert
 
     model = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
     insert(model, {"0": 0.5, "1": 0.25}, {"0": 2.0})
@@ -101,5 +101,5 @@ def test_two_processes_give_the_same_result_as_one(trained_folder: Path, tmp_pat
 def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
     from annie_quant.core.errors import UsageError
 
-    with pytest.raises(UsageError, match="train=some"):
-        quantize.run("qad", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, train="some")
+    with pytest.raises(UsageError, match="checkpointing=2"):
+        quantize.run("qad", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, checkpointing=2)

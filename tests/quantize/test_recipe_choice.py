@@ -15,14 +15,16 @@ from annie_quant.data.rows import read_conversations
 from annie_quant.documents import HeldOut
 from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, RESPONSE, Sample
-from annie_quant.quantize.job import Job
+from annie_quant.quantize.strategy import Job
 
 torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import kl_trial, recipe_choice  # noqa: E402
-from annie_quant.quantize.recipe_choice import Comparison, Rounding, Trials, hold_out  # noqa: E402
+from annie_quant.quantize.layer_rounder import Method  # noqa: E402
+from annie_quant.quantize.recipe_choice import RecipeChoice, ScoredMethod, Trials, choose_method, hold_out  # noqa: E402
+from annie_quant.quantize.rounding import round_model  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +57,11 @@ def test_no_more_is_held_out_than_decides_or_fits() -> None:
     assert hold_out(samples[:7], 10**6) == (samples[:7], [])
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, scores: dict[str, list[float]]) -> tuple[Rounding, Job, list[str]]:
-    """Return what choose() makes of recipes whose held-out conversations have these divergences; others have gptq's."""
+def chosen(monkeypatch: pytest.MonkeyPatch, scores: dict[str, list[float]]) -> tuple[RecipeChoice, list[str]]:
+    """Return what is chosen of methods whose held-out conversations have these divergences; others have gptq's."""
     tried: list[str] = []
 
-    def score(self: Trials, recipe: Rounding, title: str) -> list[list[float]]:
+    def score(self: Trials, method: Method, title: str) -> list[list[float]]:
         name = title.partition(", ")[2]
         tried.append(name)
         return [[d, 0.0, 0.0, 0.0] for d in scores.get(name, scores["GPTQ"])]
@@ -67,13 +69,13 @@ def chosen(monkeypatch: pytest.MonkeyPatch, scores: dict[str, list[float]]) -> t
     monkeypatch.setattr(Trials, "__init__", lambda self, *args: None)
     monkeypatch.setattr(Trials, "score", score)
     monkeypatch.setattr(recipe_choice, "device_and_dtype", lambda folder: ("cpu", None))
-    job = Job(Path("model"), Path("out"))
+    monkeypatch.setattr(recipe_choice, "ModelFolder", lambda path: None)
     samples = [sample(i) for i in range(40)]
     ingredients = list(recipe_choice.ingredients("normal", []))
     lines: list[str] = []
-    recipe = recipe_choice.choose(None, {}, samples, job, Lines(lines.append), Rounding(), ingredients)  # type: ignore[arg-type]
-    assert [i.name for i in job.ingredients] == tried
-    return recipe, job, lines
+    choice = choose_method(Job(Path("m"), Path("out")), {}, samples, Method(), ingredients, Lines(lines.append))
+    assert [i.name for i in choice.ingredients] == tried
+    return choice, lines
 
 
 def test_an_ingredient_stays_only_where_the_divergence_falls_by_more_than_the_noise(
@@ -84,23 +86,23 @@ def test_an_ingredient_stays_only_where_the_divergence_falls_by_more_than_the_no
         [x - 0.1 - 0.01 * (i % 2) for i, x in enumerate(base)],
         [x - 0.2 + (1.5 if i % 2 else -1.5) for i, x in enumerate(base)],
     )
-    recipe, job, lines = chosen(
+    choice, lines = chosen(
         monkeypatch, {"GPTQ": base, "prompt tokens at 0": better, "AWQ folds": noisy, "plain rounding": noisy}
     )
-    used = {i.name: i.used for i in job.ingredients}
+    used = {i.name: i.used for i in choice.ingredients}
     assert used["GPTQ"] and used["prompt tokens at 0"] and not used["AWQ folds"] and not used["plain rounding"]
-    assert recipe == Rounding(prompt=0.0)
-    entry = job.ingredients[2]
+    assert choice.method == Method(prompt=0.0)
+    entry = choice.ingredients[2]
     assert entry.kl == pytest.approx(sum(better)) and entry.change == pytest.approx(-1.05) and 0 < entry.noise < 0.05
-    assert job.held_out == HeldOut(10, 40, 10)
+    assert choice.held_out == HeldOut(10, 40, 10)
     assert any("fewer than 2,000" in line for line in lines) and any(
         line.startswith("refuses AWQ folds") for line in lines
     )
 
 
 def test_plain_rounding_wins_where_everything_else_harms(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, job, _ = chosen(monkeypatch, {"GPTQ": [1.0] * 9 + [1.1], "plain rounding": [0.5] * 10})
-    assert recipe == Rounding(plain=True) and [i.used for i in job.ingredients][-1]
+    choice, _ = chosen(monkeypatch, {"GPTQ": [1.0] * 9 + [1.1], "plain rounding": [0.5] * 10})
+    assert choice.method == Method(plain=True) and choice.ingredients[-1].used
 
 
 def test_settings_of_the_user_are_not_tried() -> None:
@@ -118,7 +120,7 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
     rng = random.Random(1)
     before = [[rng.random() for _ in range(4)] for _ in range(50)]
     after = [[x + rng.gauss(0, 0.01) for x in row] for row in before]
-    change, noise = Comparison("b", Rounding(), after).change(Comparison("a", Rounding(), before))
+    change, noise = ScoredMethod("b", Method(), after).change(ScoredMethod("a", Method(), before))
     differences = [sum(a) - sum(b) for a, b in zip(after, before, strict=True)]
     resampled = [sum(rng.choices(differences, k=50)) for _ in range(4000)]
     mean = sum(resampled) / 4000
@@ -127,17 +129,17 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
 
 
 RECIPES = {
-    "prompt": Rounding(),
-    "plain": Rounding(plain=True),
-    "awq": Rounding(fold="awq"),
-    "layers": Rounding(layers=True),
-    "served": Rounding(layers=True, served=True, fold="awq"),
+    "prompt": Method(),
+    "plain": Method(plain=True),
+    "awq": Method(fold=True),
+    "layers": Method(layers=True),
+    "served": Method(layers=True, served=True, fold=True),
 }
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path: Path, recipe: Rounding) -> None:
-    from annie_quant.quantize.export import export
+def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path: Path, recipe: Method) -> None:
+    from annie_quant.quantize.plan import export
     from annie_quant.quantize.runner import copy_companions
 
     folder = ModelFolder(home / "model")
@@ -149,14 +151,14 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path
     ]
     formats = {n: "nvfp4" if "mlp" in n else "w4a16" for n in names}
     job = Job(home / "model", tmp_path / "out", work=tmp_path / "work")
-    plan = recipe.round(folder, formats, samples, job, Lines(lambda line: None))
+    plan = round_model(job, formats, samples, recipe, Lines(lambda line: None))
     trial = kl_trial.Trial(folder, samples, RESPONSE, 10**6, cut=False)
     source = {n: p.clone() for n, p in trial.model.named_parameters()}
     figures = {inputs: trial.divergence_of(plan, inputs) for inputs in (True, False)}
     assert all(torch.equal(p, source[n]) for n, p in trial.model.named_parameters()), "the model is as it was"
     assert sum(a for a, _ in figures[True]) > sum(a for a, _ in figures[False]) > 0
     (tmp_path / "out").mkdir()
-    export(folder, job, plan)
+    export(folder, job.output, plan)
     copy_companions(home / "model", tmp_path / "out")
     for inputs, numerics in ((True, "w4a4"), (False, "w4a16")):
         trial.model = load(tmp_path / "out", numerics, cache="float32", dtype=torch.float32, device="cpu")
@@ -200,11 +202,10 @@ def test_a_killed_run_keeps_its_scores_and_the_document_lists_what_was_tried(
         patch.setattr(kl_trial.Trial, "divergence_of", dies)
         with pytest.raises(KeyboardInterrupt):
             run(home, "killed")
-    rounded: list[Rounding] = []
-    round_ = Rounding.round
-    monkeypatch.setattr(Rounding, "round", lambda self, *args: rounded.append(self) or round_(self, *args))
+    rounded: list[str] = []
+    monkeypatch.setattr(recipe_choice, "round_model", lambda *args: rounded.append(args[-1]) or round_model(*args))
     again = run(home, "killed")
-    assert len(rounded) == len(names), "all but gptq are measured, and the best one rounds again"
+    assert len(rounded) == len(names) - 1, "all but gptq are measured"
     assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +24,13 @@ from annie_quant.quantize import prompt_provenance
 PART = ",".join(f"layers.{i}" for i in range(6))
 ALL_BUT_LAST = f"{PART},layers.6"
 SETTINGS: dict[str, dict] = {
-    "auto_mixed": {"exclude": ALL_BUT_LAST, "answers": 2, "calib_samples": 3},
+    "auto_mixed": {"exclude": ALL_BUT_LAST, "bits": 6.0, "tokens": 30, "calib_samples": 3},
     "awq_lite": {"exclude": PART, "calib_samples": 3},  # one layer with DeltaNet, one with attention
     "sensitivity": {"exclude": ALL_BUT_LAST, "bits": 14.8, "tokens": 30, "calib_samples": 3},
     "qad": {"exclude": ALL_BUT_LAST, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3},
 }
 RESUMED_FROM = {
-    "auto_mixed": "scores.json",
+    "auto_mixed": "divergence.json",
     "sensitivity": "divergence.json",
     "qad": "trainer/checkpoint-2/trainer_state.json",
 }
@@ -72,9 +73,7 @@ def alike(one: Path, other: Path) -> float:
 
 @pytest.mark.parametrize("strategy", ["auto_mixed", "qad", "sensitivity"])
 def test_a_killed_run_resumes_with_the_same_result(strategy: str, tmp_path: Path) -> None:
-    pytest.importorskip(
-        "modelopt", reason="the strategies run on ModelOpt and torch: pip install annie-quant[quantize]"
-    )
+    pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
     whole = make(strategy, tmp_path / "whole")
     stored = killed(strategy, tmp_path / "out")
     assert stored.is_file() and not (tmp_path / "out").exists(), (
@@ -92,7 +91,7 @@ def test_a_killed_run_resumes_with_the_same_result(strategy: str, tmp_path: Path
     assert not stored.exists(), "the work folder is removed after success"
 
 
-@pytest.mark.parametrize("strategy", ["awq_lite", "gptq", "manners", "w4a16_mixed"])
+@pytest.mark.parametrize("strategy", ["awq_lite", "gptq", "w4a16_mixed"])
 def test_same_seed_same_bytes(strategy: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
     assert make(strategy, tmp_path / "one") == make(strategy, tmp_path / "two")
@@ -103,7 +102,7 @@ def test_what_was_stored_for_other_settings_is_not_used(tmp_path: Path) -> None:
     (job.work_folder() / "state").write_text("{}")
     job.measurements("scores.json").save({"a": 1})
     assert (job.work_folder() / "state").is_file() and job.measurements("scores.json").load() == {"a": 1}
-    job.seed = 1
+    job = replace(job, seed=1)
     assert job.measurements("scores.json").load() is None
     assert not (job.work_folder() / "state").exists()
 
@@ -121,9 +120,9 @@ def test_a_stale_system_prompt_is_refused_unless_allowed(tmp_path: Path) -> None
     pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
     stale = other_prompt(tmp_path / "stale.jsonl")
     with pytest.raises(UsageError, match="system prompt"):
-        quantize.run("manners", TINY_ANNIE, tmp_path / "out", calib_data=stale, calib_samples=2)
+        quantize.run("naive", TINY_ANNIE, tmp_path / "out", calib_data=stale, calib_samples=2)
     assert not (tmp_path / "out").exists()
-    quantize.run("manners", TINY_ANNIE, tmp_path / "out", calib_data=stale, calib_samples=2, allow_prompt_mismatch=True)
+    quantize.run("naive", TINY_ANNIE, tmp_path / "out", calib_data=stale, calib_samples=2, allow_prompt_mismatch=True)
     recipe = json.loads((tmp_path / "out/annie_quant.json").read_text())
     assert recipe["prompt_sha256"] == [sha256_text("You are someone else.")]
     assert "production" in recipe["prompt_mismatch"]

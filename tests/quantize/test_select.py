@@ -3,7 +3,7 @@
 import pytest
 
 from annie_quant.core.errors import UsageError
-from annie_quant.quantize.select import excluded, names_module
+from annie_quant.quantize.formats import excluded, names_module
 
 MODULES = [
     f"model.layers.{i}.{part}"

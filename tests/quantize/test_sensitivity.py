@@ -1,4 +1,4 @@
-"""sensitivity's choice of formats against all choices, and against the greedy one that it replaced."""
+"""The choice of formats under a budget against all choices, and against a greedy one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import itertools
 import numpy as np
 import pytest
 
-from annie_quant.quantize.format_choice import least_cost
+from annie_quant.quantize.calibration_samples import RESPONSE
 from annie_quant.quantize.formats import BITS, FP8, NVFP4, PLAIN_BITS, W4A16
-from annie_quant.quantize.strategies.sensitivity import pick
+
+pytest.importorskip("torch", reason="formats are tried on torch: pip install annie-quant[quantize]")
+from annie_quant.quantize.mixed_formats import FormatSearch, least_cost, pick
 
 STEPS = (W4A16, FP8, None)
+
+
+def search(inputs: float) -> FormatSearch:
+    return FormatSearch((W4A16, FP8), 5.5, True, None, RESPONSE, 1024, inputs)
 
 
 def size_of(kind: str | None) -> float:
@@ -47,7 +53,7 @@ def test_the_choice_has_the_least_divergence_of_all() -> None:
         sizes = {u: float(rng.integers(1, 40)) * 4096 for u in units}
         least, most = (sum(sizes.values()) * size_of(kind) for kind in (W4A16, None))
         budget = least + rng.random() * (most - least)
-        formats = pick(costs, sizes, budget, 0.25)
+        formats = pick(costs, sizes, budget, search(0.25))
         stored = {u: W4A16 if f == NVFP4 else f for u, f in formats.items()}
         total = sum(costs[u].get(f or "", 0.0) for u, f in stored.items())
         assert sum(sizes[u] * size_of(f) for u, f in stored.items()) <= budget * (1 + 1e-8)
@@ -67,6 +73,6 @@ def test_the_choice_has_the_least_divergence_of_all() -> None:
 def test_the_least_budget_gives_four_bits_and_nothing_is_bought_without_gain() -> None:
     costs = {"a": {NVFP4: 0.3, W4A16: 0.2, FP8: 0.0}, "b": {NVFP4: 0.0, W4A16: 0.0, FP8: 0.0}}
     sizes = {"a": 3e9 + 1, "b": 7e9}
-    assert pick(costs, sizes, sum(sizes.values()) * size_of(W4A16), 0.0) == {"a": W4A16, "b": NVFP4}
-    assert pick(costs, sizes, 1e12, 0.0) == {"a": FP8, "b": NVFP4}
+    assert pick(costs, sizes, sum(sizes.values()) * size_of(W4A16), search(0.0)) == {"a": W4A16, "b": NVFP4}
+    assert pick(costs, sizes, 1e12, search(0.0)) == {"a": FP8, "b": NVFP4}
     assert least_cost([], [], 0.0) == []

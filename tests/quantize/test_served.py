@@ -13,14 +13,13 @@ import annie_quant as aq
 from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 
-pytest.importorskip("modelopt", reason="the strategies run on ModelOpt and torch: pip install annie-quant[quantize]")
+pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
 MODEL = Path(aq.__file__).parent / "assets/tiny-annie"
 ALL_BUT_LAST_TWO = ",".join(f"layers.{i}" for i in range(6))
 # Settings that make the slow strategies short; their results are tested elsewhere.
 SETTINGS: dict[str, dict] = {
     "sensitivity": {"exclude": ALL_BUT_LAST_TWO, "bits": 13.5, "tokens": 60},
-    "auto_mixed": {"exclude": ALL_BUT_LAST_TWO, "answers": 2},
-    "awq_gptq": {"exclude": ALL_BUT_LAST_TWO},
+    "auto_mixed": {"exclude": ALL_BUT_LAST_TWO, "bits": 6.0, "tokens": 60},
     "awq_lite": {"exclude": ALL_BUT_LAST_TWO},
     "best": {"exclude": ALL_BUT_LAST_TWO, "steps": 1},
     "qad": {"steps": 2, "batch": 2, "save": 1, "lr": 1e-6},
@@ -44,9 +43,7 @@ def test_it_passes_the_audit_and_records_how_it_was_made(run: tuple[str, quantiz
     written = json.loads((output / "annie_quant.json").read_text())
     assert written["strategy"] == strategy and len(written["prompt_sha256"]) == 1
     assert result.size_bytes < 0.95 * result.source_bytes
-    if result.expected_bytes is not None:
-        tensors = ModelFolder(output).weight_bytes
-        assert result.expected_bytes == pytest.approx(tensors, rel=1e-4)
+    assert result.expected_bytes == pytest.approx(ModelFolder(output).weight_bytes, rel=1e-4)
 
 
 def test_it_calls_the_tool_on_the_real_server(run: tuple[str, quantize.QuantizeResult, Path]) -> None:

@@ -19,10 +19,9 @@ from annie_quant.quantize.calibration_samples import PADDING, Batch, Sample
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
 from annie_quant.quantize import shared_text  # noqa: E402
-from annie_quant.quantize.gptq_solver import Hessian  # noqa: E402
-from annie_quant.quantize.input_stats import weight_table  # noqa: E402
+from annie_quant.quantize.hessian import Hessian  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
-from annie_quant.quantize.shared_text import SharedText  # noqa: E402
+from annie_quant.quantize.shared_text import SharedText, weight_table  # noqa: E402
 
 WEIGHTS = {**calibration_samples.MANNERS, calibration_samples.THINKING: 3.0}
 

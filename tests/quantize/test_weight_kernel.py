@@ -32,7 +32,7 @@ def test_one_launch_gives_the_weight_and_its_gradients(dtype: torch.dtype, monke
         weight.m[0, 0] = 1.0
     slope = torch.randn(33, 160, generator=generator).to(device, dtype)
     fused = FusedWeight.apply(weight.base, weight.v, weight.scale, weight.m, weight.tensor_scale, dtype)
-    monkeypatch.setattr(column_sweep, "has_triton", lambda: False)
+    monkeypatch.setattr(learned_rounding, "has_triton", lambda: False)
     expected = weight()
     assert fused.dtype == expected.dtype == dtype
     if device == "cpu" and dtype == torch.bfloat16:  # Triton's interpreter truncates

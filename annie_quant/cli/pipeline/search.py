@@ -40,7 +40,7 @@ from annie_quant.judge.decision import paired
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.judge.pairing import answers_per_gate
-from annie_quant.quantize import estimate
+from annie_quant.quantize import estimates
 from annie_quant.quantize.strategies import by_rank, find
 
 NUMERICS = ("w4a4", "w4a16")
@@ -90,7 +90,7 @@ def run(
 def chosen_order(strategies: Sequence[str] | None) -> list[str]:
     """Return the names of the strategies to try: by default all, cheapest first (Cost.rank)."""
     if strategies is None:
-        return [s.name for s in by_rank() if s.searched]
+        return [s.name for s in by_rank()]
     available = list(quantize.available())
     for name in strategies:
         if name not in available:
@@ -204,12 +204,12 @@ class Search:
         size = folder_size(shards)
         row.size_bytes, row.bits_per_weight = size.size_bytes, size.bits_per_weight
         row.read_bytes = bytes_per_token(shards)
-        row.ceiling_tok_s = estimate.GB10_READ / row.read_bytes
+        row.ceiling_tok_s = estimates.GB10_READ / row.read_bytes
 
     @staticmethod
     def size_of_9b(strategy: str) -> Size9B:
-        expected = estimate.estimate("9b", strategy)
-        return Size9B(expected.size_bytes, estimate.GB10_READ / expected.read_bytes)
+        expected = estimates.estimate("9b", strategy)
+        return Size9B(expected.size_bytes, estimates.GB10_READ / expected.read_bytes)
 
     def evaluate(self, row: StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""

@@ -1,168 +1,16 @@
-"""awq_lite (strategy A): activation-aware scales, folded exactly, so that plain NVFP4 remains.
-
-For each foldable activation s = (mean |x|)^alpha, or that divided by (mean |w|)^(1 - alpha). It is searched for the least error
-of the linears that read it, with weights and activations rounded as a W4A4 kernel does, over as many tokens of prompts as of
-responses: an input that only prompts have must not become an outlier of all blocks. ModelOpt's own search is the same idea, but
-its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj.
-Every layer is verified before it is kept: with folded, unrounded weights its outputs must be the source's.
-"""
+"""awq_lite (strategy A): activation-aware scales, folded exactly, so that plain NVFP4 remains."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.formats import NVFP4
-from annie_quant.quantize.input_stats import Coverage
-from annie_quant.quantize.job import Job
-from annie_quant.quantize.plan import Plan, announce_size
-from annie_quant.quantize.select import choose
-from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Strategy
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-    from annie_quant.models import Family, LinearInput
-    from annie_quant.quantize.input_stats import InputSampler
-    from annie_quant.quantize.layerwise import DecoderLayer
-
-ALPHAS = tuple(i / 20 for i in range(21))
-SAMPLED_TOKENS = 512  # of prompts, and of responses, that a scale is judged on
-# Of the mean input: weaker ones count as that strong. They are 0 for most tokens, and as outliers they would harm the others.
-WEAKEST = 0.01
-MAX_CHANGE = 1e-3  # largest difference of a layer's outputs in float32, relative to the largest output
+from annie_quant.quantize.plan import Plan
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Options, Strategy
 
 
-def quantize(job: Job, progress: Progress) -> None:
-    from annie_quant.quantize import calibration_samples, layerwise
-    from annie_quant.quantize.export import export
+def plan(job: Job[Options], progress: Progress) -> Plan:
+    from annie_quant.quantize.folding import folded_model
 
-    folder = ModelFolder(job.model)
-    chosen = choose(folder, job.exclude)
-    plan = Plan(dict.fromkeys(chosen, NVFP4))
-    announce_size(folder, plan.formats, job, progress)
-    batches = calibration_samples.make_batches(calibration_samples.read_samples(job))
-    weights: dict[str, np.ndarray] = {}
-    coverage = Coverage()
-    for layer in layerwise.DecoderLayers(folder, batches, progress, "folding"):
-        weights |= fold_layer(layer, set(chosen), plan.amax, coverage)
-    coverage.report(job.output, progress)
-    plan.weights = weights
-    export(folder, job, plan)
-
-
-def fold_layer(
-    layer: DecoderLayer,
-    chosen: set[str],
-    amax: dict[str, float],
-    coverage: Coverage | None = None,
-    advance: bool = True,
-) -> dict[str, np.ndarray]:
-    """Return the layer's changed tensors by full name; sets `amax` to the largest inputs after folding.
-
-    advance: let the layer's outputs become the next layer's inputs; otherwise the layer keeps the folded weights.
-    Nothing is folded into routed experts: the norm before them is read by the router, too.
-    """
-    from annie_quant.offline.codec import to_numpy
-    from annie_quant.quantize.calibration_samples import PROMPT, RESPONSE
-    from annie_quant.quantize.input_stats import InputObserver, InputSampler
-
-    folder, family, device = layer.model.folder, layer.model.folder.family, layer.model.device
-    kinds = [b.kinds for b in layer.model.batches]
-    totals = (sum(int((k == PROMPT).sum()) for k in kinds), sum(int((k > PROMPT).sum()) for k in kinds))
-    samplers = {
-        group[0]: InputSampler(RESPONSE, device, f"{layer.name}.{group[0]}", totals, SAMPLED_TOKENS)
-        for group in layer.groups()
-        if not layer.experts_of(group[0])
-    }
-    observers = {g[0]: InputObserver(RESPONSE, device, f"{layer.name}.{g[0]}") for g in layer.expert_groups()}
-    state = min(layer.model.states, key=lambda s: s.numel()).float()
-    (layer.advance if advance else layer.observe)({**samplers, **observers})
-    before = {n: t.detach().float() for n, t in layer.module.state_dict().items()}
-    after, scales = dict(before), {}
-    for site in family.inputs:
-        readers = [r for r in site.linears if f"{layer.name}.{r}" in chosen]
-        # Rows that are stored in 16 bits cannot take a scale exactly.
-        exact = site.fold == "norm" or f"{layer.name}.{site.producer}" in chosen
-        if not site.searched or not readers or not exact:
-            continue
-        s = search_scale(site, readers, samplers[site.linears[0]], before)
-        stored = None if site.fold == "rows" else norm_dtype(folder, f"{layer.name}.{site.producer}.weight")
-        scales[site.linears[0]] = fold(after, family, site, s, stored)
-    if scales:
-        verify(layer, state, before, after)
-    if not advance:
-        layer.module.load_state_dict({n: t.to(layer.model.dtype) for n, t in after.items()}, assign=True)
-    for group in layer.expert_groups():
-        if coverage is not None:
-            coverage.add(layer.name, [group], {group[0]: observers[group[0]].tokens})
-    for group in layer.groups():
-        s_folded = scales.get(group[0])
-        for name in group:
-            if group[0] in samplers:
-                amax[f"{layer.name}.{name}"] = samplers[group[0]].amax(s_folded)
-            elif observers[group[0]].tokens:
-                amax[f"{layer.name}.{name}"] = observers[group[0]].amax()
-    return {f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]}
-
-
-def search_scale(
-    site: LinearInput, readers: list[str], sampler: InputSampler, weights: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    """Return the scale (of shape_of_scale) with the least squared error over all alphas, with and without the weights' means.
-
-    Alpha 0 without them scales nothing.
-    """
-    import torch
-
-    from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
-    from annie_quant.quantize import fake_quant
-
-    x, mean = sampler.inputs(), sampler.mean()
-    mean = mean.clamp_min(WEAKEST * float(mean.mean())).clamp_min(1e-8)
-    plain = [weights[f"{r}.weight"] for r in readers]
-    expected = [x @ w.T for w in plain]
-    best, least = torch.ones_like(mean), float("inf")
-    magnitude = torch.cat(plain).abs().mean(0)
-    magnitude = magnitude.clamp_min(WEAKEST * float(magnitude.mean())).clamp_min(1e-8)
-    for s in (*(mean**a for a in ALPHAS), *(mean**a / magnitude ** (1 - a) for a in ALPHAS[:-1])):
-        s = shape_of_scale(site, s / (s.max() * s.min()).sqrt(), weights[f"{site.producer}.weight"])
-        full = s.repeat(x.shape[1] // len(s))
-        scaled = [w * full for w in plain]
-        tensor_scale = max(float(w.abs().max()) for w in scaled) / LARGEST_NVFP4
-        rounded = fake_quant.nvfp4_input(x / full, sampler.amax(full))
-        error = 0.0
-        for w, y in zip(scaled, expected, strict=True):
-            error += float((rounded @ fake_quant.nvfp4_weight(w, tensor_scale).T - y).square().sum())
-        if error < least:
-            best, least = s, error
-    return best
-
-
-def norm_dtype(folder: ModelFolder, name: str) -> torch.dtype | None:
-    """Return the 16-bit type that a tensor is stored in, or None for any other."""
-    import torch
-
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(folder.info(name).dtype)
-
-
-def verify(
-    layer: DecoderLayer, state: torch.Tensor, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
-) -> None:
-    """Check that the folded layer's outputs for hidden states, in float32, are those of the source's layer."""
-    import torch
-
-    module, model = layer.module, layer.model
-    with torch.inference_mode():
-        module.load_state_dict(before, assign=True)
-        expected = model.forward(module, state)
-        module.load_state_dict(after, assign=True)
-        difference = float((model.forward(module, state) - expected).abs().max() / expected.abs().max())
-    if not difference <= MAX_CHANGE:
-        raise CheckpointError(f"{layer.name}: folding changes its outputs by {difference:.2g}", "report this")
+    return folded_model(job, progress)
 
 
 STRATEGY = Strategy(
@@ -170,49 +18,5 @@ STRATEGY = Strategy(
     summary="A: activation-aware scales, searched and folded exactly into norms; plain NVFP4 W4A4",
     formats=ALL_NVFP4,
     cost=Cost(rank=30, layerwise=True, passes=22, encode=20),
-    quantize=quantize,
+    plan=plan,
 )
-
-
-# ---- folding: what produces an activation, and how it takes a scale, is in the family's description (annie_quant.models)
-
-MAX_ROUNDING = 1.25  # an element whose rounded norm divides by more or less than s by this factor takes no scale
-
-
-def shape_of_scale(site: LinearInput, s: torch.Tensor, producer: torch.Tensor) -> torch.Tensor:
-    """Return s as it can be folded: heads that share a norm's weight get the geometric mean of their scales."""
-    return s.reshape(-1, producer.numel()).log().mean(0).exp() if site.per_head else s
-
-
-def fold(
-    weights: dict[str, torch.Tensor], family: Family, site: LinearInput, s: torch.Tensor, stored: torch.dtype | None
-) -> torch.Tensor:
-    """Fold s (float32, of shape_of_scale) into `weights`, the layer's tensors in float32, in place.
-
-    With x' = x / s from its producer and W' = W diag(s) a linear's result is the same. A norm's weight is stored in 16 bits, so the
-    new one is rounded first, and s is what it then divides by: the fold is exact in what is stored. Linears that read the same
-    activation and are not quantized take s, too.
-
-    stored: the dtype that a norm is written in, or None where it is not rounded.
-    Returns the scale that was folded, [K] of the linears.
-    """
-    import torch
-
-    name = f"{site.producer}.weight"
-    producer = weights[name]
-    if site.fold == "rows":
-        weights[name] = producer / s[:, None]
-        if (bias := f"{site.producer}.bias") in weights:
-            weights[bias] = weights[bias] / s
-    else:
-        one = 1.0 if family.adds_one(name) else 0.0
-        new = (producer + one) / s - one
-        new = new if stored is None else new.to(stored).float()
-        exact = (producer + one) / (new + one)
-        valid = torch.isfinite(exact) & (exact > s / MAX_ROUNDING) & (exact < s * MAX_ROUNDING)
-        weights[name] = torch.where(valid, new, producer)
-        s = torch.where(valid, exact, torch.ones_like(s))
-    for reader in site.linears:
-        columns = weights[f"{reader}.weight"].shape[1]
-        weights[f"{reader}.weight"] = weights[f"{reader}.weight"] * s.repeat(columns // len(s))
-    return s.repeat(weights[f"{site.linears[0]}.weight"].shape[1] // len(s))

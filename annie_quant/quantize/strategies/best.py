@@ -1,102 +1,116 @@
 """best: every linear in NVFP4, as small as naive, by the recipe that keeps held-out conversations closest to the source.
 
 First the source answers with the inputs of one group of linears rounded at a time: those that carry most of the harm stay W4A16
-(format_choice.py). Then recipes are compared on conversations that none of them rounds with (recipe_choice.py), and the best one
+(mixed_formats.py). Then recipes are compared on conversations that none of them rounds with (recipe_choice.py), and the best one
 rounds with all conversations. --effort is how many are tried. A killed run continues after its last trial, recipe or layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.formats import NVFP4, W4A16
-from annie_quant.quantize.job import Job
-from annie_quant.quantize.plan import announce_size
-from annie_quant.quantize.select import choose
-from annie_quant.quantize.strategy import ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
-
-STEPS = {"fast": 0, "normal": 100, "max": 1000}  # of learned rounding per layer, of a fixed recipe
-ROUNDING = (
-    "prompt",
-    "markup",
-    "fold",
-    "damping",
-    "order",
-    "codes",
-    "cross",
-)  # options that a recipe has under the same name
+from annie_quant.quantize.formats import choose
+from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.strategy import (
+    ALL_NVFP4,
+    SWEEP_TIME,
+    Cost,
+    Job,
+    Options,
+    Strategy,
+    four_bit_format,
+    option,
+)
 
 
-def quantize(job: Job, progress: Progress) -> None:
-    from annie_quant.quantize import calibration_samples as text
-    from annie_quant.quantize import format_choice, recipe_choice
-    from annie_quant.quantize.export import export
+@dataclass(frozen=True)
+class BestOptions(Options):
+    recipe: str = option(
+        "measured",
+        "measured: what held-out conversations choose; fixed: that of the options below",
+        ("measured", "fixed"),
+    )
+    effort: str = option("normal", "how many recipes are compared", ("fast", "normal", "max"))
+    steps: int = option(0, "steps of learned rounding per layer, on inputs that are rounded as a server does")
+    damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
+    inputs: str = option(
+        "served", "of a fixed recipe's Hessians: rounded as a server does, or unrounded", ("served", "unrounded")
+    )
+    prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
+    markup: float = option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens")
+    fold: str = option("none", "fold activation-aware scales into the layer first", ("none", "awq"))
+    activations: str = option(
+        "mixed",
+        "bits of the inputs: 4 or 16 of all linears, or 4 for the most weights that `share` allows",
+        ("mixed", "4", "16"),
+    )
+    share: float = option(0.05, "of the divergence that rounding all inputs adds, what activations=mixed may leave")
+
+    @property
+    def whole_model_bytes(self) -> float:
+        """Bytes per weight of the trials with the whole model, in bf16."""
+        return 2.0 if self.activations == "mixed" or self.recipe == "measured" else 0.0
+
+
+def plan(job: Job[BestOptions], progress: Progress) -> Plan:
+    from annie_quant.quantize.calibration_samples import read_samples
+    from annie_quant.quantize.layer_rounder import Method
+    from annie_quant.quantize.mixed_formats import formats_of_inputs
+    from annie_quant.quantize.recipe_choice import RecipeChoice, choose_method, ingredients
+    from annie_quant.quantize.rounding import round_model
 
     options = job.options
-    if not 0 <= options["share"] <= 1:
-        raise UsageError(f"share={options['share']}: expected a share of 0 to 1", "--set share=0.05")
+    if not 0 <= options.share <= 1:
+        raise UsageError(f"share={options.share}: expected a share of 0 to 1", "--set share=0.05")
     folder = ModelFolder(job.model)
-    chosen = choose(folder, job.exclude)
-    formats = dict.fromkeys(chosen, W4A16 if options["activations"] == "16" else NVFP4)
-    samples = text.read_samples(job)
-    if options["activations"] == "mixed":
-        formats = format_choice.formats_of_inputs(folder, chosen, samples, options["share"], job, progress)
-    announce_size(folder, formats, job, progress)
-    if options["recipe"] == "fixed":
-        steps = options["steps"] if options["steps"] >= 0 else STEPS[options["effort"]]
-        recipe = recipe_choice.Rounding(
-            layers=True, served=options["inputs"] == "served", steps=steps, **{n: options[n] for n in ROUNDING}
-        )
+    chosen, samples = choose(folder, job.exclude), read_samples(job)
+    if options.activations == "mixed":
+        formats = formats_of_inputs(job, chosen, samples, options.share, progress)
     else:
-        own = {n: options[n] for n in ROUNDING if options[n] != STRATEGY.options[n].default}
-        if options["steps"] >= 0:
-            own |= {"steps": options["steps"], "served": bool(options["steps"])}
-        if own.keys() & {"order", "codes", "cross"} or own.get("served"):
-            own["layers"] = True
-        start = recipe_choice.Rounding(**own)
-        tried = recipe_choice.ingredients(options["effort"], own)
-        recipe = recipe_choice.choose(folder, formats, samples, job, progress, start, tried)
-    plan = recipe.round(folder, formats, samples, job, progress)
-    export(folder, job, plan)
-
-
-def whole_model_bytes(options: Mapping[str, Any]) -> float:
-    """Return the bytes per weight of the trials with the whole model, in bf16."""
-    return 2.0 if options["activations"] == "mixed" or options["recipe"] == "measured" else 0.0
+        formats = dict.fromkeys(chosen, four_bit_format(options.activations))
+    announce_size(folder, formats, progress)
+    fixed = options.recipe == "fixed"
+    method = Method(
+        prompt=options.prompt,
+        markup=options.markup,
+        fold=options.fold == "awq",
+        damping=options.damping,
+        layers=fixed or options.steps > 0,
+        served=options.inputs == "served" if fixed else options.steps > 0,
+        steps=options.steps,
+    )
+    choice = RecipeChoice(method)
+    if not fixed:
+        start = Method()
+        set_by_user = [n for n in vars(method) if getattr(method, n) != getattr(start, n)]
+        choice = choose_method(job, formats, samples, method, ingredients(options.effort, set_by_user), progress)
+    result = round_model(job, formats, samples, choice.method, progress)
+    result.held_out, result.ingredients = choice.held_out, list(choice.ingredients)
+    return result
 
 
 STRATEGY = Strategy(
     name="best",
     summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
     formats=ALL_NVFP4,
-    # Memory as rounding_job.memory_needed counts it, with learned rounding. Of the passes (counted, not measured) 16 are trials of
+    # Memory as rounding.memory_needed counts it, with learned rounding. Of the passes (counted, not measured) 16 are trials of
     # inputs, 22 the search of folds, 8 GPTQ's recipes and the final one, 18 layers on served inputs and learned rounding.
-    cost=Cost(rank=12, layerwise=True, passes=64, encode=SWEEP_TIME, column_feedback=True, bytes_per_layer_weight=44,
-              hidden_copies=4, hessians=5, keeps_results=True, whole_model=whole_model_bytes),
-    quantize=quantize,
-    options={
-        "recipe": Option("measured", "measured: what held-out conversations choose; fixed: that of the options below",
-                         ("measured", "fixed")),
-        "effort": Option("normal", "how many recipes are compared; of a fixed one: 0, 100 or 1,000 steps of learned rounding",
-                         ("fast", "normal", "max")),
-        "steps": Option(-1, "steps of learned rounding per layer, instead of those of the effort"),
-        "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
-        "cross": Option(0.0, "damping of the correction for inputs that the layers before changed; 0: no correction"),
-        "inputs": Option("served", "of a fixed recipe's Hessians: rounded as a server does, or unrounded",
-                         ("served", "unrounded")),
-        "order": Option("blocks", "columns in natural order, by falling Hessian in blocks of 16, or one by one",
-                        ("natural", "blocks", "columns")),
-        "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),
-        "prompt": Option(0.1, "weight of a prompt's token relative to a response's"),
-        "markup": Option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens"),
-        "fold": Option("none", "fold activation-aware scales into the layer first", ("none", "awq")),
-        "activations": Option("mixed", "bits of the inputs: 4 or 16 of all linears, or 4 for the most weights that `share` allows",
-                              ("mixed", "4", "16")),
-        "share": Option(0.05, "of the divergence that rounding all inputs adds, what activations=mixed may leave"),
-    },
+    cost=Cost(
+        rank=12,
+        layerwise=True,
+        passes=64,
+        encode=SWEEP_TIME,
+        column_feedback=True,
+        bytes_per_layer_weight=44,
+        hidden_copies=4,
+        hessians=5,
+        keeps_results=True,
+        whole_model=lambda options: options.whole_model_bytes,
+    ),
+    plan=plan,
+    options=BestOptions,
     scale="sweep",
-)  # fmt: skip
+)

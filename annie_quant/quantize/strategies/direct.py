@@ -1,12 +1,20 @@
 """direct: NVFP4 straight from the shards by the C codec. No GPU, no ModelOpt, no torch, bounded memory.
 
 Activations stay bf16 (W4A16) unless input scales are given: nothing is calibrated, so no text is needed. An interrupted
-run resumes after its last complete shard, and shards may be made by several machines (distributed.py).
+run resumes after its last complete shard.
+
+Shards can be tasks on a Ray cluster whose machines have the same folders. A task gets the job and the name of its shard and makes
+the plan itself, so only a few settings travel. A worker that dies loses its current shard, and Ray gives that task to another one.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import socket
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,44 +22,31 @@ import numpy as np
 from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import source_key
-from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.checkpoint.writer import ShardPlan
+from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault, UsageError, need
 from annie_quant.core.files import read_json
-from annie_quant.core.progress import ByteProgress, Progress
+from annie_quant.core.progress import SILENT, ByteProgress, Progress
 from annie_quant.models import short_name
-from annie_quant.quantize.export import export, planned_tensors
-from annie_quant.quantize.formats import NVFP4, W4A16
-from annie_quant.quantize.job import Job
-from annie_quant.quantize.plan import Plan
-from annie_quant.quantize.select import choose
-from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Option, Strategy
+from annie_quant.quantize.formats import NVFP4, W4A16, choose
+from annie_quant.quantize.plan import Plan, export, planned_tensors
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Options, Strategy, option
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+RETRIES = 5  # of a shard whose worker died
+CONNECT_S = 5.0
 
 
-def quantize(job: Job, progress: Progress) -> None:
-    folder = ModelFolder(job.model)
-    shard_bytes = parse_size(job.options["shard_size"])
-
-    def on_cluster(folder: Path, shards: list[writer.ShardPlan], done: ByteProgress) -> None:
-        from annie_quant.quantize import distributed
-
-        distributed.write_shards(job, write_shard, shards, done)
-
-    write_shards = on_cluster if job.options["ray"] else None
-    export(folder, job, make_plan(folder, job), shard_bytes, progress, resume=True, write_shards=write_shards)
+@dataclass(frozen=True)
+class DirectOptions(Options):
+    shard_size: str = option("5GB", "size of the output's files: 500MB, 5GB")
+    input_scales: str = option("", "for W4A4: a JSON file {module: input_scale}, or a quantized checkpoint's folder")
+    ray: str = option("", 'address of a Ray cluster that makes the shards ("local" starts one here)')
 
 
-def write_shard(job: Job, name: str) -> None:
-    """Write one shard of the output by its name: what a worker of a cluster does."""
-    folder = ModelFolder(job.model)
-    shards = writer.layout(planned_tensors(folder, make_plan(folder, job)), parse_size(job.options["shard_size"]))
-    writer.write_shard(job.output, next(s for s in shards if s.name == name))
-
-
-def make_plan(folder: ModelFolder, job: Job) -> Plan:
-    """Return the plan: every chosen linear in one format, and its input scale where they are given."""
+def plan(job: Job[DirectOptions], progress: Progress) -> Plan:
+    """Return every chosen linear in one format, with its input scale if these are given."""
+    folder, file = ModelFolder(job.model), job.options.input_scales
     chosen = choose(folder, job.exclude)
-    file = job.options["input_scales"]
     if not file:
         return Plan(dict.fromkeys(chosen, W4A16), scale=job.scale)
     scales = {short_name(name): value for name, value in read_input_scales(file).items()}
@@ -64,17 +59,86 @@ def make_plan(folder: ModelFolder, job: Job) -> Plan:
         )
     shared = folder.family.largest_of_input({m: scales.get(short_name(m), 0.0) for m in chosen})
     inputs = {m: np.float32(value) for m, value in shared.items()}
-    return Plan(dict.fromkeys(chosen, NVFP4), scale=job.scale, given_input_scales=inputs)
+    return Plan(dict.fromkeys(chosen, NVFP4), scale=job.scale, input_scales=inputs)
 
 
-def resume_key(job: Job) -> dict[str, object]:
+def write(job: Job[DirectOptions], plan: Plan, progress: Progress) -> None:
+    """Write the shards here or on a cluster."""
+    shard_bytes = parse_size(job.options.shard_size)
+    write_shards = partial(write_on_cluster, job) if job.options.ray else None
+    export(ModelFolder(job.model), job.output, plan, shard_bytes, progress, resume=True, write_shards=write_shards)
+
+
+def write_shard(job: Job[DirectOptions], name: str) -> None:
+    """Write one shard of the output by its name: what a worker of a cluster does."""
+    if not job.output.is_dir():
+        raise EnvironmentFault(
+            f"{job.output}: this worker does not have that folder", "give folders that every machine shares"
+        )
+    tensors = planned_tensors(ModelFolder(job.model), plan(job, SILENT))
+    shards = writer.layout(tensors, parse_size(job.options.shard_size))
+    writer.write_shard(job.output, next(s for s in shards if s.name == name))
+
+
+def write_on_cluster(job: Job[DirectOptions], folder: Path, shards: list[ShardPlan], progress: ByteProgress) -> None:
+    """Write every shard as a task on the cluster at job.options.ray; "local" starts one."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = need("ray", "ray")
+    address = job.options.ray
+    started = not ray.is_initialized()
+    if started:
+        try:
+            connect(address)
+            ray.init(address=None if address == "local" else address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise EnvironmentFault(
+                f"no Ray cluster at {address}: {(str(error) or type(error).__name__).splitlines()[0][:120]}",
+                "start one with `ray start --head`, or use --ray local",
+            ) from None
+    scales = job.options.input_scales and str(Path(job.options.input_scales).resolve())
+    options = replace(job.options, input_scales=scales)
+    absolute = replace(job, model=job.model.resolve(), output=job.output.resolve(), options=options)
+    task = ray.remote(max_retries=RETRIES)(write_shard)
+    waiting = {task.remote(absolute, shard.name): shard.work_bytes for shard in shards}
+    try:
+        while waiting:
+            done, _ = ray.wait(list(waiting))
+            for one in done:
+                ray.get(one)
+                progress.add(waiting.pop(one))
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        raise (
+            cause
+            if isinstance(cause, AnnieError | OSError)
+            else EnvironmentFault(f"a Ray worker failed: {type(cause).__name__}: {str(cause).splitlines()[0][:120]}")
+        ) from None
+    except ray.exceptions.RayError as error:
+        raise EnvironmentFault(
+            f"Ray: {str(error).splitlines()[0][:160]}", "run the same command again: finished shards are kept"
+        ) from None
+    finally:
+        for one in waiting:
+            ray.cancel(one)
+        if started:
+            ray.shutdown()
+
+
+def connect(address: str) -> None:
+    """Raise OSError where HOST:PORT does not listen; Ray itself would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+
+
+def resume_key(job: Job[DirectOptions]) -> dict[str, object]:
     """Return what must be equal for a rerun to keep the shards of an interrupted run."""
-    file = job.options["input_scales"]
+    file = job.options.input_scales
     return {
         "source": source_key(ModelFolder(job.model)),
         "exclude": job.exclude,
         "scale": job.scale,
-        "options": {k: v for k, v in job.options.items() if k != "ray"},
+        "options": asdict(replace(job.options, ray="")),
         "inputs": repr(list(read_input_scales(file).items()) if file else []),
     }
 
@@ -111,12 +175,9 @@ STRATEGY = Strategy(
     summary="weight-only NVFP4 from the shards by our C codec: no GPU, no text; --scale amax, four_over_six or sweep",
     formats=ALL_NVFP4,
     cost=Cost(rank=20, layerwise=True),
-    quantize=quantize,
-    options={
-        "shard_size": Option("5GB", "size of the output's files: 500MB, 5GB"),
-        "input_scales": Option("", "for W4A4: a JSON file {module: input_scale}, or a quantized checkpoint's folder"),
-        "ray": Option("", 'address of a Ray cluster that makes the shards ("local" starts one here)'),
-    },
+    plan=plan,
+    options=DirectOptions,
+    write=write,
     requires=(),
     resume_key=resume_key,
 )

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.formats import NVFP4
-from annie_quant.quantize.job import Job
-from annie_quant.quantize.select import choose
-from annie_quant.quantize.strategy import Cost, Strategy
+from annie_quant.quantize.formats import NVFP4, choose
+from annie_quant.quantize.plan import Plan
+from annie_quant.quantize.strategy import Cost, Job, Options, Strategy
 
 
-def quantize(job: Job, progress: Progress) -> None:
-    from annie_quant.quantize import max_calibration
+def plan(job: Job[Options], progress: Progress) -> Plan:
+    from annie_quant.quantize.input_stats import max_calibrated
 
     folder = ModelFolder(job.model)
     linears = [n for n in choose(folder, job.exclude) if folder.family.kind_of(n) == "mlp"]
-    max_calibration.quantize(job, folder, linears, progress)
+    return max_calibrated(job, linears, progress)
 
 
 STRATEGY = Strategy(
@@ -26,6 +25,6 @@ STRATEGY = Strategy(
     summary="B: ModelOpt's NVFP4_MLP_ONLY_CFG: MLP in NVFP4, attention and DeltaNet stay bf16",
     formats={"mlp": NVFP4},
     cost=Cost(rank=80, layerwise=True, passes=1),
-    quantize=quantize,
+    plan=plan,
     any_family=True,
 )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.job import Job
-from annie_quant.quantize.select import choose
-from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Strategy
+from annie_quant.quantize.formats import choose
+from annie_quant.quantize.plan import Plan
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Options, Strategy
 
 
-def quantize(job: Job, progress: Progress) -> None:
-    from annie_quant.quantize import max_calibration
+def plan(job: Job[Options], progress: Progress) -> Plan:
+    from annie_quant.quantize.input_stats import max_calibrated
 
-    folder = ModelFolder(job.model)
-    max_calibration.quantize(job, folder, choose(folder, job.exclude), progress)
+    return max_calibrated(job, choose(ModelFolder(job.model), job.exclude), progress)
 
 
 STRATEGY = Strategy(
@@ -21,6 +20,6 @@ STRATEGY = Strategy(
     summary="ModelOpt's NVFP4_DEFAULT_CFG, max calibration: smallest, loses manners (the control)",
     formats=ALL_NVFP4,
     cost=Cost(rank=10, layerwise=True, passes=1),
-    quantize=quantize,
+    plan=plan,
     any_family=True,
 )

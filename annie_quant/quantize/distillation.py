@@ -1,27 +1,94 @@
-"""Linears that round weights and inputs while they train, and the distillation that trains them.
+"""Quantization-aware distillation: the bf16 model teaches its own rounded copy on the assistant's answers.
 
 FakeLinear computes what a served NVFP4 linear computes; gradients pass as if nothing was rounded. Its two scales are
-buffers, so they are saved and restored with the weights, and the export uses the same ones.
+buffers, so they are saved and restored with the weights, and the export uses the same ones. The weights of the quantized linears
+train; all others stay the source's, so that the audit can compare them with the source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+from annie_quant.checkpoint.remote_code import refused
+from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
-from annie_quant.quantize import calibration_samples, fake_quant
-from annie_quant.quantize.calibration_samples import KINDS, PADDING, Sample, TokenWeights
+from annie_quant.offline.experts import separate
+from annie_quant.quantize import fake_quant
+from annie_quant.quantize.backend import device_and_dtype, quiet
+from annie_quant.quantize.calibration_samples import (
+    KINDS,
+    MANNERS_RESPONSE,
+    PADDING,
+    RESPONSE,
+    Sample,
+    TokenWeights,
+    padded,
+    read_samples,
+)
+from annie_quant.quantize.formats import NVFP4, choose
+from annie_quant.quantize.input_stats import collect_stats
+from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.strategy import Job, four_bit_format
+
+if TYPE_CHECKING:
+    from annie_quant.quantize.strategies.qad import QadOptions
+
+
+def distilled(job: Job[QadOptions], progress: Progress) -> Plan:
+    """Return the plan with the trained weights of all linears, and the scales that they were trained with."""
+    folder, options = ModelFolder(job.model), job.options
+    family, kind = folder.family, four_bit_format(options.activations)
+    names = {family.in_form(n, multimodal=False): n for n in choose(folder, job.exclude)}
+    formats = dict.fromkeys(names.values(), kind)
+    announce_size(folder, formats, progress)
+    stats = collect_stats(job, RESPONSE, progress)
+    inputs = family.largest_of_input(stats.amax)
+    device, dtype = device_and_dtype(folder)
+    with quiet(progress), refused(job.model):
+        load: Any = transformers.AutoModelForCausalLM
+        teacher = load.from_pretrained(job.model, dtype=dtype, trust_remote_code=False).to(device)
+        student = load.from_pretrained(job.model, dtype=torch.float32, trust_remote_code=False)
+        separate(student, family)
+    student.requires_grad_(False)
+    tops = {n: float(student.get_submodule(n).weight.detach().abs().max()) for n in names}
+    insert(student, family.largest_of_group(tops), {m: inputs[n] for m, n in names.items()} if kind == NVFP4 else {})
+    checkpoints = job.work_folder() / "trainer"
+    trainer = Distillation(
+        teacher,
+        MANNERS_RESPONSE,
+        model=student,
+        args=arguments(checkpoints, options, job.seed),
+        train_dataset=read_samples(job),
+        data_collator=collate,
+        callbacks=[loss_callback(progress, options.steps)],
+    )
+    saved = transformers.trainer_utils.get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    if saved:
+        progress.message(f"resuming from {Path(saved).name}")
+    with quiet(progress):
+        trainer.train(resume_from_checkpoint=saved)
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    plan = Plan(formats, inputs, coverage=stats.coverage)
+    if trainer.accelerator.is_main_process:  # the others may have parts of the weights only
+        plan.weights = {f"{n}.weight": state[f"{m}.weight"].detach().float().cpu().numpy() for m, n in names.items()}
+        plan.tensor_amax = {n: float(state[f"{m}.weight_amax"]) for m, n in names.items()}
+    return plan
 
 
 class FakeLinear(nn.Linear):
-    """nn.Linear in NVFP4. weight_amax sets the tensor scale, input_amax that of the inputs (0: they are not rounded)."""
+    """nn.Linear in NVFP4, whose weight is trained.
+
+    weight_amax: sets the tensor scale.
+    input_amax: sets the scale of the inputs; 0: they are not rounded.
+    """
 
     weight_amax: torch.Tensor
     input_amax: torch.Tensor
@@ -29,7 +96,7 @@ class FakeLinear(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Linear, weight_amax: float, input_amax: float) -> FakeLinear:
         new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        new.weight, new.bias = linear.weight, linear.bias
+        new.weight, new.bias = linear.weight.requires_grad_(True), linear.bias
         device = linear.weight.device
         new.register_buffer("weight_amax", torch.tensor(weight_amax, dtype=torch.float32, device=device))
         new.register_buffer("input_amax", torch.tensor(input_amax, dtype=torch.float32, device=device))
@@ -75,7 +142,7 @@ class Distillation(Trainer):
 
 def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     """Return a batch as the Trainer passes it on: input_ids and kinds, int64 [B, T]."""
-    batch = calibration_samples.padded(samples)
+    batch = padded(samples)
     return {"input_ids": torch.from_numpy(batch.ids), "kinds": torch.from_numpy(batch.kinds)}
 
 
@@ -91,25 +158,24 @@ def loss_callback(progress: Progress, steps: int) -> TrainerCallback:
     return LossCallback()
 
 
-def arguments(folder: Path, options: Mapping[str, Any], seed: int) -> TrainingArguments:
+def arguments(folder: Path, options: QadOptions, seed: int) -> TrainingArguments:
     """Return the Trainer's arguments. FSDP comes from accelerate's own configuration, if a launcher sets one."""
     cuda = torch.cuda.is_available()
     return TrainingArguments(
         output_dir=str(folder),
-        max_steps=options["steps"],
-        learning_rate=options["lr"],
-        per_device_train_batch_size=options["batch"],
-        gradient_accumulation_steps=options["accumulate"],
-        gradient_checkpointing=bool(options["checkpointing"]),
+        max_steps=options.steps,
+        learning_rate=options.lr,
+        per_device_train_batch_size=options.batch,
+        gradient_checkpointing=bool(options.checkpointing),
         gradient_checkpointing_kwargs={"use_reentrant": False},
         lr_scheduler_type="cosine",
-        warmup_steps=options["steps"] // 20,
+        warmup_steps=options.steps // 20,
         weight_decay=0.0,
         bf16=cuda,
         use_cpu=not cuda,
         seed=seed,
         data_seed=seed,
-        save_steps=options["save"],
+        save_steps=options.save,
         save_total_limit=2,
         logging_steps=10,
         report_to=[],

@@ -12,75 +12,75 @@ from paths import TINY_ANNIE
 
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.models.family import ModelSize
-from annie_quant.quantize import available, estimate
+from annie_quant.quantize import available, estimates
 
 
 def test_the_published_counts_of_the_9b():
     """8.953 B weights: MLP 4.832, DeltaNet 1.617, attention .470, embedding and head 1.017 each."""
-    size = estimate.published_sizes()["9b"]
+    size = estimates.published_sizes()["9b"]
     counts = size.counts
     billions = {k: round(v / 1e9, 3) for k, v in counts.items()}
     assert billions["mlp"] == 4.832 and billions["attention"] == 0.470 and billions["head"] == 1.017
     assert billions["deltanet"] + billions["rest"] == pytest.approx(1.617, abs=0.003)
     assert sum(counts.values()) / 1e9 == pytest.approx(8.953, abs=0.002)
     assert (size.layers, size.hidden_size, size.intermediate_size) == (32, 4096, 12288)
-    assert sum(estimate.published_sizes()["27b"].counts.values()) / 1e9 == pytest.approx(26.9, abs=0.1)
+    assert sum(estimates.published_sizes()["27b"].counts.values()) / 1e9 == pytest.approx(26.9, abs=0.1)
 
 
 @pytest.mark.parametrize(
     ("strategy", "gb", "tok_s"), [("mlp_only", 10.96, 26), ("w4a16_mixed", 7.42, None), ("naive", None, 39)]
 )
 def test_sizes_and_ceilings_that_are_written_down(strategy, gb, tok_s):
-    expected = estimate.estimate("9b", strategy)
+    expected = estimates.estimate("9b", strategy)
     if gb:
         assert expected.size_bytes / 1e9 == pytest.approx(gb, abs=0.02)
     if tok_s:
-        assert estimate.GB10_READ / expected.read_bytes == pytest.approx(tok_s, abs=0.6)
+        assert estimates.GB10_READ / expected.read_bytes == pytest.approx(tok_s, abs=0.6)
 
 
 def test_the_count_of_a_folder_is_the_real_output(tmp_path):
     """direct on tiny-annie, as counted before and as written after."""
     from annie_quant import quantize
 
-    expected = estimate.estimate(TINY_ANNIE, "direct", rates=estimate.SPARK)
+    expected = estimates.estimate(TINY_ANNIE, "direct", rates=estimates.SPARK)
     result = quantize.run("direct", TINY_ANNIE, tmp_path / "out")
     assert result.size_bytes == pytest.approx(expected.size_bytes, rel=0.03)
 
 
 def test_a_27b_is_quantized_layer_by_layer_on_a_spark_and_training_it_does_not_fit():
-    gptq = estimate.estimate("27b", "gptq")
+    gptq = estimates.estimate("27b", "gptq")
     assert gptq.fits and gptq.peak_bytes < 20e9
-    assert estimate.estimate("27b", "naive").peak_bytes < 20e9
-    assert estimate.estimate("27b", "auto_mixed").peak_bytes > 53.8e9
-    qad = estimate.estimate("27b", "qad")
+    assert estimates.estimate("27b", "naive").peak_bytes < 20e9
+    assert estimates.estimate("27b", "auto_mixed").peak_bytes > 53.8e9
+    qad = estimates.estimate("27b", "qad")
     assert not qad.fits and "DOES NOT FIT" in "\n".join(qad.lines())
 
 
 def test_best_of_a_9b_takes_what_was_measured():
     """38.0 GB of a GPU and 6.7 GB of the host, measured with a small vocabulary (tests/perf/strategies.md)."""
-    peak = estimate.estimate("9b", "best", samples=512, tokens=2048).peak_bytes
+    peak = estimates.estimate("9b", "best", samples=512, tokens=2048).peak_bytes
     assert 44.7e9 < peak < 1.3 * 44.7e9
 
 
 def test_trials_have_the_whole_model_in_bf16():
-    fixed = estimate.estimate("9b", "best", options={"activations": 4, "recipe": "fixed"})
+    fixed = estimates.estimate("9b", "best", options={"activations": 4, "recipe": "fixed"})
     assert fixed.layerwise and fixed.fits
-    trials = estimate.estimate("27b", "best")
+    trials = estimates.estimate("27b", "best")
     assert not trials.layerwise and trials.peak_bytes > 2 * trials.weights
     with pytest.raises(UsageError, match="no setting 'nope'"):
-        estimate.estimate("9b", "best", options={"nope": "1"})
+        estimates.estimate("9b", "best", options={"nope": "1"})
 
 
 def test_a_family_that_is_not_known_is_in_memory_as_a_whole(tmp_path):
     """naive computes it with transformers."""
-    known = estimate.estimate(TINY_ANNIE, "naive", rates=estimate.SPARK)
+    known = estimates.estimate(TINY_ANNIE, "naive", rates=estimates.SPARK)
     config = json.loads((TINY_ANNIE / "config.json").read_text()) | {"model_type": "mistral"}
     for file in TINY_ANNIE.iterdir():
         if file.is_file():
             shutil.copyfile(file, tmp_path / file.name)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert known.layerwise and not estimate.estimate(tmp_path, "naive", rates=estimate.SPARK).layerwise
-    assert estimate.estimate(tmp_path, "direct", rates=estimate.SPARK).layerwise
+    assert known.layerwise and not estimates.estimate(tmp_path, "naive", rates=estimates.SPARK).layerwise
+    assert estimates.estimate(tmp_path, "direct", rates=estimates.SPARK).layerwise
 
 
 def test_a_configuration_without_sizes_is_named(tmp_path):
@@ -90,20 +90,20 @@ def test_a_configuration_without_sizes_is_named(tmp_path):
     config["n_embd"] = config.pop("hidden_size")
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="no num_hidden_layers and hidden_size"):
-        estimate.estimate(folder, "direct")
+        estimates.estimate(folder, "direct")
 
 
 def test_every_strategy_has_an_estimate():
     for name in available():
-        expected = estimate.estimate("9b", name)
+        expected = estimates.estimate("9b", name)
         assert 4.5 < expected.bits_per_weight < 16 and sum(expected.seconds.values()) > 0
     with pytest.raises(UsageError, match="no strategy called 'magic'"):
-        estimate.estimate("9b", "magic")
+        estimates.estimate("9b", "magic")
 
 
 def test_rates_are_measured_here():
     pytest.importorskip("torch", reason="rates need torch: pip install annie-quant[quantize]")
-    rates = estimate.measure()
+    rates = estimates.measure()
     assert min(rates.flop_s, rates.copy, rates.encode, rates.memory) > 1e6 and "measured here" in rates.description
 
 
@@ -114,7 +114,7 @@ def test_time_in_which_another_process_has_the_processor_does_not_count():
         time.sleep(0.2)
         sum(range(10_000))
 
-    assert estimate.fastest(work, "cpu", times=1) < 0.1
+    assert estimates.fastest(work, "cpu", times=1) < 0.1
 
 
 def sizes_of(label, layers, hidden, width, key_values, vocabulary):
@@ -128,7 +128,7 @@ QWEN_CODER = {
     "1.5b": sizes_of("1.5B", 28, 1536, 8960, 256, 151936),
 }
 # The matmuls of an H200 with 16 processor cores, assumed.
-H200 = estimate.Rates(650e12, 50e12, 16 * 60e9, 3.5e12, 16 * 2e9, 130e9, "H200")
+H200 = estimates.Rates(650e12, 50e12, 16 * 60e9, 3.5e12, 16 * 2e9, 130e9, "H200")
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ H200 = estimate.Rates(650e12, 50e12, 16 * 60e9, 3.5e12, 16 * 2e9, 130e9, "H200")
 )
 def test_times_on_an_h200_are_within_twice_what_was_measured(monkeypatch, model, strategy, seconds):
     """256 rows of BFCL, about 100,000 tokens. Naive takes no longer than gptq."""
-    monkeypatch.setattr(estimate, "published_sizes", lambda: QWEN_CODER)
-    expected = sum(estimate.estimate(model, strategy, 256, 390, H200).seconds.values())
+    monkeypatch.setattr(estimates, "published_sizes", lambda: QWEN_CODER)
+    expected = sum(estimates.estimate(model, strategy, 256, 390, H200).seconds.values())
     assert seconds / 2 < expected < 2 * seconds
-    assert sum(estimate.estimate(model, "naive", 256, 390, H200).seconds.values()) < expected
+    assert sum(estimates.estimate(model, "naive", 256, 390, H200).seconds.values()) < expected
 
 
 def test_the_text_is_counted_in_the_file_and_shared_beginnings_once_on_a_cpu(tmp_path):
@@ -148,7 +148,7 @@ def test_the_text_is_counted_in_the_file_and_shared_beginnings_once_on_a_cpu(tmp
     rows = [{"messages": [system, {"role": "user", "content": f"{i} " * 30}]} for i in range(40)]
     file = tmp_path / "c.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    count, shared = estimate.text_of_file(file, 32, share=True)
+    count, shared = estimates.text_of_file(file, 32, share=True)
     assert count == 32 and shared < 1000 + 32 * 40
-    assert estimate.text_of_file(file, 512, share=False)[0] == 40
-    assert estimate.text_of_file(file, 32, share=False)[1] > 10 * 1000 > 5 * shared
+    assert estimates.text_of_file(file, 512, share=False)[0] == 40
+    assert estimates.text_of_file(file, 32, share=False)[1] > 10 * 1000 > 5 * shared

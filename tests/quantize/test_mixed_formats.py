@@ -14,12 +14,12 @@ from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize import calibration_samples, format_choice
+from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.calibration_samples import RESPONSE, Sample
 
 torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.quantize import kl_trial, rounding_job  # noqa: E402
+from annie_quant.quantize import kl_trial, layer_rounder, mixed_formats  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,11 @@ def samples(home: Path) -> list[Sample]:
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format_choice, "TOKENS", 40)
+    monkeypatch.setattr(mixed_formats, "TOKENS", 40)
 
 
 def run(home: Path, name: str, **options) -> Path:
-    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "effort": "fast", "recipe": "fixed", **options}
+    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "recipe": "fixed", **options}
     quantize.run("best", home / "model", home / name, **settings)
     return home / name
 
@@ -55,12 +55,12 @@ def test_the_most_weights_of_all_choices_round_their_inputs() -> None:
         harm = dict(zip("abcdef", rng.lognormal(-6, 2, 6), strict=True)) | {"g": -1e-9}
         weights = dict(zip("abcdefg", map(float, rng.integers(1, 40, 7)), strict=True))
         allowed = rng.random() * sum(harm.values())
-        chosen = format_choice.with_rounded_inputs(harm, weights, allowed)
+        chosen = mixed_formats.with_rounded_inputs(harm, weights, allowed)
         assert sum(harm[u] for u in chosen) <= allowed * (1 + 1e-8)
         every = itertools.chain.from_iterable(itertools.combinations(harm, k) for k in range(len(harm) + 1))
         best = max(sum(weights[u] for u in some) for some in every if sum(harm[u] for u in some) <= allowed)
         assert sum(weights[u] for u in chosen) == best
-    assert format_choice.with_rounded_inputs({"a": 0.1, "b": 0.0}, {"a": 1.0, "b": 2.0}, 0.0) == ["b"]
+    assert mixed_formats.with_rounded_inputs({"a": 0.1, "b": 0.0}, {"a": 1.0, "b": 2.0}, 0.0) == ["b"]
 
 
 def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(home: Path, samples: list[Sample]) -> None:
@@ -120,7 +120,7 @@ def test_only_harmless_inputs_are_rounded_and_the_weights_are_all_nvfp4(home: Pa
     line = next(line for line in lines if line.startswith("W4A4 for "))
     units, of = (int(word) for word in line.split()[2:5:2])
     folder = ModelFolder(out)
-    groups = format_choice.units_of(folder.family, [n.removesuffix(".weight_scale_2") for n in every])
+    groups = mixed_formats.units_of(folder.family, [n.removesuffix(".weight_scale_2") for n in every])
     rounded = {n.removesuffix(".input_scale") for n in narrow}
     assert of == len(groups) and units == sum(members[0] in rounded for members in groups.values())
     for members in groups.values():
@@ -141,14 +141,14 @@ def test_all_or_none_of_the_harm_are_the_two_plain_formats(home: Path) -> None:
 def test_many_layers_are_measured_in_bands_of_neighbours_with_the_same_linears() -> None:
     kinds = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
     units = {f"model.layers.{i}.{k}": [f"model.layers.{i}.{k}", f"{i}.{k}.fused"] for i in range(30) for k in kinds}
-    bands = format_choice.bands_of(units, 32)
+    bands = mixed_formats.bands_of(units, 32)
     assert len(bands) == 32
     assert sorted(n for members in bands.values() for n in members) == sorted(n for m in units.values() for n in m)
     for members in bands.values():
         layers = sorted({int(n.split(".")[2]) for n in members if n.startswith("model.")})
         assert layers == list(range(layers[0], layers[-1] + 1)) and len(layers) <= 4
         assert len({n.split(".", 3)[3] for n in members if n.startswith("model.")}) == 1
-    assert format_choice.bands_of(units, 1000) == units
+    assert mixed_formats.bands_of(units, 1000) == units
 
 
 def test_a_share_is_from_0_to_1(home: Path) -> None:
@@ -159,14 +159,14 @@ def test_a_share_is_from_0_to_1(home: Path) -> None:
 
 
 def test_a_run_that_dies_in_a_layer_does_not_measure_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = rounding_job.LayerResult.save
+    save = layer_rounder.LayerResult.save
 
-    def dies(self: rounding_job.LayerResult, path: Path) -> None:
+    def dies(self: layer_rounder.LayerResult, path: Path) -> None:
         save(self, path)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rounding_job.LayerResult, "save", dies)
+        patch.setattr(layer_rounder.LayerResult, "save", dies)
         with pytest.raises(KeyboardInterrupt):
             run(home, "layer")
     monkeypatch.setattr(kl_trial.Trial, "cost_of_inputs", lambda *args: pytest.fail("measured again"))

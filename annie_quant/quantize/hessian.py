@@ -1,7 +1,8 @@
 """GPTQ for one linear: columns are rounded one after the other, and each error is corrected in the columns that follow.
 
-The Hessian of the squared output error is the inputs' weighted second moment X^T W X (Frantar et al. 2022). The loop over
-the columns is C (csrc/nvfp4/gptq.c) and chooses block scales as the codec does; the factorisation is torch's.
+The Hessian of the squared output error is the inputs' weighted second moment X^T W X (Frantar et al. 2022), factored by torch.
+`round_columns` is the loop over the columns in C (csrc/nvfp4/gptq.c), which chooses block scales as the codec does;
+column_sweep.py chooses them by GPTQ's own objective.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from annie_quant import nvfp4
+from annie_quant.quantize.backend import tensor_cores
 
 DAMPING = 0.05  # of the mean of the Hessian's diagonal; in llm-compressor's comparison (#2922) .05 was better than .01
 ATTEMPTS = 12  # factorisations of one Hessian, with ten times the damping each
@@ -46,12 +48,15 @@ class Sampling:
 class Hessian:
     """Accumulates the weighted second moment of inputs x [n, K], and their largest magnitude.
 
-    table: weight of each kind of token.  least: of Sampling; 0 takes all tokens.  Tokens with NaN or inf are counted in
-    `not_finite` and left out of both.
+    table: weight of each kind of token.
+    least: of Sampling; 0 takes all tokens.
+    fast: multiply on a GPU's tensor cores.
+    Tokens with NaN or inf are counted in `not_finite` and left out of both.
     """
 
-    def __init__(self, table: torch.Tensor, least: float = 0.0) -> None:
-        self.table, self.weight, self.amax, self.not_finite, self.tokens = table, 0.0, 0.0, 0, 0
+    def __init__(self, table: torch.Tensor, least: float = 0.0, fast: bool = False) -> None:
+        self.table, self.fast = table, fast
+        self.weight, self.amax, self.not_finite, self.tokens = 0.0, 0.0, 0, 0
         self.sampling = Sampling(table, least)
         self.total: torch.Tensor | None = None
 
@@ -67,16 +72,35 @@ class Hessian:
         self.amax = max(self.amax, float(largest.max()))
         weight = self.sampling(self.table[kinds])
         used = weight.nonzero()[:, 0]
-        rows = x.index_select(0, used).float() * weight[used].sqrt()[:, None]
-        if self.total is None:
-            self.total = rows.T @ rows
-        else:
-            self.total.addmm_(rows.T, rows)
+        if len(used):
+            self.add(x.index_select(0, used), weight[used])
+
+    def add(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add inputs [n, K], each with its weight [n] > 0.
+
+        fast: inputs in bfloat16 that all weigh 1 are multiplied as they are, others in TF32; sums are float32 in both.
+        """
         self.weight += float(weight.sum())
+        fast = self.fast and x.dtype == torch.bfloat16
+        if fast and x.is_cuda and bool((weight == 1).all()):
+            product = torch.mm(x.T, x, out_dtype=torch.float32)
+            self.total = product if self.total is None else self.total.add_(product)
+            return
+        rows = x.float() * weight.sqrt()[:, None]
+        with tensor_cores(fast):
+            self.total = rows.T @ rows if self.total is None else self.total.addmm_(rows.T, rows)
 
     def mean(self) -> torch.Tensor | None:
-        """Return the weighted mean of x x^T, float32 [K, K], or None if there was no finite input."""
+        """Return the weighted mean of x x^T, float32 [K, K], or None if no finite input counted."""
         return None if self.total is None else self.total / max(self.weight, 1e-30)
+
+    def unusable(self) -> str:
+        """Return why no error can be corrected with it, or ""."""
+        if self.not_finite:
+            return f"{self.not_finite} of its calibration inputs hold NaN or inf"
+        if self.total is None:
+            return "all its inputs are 0" if self.tokens else "no calibration input reached it"
+        return ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,269 @@
+"""Round a model's layers with GPTQ on the inputs that the rounded model really has, in torch.
+
+Two streams of hidden states pass through the layers: those of the source, and those of the layers rounded so far, with rounded
+activations where the format has them. Inside a layer the linears are rounded in the order in which they run; each group that
+reads one input sees what the groups before it put out. learned_rounding.py can then learn the rounding of the whole layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from annie_quant import nvfp4
+from annie_quant.quantize import column_sweep, fake_quant
+from annie_quant.quantize.formats import NVFP4
+from annie_quant.quantize.hessian import LEAST_WEIGHT, FactorError, Hessian
+from annie_quant.quantize.input_stats import by_input
+from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method
+from annie_quant.quantize.layer_stages import inputs_of
+from annie_quant.quantize.layerwise import DecoderLayer, Observer
+
+# Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/source_diff.py).
+MAX_CHANGE = 0.19
+RAISED = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # factors of the damping
+
+
+@dataclass
+class SourceStream:
+    """The source's hidden states before the current layer; those of the rounded model are DecoderLayers' own."""
+
+    states: list[torch.Tensor]
+
+
+class StreamRounder(LayerRounder):
+    """Rounds one decoder layer: a copy, `fake`, whose linears are rounded one group after the other.
+
+    learn: improves the rounding of the whole layer, given the source's outputs (learned_rounding.py).
+    """
+
+    def __init__(
+        self,
+        layer: DecoderLayer,
+        formats: Mapping[str, str],
+        table: torch.Tensor,
+        method: Method,
+        source: SourceStream,
+        learn: Callable[[StreamRounder, Sequence[torch.Tensor]], object] | None = None,
+    ) -> None:
+        super().__init__(layer, formats, table, method)
+        self.source, self.learn = source, learn
+        self.rounded: dict[str, column_sweep.Rounded] = {}
+        self.tensor_scales: dict[str, float] = {}
+        # Block of `fake` of which everything is rounded → batch → its output, which later passes need again.
+        self.outputs: dict[str, dict[int, Any]] = {}
+        self.fake = self.copied()
+
+    def copied(self) -> DecoderLayer:
+        """Return a copy of the layer as it is now."""
+        return DecoderLayer(self.layer.model, self.layer.index, copy.deepcopy(self.layer.module))
+
+    def round(self) -> LayerResult:
+        outputs, folded = self.measure(), {}
+        self.source.states = outputs
+        if self.method.fold:
+            folded = self.fold()
+            self.share_amax()
+            self.fake = self.copied()
+        self.quantize()
+        if self.learn:
+            self.learn(self, outputs)
+        packed = {n: r.packed(self.tensor_scales[n]) for n, r in self.rounded.items()}
+        self.advance()
+        return LayerResult(packed, self.amax, self.tokens, folded)
+
+    def repeat(self, result: LayerResult) -> None:
+        self.source.states = self.measure()
+        self.restore(self.fake.module, result)
+        for group in self.groups:
+            self.round_inputs(group)
+        self.advance()
+
+    def advance(self) -> None:
+        """Let the rounded model's hidden states pass the rounded layer."""
+        states = self.layer.model.states
+        for i, (state, kinds) in enumerate(self.batches(states)):
+            with self.finished_once(i):
+                states[i] = self.run(self.fake, state, kinds)
+
+    def share_amax(self) -> None:
+        """Give linears that servers round with one scale the same largest input."""
+        prefix = f"{self.layer.name}."
+        full = self.layer.model.folder.family.largest_of_input({f"{prefix}{n}": a for n, a in self.amax.items()})
+        self.amax = {n.removeprefix(prefix): a for n, a in full.items() if n.removeprefix(prefix) in self.amax}
+
+    def measure(self) -> list[torch.Tensor]:
+        """Run the source's layer on its own states, and return the outputs.
+
+        Sets the largest input of every group, and the order in which the groups run.
+        """
+        top: dict[str, float] = {}
+
+        def observer(name: str, x: torch.Tensor, kinds: torch.Tensor) -> None:
+            finite = x.abs().amax(-1).float()
+            finite = finite[finite.isfinite()]
+            top[name] = max(top.get(name, 0.0), float(finite.max()) if len(finite) else 0.0)
+
+        heads = [g[0] for g in self.groups]
+        outputs = [
+            self.run(self.layer, state, kinds, {n: partial(observer, n) for n in heads})
+            for state, kinds in self.batches(self.source.states)
+        ]
+        running = list(top)
+        self.groups.sort(key=lambda g: running.index(g[0]) if g[0] in top else len(running))
+        self.amax |= {n: top[g[0]] for g in self.groups if g[0] in top for n in g}
+        self.share_amax()
+        return outputs
+
+    def batches(self, states: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        model = self.layer.model
+        for state, batch in zip(states, model.batches, strict=True):
+            yield state, torch.from_numpy(batch.kinds).to(model.device)
+
+    def run(
+        self,
+        layer: DecoderLayer,
+        state: torch.Tensor,
+        kinds: torch.Tensor,
+        observers: Mapping[str, Observer] | None = None,
+        last: str | None = None,
+    ) -> torch.Tensor:
+        """Return a layer's outputs; observers get the inputs of the real tokens.
+
+        last: stop when this linear is reached, and return its input.
+        """
+        forward = partial(layer.model.forward, layer.module, state)
+        with layer.observed(observers or {}, kinds), torch.inference_mode():
+            return forward() if last is None else inputs_of(layer.linears[last], forward)
+
+    def stages(self) -> Iterator[list[list[str]]]:
+        """Yield the groups that one pass over the text measures: each dense group alone, experts many at a time."""
+        waiting: list[list[str]] = []
+        for group in self.groups:
+            if self.layer.experts_of(group[0]) is None:
+                yield [group]
+            else:
+                waiting.append(group)
+        for groups in by_input(waiting):
+            yield from self.in_memory(groups)
+
+    def quantize(self) -> None:
+        """Round all groups, in the order in which they run."""
+        tops = self.largest_weights()
+        for groups in self.stages():
+            self.outputs |= {block: {} for block in self.finished() if block not in self.outputs}
+            hessians = self.hessians(groups)
+            for group in groups:
+                self.round_group(group, hessians[group[0]], tops)
+
+    def finished(self) -> list[str]:
+        """Return the layer's blocks (attention, MLP) whose chosen linears are all rounded."""
+        names = [n for g in self.groups for n in g]
+        blocks = dict.fromkeys(n.partition(".")[0] for n in names)
+        return [b for b in blocks if all(n in self.rounded for n in names if n.startswith(f"{b}."))]
+
+    @contextlib.contextmanager
+    def finished_once(self, batch: int) -> Iterator[None]:
+        """Compute the finished blocks of `fake` once per batch: what runs before them is finished, so their inputs stay."""
+        blocks = [(self.fake.module.get_submodule(name), stored) for name, stored in self.outputs.items()]
+
+        def forward(original: Callable[..., Any], stored: dict[int, Any], *args: Any, **options: Any) -> Any:
+            if batch not in stored:
+                stored[batch] = original(*args, **options)
+            return stored[batch]
+
+        for block, stored in blocks:
+            block.forward = partial(forward, block.forward, stored)
+        try:
+            yield
+        finally:
+            for block, _ in blocks:
+                del block.forward
+
+    def hessians(self, groups: Sequence[Sequence[str]]) -> dict[str, Hessian]:
+        """Return the Hessians of the inputs of these groups, by each one's first linear."""
+        result = {g[0]: Hessian(self.table, LEAST_WEIGHT, fast=True) for g in groups}
+        last = None if self.layer.experts_of(groups[0][0]) else groups[0][0]
+        for group in groups:
+            self.round_inputs(group)
+        for i, (state, kinds) in enumerate(self.batches(self.layer.model.states)):
+            with self.finished_once(i):
+                self.run(self.fake, state, kinds, result, last)
+        return result
+
+    def round_inputs(self, group: Sequence[str]) -> None:
+        """Let the linears of a group round their inputs from now on, where a server does and the method follows it."""
+        for name in group if self.method.served else ():
+            if self.formats[f"{self.layer.name}.{name}"] == NVFP4 and (top := self.amax.get(name)):
+                self.fake.linears[name].register_forward_pre_hook(fake_quant.input_hook(fake_quant.nvfp4_input, top))
+
+    def round_group(self, group: Sequence[str], hessian: Hessian, tops: Mapping[str, float]) -> None:
+        """Round the linears that read one input together.
+
+        Where a linear changes by MAX_CHANGE or more, the text has too few tokens for its inputs: the damping is raised.
+        """
+        if self.layer.experts_of(group[0]):
+            self.tokens[group[0]] = hessian.tokens
+        weights = [self.layer.linears[n].weight.detach().float() for n in group]
+        sizes, weight = [len(w) for w in weights], torch.cat(weights)
+        scale = row_scales([tops[name] for name in self.full(group)], sizes, weight.device)
+        mean, reason, result = hessian.mean(), hessian.unusable(), None
+        if mean is not None and not reason and (dead := int((mean.diagonal() <= 0).sum())):
+            self.warn(
+                group, f"{dead} of {len(mean)} inputs are always 0 in calibration; their weights are rounded to nearest"
+            )
+        for factor in RAISED if mean is not None and not reason else ():
+            assert mean is not None
+            try:
+                result = column_sweep.sweep(weight, mean, scale, self.method.damping * factor)
+            except FactorError as error:
+                reason = str(error)
+                break
+            if largest_change(result.values.split(sizes), weights) < MAX_CHANGE:
+                if factor > 1:
+                    self.warn(group, f"{hessian.tokens} calibration tokens are few; damping raised {factor:g} times")
+                break
+            result, reason = None, f"its corrections are {MAX_CHANGE:.0%} of the weight or more"
+        if result is None:
+            if hessian.tokens or not self.layer.experts_of(group[0]):  # else reported by the coverage of experts
+                self.warn(group, f"{reason}; rounded without error correction")
+            result = column_sweep.nearest(weight, scale)
+        start = 0
+        for name, size in zip(group, sizes, strict=True):
+            self.tensor_scales[name] = float(scale[start])
+            self.set_rounded(name, result.rows(slice(start, start + size)))
+            start += size
+
+    def set_rounded(self, name: str, rounded: column_sweep.Rounded) -> None:
+        """Replace the rounding of a linear."""
+        self.rounded[name] = rounded
+        self.outputs.pop(name.partition(".")[0], None)
+        weight = self.fake.linears[name].weight
+        weight.data = rounded.values.to(weight)
+
+    def forward_with(self, weights: Mapping[str, torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+        """Return the rounded layer's outputs with other weights for some linears; gradients reach the weights."""
+        dtype = self.layer.model.dtype
+        named = {f"{n}.weight": w.to(dtype) for n, w in weights.items()}
+        return self.layer.model.forward(
+            lambda *args, **kwargs: torch.func.functional_call(self.fake.module, named, args, kwargs), state.clone()
+        )
+
+
+def row_scales(top: Sequence[float], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the tensor scale of every row, float32, of linears with these largest magnitudes and numbers of rows."""
+    scales = [float(nvfp4.tensor_scale(t)) for t in top]
+    return torch.cat([torch.full((n,), s, device=device) for s, n in zip(scales, sizes, strict=True)])
+
+
+def largest_change(values: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> float:
+    """Return the largest relative change |value - weight| / |weight| of several weights; inf where one is not finite."""
+    changes = [float((v - w).norm() / w.norm().clamp_min(1e-30)) for v, w in zip(values, weights, strict=True)]
+    return max(c if math.isfinite(c) else math.inf for c in changes)

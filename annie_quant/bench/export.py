@@ -23,7 +23,7 @@ from annie_quant.bench import guidellm
 from annie_quant.bench.aggregate import values_by_prompt
 from annie_quant.bench.run_config import read_records
 from annie_quant.core.files import write_text
-from annie_quant.documents import Aggregates, Bench, RequestRecord, read_bench
+from annie_quant.documents import Aggregates, Bench, RequestRecord, read_bench, write
 
 Records = Sequence[RequestRecord]
 Json = dict[str, Any]
@@ -53,7 +53,7 @@ def export(folder: str | os.PathLike[str]) -> list[Path]:
         documents[root / "exports" / f"guidellm_{name}.json"] = guidellm.document(bench, own, name)
     write_text(root / "results.csv", results_csv(bench.aggregates))
     for path, document in documents.items():
-        documents.write(path, document)
+        write(path, document)
     return [root / "results.csv", *documents]
 
 

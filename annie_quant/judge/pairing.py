@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import PairedGate, PooledGates, RequestRecord
+from annie_quant.documents import PairedGate, PooledGates, RequestRecord, incomplete
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES, checks, decides
 from annie_quant.judge.paired import mcnemar
@@ -28,7 +28,7 @@ FLIPS = 4999  # random sign flips of a permutation test
 
 def is_complete(answer: Answer | RequestRecord) -> bool:
     """Return whether the answer arrived and ended by itself."""
-    return not answer.error and answer.finish_reason not in (None, "", "length")
+    return not incomplete(answer.error, answer.finish_reason)
 
 
 def deciding_checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:

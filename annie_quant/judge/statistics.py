@@ -133,6 +133,20 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
+def hochberg(p_values: Sequence[float]) -> list[float]:
+    """Return p-values after Hochberg's step-up adjustment (Hochberg 1988, Biometrika 75: 800-802), in the same order.
+
+    None is above Holm's, and of equal p-values none is multiplied: several gates that one fault fails count once. The error rate
+    holds where the tests are independent or positively dependent.
+    """
+    adjusted = [0.0] * len(p_values)
+    smallest = 1.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: -p_values[i]), 1):
+        smallest = min(smallest, rank * p_values[index])
+        adjusted[index] = smallest
+    return adjusted
+
+
 def prompts_to_decide(differences_sd: float, difference: float, power: float = 0.8, level: float = LEVEL) -> int | None:
     """Return about how many prompts would show `difference` with this power (normal approximation, paired)."""
     if difference == 0 or not math.isfinite(difference) or not math.isfinite(differences_sd):

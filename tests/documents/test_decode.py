@@ -190,19 +190,19 @@ def test_the_json_schemas_are_current_and_hold(tmp_path):
     for name, kind in module.DOCUMENTS.items():
         checker = jsonschema.Draft202012Validator(json.loads(module.texts()[f"{name}.json"]))
         if name == "record":
-            documents = (RUNS[-1] / "records.jsonl").read_text().splitlines()
+            texts = (RUNS[-1] / "records.jsonl").read_text().splitlines()
         elif name == "workload":
-            documents = [path.read_text() for path in (ROOT / "annie_quant/assets/workloads").glob("*.json")]
+            texts = [path.read_text() for path in (ROOT / "annie_quant/assets/workloads").glob("*.json")]
         elif name == "audit":
-            documents = [
+            texts = [
                 json.dumps(checkpoint.audit(f, source=TINY_ANNIE).to_dict()) for f in (TINY_ANNIE, tmp_path / "out")
             ]
         elif name == "recipe":
-            documents = [(tmp_path / "out" / documents.RECIPE_FILE).read_text()]
+            texts = [(tmp_path / "out" / documents.RECIPE_FILE).read_text()]
         elif name in EXAMPLES:
-            documents = [documents.encode(EXAMPLES[name]).decode()]
+            texts = [documents.encode(EXAMPLES[name]).decode()]
         else:
-            documents = [(RUNS[-1] / f"{name}.json").read_text()]
-        for text in documents:
+            texts = [(RUNS[-1] / f"{name}.json").read_text()]
+        for text in texts:
             checker.validate(json.loads(text))
             assert msgspec.json.decode(documents.encode(decode(kind, text.encode())))

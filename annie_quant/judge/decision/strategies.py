@@ -46,7 +46,7 @@ def cannot_keep(gate: str, pair: PairedGate, in_all: int, n_looks: int) -> str |
     if score_interval(pair.lost, pair.won, n, CONFIDENCE)[0] <= -margin:
         return f"{counts}: even without a change in the other {n - pair.n}, it could not keep"
     if pair.low <= -margin and is_loss(pair, loss_limit(gate), LEVEL / n_looks):
-        return f"{counts}: a loss (p {pair.p_holm:.2g} after Holm)"
+        return f"{counts}: a loss (p {pair.p_holm:.2g}, adjusted)"
     return None
 
 

@@ -15,7 +15,7 @@ Standing = Literal["keeps", "loses", "undecided", "fragile"]  # over several ari
 
 
 class PairedGate(msgspec.Struct):
-    """One gate over the prompts that a checkpoint and its reference both answered (judge/decision/paired.py has the rule).
+    """One gate over the prompts that a checkpoint and its reference both answered (judge/decision/rule.py has the rule).
 
     lost, won: answers that pass only in the reference, only in the checkpoint. p: McNemar's exact test towards a loss (of a gate
     that compares with the reference's own answer: the exact binomial test of a loss above the margin); p_holm: adjusted over the

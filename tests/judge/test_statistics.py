@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, bootstrap
 
-from annie_quant.judge.paired import n_to_decide
+from annie_quant.judge.gates import n_to_decide
 from annie_quant.judge.statistics import (
     compare,
     hochberg,

@@ -1,4 +1,4 @@
-"""Simulate the paired rule (judge/decision/paired.py): how often a checkpoint without a difference loses, and a loss is found.
+"""Simulate the paired rule (judge/decision/rule.py): how often a checkpoint without a difference loses, and a loss is found.
 
     python tests/perf/verdict_rule.py --runs 2000
 
@@ -25,9 +25,8 @@ from annie_quant.documents import PairedGate
 from annie_quant.judge import judge_members
 from annie_quant.judge.decision import decided_at
 from annie_quant.judge.gates import REFERENCE_GATES
-from annie_quant.judge.paired import score_interval
 from annie_quant.judge.pairing import pair_checks
-from annie_quant.judge.statistics import wilson
+from annie_quant.judge.statistics import score_interval, wilson
 
 # workload → (prompts, its own gate, further gates): a third of the workloads, with the shares of gates of the built-in ones.
 WORKLOADS = {

@@ -32,7 +32,7 @@ from annie_quant.core.progress import Console, Progress
 from annie_quant.core.resume import KeyedJson
 from annie_quant.data.rows import read_rows
 from annie_quant.judge import Workload
-from annie_quant.judge.not_lost import compares_with_reference
+from annie_quant.judge.sampling import compares_with_reference
 
 PARTIAL_FILE = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part, from files.replacing
 
@@ -325,7 +325,7 @@ class Stages:
         chosen = offline_prompts(n, everything)
         if not compares_with_reference(chosen):
             return chosen
-        from annie_quant.judge.not_lost import prompts_per_gate
+        from annie_quant.judge.sampling import prompts_per_gate
         from annie_quant.offline.evaluation import reference_gates
         from annie_quant.offline.pair import ModelPair
 

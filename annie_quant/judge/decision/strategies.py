@@ -3,7 +3,7 @@
 A strategy is looked at after few prompts and again after all of them. At the early look it is dropped where
 
 - a gate has lost so many answers that it could not keep even if no other prompt changed, or
-- a gate loses by the rule (decision/paired.py) with its level divided by the number of looks (Bonferroni).
+- a gate loses by the rule (decision/rule.py) with its level divided by the number of looks (Bonferroni).
 
 It is accepted only at the last look, where every gate must keep under every required numerics.
 """
@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from annie_quant.documents import GateResult, Member, Outcome, PairedGate, PairedVerdict, SearchNumerics
-from annie_quant.judge.decision.paired import CONFIDENCE, MARGIN, is_loss, loss_limit, title
+from annie_quant.judge.decision.rule import CONFIDENCE, MARGIN, is_loss, loss_limit, title
 from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.paired import score_interval
-from annie_quant.judge.statistics import LEVEL
+from annie_quant.judge.statistics import LEVEL, score_interval
 
 Gates = Mapping[str, GateResult]
 Sides = Mapping[str, SearchNumerics | Member]  # by numerics, or by member of their ensembles

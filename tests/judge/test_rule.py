@@ -12,11 +12,10 @@ from scipy.stats import binomtest
 
 from annie_quant import documents, judge
 from annie_quant.documents import PairedGate, PooledGates
-from annie_quant.judge.decision import judge_gates, strategies
-from annie_quant.judge.decision import paired as rule
+from annie_quant.judge.decision import judge_gates, rule, strategies
 from annie_quant.judge.gates import GATES, tabulate
-from annie_quant.judge.paired import score_interval
 from annie_quant.judge.pairing import pair_checks
+from annie_quant.judge.statistics import score_interval
 
 
 def member(**counts):

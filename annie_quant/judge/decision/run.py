@@ -32,9 +32,10 @@ from annie_quant.documents import (
     Standing,
     Verdict,
 )
-from annie_quant.judge.decision import paired
-from annie_quant.judge.decision.coverage import coverage, describe_coverage
-from annie_quant.judge.decision.paired import (
+from annie_quant.judge.decision import rule
+from annie_quant.judge.decision.coverage import LEAST_ANSWERS, answers_per_behaviour, describe_coverage
+from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, other_side, roles_of, sides
+from annie_quant.judge.decision.rule import (
     FAILING,
     NOTHING_TESTED,
     OUTCOMES,
@@ -44,10 +45,8 @@ from annie_quant.judge.decision.paired import (
     points,
     title,
 )
-from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, other_side, roles_of, sides
-from annie_quant.judge.gates import tabulate
+from annie_quant.judge.gates import Threshold, decide, tabulate
 from annie_quant.judge.metrics import METRICS, three_digits
-from annie_quant.judge.paired import Threshold, decide
 
 SHOWN = 4  # failing gates that a sentence names
 VERDICTS: dict[Outcome, GateVerdict] = {outcome: by_gate for by_gate, outcome in OUTCOMES.items()}
@@ -149,7 +148,7 @@ def standing(gates: Sequence[JudgedGate]) -> Standing:
         by_gate.setdefault(gate.where, {})[gate.title] = VERDICTS[gate.outcome]
     if changing_gates(by_gate):
         return "fragile"
-    return paired.combined([verdict for titles in by_gate.values() for verdict in titles.values()])
+    return rule.combined([verdict for titles in by_gate.values() for verdict in titles.values()])
 
 
 def combined(outcomes: Collection[Outcome]) -> Outcome:
@@ -174,7 +173,7 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
         gates[gate.outcome].append(gate)
     confounds = [c for c in aggregates.confounds if _concerns(c, roles)]
     tables = [pairs for _, _, pairs, _ in _tables(aggregates, roles.candidate) if pairs]
-    return Decision(roles.candidate, roles, gates, confounds, coverage(tables) if tables else {})
+    return Decision(roles.candidate, roles, gates, confounds, answers_per_behaviour(tables) if tables else {})
 
 
 def _fails(aggregates: Aggregates, name: str | None) -> bool:
@@ -299,7 +298,7 @@ def _judged(
     pairs: Mapping[str, PairedGate] | None,
     side: ServedSide | OfflineSide,
 ) -> Iterator[JudgedGate]:
-    """Without a reference the absolute requirements decide; with one, the gates that decide in paired.py.
+    """Without a reference the absolute requirements decide; with one, the gates that decide in rule.py.
 
     Where the reference has nothing to compare with, everything is undecided.
     """
@@ -308,12 +307,12 @@ def _judged(
             if not result.advisory:
                 yield JudgedGate(where, result.title or gate, result)
         return
-    deciding = paired.deciding(pairs)
+    deciding = rule.deciding(pairs)
     rows = {gate: gates.get(gate) or _unanswered(gate, pair) for gate, pair in deciding.items()}
     kept = [gate for gate, result in rows.items() if result.verdict == "pass"]
-    answers, shown = coverage([deciding]), False
+    answers, shown = answers_per_behaviour([deciding]), False
     for gate, result in rows.items():
-        if result.verdict != "undecided" or not kept or paired.stands_in_the_way(gate, deciding[gate], answers):
+        if result.verdict != "undecided" or not kept or rule.stands_in_the_way(gate, deciding[gate], answers):
             shown |= result.verdict != "pass"
             yield JudgedGate(where, result.title or gate, result, deciding[gate])
     if (
@@ -322,16 +321,14 @@ def _judged(
         and not any(r.verdict == "fail" for r in rows.values())
     ):
         yield JudgedGate(where, title(POOLED), side.pooled)
-    elif not shown and not paired.tests_a_behaviour(kept):
-        yield JudgedGate(
-            where, NOTHING_TESTED, decide(0, 0, Threshold("all", paired.LEAST_ANSWERS)), PairedGate(0, 0, 0)
-        )
+    elif not shown and not rule.tests_a_behaviour(kept):
+        yield JudgedGate(where, NOTHING_TESTED, decide(0, 0, Threshold("all", LEAST_ANSWERS)), PairedGate(0, 0, 0))
 
 
 def _unanswered(gate: str, pair: PairedGate) -> GateResult:
     """Return the result of a gate that applies to answers of the reference, and to none of the candidate's."""
     table = tabulate([{gate: False}] * pair.n)
-    return paired.apply(table, {gate: pair})[gate]
+    return rule.apply(table, {gate: pair})[gate]
 
 
 def _concerns(confound: Confound, roles: Roles) -> bool:

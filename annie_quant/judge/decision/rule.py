@@ -58,19 +58,25 @@ from annie_quant.documents import (
     PooledGates,
     Standing,
 )
-from annie_quant.judge.decision.coverage import LEAST_ANSWERS, RARE_ANSWERS, coverage, describe_coverage, is_tested
-from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.paired import (
-    LARGE_N,
+from annie_quant.judge.decision.coverage import (
+    LEAST_ANSWERS,
+    RARE_ANSWERS,
+    answers_per_behaviour,
+    describe_coverage,
+    is_tested,
+)
+from annie_quant.judge.gates import GATES, LARGE_N, decides
+from annie_quant.judge.statistics import (
+    LEVEL,
     detectable_excess,
     detectable_loss,
     excess_loss,
+    hochberg,
     least_n,
     mcnemar,
     score_interval,
     two_sided,
 )
-from annie_quant.judge.statistics import LEVEL, hochberg
 
 LEAST_CHANGES = 5  # fewer changed answers give no p below 5 %: 1 / 2^4 = 6.25 %
 CONFIDENCE = 0.9  # of the interval: 5 % per bound
@@ -119,7 +125,7 @@ def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | 
     for name in members:
         profiles[name.partition("+")[0]].append(name)
     standing = _standing(list(members), verdicts, by_gate)
-    answers = coverage(members.values())
+    answers = answers_per_behaviour(members.values())
     return PairedVerdict(
         verdict=standing,
         sentence=_sentence(standing, verdicts, by_gate, answers),
@@ -203,7 +209,7 @@ def member_verdict(gates: Gates, pooled: PooledGates | None = None) -> MemberVer
     by_gate = _verdicts(gates, pooled)
     loses = [name for name, verdict in by_gate.items() if verdict == "loses"]
     loses = [name for name in loses if name != POOLED] or loses  # a lost gate explains the pooled loss
-    answers = coverage([gates])
+    answers = answers_per_behaviour([gates])
     undecided = [
         name
         for name, verdict in by_gate.items()

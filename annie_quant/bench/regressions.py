@@ -157,7 +157,7 @@ def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[M
 
 
 def _gates_lost(before: Mapping[str, Checked], after: Mapping[str, Checked]) -> tuple[list[LostGate], Standing]:
-    """Judge the new answers of all backends together, with the stored ones as their reference (judge/decision/paired.py)."""
+    """Judge the new answers of all backends together, with the stored ones as their reference (judge/decision/rule.py)."""
     pairs = {name: pair_by_prompt(rows, after[name], bf16=False) for name, rows in before.items() if name in after}
     gates, pooled = decision.judge_gates(
         {name: own for name, (own, _) in pairs.items()}, {name: together for name, (_, together) in pairs.items()}

@@ -2,7 +2,7 @@
 
 LOOKS looks at 5 % each would report chance as a difference in far more than 5 of 100 runs. Each of the LOOKS - 1 early looks is
 made at LEVEL, 1 % together, and the end at the usual 5 % (Haybittle-Peto; tests/perf/verdict_rule.py --looks simulates it). A
-run stops when everything is decided: each deciding gate keeps or loses by the paired rule (judge/decision/paired.py) at LEVEL,
+run stops when everything is decided: each deciding gate keeps or loses by the paired rule (judge/decision/rule.py) at LEVEL,
 and each compared time differs significantly or is equivalent (its interval is within EQUIVALENT of the other side's median). The
 gates of a single backend are compared with their absolute requirements.
 """
@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from annie_quant.bench.aggregates import gate_counts, timed, values_by_prompt
 from annie_quant.documents import PairedGate, PairedResult, RequestRecord, Roles
 from annie_quant.judge import decision
-from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.paired import LARGE_N, Threshold
+from annie_quant.judge.gates import GATES, LARGE_N, Threshold, decides
 from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare, holm, wilson
 

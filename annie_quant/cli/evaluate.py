@@ -167,7 +167,7 @@ def retention(bf16_run: Path, quantized_run: Path, seed: int, as_json: bool) -> 
     """
     from annie_quant.judge import retention as table
 
-    result = table.retention(bf16_run, quantized_run, seed)
+    result = table.compare_runs(bf16_run, quantized_run, seed)
     if as_json:
         emit(result)
         return

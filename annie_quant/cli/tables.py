@@ -11,7 +11,7 @@ from typing import Any
 from annie_quant import documents
 from annie_quant.documents import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates, ServedSide
 from annie_quant.judge.decision import POOLED, member_verdict
-from annie_quant.judge.decision.paired import points, title
+from annie_quant.judge.decision.rule import points, title
 
 WIDTH = 80
 BASES = {"reference": "bf16", "label": "label", "rule": "rule"}

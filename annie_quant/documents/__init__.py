@@ -84,7 +84,7 @@ from annie_quant.documents.reading import (
     salvage_value,
     write,
 )
-from annie_quant.documents.records import Load, RequestRecord, ToolCall
+from annie_quant.documents.records import Load, RequestRecord, ToolCall, incomplete
 from annie_quant.documents.results import (
     Aggregates,
     Confound,

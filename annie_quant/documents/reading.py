@@ -263,6 +263,11 @@ def _fit(kind: Any, value: Any) -> Any:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UsageError):
         origin, members = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        fit = _fit(members[0], value)
+        with contextlib.suppress(msgspec.ValidationError):  # of the limits, which the rest may keep
+            return _MISFIT if fit is _MISFIT else msgspec.convert(fit, kind)
+        return _MISFIT
     if origin in (Union, types.UnionType):
         return next((fit for member in members if (fit := _fit(member, value)) is not _MISFIT), _MISFIT)
     if origin is dict and isinstance(value, dict):

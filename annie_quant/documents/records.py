@@ -52,13 +52,19 @@ class ToolCall(TypedDict, total=False):
     arguments: Any
 
 
+# Finish reasons of a model that ended its answer itself; every other one ("length", "content_filter", "abort") is a cut.
+FINISHED = ("stop", "tool_calls", "function_call", "stop_sequence", "eos_token")
+
+
 def incomplete(error: str | None, finish_reason: str | None) -> str:
     """Return why an answer is not complete, "" for one that is."""
     if error:
         return f"the request failed: {error}"
-    if finish_reason is None:
+    if not finish_reason:
         return "it ended without a finish reason"
-    return "it was cut at max_tokens" if finish_reason == "length" else ""
+    if finish_reason == "length":
+        return "it was cut at max_tokens"
+    return "" if finish_reason in FINISHED else f"it ended with the reason {finish_reason!r}"
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):

@@ -15,19 +15,19 @@ Standing = Literal["keeps", "loses", "undecided", "fragile"]  # over several ari
 
 
 class PairedGate(msgspec.Struct):
-    """One gate over the prompts that a checkpoint and its reference both answered (judge/decision/paired.py has the rule).
+    """One gate over the prompts that a checkpoint and its reference both answered (judge/decision/rule.py has the rule).
 
     lost, won: answers that pass only in the reference, only in the checkpoint. p: McNemar's exact test towards a loss (of a gate
-    that compares with the reference's own answer: the exact binomial test of a loss above the margin); p_holm:
-    after Holm's adjustment over the gates. difference: (won - lost) / n; low, high: its 90 % score interval, so each bound has
-    an error of 5 %. margin: the loss that is accepted. detectable: the smallest true loss that n prompts find in 80 % of runs.
-    n_to_decide: how many prompts would decide at the observed rates; None where it is decided or no number would do.
-    passed: answers of the reference that show what the gate checks; None in files of version 0.2 and older.
+    that compares with the reference's own answer: the exact binomial test of a loss above the margin); p_holm: adjusted over the
+    gates, by Holm's method in its step-up form (Hochberg's) since rule 4. difference: (won - lost) / n; low, high: its 90 % score
+    interval, so each bound has an error of 5 %. margin: the loss that is accepted. detectable: the smallest true loss that n
+    prompts find in 80 % of runs. n_to_decide: how many prompts would decide at the observed rates; None where it is decided or no
+    number would do. passed: answers of the reference that show what the gate checks; None in files of version 0.2 and older.
     """
 
-    n: int
-    lost: int
-    won: int
+    n: Count
+    lost: Count
+    won: Count
     p: float = 1.0
     p_holm: float | None = None
     difference: float = 0.0
@@ -37,7 +37,11 @@ class PairedGate(msgspec.Struct):
     verdict: GateVerdict = "undecided"
     n_to_decide: int | None = None
     detectable: float | None = None
-    passed: int | None = None
+    passed: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.lost + self.won > self.n or (self.passed or 0) > self.n:
+            raise ValueError(f"of {self.n} prompts {self.lost} are lost, {self.won} won and {self.passed} passed")
 
 
 class PooledGates(msgspec.Struct, kw_only=True):

@@ -13,8 +13,8 @@ import msgspec
 
 from annie_quant.core.files import sha256_text
 from annie_quant.documents import Evaluation, GateResult, Member, NumericsResult, OfflineSide, PairedGate, PooledGates
-from annie_quant.judge.decision.paired import judge_evaluation
 from annie_quant.judge.decision.roles import RULE
+from annie_quant.judge.decision.rule import judge_evaluation
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks, with_floor
 

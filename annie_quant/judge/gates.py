@@ -1,20 +1,105 @@
 """All gates in one table, and gates over many answers: the table that evaluation and benchmark print.
 
 Adding a gate: one entry in GATES, and its check in annie_quant/judge/checks.
+
+The absolute requirements: thresholds of the original plan for few answers, Wilson intervals from 100 answers on.
+
+rate    a share that must pass. n < 100: at least this share of at least `least_n` answers; n >= 100: the lower 95 % bound is
+        at or above it.
+zero    no fault is accepted. One fault fails at any n; a pass needs `least_n` answers.
+all     every answer must pass. n < 100: all of at least `least_n`; n >= 100: the lower bound is at or above 0.95.
+
+A rate fails, at any n, when the upper bound is below it. What n cannot decide is "undecided", with the n that would decide it at
+the observed rate (R30). Where there is a reference, judge/decision/rule.py decides, and the requirement is reported next to it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import GateResult
+from annie_quant.documents import GateResult, Outcome
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks import calls, reference, text
-from annie_quant.judge.paired import Threshold, decide
+from annie_quant.judge.statistics import least_n, wilson
 from annie_quant.judge.workloads import Case, Workload
+
+LARGE_N = 100
+ALL_RATE = 0.95
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """least_n: how many answers decide, where they are few. rate: the share that must pass; only for kind "rate"."""
+
+    kind: Literal["rate", "zero", "all"]
+    least_n: int
+    rate: float = 1.0
+
+    @property
+    def limit(self) -> float:
+        """The share that the interval is compared with."""
+        return {"rate": self.rate, "zero": 1.0, "all": ALL_RATE}[self.kind]
+
+
+def decide(passes: int, n: int, threshold: Threshold) -> GateResult:
+    """Decide one gate from the number of answers that passed."""
+    low, high = wilson(passes, n)
+    result = GateResult(passes=passes, n=n, low=low, high=high, threshold=threshold.limit)
+    if n < LARGE_N:
+        _decide_few(result, threshold)
+    elif threshold.kind == "zero":
+        result.rule = f"n >= {LARGE_N}: none seen; the true share of faults is below {1 - low:.2%} (95 %)"
+        result.verdict = "pass" if passes == n else "fail"
+    else:
+        result.rule = f"n >= {LARGE_N}: lower 95 % Wilson bound >= {threshold.limit:.0%}"
+        result.verdict = _outside(low, high, threshold.limit)
+        if result.verdict == "undecided":
+            result.n_to_decide = n_to_decide(passes / n, threshold.limit, n)
+    return result
+
+
+def _decide_few(result: GateResult, threshold: Threshold) -> None:
+    passes, n, least_n = result.passes, result.n, threshold.least_n
+    result.rule = (
+        f"n < {LARGE_N}: "
+        + {
+            "rate": f"at least {threshold.rate:.0%} of at least {least_n}",
+            "zero": f"none seen in at least {least_n}",
+            "all": f"every one of at least {least_n}",
+        }[threshold.kind]
+    )
+    needed = math.ceil(threshold.rate * n - 1e-9) if threshold.kind == "rate" else n  # 0.6 * 10 is 6.000000000000001
+    if threshold.kind == "zero" and passes < n:
+        result.verdict = "fail"
+    elif n >= least_n and passes >= needed:
+        result.verdict = "pass"
+    elif n and result.high < threshold.limit:
+        result.verdict = "fail"
+    else:
+        result.n_to_decide = least_n if n < least_n else n_to_decide(passes / n, threshold.limit, n)
+
+
+def _outside(low: float, high: float, limit: float) -> Outcome:
+    return "pass" if low >= limit else "fail" if high < limit else "undecided"
+
+
+def n_to_decide(rate: float, limit: float, n: int = 1) -> int | None:
+    """Return the smallest number of answers, from n on, whose interval excludes `limit` if the rate stays the same.
+
+    None where the rate equals the limit, or is so near that a million answers would not decide.
+    """
+
+    def decided(count: int) -> bool:
+        return _outside(*wilson(rate * count, count), limit) != "undecided"
+
+    return None if abs(rate - limit) < 1e-12 else least_n(decided, n)
+
+
+# ---- the table
 
 Basis = Literal["label", "reference", "rule"]
 Check = Callable[[Answer, Case, Workload], str | None]
@@ -24,8 +109,8 @@ Check = Callable[[Answer, Case, Workload], str | None]
 class Gate:
     """check: the reason why an answer fails, "" where it passes, None where the gate does not apply to the case.
 
-    threshold: the absolute requirement (judge/paired.py) and its number, "" for one that the original plan does not have.
-    margin: the loss against the reference that is accepted (judge/decision/paired.py), as a share of the prompts; 0 for faults
+    threshold: the absolute requirement and its number, "" for one that the original plan does not have.
+    margin: the loss against the reference that is accepted (judge/decision/rule.py), as a share of the prompts; 0 for faults
     of which none is accepted. advisory: a figure without a right and wrong for the model; it never decides. basis: what the
     answer is compared with: "label" (what the workload expects), "reference" (the bf16 model's own answer to the same prompt;
     the gate applies only where bf16 has the property) or "rule" (a property that needs neither). behaviours: what an answer that

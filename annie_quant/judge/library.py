@@ -14,7 +14,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
 from annie_quant.documents import CaseFile, Expect, WorkloadFile
 from annie_quant.judge import bfcl
-from annie_quant.judge.gates import check_names
+from annie_quant.judge.gates import GATES, check_names
 from annie_quant.judge.workloads import RESERVED, Case, Workload
 
 FOLDER = ASSETS / "workloads"
@@ -53,7 +53,19 @@ def read_workload(path: str | Path) -> Workload:
     except OSError as error:
         raise UsageError(f"workload file {path} cannot be read: {error.strerror}") from error
     document = documents.decode(WorkloadFile, raw, path.name, error=UsageError)
+    _check_labels(document, path.name)
     return _checked(document, path.name, hashlib.sha256(raw).hexdigest(), str(path))
+
+
+def _check_labels(document: WorkloadFile, where: str) -> None:
+    """Raise UsageError for a workload whose cases have labels that none of its gates judges."""
+    turns = [turn for case in document.cases for turn in (case.expect or {}).get("turns") or ()]
+    labels = {name for row in (*(case.expect or {} for case in document.cases), *turns) for name in row} - {"turns"}
+    if labels and not any(GATES[gate].basis == "label" for gate in document.gates if gate in GATES):
+        raise UsageError(
+            f"{where}: no gate judges what its cases expect ({', '.join(sorted(labels))})",
+            "add one to 'gates', such as tool_call, tool_arguments, abstention or factual (docs/reference/documents.md)",
+        )
 
 
 def build_workload(data: Any, path: str = "") -> Workload:

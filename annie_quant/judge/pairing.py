@@ -3,22 +3,17 @@
 A gate counts where it applies to the reference's answer. The checkpoint's answer fails where the gate does not apply to it, and
 fails every gate where it is not complete: an error, a time-out, a cut, or an end without a reason. A prompt that the reference did
 not answer completely tests nothing.
-
-Choose cases: as many prompts as each gate needs, in equal shares of the workloads and their categories, for every model.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
-from annie_quant.core.errors import UsageError
-from annie_quant.documents import PairedGate, PooledGates, RequestRecord
+from annie_quant.documents import PairedGate, PooledGates, RequestRecord, incomplete
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES, checks, decides
-from annie_quant.judge.paired import mcnemar
+from annie_quant.judge.gates import GATES, REFERENCE_GATES, checks, decides
+from annie_quant.judge.statistics import mcnemar
 from annie_quant.judge.workloads import Case, Workload
 
 Judged = tuple[Workload, Case, Answer]
@@ -28,7 +23,7 @@ FLIPS = 4999  # random sign flips of a permutation test
 
 def is_complete(answer: Answer | RequestRecord) -> bool:
     """Return whether the answer arrived and ended by itself."""
-    return not answer.error and answer.finish_reason not in (None, "", "length")
+    return not incomplete(answer.error, answer.finish_reason)
 
 
 def deciding_checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:
@@ -174,76 +169,3 @@ def sign_flips(changes: Sequence[Mapping[str, int]], flips: int = FLIPS, seed: i
         return (1 + at_least) / (1 + flips)
 
     return p_value(largest), p_value(fisher)
-
-
-# An answer that every gate applies to: it has text, and its end is known. The bf16 model may answer in words or with a call.
-ANSWER = Answer(text="These are the words of an answer that is in English.", finish_reason="stop", completion_tokens=12)
-REFERENCES = (ANSWER, replace(ANSWER, tool_calls=[{"id": "", "name": "", "arguments": "{}"}]))
-
-
-def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> list[Workload]:
-    """Return the workloads, each with a seeded choice of its cases, so that every deciding gate is judged n_per_gate times.
-
-    The categories of all workloads get cases in turn. Each workload gets a tenth of n_per_gate at least (each turn of a
-    conversation counts) and a category more only while one of its deciding gates needs cases. A gate for which there are too few
-    cases gets all of them (`shortages` names it). Raises UsageError for n_per_gate below 1: an evaluation of nothing would pass.
-    """
-    if n_per_gate < 1:
-        raise UsageError(f"the number of prompts per gate must be 1 or more, got {n_per_gate}")
-    decks: list[tuple[Workload, list[Case]]] = []
-    for workload in workloads:
-        cases = list(workload.cases)
-        random.Random(f"{seed}:{workload.name}").shuffle(cases)
-        by_category: dict[str, list[Case]] = {}
-        for case in cases:
-            by_category.setdefault(case.category, []).append(case)
-        decks += [(workload, deck) for deck in by_category.values()]
-    chosen: dict[str, list[Case]] = {workload.name: [] for workload in workloads}
-    counted: Counter[str] = Counter()
-    turns: Counter[str] = Counter()
-    least = -(-n_per_gate // 10)
-    for index in range(max((len(deck) for _, deck in decks), default=0)):
-        for workload, deck in decks:
-            if index >= len(deck):
-                continue
-            case = deck[index]
-            gates = applying(workload, case)
-            if turns[workload.name] < least or any(counted[g] < n_per_gate for g in gates if decides(g)):
-                chosen[workload.name].append(case)
-                counted += gates
-                turns[workload.name] += case.n_turns
-    return [replace(w, cases=tuple(chosen[w.name])) for w in workloads]
-
-
-def shortages(workloads: Sequence[Workload], n_per_gate: int) -> Iterator[str]:
-    """Yield a line for each deciding gate with a label that the workloads have fewer prompts of than n_per_gate."""
-    short = [
-        f"{gate} {n}"
-        for gate, n in sorted(answers_per_gate(workloads).items())
-        if n < n_per_gate and decides(gate) and gate not in REFERENCE_GATES
-    ]
-    if short:
-        yield f"fewer than {n_per_gate} prompts in {', '.join(w.name for w in workloads)}: {', '.join(short)}"
-
-
-def applying(workload: Workload, case: Case) -> Counter[str]:
-    """Return how often each gate of the workload judges this case, at most: what bf16 answers is not known yet."""
-    gates: Counter[str] = Counter()
-    for turn in range(case.n_turns):
-        at_turn = case.at_turn(turn)
-        names = {
-            name for reference in REFERENCES for name in checks(ANSWER, replace(at_turn, reference=reference), workload)
-        }
-        if "same_arguments" in names:  # the stand-in for bf16's call fits no schema, and is one call
-            names |= {"same_validity", "same_several"} & {*workload.gates, *IMPLIED}
-        gates.update(names)
-    return gates
-
-
-def answers_per_gate(workloads: Sequence[Workload]) -> Counter[str]:
-    """Return how many answers each gate judges when all cases are used."""
-    counts: Counter[str] = Counter()
-    for workload in workloads:
-        for case in workload.cases:
-            counts += applying(workload, case)
-    return counts

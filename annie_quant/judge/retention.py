@@ -21,8 +21,7 @@ from typing import Any
 import msgspec
 
 from annie_quant.core.errors import UsageError
-from annie_quant.judge.paired import mcnemar, score_interval
-from annie_quant.judge.statistics import holm
+from annie_quant.judge.statistics import holm, mcnemar, score_interval
 
 RESAMPLES = 2000
 LEAST_RESAMPLED = 10  # samples for a bootstrap interval
@@ -59,14 +58,14 @@ class Retention(msgspec.Struct, kw_only=True):
     left_out: dict[str, int] = {}
 
 
-class Sample(msgspec.Struct):
+class ScoredSample(msgspec.Struct):
     """One line of lm-eval's samples_*.jsonl, as far as it is used here. identity: hashes of document, prompt and target."""
 
     identity: tuple[str, ...]
     values: dict[str, Any]
 
 
-def retention(bf16: Path, quantized: Path, seed: int = 0) -> Retention:
+def compare_runs(bf16: Path, quantized: Path, seed: int = 0) -> Retention:
     """Compare two runs of lm-eval: folders of --output_path, or sample files.
 
     Raises UsageError where a run has no samples, or no sample is in both.
@@ -90,16 +89,20 @@ def retention(bf16: Path, quantized: Path, seed: int = 0) -> Retention:
         for metric, value in before[key].values.items():
             if metric in after[key].values:
                 groups.setdefault((task, metric, name), []).append((value, after[key].values[metric]))
-    rows = [row for (task, metric, name), pairs in groups.items() if (row := compare(task, metric, name, pairs, seed))]
+    rows = [
+        row
+        for (task, metric, name), pairs in groups.items()
+        if (row := compare_metric(task, metric, name, pairs, seed))
+    ]
     for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
         row.p_holm = p
     return Retention(bf16=str(bf16), quantized=str(quantized), rows=rows, left_out=left_out)
 
 
-def read_samples(run: Path) -> dict[Key, Sample]:
+def read_samples(run: Path) -> dict[Key, ScoredSample]:
     """Return the samples of a run, the newest file per task."""
     files = [run] if run.is_file() else sorted(run.rglob("samples_*.jsonl"), key=lambda f: f.name)
-    samples: dict[Key, Sample] = {}
+    samples: dict[Key, ScoredSample] = {}
     newest = {_task(file): file for file in files}
     for task, file in newest.items():
         for number, line in enumerate(file.read_bytes().splitlines(), 1):
@@ -107,7 +110,7 @@ def read_samples(run: Path) -> dict[Key, Sample]:
                 raw = json.loads(line)
                 key = (task, str(raw.get("filter", "none")), str(raw["doc_id"]))
                 identity = tuple(str(raw.get(name, "")) for name in ("doc_hash", "prompt_hash", "target_hash"))
-                samples[key] = Sample(identity, {m: raw[m] for m in raw["metrics"] if m in raw})
+                samples[key] = ScoredSample(identity, {m: raw[m] for m in raw["metrics"] if m in raw})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise UsageError(
                     f"{file}, line {number}: not a sample of lm-eval", "lm-eval --log_samples writes them"
@@ -124,7 +127,9 @@ def _task(file: Path) -> str:
     return head if head and date[:2].isdigit() else name
 
 
-def compare(task: str, metric: str, name: str, pairs: Sequence[tuple[Any, Any]], seed: int) -> RetentionRow | None:
+def compare_metric(
+    task: str, metric: str, name: str, pairs: Sequence[tuple[Any, Any]], seed: int
+) -> RetentionRow | None:
     """Return the row of a metric's (bf16, quantized) values; None where they are not numbers."""
     import numpy as np
 

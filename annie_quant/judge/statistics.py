@@ -1,14 +1,18 @@
-"""Statistics: intervals of rates and medians, paired comparison of two sides, adjustment for many comparisons.
+"""Statistics: intervals of rates and medians, comparison of paired figures and outcomes, adjustment for many comparisons.
 
 Tokens and repeats of one prompt are not independent, so the prompt is the unit: each prompt gives one value per side, the
 median of its repeats.
+
+Of paired outcomes, `lost` are the prompts that only the reference passes and `won` those that only the checkpoint passes. The
+others say nothing about the difference (won - lost) / n, but n sets its precision.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
@@ -133,9 +137,163 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
+def hochberg(p_values: Sequence[float]) -> list[float]:
+    """Return p-values after Hochberg's step-up adjustment (Hochberg 1988, Biometrika 75: 800-802), in the same order.
+
+    None is above Holm's, and of equal p-values none is multiplied: several gates that one fault fails count once. The error rate
+    holds where the tests are independent or positively dependent.
+    """
+    adjusted = [0.0] * len(p_values)
+    smallest = 1.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: -p_values[i]), 1):
+        smallest = min(smallest, rank * p_values[index])
+        adjusted[index] = smallest
+    return adjusted
+
+
 def prompts_to_decide(differences_sd: float, difference: float, power: float = 0.8, level: float = LEVEL) -> int | None:
     """Return about how many prompts would show `difference` with this power (normal approximation, paired)."""
     if difference == 0 or not math.isfinite(difference) or not math.isfinite(differences_sd):
         return None
     z = NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(power)
     return max(6, math.ceil((z * differences_sd / abs(difference)) ** 2))
+
+
+# ---- paired outcomes
+
+MOST_N = 1_000_000
+
+
+def score_interval(lost: float, won: float, n: float, confidence: float = 0.9) -> tuple[float, float]:
+    """Return Tango's score interval of (won - lost) / n (Tango 1998, Statistics in Medicine 17: 891-908); (-1, 1) for n = 0.
+
+    Both bounds are differences whose score test, with the other probabilities at their maximum likelihood under that
+    difference, has the normal quantile of the confidence.
+    """
+    if min(lost, won) < 0 or lost + won > n * (1 + 1e-9):
+        raise ValueError(f"lost and won must be counts with a sum up to n, got {lost}, {won} of {n}")
+    if n == 0:
+        return -1.0, 1.0
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    observed = (won - lost) / n
+    return _root(lost, won, n, -1.0, observed, z), _root(lost, won, n, observed, 1.0, -z)
+
+
+def _root(lost: float, won: float, n: float, low: float, high: float, target: float) -> float:
+    """The difference between low and high at which the score, which falls with the difference, has the value `target`."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _score(lost, won, n, middle) > target:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _score(lost: float, won: float, n: float, difference: float) -> float:
+    b = lost + won + (won - lost - 2 * n) * difference
+    c = lost * difference * (1 - difference)
+    p_lost = max((b + math.sqrt(max(b * b + 8 * n * c, 0.0))) / (4 * n), 0.0, -difference)
+    variance = n * (2 * p_lost + difference - difference * difference)
+    excess = won - lost - n * difference
+    if variance <= 1e-15 * n:
+        return 0.0 if abs(excess) < 1e-12 * n else math.copysign(math.inf, excess)
+    return excess / math.sqrt(variance)
+
+
+@lru_cache(maxsize=4096)
+def mcnemar(lost: int, won: int) -> float:
+    """Return the exact p of McNemar's test towards a loss (one-sided): P(Binomial(lost + won, 1/2) <= won)."""
+    n = lost + won
+    term = total = 1  # binomial coefficients of n over 0, 1, ... won
+    for i in range(1, won + 1):
+        term = term * (n - i + 1) // i
+        total += term
+    return total / 2**n
+
+
+@lru_cache(maxsize=4096)
+def two_sided(lost: int, won: int) -> float:
+    """Return the exact p of McNemar's test towards a change in either direction."""
+    return min(1.0, 2 * min(mcnemar(lost, won), mcnemar(won, lost)))
+
+
+@lru_cache(maxsize=4096)
+def excess_loss(lost: int, n: int, margin: float, won: int = 0) -> float:
+    """Return the p of a loss above the margin (one-sided).
+
+    For gates that compare with the reference's own answer: "as many lost as won" (McNemar's hypothesis) is false for two runs of
+    one model too. won: prompts whose answer a harmless change of the reference's arithmetic changes, and the checkpoint does not.
+    Without any it is exact, P(Binomial(n, margin) >= lost); else that of the score test of (won - lost) / n = -margin.
+    """
+    from scipy.stats import binom
+
+    if not n:
+        return 1.0
+    return NormalDist().cdf(_score(lost, won, n, -margin)) if won else float(binom.sf(lost - 1, n, margin))
+
+
+@lru_cache(maxsize=4096)
+def detectable_excess(n: int, margin: float, level: float, power: float = 0.8) -> float | None:
+    """Return the smallest share of lost answers that excess_loss finds with this power; None where n is too small."""
+    import numpy as np
+    from scipy.stats import binom
+
+    counts = np.arange(n + 1)
+    significant = counts[binom.sf(counts - 1, n, margin) <= level]
+    if not len(significant):
+        return None
+    # P(Binomial(n, loss) >= k) grows with the loss; it has the power at a quantile of a beta distribution.
+    return float(binom_rate(int(significant[0]), n, power))
+
+
+def binom_rate(k: int, n: int, power: float) -> float:
+    """Return the rate at which P(Binomial(n, rate) >= k) is `power`."""
+    from scipy.stats import beta
+
+    return float(beta.ppf(power, k, n - k + 1))
+
+
+@lru_cache(maxsize=4096)
+def detectable_loss(n: int, discordant: float, level: float, power: float = 0.8) -> float | None:
+    """Return the smallest loss of the pass rate that McNemar's exact test finds with this power; None where n is too small.
+
+    discordant: share of prompts whose outcome changes in each direction for no reason. level: one-sided.
+    """
+    if _power(n, discordant, 1.0 - 2 * discordant, level) < power:
+        return None
+    low, high = 0.0, 1.0 - 2 * discordant
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        if _power(n, discordant, middle, level) >= power:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _power(n: int, discordant: float, loss: float, level: float) -> float:
+    """The probability that McNemar's exact test is significant towards a loss: lost and won are multinomial."""
+    import numpy as np
+    from scipy.stats import binom
+
+    changed = 2 * discordant + loss
+    if n == 0 or changed <= 0:
+        return 0.0
+    counts = np.arange(n + 1)
+    # The largest number of wins that is still significant: P(Binomial(k, 1/2) <= wins) <= level; -1 where none is.
+    wins = binom.ppf(level, counts, 0.5)
+    wins = np.where(binom.cdf(wins, counts, 0.5) > level, wins - 1, wins)
+    chance = binom.cdf(wins, counts, discordant / changed)
+    return float(np.sum(binom.pmf(counts, n, min(1.0, changed)) * np.where(wins < 0, 0.0, chance)))
+
+
+def least_n(decided: Callable[[int], bool], n: int) -> int | None:
+    """Return the smallest number of prompts above n for which `decided` holds, if it holds from there on; None up to MOST_N."""
+    if not decided(MOST_N):
+        return None
+    below, above = n, MOST_N
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (below, middle) if decided(middle) else (middle, above)
+    return above

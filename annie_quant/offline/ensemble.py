@@ -23,7 +23,7 @@ What a harmless change of arithmetic does to bf16's own answers: the floor of ev
 
 The reference answers again, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums in another order): a
 sample of the prompts and all whose answer is uncertain (ensemble.py). Such an answer is as good as the first. A checkpoint loses a
-gate that compares with bf16's own answers only if it changes more of them than that (judge/decision/paired.py).
+gate that compares with bf16's own answers only if it changes more of them than that (judge/decision/rule.py).
 """
 
 from __future__ import annotations

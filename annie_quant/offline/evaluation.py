@@ -39,8 +39,8 @@ from annie_quant.judge import Answer, Case, Workload, evidence
 from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
-from annie_quant.judge.not_lost import compares_with_reference, reference_notes
-from annie_quant.judge.pairing import deciding_checks, shortages
+from annie_quant.judge.pairing import deciding_checks
+from annie_quant.judge.sampling import compares_with_reference, reference_notes, shortages
 from annie_quant.offline import draft_head, ensemble
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.emulation import emulate

@@ -13,7 +13,7 @@ from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.documents import DraftAcceptance, EnsembleFigures, Evaluation
 from annie_quant.judge import Workload
-from annie_quant.judge.not_lost import compares_with_reference, prompts_per_gate
+from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate
 from annie_quant.offline import layers, process_group
 from annie_quant.offline.evaluation import choose_workloads, evaluate_pair, reference_gates
 from annie_quant.offline.pair import ModelPair

@@ -19,7 +19,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Silent
 from annie_quant.documents import EarlyStop, Load, PairedGate, Roles
 from annie_quant.judge import decision
-from annie_quant.judge.paired import Threshold
+from annie_quant.judge.gates import Threshold
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ from annie_quant.core.progress import SilentConsole
 from annie_quant.data import load_persona
 from annie_quant.documents import KLSummary, NumericsResult, PairedGate, SameAnswers
 from annie_quant.judge import decision
-from annie_quant.judge.gates import GATES
-from annie_quant.judge.paired import LARGE_N, decide
-from annie_quant.judge.pairing import answers_per_gate
+from annie_quant.judge.gates import GATES, LARGE_N, decide
+from annie_quant.judge.sampling import answers_per_gate
 
 
 def gate_row(gate, passes, n):

@@ -8,7 +8,7 @@ from annie_quant import judge
 from annie_quant.cli.pipeline import search, search_explanation
 from annie_quant.cli.pipeline.stages import offline_prompts
 from annie_quant.documents import GateResult, Labels, LabelScores, MemberVerdict, PairedVerdict, StrategyRow
-from annie_quant.judge.not_lost import LEAST_ANSWERS, prompts_per_gate
+from annie_quant.judge.sampling import LEAST_ANSWERS, prompts_per_gate
 
 
 def result(n, basis="reference", **more):

@@ -15,7 +15,7 @@ from paths import ROOT
 
 from annie_quant.cli.terminal import HEARTBEAT_S
 from annie_quant.data import record_proxy, recorded_chat
-from annie_quant.judge.decision.paired import MARGIN
+from annie_quant.judge.decision.rule import MARGIN
 
 UNIT = (
     r"(?:s|ms|us|µs|ns|min|seconds?|minutes?|hours?|days?|kB|MB|GB|TB|KiB|MiB|GiB|%|points?|times|x|×|tok/s|tokens?/s|GB/s"

@@ -206,3 +206,10 @@ def test_the_json_schemas_are_current_and_hold(tmp_path):
         for text in texts:
             checker.validate(json.loads(text))
             assert msgspec.json.decode(documents.encode(decode(kind, text.encode())))
+
+
+def test_one_bad_entry_does_not_remove_the_others():
+    """Also of a list with limits; one that is too long is left out, as before."""
+    identity = documents.salvage_value(documents.Identity, {"name": "a", "caveats": ["no /props", 5, "x" * 201]})
+    assert identity.caveats == ["no /props"]
+    assert documents.salvage_value(documents.Identity, {"name": "a", "caveats": ["x"] * 21}).caveats == []

@@ -9,9 +9,8 @@ import pytest
 
 from annie_quant import judge
 from annie_quant.judge.answers import Answer, constant_answer
-from annie_quant.judge.gates import GATES, tabulate
+from annie_quant.judge.gates import GATES, Threshold, decide, n_to_decide, tabulate
 from annie_quant.judge.library import build_workload
-from annie_quant.judge.paired import Threshold, decide, n_to_decide
 
 RATE = Threshold("rate", least_n=10, rate=0.6)
 ZERO = Threshold("zero", least_n=25)

@@ -14,8 +14,8 @@ from annie_quant.judge.checks.reference import language_of
 from annie_quant.judge.decision import judge_gates
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.library import build_workload
-from annie_quant.judge.not_lost import expected_tools, reference_notes
-from annie_quant.judge.pairing import answers_per_gate, pair_answers
+from annie_quant.judge.pairing import pair_answers
+from annie_quant.judge.sampling import answers_per_gate, expected_tools, reference_notes
 
 TOOL = {
     "type": "function",

@@ -13,7 +13,7 @@ from scipy.stats import binomtest, bootstrap
 from annie_quant.cli import cli
 from annie_quant.core.errors import UsageError
 from annie_quant.judge import retention as table
-from annie_quant.judge.paired import score_interval
+from annie_quant.judge.statistics import score_interval
 
 
 def store(folder, task, values, metric="acc", date="2026-11-22T10-00-00.0", **more):
@@ -31,10 +31,10 @@ def store(folder, task, values, metric="acc", date="2026-11-22T10-00-00.0", **mo
 def test_a_binary_metric_has_lost_and_won_samples_and_tangos_interval(tmp_path):
     before = [1.0] * 70 + [0.0] * 30
     after = [1.0] * 58 + [0.0] * 12 + [1.0] * 2 + [0.0] * 28
-    (row,) = table.retention(store(tmp_path / "a", "t_1", before), store(tmp_path / "b", "t_1", after)).rows
+    (row,) = table.compare_runs(store(tmp_path / "a", "t_1", before), store(tmp_path / "b", "t_1", after)).rows
     assert (row.task, row.n, row.lost, row.won, row.bf16, row.quantized) == ("t_1", 100, 12, 2, 0.7, 0.6)
     assert row.p == pytest.approx(binomtest(2, 14, alternative="less").pvalue)
-    # the interval itself is checked against published figures in test_paired.py
+    # the interval itself is checked against published figures in test_paired_outcomes.py
     assert (row.low, row.high) == score_interval(12, 2, 100, 0.95) and row.low < row.difference < row.high < 0
     assert row.retention == pytest.approx(60 / 70) and row.retention_low < 60 / 70 < row.retention_high < 1
 
@@ -43,7 +43,7 @@ def test_other_numbers_have_the_paired_bootstrap_interval_of_scipy(tmp_path):
     rng = random.Random(0)
     before = [rng.random() for _ in range(80)]
     after = [v - 0.1 * rng.random() for v in before]
-    (row,) = table.retention(store(tmp_path / "a", "t", before, "f1"), store(tmp_path / "b", "t", after, "f1")).rows
+    (row,) = table.compare_runs(store(tmp_path / "a", "t", before, "f1"), store(tmp_path / "b", "t", after, "f1")).rows
     expected = bootstrap(
         (before, after), lambda a, b, axis: b.mean(axis) / a.mean(axis), paired=True, method="percentile", rng=1
     ).confidence_interval
@@ -55,7 +55,7 @@ def test_other_numbers_have_the_paired_bootstrap_interval_of_scipy(tmp_path):
 
 def test_perplexities_are_of_all_words_together(tmp_path):
     before, after = [[-20.0, 10], [-60.0, 20]] * 10, [[-22.0, 10], [-66.0, 20]] * 10
-    result = table.retention(
+    result = table.compare_runs(
         store(tmp_path / "a", "t", before, "word_perplexity"), store(tmp_path / "b", "t", after, "word_perplexity")
     )
     (row,) = result.rows
@@ -66,7 +66,7 @@ def test_perplexities_are_of_all_words_together(tmp_path):
 def test_equal_runs_keep_everything(tmp_path):
     rng = random.Random(1)
     a = store(tmp_path / "a", "t", [float(rng.random() < 0.6) for _ in range(200)])
-    result = table.retention(a, a)
+    result = table.compare_runs(a, a)
     assert (result.rows[0].retention, result.rows[0].lost, result.rows[0].p) == (1.0, 0, 1.0)
     assert "no significant loss" in next(table.summary(result))
 
@@ -75,23 +75,23 @@ def test_samples_that_differ_in_prompt_or_are_missing_are_left_out_and_counted(t
     a = store(tmp_path / "a", "t", [1.0] * 30)
     b = store(tmp_path / "b", "t", [1.0] * 20, prompt_hash="other")
     with pytest.raises(UsageError, match="no sample in common"):
-        table.retention(a, b)
+        table.compare_runs(a, b)
     store(tmp_path / "b", "u", [1.0] * 5)
     store(tmp_path / "a", "u", [1.0] * 5)
-    assert table.retention(a, b).left_out == {"in one run only": 10, "another prompt or target": 20}
+    assert table.compare_runs(a, b).left_out == {"in one run only": 10, "another prompt or target": 20}
 
 
 def test_the_newest_run_of_a_task_counts(tmp_path):
     a = store(tmp_path / "a", "t", [1.0] * 12)
     store(tmp_path / "a", "t", [0.0] * 12, date="2026-11-23T10-00-00.0")
-    assert table.retention(a, a).rows[0].bf16 == 0
+    assert table.compare_runs(a, a).rows[0].bf16 == 0
 
 
 @pytest.mark.parametrize("line", ["", "not json", "[1]", '{"doc_id": 1}', '{"doc_id": 1, "metrics": 3}', "[" * 9999])
 def test_files_that_are_not_lm_evals_are_one_line(tmp_path, line):
     (tmp_path / "samples_t_2026.jsonl").write_text(line)
     with pytest.raises(UsageError) as caught:
-        table.retention(tmp_path, tmp_path)
+        table.compare_runs(tmp_path, tmp_path)
     assert "lm" in caught.value.message + caught.value.hint and "\n" not in caught.value.message
 
 

@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, bootstrap
 
-from annie_quant.judge.paired import n_to_decide
-from annie_quant.judge.statistics import compare, holm, least_p, median_interval, paired, prompts_to_decide, wilson
+from annie_quant.judge.gates import n_to_decide
+from annie_quant.judge.statistics import (
+    compare,
+    hochberg,
+    holm,
+    least_p,
+    median_interval,
+    paired,
+    prompts_to_decide,
+    wilson,
+)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 10, 25, 100, 1000])
@@ -129,6 +138,7 @@ def test_holm_and_power_agree_with_statsmodels():
     for size in (1, 2, 7, 60):
         p = rng.uniform(0, 0.2, size)
         assert holm(list(p)) == pytest.approx(list(multitest.multipletests(p, method="holm")[1]))
+        assert hochberg(list(p)) == pytest.approx(list(multitest.multipletests(p, method="simes-hochberg")[1]))
     for effect in (0.2, 0.5, 1.0):
         theirs = power.TTestPower().solve_power(effect_size=effect, alpha=0.05, power=0.8, alternative="two-sided")
         assert abs(prompts_to_decide(1.0, effect) - theirs) < 4
@@ -180,3 +190,12 @@ def test_n_to_decide_is_the_first_that_decides(share, rate):
 
     result = n_to_decide(share, rate, 100)
     assert decided(result) and not any(decided(n) for n in range(101, result))
+
+
+def test_hochberg_is_the_step_up_form_of_holm():
+    """By hand: 3 * .01, and the smaller of 2 * .03 and 1 * .04; statsmodels' "simes-hochberg" gives the same."""
+    assert hochberg([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.04, 0.04])
+    assert hochberg([0.02] * 5) == pytest.approx([0.02] * 5) and holm([0.02] * 5) == pytest.approx([0.1] * 5)
+    assert hochberg([]) == [] and hochberg([0.9, 0.01]) == pytest.approx([0.9, 0.02])
+    p_values = np.random.default_rng(0).random(20).tolist()
+    assert all(up <= down for up, down in zip(hochberg(p_values), holm(p_values), strict=True))

@@ -1,4 +1,4 @@
-"""Simulate the paired rule (judge/decision/paired.py): how often a checkpoint without a difference loses, and a loss is found.
+"""Simulate the paired rule (judge/decision/rule.py): how often a checkpoint without a difference loses, and a loss is found.
 
     python tests/perf/verdict_rule.py --runs 2000
 
@@ -14,7 +14,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -25,9 +25,8 @@ from annie_quant.documents import PairedGate
 from annie_quant.judge import judge_members
 from annie_quant.judge.decision import decided_at
 from annie_quant.judge.gates import REFERENCE_GATES
-from annie_quant.judge.paired import score_interval
 from annie_quant.judge.pairing import pair_checks
-from annie_quant.judge.statistics import wilson
+from annie_quant.judge.statistics import score_interval, wilson
 
 # workload → (prompts, its own gate, further gates): a third of the workloads, with the shares of gates of the built-in ones.
 WORKLOADS = {
@@ -70,14 +69,46 @@ LEAK_CASES = {
     "leaks: 2 % of the checkpoint's answers": (1.0, 0.0, 0.02),
     "leaks: 5 % of the checkpoint's answers": (1.0, 0.0, 0.05),
 }
+# Gates of a labelled call that one fault fails together, the one that fails most often last.
+CALL_GATES = ("tool_schema", "tool_selection", "tool_call", "tool_arguments", "tool_values")
+FEWER = (0.5, 0.7, 0.8, 1.0, 1.0)  # share of the faults that fail each of CALL_GATES
+# Cases with --n tool calls: (rate of the reference, change each way, true loss, share of the faults that fail each gate).
+CALL_CASES = {
+    "calls: no difference, 10 % change each way, one gate": (0.6, 0.10, 0.0, (1.0,)),
+    "calls: 10 points lost, 10 % change each way, one gate": (0.6, 0.10, 0.10, (1.0,)),
+    "calls: no difference, 10 % change each way, five gates fail together": (0.6, 0.10, 0.0, (1.0,) * 5),
+    "calls: 10 points lost, 10 % change each way, five gates fail together": (0.6, 0.10, 0.10, (1.0,) * 5),
+    "calls: no difference, 10 % change each way, five gates fail in part": (0.6, 0.10, 0.0, FEWER),
+    "calls: 10 points lost, 10 % change each way, five gates fail in part": (0.6, 0.10, 0.10, FEWER),
+}
 Pairs = list[tuple[dict[str, bool], dict[str, bool]]]
 
 
-def answers(rng: np.random.Generator, case: tuple, members: int) -> list[Pairs]:
+def calls(n: int, rng: np.random.Generator, case: tuple, members: int) -> list[Pairs]:
+    """As answers(), with n tool calls of which one fault fails several gates: a fault of severity s fails those that reach s."""
+    rate, change, loss, shares = case
+    gates = CALL_GATES[-len(shares) :]
+    rest = {name: workload for name, workload in WORKLOADS.items() if name != "tools"}
+    result = answers(rng, ({}, (0.98, 0.005), {}), members, rest)
+    old = rng.random(n) < rate
+    severity = rng.random(n)  # of a prompt: what it fails where it fails, in both models
+    for pairs in result:
+        new = rng.random(n) < np.where(old, 1 - (change + loss) / rate, change / (1 - rate))
+        for before, after, hard in zip(old, new, severity, strict=True):
+            row = [
+                {g: bool(ok or hard >= share) for g, share in zip(gates, shares, strict=True)} for ok in (before, after)
+            ]
+            pairs.append((row[0], row[1]))
+    return result
+
+
+def answers(
+    rng: np.random.Generator, case: tuple, members: int, workloads: Mapping[str, tuple] = WORKLOADS
+) -> list[Pairs]:
     """Return per member (reference's checks, checkpoint's checks) of each prompt. The reference's are the same for all members."""
     own, default, losses = case
     result: list[Pairs] = [[] for _ in range(members)]
-    for name, (n, gate, further) in WORKLOADS.items():
+    for name, (n, gate, further) in workloads.items():
         rate, change = own.get(name, default)
         loss = losses.get(name, 0.0)
         old = rng.random(n) < rate
@@ -235,6 +266,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--members", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--n", type=int, default=340, help="Tool calls in the cases that begin with 'calls'.")
     parser.add_argument("--only", default="", help="Cases whose name contains this text.")
     parser.add_argument("--looks", action="store_true", help="Only the errors of `bench --stop-early`, one gate.")
     parser.add_argument(
@@ -266,6 +298,7 @@ def main() -> None:
             print(f"n {n}, {change:.0%} change each way, {100 * loss:g} points lost: {text}", flush=True)
         return
     cases = [(answers, name, case) for name, case in CASES.items()]
+    cases += [(partial(calls, options.n), name, case) for name, case in CALL_CASES.items()]
     cases += [(same_answers, name, case) for name, case in SAME_CASES.items()]
     functions = {name: partial(simulate, draw, case) for draw, name, case in cases}
     functions |= {name: partial(leaks, case) for name, case in LEAK_CASES.items()}
@@ -276,7 +309,9 @@ def main() -> None:
         low, high = wilson(round((shares["loses"] + shares["fragile"]) * options.runs), options.runs)
         text = ", ".join(f"{k} {v:.1%}" for k, v in shares.items())
         print(f"{name}: {text}; loses or fragile {low:.1%} to {high:.1%} (95 %)", flush=True)
-    for n, change, difference, inside in coverage(np.random.default_rng(options.seed), options.runs):
+    for n, change, difference, inside in (
+        () if options.only else coverage(np.random.default_rng(options.seed), options.runs)
+    ):
         print(
             f"coverage of the 90 % interval, n {n}, {change:.0%} change each way, true {difference:+.0%}: {inside:.1%}"
         )

@@ -36,10 +36,9 @@ from annie_quant.documents import (
     StrategyRow,
 )
 from annie_quant.judge import Workload, decision
-from annie_quant.judge.decision import paired
+from annie_quant.judge.decision import rule
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
-from annie_quant.judge.not_lost import compares_with_reference
-from annie_quant.judge.pairing import answers_per_gate
+from annie_quant.judge.sampling import answers_per_gate, compares_with_reference
 from annie_quant.quantize import estimates
 from annie_quant.quantize.strategies import by_rank, find
 
@@ -340,8 +339,8 @@ def standing(row: StrategyRow) -> str:
     members = row.verdict.members.values()
     lost, undecided = {g for m in members for g in m.loses}, {g for m in members for g in m.undecided}
     if not lost and undecided:
-        return f"undecided: {', '.join(sorted(map(paired.title, undecided)))} need more prompts"
-    return f"{row.verdict.verdict}: {', '.join(sorted(map(paired.title, lost or undecided)))} not kept"
+        return f"undecided: {', '.join(sorted(map(rule.title, undecided)))} need more prompts"
+    return f"{row.verdict.verdict}: {', '.join(sorted(map(rule.title, lost or undecided)))} not kept"
 
 
 def lost_gates(row: StrategyRow) -> dict[str, GateTable]:

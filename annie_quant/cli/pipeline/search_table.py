@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from annie_quant.documents import GateResult, GateTable, PairedGate, SearchResult, StrategyRow
-from annie_quant.judge.decision.paired import points, title
+from annie_quant.judge.decision.rule import points, title
 
 MARKS = {"pass": "✓", "fail": "✗", "undecided": "?"}
 NONE = "–"

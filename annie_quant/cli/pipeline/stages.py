@@ -20,7 +20,7 @@ from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console, Progress
 from annie_quant.data.rows import read_rows
 from annie_quant.judge import Workload
-from annie_quant.judge.not_lost import compares_with_reference
+from annie_quant.judge.sampling import compares_with_reference
 
 NOTED_S = 2.0  # the remaining time is shown after stages that took at least so long
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
@@ -161,7 +161,7 @@ class Stages:
         chosen = offline_prompts(n, everything)
         if not compares_with_reference(chosen):
             return chosen
-        from annie_quant.judge.not_lost import prompts_per_gate
+        from annie_quant.judge.sampling import prompts_per_gate
         from annie_quant.offline.evaluation import reference_gates
         from annie_quant.offline.pair import ModelPair
 

@@ -94,7 +94,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 
 def tool_call(answer: Answer, case: Case, workload: Workload) -> str | None:
-    """The expected tool is called with arguments that parse and fit its schema."""
+    """The expected tool is called, and no other one, with arguments that parse and fit its schema."""
     expected = case.expect.get("tool")
     return _expected_call_fault(answer, expected, workload.tools_for(case)) if expected else None
 
@@ -183,8 +183,8 @@ def has_call_markup(answer: Answer) -> bool:
 def _expected_call_fault(answer: Answer, expected: str, tools: Tools) -> str:
     if answer.error:
         return f"the request failed: {answer.error}"
-    if answer.tool_calls and answer.tool_calls[0].get("name") != expected:
-        return f"it called {answer.tool_calls[0].get('name')!r}, expected {expected!r}"
+    if other := next((call for call in answer.tool_calls if call.get("name") != expected), None):
+        return f"it called {other.get('name')!r}, expected {expected!r}"
     return schemas_fault(answer, tools)
 
 

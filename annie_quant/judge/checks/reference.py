@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from annie_quant.documents import incomplete
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.calls import arguments_of, has_call_markup, schemas_fault
-from annie_quant.judge.checks.text import markdown_in, repetition, thinking_leak
+from annie_quant.judge.checks.text import markdown_in, repetition, stop, thinking_leak
 from annie_quant.judge.workloads import Case, Workload
 
 LENGTH_RATIO, LENGTH_SLACK_TOKENS = 2.0, 16
@@ -130,11 +131,9 @@ def same_language(answer: Answer, case: Case, workload: Workload) -> str | None:
 
 def same_stop(answer: Answer, case: Case, workload: Workload) -> str | None:
     """Where bf16 ends its answer itself, this one ends too."""
-    if case.reference is None or case.reference.finish_reason in (None, "length"):
+    if case.reference is None or incomplete("", case.reference.finish_reason):
         return None
-    if answer.error or answer.finish_reason is None:
-        return None
-    return f"not finished at max_tokens ({workload.max_tokens_for(case)})" if answer.finish_reason == "length" else ""
+    return stop(answer, case, workload)
 
 
 def same_length(answer: Answer, case: Case, workload: Workload) -> str | None:

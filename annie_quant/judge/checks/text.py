@@ -20,6 +20,7 @@ from collections import Counter
 from functools import cache, lru_cache
 from typing import Any
 
+from annie_quant.documents import incomplete
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.workloads import Case, Workload
 
@@ -113,10 +114,12 @@ def non_empty(answer: Answer, case: Case, workload: Workload) -> str | None:
 
 
 def stop(answer: Answer, case: Case, workload: Workload) -> str | None:
-    """The model ended its answer itself; finish_reason "length" fails."""
-    if answer.error or answer.finish_reason is None:
+    """The model ended its answer itself."""
+    if answer.error or not answer.finish_reason:
         return None
-    return f"not finished at max_tokens ({workload.max_tokens_for(case)})" if answer.finish_reason == "length" else ""
+    if answer.finish_reason == "length":
+        return f"not finished at max_tokens ({workload.max_tokens_for(case)})"
+    return incomplete("", answer.finish_reason)
 
 
 def repetition(answer: Answer, case: Case, workload: Workload) -> str | None:

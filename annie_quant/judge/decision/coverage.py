@@ -23,7 +23,7 @@ def is_tested(name: str, gate: PairedGate) -> bool:
     return gate.passed > 0 and gate.passed >= LEAST_SHARE * gate.n
 
 
-def coverage(members: Iterable[Mapping[str, PairedGate]]) -> dict[str, int]:
+def answers_per_behaviour(members: Iterable[Mapping[str, PairedGate]]) -> dict[str, int]:
     """Return for each behaviour the answers of the reference that show it, by the gate with most; the least of all members."""
     tables = [_answers(gates) for gates in members]
     return {behaviour: min((table[behaviour] for table in tables), default=0) for behaviour in BEHAVIOURS}

@@ -22,8 +22,8 @@ from annie_quant.documents import (
     Standing,
     Verdict,
 )
-from annie_quant.judge.decision import paired
-from annie_quant.judge.decision.verdict import SHOWN, by_title, deciding_gates, label_of
+from annie_quant.judge.decision import rule
+from annie_quant.judge.decision.run import SHOWN, by_title, deciding_gates, label_of
 from annie_quant.judge.metrics import METRICS, three_digits
 from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL
@@ -72,14 +72,14 @@ class GainOrLoss:
 
 @dataclass(frozen=True)
 class AnswerPairs:
-    """The candidate's answers compared with the incumbent's on the same prompts (paired.py), and the reverse: what is better."""
+    """The candidate's answers compared with the incumbent's on the same prompts (rule.py), and the reverse: what is better."""
 
     worse: dict[str, PairedGate]
     better: dict[str, PairedGate]
 
     def named(self, verdict: GateVerdict) -> list[str]:
         """Return the titles of the gates of the candidate that have this verdict against the incumbent."""
-        return [paired.title(gate) for gate, pair in paired.deciding(self.worse).items() if pair.verdict == verdict]
+        return [rule.title(gate) for gate, pair in rule.deciding(self.worse).items() if pair.verdict == verdict]
 
 
 def pair_answers(
@@ -92,8 +92,8 @@ def pair_answers(
     )
     (worse, pooled), (better, _) = pair_by_prompt(theirs, ours, bf16=False), pair_by_prompt(ours, theirs, bf16=False)
     return AnswerPairs(
-        paired.judge_gates({"served": worse}, {"served": pooled})[0]["served"],
-        paired.judge_gates({"served": better})[0]["served"],
+        rule.judge_gates({"served": worse}, {"served": pooled})[0]["served"],
+        rule.judge_gates({"served": better})[0]["served"],
     )
 
 
@@ -208,9 +208,9 @@ def _latency(aggregates: Aggregates, candidate: str, incumbent: str) -> Checklis
 def _quality(answers: AnswerPairs | None) -> ChecklistItem:
     """No worse: the candidate keeps every gate of the incumbent on the same prompts."""
     item = "answers no worse"
-    if answers is None or not paired.deciding(answers.worse):
+    if answers is None or not rule.deciding(answers.worse):
         return ChecklistItem(item, "undecided", "the answers of the two were not compared prompt by prompt")
-    n = len(paired.deciding(answers.worse))
+    n = len(rule.deciding(answers.worse))
     outcomes: tuple[tuple[GateVerdict, Outcome], ...] = (("loses", "fail"), ("undecided", "undecided"))
     for verdict, outcome in outcomes:
         if names := answers.named(verdict):
@@ -290,11 +290,11 @@ def gains_and_losses(
             speed.append(f"{text} (no reason by itself)")
     side, other = aggregates.served[candidate], aggregates.served[incumbent]
     for texts, pairs in ((losses, answers.worse), (gains, answers.better)) if answers else ():
-        for gate, pair in paired.deciding(pairs).items():
-            if paired.is_loss(pair, paired.loss_limit(gate), LEVEL):
+        for gate, pair in rule.deciding(pairs).items():
+            if rule.is_loss(pair, rule.loss_limit(gate), LEVEL):
                 # In `better` the candidate is the reference: what the incumbent lost against it is won.
                 lost, won = (pair.lost, pair.won) if texts is losses else (pair.won, pair.lost)
-                text = f"{paired.title(gate)} {lost} lost and {won} won of {pair.n}"
+                text = f"{rule.title(gate)} {lost} lost and {won} won of {pair.n}"
                 texts.append(GainOrLoss(text, text))
     ours, before_bytes = peak_bytes(side), peak_bytes(other)
     if ours and before_bytes and abs(ours - before_bytes) > MARGIN * before_bytes:

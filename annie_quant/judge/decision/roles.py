@@ -16,7 +16,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.documents import Aggregates, ModelRow, Roles
 
 REFERENCE_FORMAT = "BF16"
-RULE = 3  # of Verdict.rule: roles are stated; a confound and an unanswered request do not keep
+RULE = 4  # of Verdict.rule: a behaviour must be tested; p-values are adjusted by Hochberg's method
 
 
 def assign(names: Sequence[str], formats: Mapping[str, str], stated: Roles | None = None) -> Roles:

@@ -3,7 +3,7 @@
 A strategy is looked at after few prompts and again after all of them. At the early look it is dropped where
 
 - a gate has lost so many answers that it could not keep even if no other prompt changed, or
-- a gate loses by the rule (decision/paired.py) with its level divided by the number of looks (Bonferroni).
+- a gate loses by the rule (decision/rule.py) with its level divided by the number of looks (Bonferroni).
 
 It is accepted only at the last look, where every gate must keep under every required numerics.
 """
@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from annie_quant.documents import GateResult, Member, Outcome, PairedGate, PairedVerdict, SearchNumerics
-from annie_quant.judge.decision.paired import CONFIDENCE, MARGIN, is_loss, loss_limit, title
+from annie_quant.judge.decision.rule import CONFIDENCE, MARGIN, is_loss, loss_limit, title
 from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.paired import score_interval
-from annie_quant.judge.statistics import LEVEL
+from annie_quant.judge.statistics import LEVEL, score_interval
 
 Gates = Mapping[str, GateResult]
 Sides = Mapping[str, SearchNumerics | Member]  # by numerics, or by member of their ensembles
@@ -46,7 +45,7 @@ def cannot_keep(gate: str, pair: PairedGate, in_all: int, n_looks: int) -> str |
     if score_interval(pair.lost, pair.won, n, CONFIDENCE)[0] <= -margin:
         return f"{counts}: even without a change in the other {n - pair.n}, it could not keep"
     if pair.low <= -margin and is_loss(pair, loss_limit(gate), LEVEL / n_looks):
-        return f"{counts}: a loss (p {pair.p_holm:.2g} after Holm)"
+        return f"{counts}: a loss (p {pair.p_holm:.2g}, adjusted)"
     return None
 
 

@@ -12,11 +12,10 @@ from scipy.stats import binomtest
 
 from annie_quant import documents, judge
 from annie_quant.documents import PairedGate, PooledGates
-from annie_quant.judge.decision import judge_gates, strategies
-from annie_quant.judge.decision import paired as rule
+from annie_quant.judge.decision import judge_gates, rule, strategies
 from annie_quant.judge.gates import GATES, tabulate
-from annie_quant.judge.paired import score_interval
 from annie_quant.judge.pairing import pair_checks
+from annie_quant.judge.statistics import score_interval
 
 
 def member(**counts):
@@ -56,10 +55,10 @@ def test_one_gate(counts, verdict):
 
 def test_a_gate_that_compares_with_the_reference_loses_only_beyond_the_margin():
     """Two runs of one model change 2 to 3 % of the answers, and each change is a loss to such a gate."""
-    assert verdict_of(same_tool=(200, 5, 0)) == "undecided"  # was "loses": McNemar's p is 3 %
-    assert verdict_of(same_tool=(200, 3, 0)) == "keeps"
-    assert verdict_of(same_tool=(200, 14, 0)) == "undecided"  # 7 %: the interval's upper bound is -4.5 points
-    assert verdict_of(same_tool=(200, 18, 0)) == "loses"  # 9 %: -6.1 points, p = .013
+    assert verdict_of(same_text=(200, 5, 0)) == "undecided"  # was "loses": McNemar's p is 3 %
+    assert verdict_of(same_text=(200, 3, 0)) == "keeps"
+    assert verdict_of(same_text=(200, 14, 0)) == "undecided"  # 7 %: the interval's upper bound is -4.5 points
+    assert verdict_of(same_text=(200, 18, 0)) == "loses"  # 9 %: -6.1 points, p = .013
     assert verdict_of(tool_call=(200, 14, 0)) == "loses", "gates with labels lose against zero"
 
 
@@ -135,14 +134,18 @@ def test_a_checkpoint_never_loses_what_bf16_misses():
     assert (table["factual"].verdict, table["factual"].meets, table["factual"].requirement) == ("pass", "fail", "R25")
 
 
-def test_holm_counts_gates_that_could_be_significant():
+def test_gates_count_that_could_be_significant():
     alone = judged(tool_call=(100, 9, 2))
     assert alone["tool_call"].p == alone["tool_call"].p_holm == pytest.approx(67 / 2048)
     assert alone["tool_call"].verdict == "loses"
     several = judged(tool_call=(100, 9, 2), factual=(100, 4, 0), reasoning=(100, 0, 0), no_markdown=(400, 0, 0))
     assert several["tool_call"].verdict == "loses" and several["factual"].p_holm is None
-    many = {f"w4a4+{i}": member(tool_call=(100, 9, 2)) for i in range(3)}
-    assert judge.judge_members(many).verdict == "undecided", "the level is that of the whole ensemble"
+    members = {
+        f"w4a4+{i}": member(tool_call=counts) for i, counts in enumerate([(100, 9, 2), (100, 6, 6), (100, 5, 5)])
+    }
+    assert judge.judge_members(members).verdict == "undecided", "the level is that of the whole ensemble"
+    equal = {f"w4a4+{i}": member(tool_call=(100, 9, 2)) for i in range(3)}
+    assert judge.judge_members(equal).verdict == "loses", "the same loss in each of them counts once"
 
 
 def test_a_sure_loss_within_the_margin_keeps_the_gate():

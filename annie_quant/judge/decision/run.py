@@ -32,10 +32,20 @@ from annie_quant.documents import (
     Standing,
     Verdict,
 )
-from annie_quant.judge.decision import paired
-from annie_quant.judge.decision.coverage import coverage, describe_coverage
-from annie_quant.judge.decision.paired import FAILING, OUTCOMES, POOLED, changing_gates, describe_pooled, points, title
+from annie_quant.judge.decision import rule
+from annie_quant.judge.decision.coverage import LEAST_ANSWERS, answers_per_behaviour, describe_coverage
 from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, other_side, roles_of, sides
+from annie_quant.judge.decision.rule import (
+    FAILING,
+    NOTHING_TESTED,
+    OUTCOMES,
+    POOLED,
+    changing_gates,
+    describe_pooled,
+    points,
+    title,
+)
+from annie_quant.judge.gates import Threshold, decide, tabulate
 from annie_quant.judge.metrics import METRICS, three_digits
 
 SHOWN = 4  # failing gates that a sentence names
@@ -74,6 +84,8 @@ class JudgedGate:
             return (
                 f"{self.title} {result.value:.4g} {METRICS[result.metric].unit}, limit {result.limit:g} ({self.where})"
             )
+        if not result.n:
+            return f"{self.title} ({self.where})"
         text = f"{self.title} {result.passes} of {result.n}"
         if self.pair is not None and self.pair.n == result.n:
             text += f" against {result.passes + self.pair.lost - self.pair.won}"
@@ -136,7 +148,7 @@ def standing(gates: Sequence[JudgedGate]) -> Standing:
         by_gate.setdefault(gate.where, {})[gate.title] = VERDICTS[gate.outcome]
     if changing_gates(by_gate):
         return "fragile"
-    return paired.combined([verdict for titles in by_gate.values() for verdict in titles.values()])
+    return rule.combined([verdict for titles in by_gate.values() for verdict in titles.values()])
 
 
 def combined(outcomes: Collection[Outcome]) -> Outcome:
@@ -161,7 +173,7 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
         gates[gate.outcome].append(gate)
     confounds = [c for c in aggregates.confounds if _concerns(c, roles)]
     tables = [pairs for _, _, pairs, _ in _tables(aggregates, roles.candidate) if pairs]
-    return Decision(roles.candidate, roles, gates, confounds, coverage(tables) if tables else {})
+    return Decision(roles.candidate, roles, gates, confounds, answers_per_behaviour(tables) if tables else {})
 
 
 def _fails(aggregates: Aggregates, name: str | None) -> bool:
@@ -275,7 +287,9 @@ def _tables(aggregates: Aggregates, name: str) -> Iterator[Table]:
     model = next((m for m in models if m in aggregates.offline), "")
     for member, side in (aggregates.offline.get(model, {}) | aggregates.members.get(model, {})).items():
         numerics, plus, suffix = member.partition("+")
-        yield f"{numerics.upper()}{plus}{suffix}", side.gates, side.paired or None, side
+        # The reference itself has no pairs, and neither have evaluations of version 0.1.0, whose results have no `meets`.
+        alone = not side.paired and (numerics == "bf16" or any(r.meets is None for r in side.gates.values()))
+        yield f"{numerics.upper()}{plus}{suffix}", side.gates, None if alone else side.paired, side
 
 
 def _judged(
@@ -284,27 +298,37 @@ def _judged(
     pairs: Mapping[str, PairedGate] | None,
     side: ServedSide | OfflineSide,
 ) -> Iterator[JudgedGate]:
-    """Without a reference the absolute requirements decide; with one, the gates that decide in paired.py.
+    """Without a reference the absolute requirements decide; with one, the gates that decide in rule.py.
 
-    Where the reference has no complete answer to compare with, nothing is kept.
+    Where the reference has nothing to compare with, everything is undecided.
     """
-    decide = paired.deciding(pairs or {})
-    if not decide:
+    if pairs is None:
         for gate, result in gates.items():
             if not result.advisory:
-                opened = pairs is not None and result.verdict == "pass"
-                yield JudgedGate(
-                    where, result.title or gate, replace(result, verdict="undecided") if opened else result
-                )
+                yield JudgedGate(where, result.title or gate, result)
         return
-    rows = {gate: result for gate, result in gates.items() if gate in decide}
-    answers, keeps = coverage([decide]), any(result.verdict == "pass" for result in rows.values())
+    deciding = rule.deciding(pairs)
+    rows = {gate: gates.get(gate) or _unanswered(gate, pair) for gate, pair in deciding.items()}
+    kept = [gate for gate, result in rows.items() if result.verdict == "pass"]
+    answers, shown = answers_per_behaviour([deciding]), False
     for gate, result in rows.items():
-        if result.verdict != "undecided" or not keeps or paired.stands_in_the_way(gate, decide[gate], answers):
-            yield JudgedGate(where, result.title or gate, result, decide[gate])
-    lost = any(result.verdict == "fail" for result in rows.values())
-    if side.pooled is not None and side.pooled.verdict == "loses" and not lost:
+        if result.verdict != "undecided" or not kept or rule.stands_in_the_way(gate, deciding[gate], answers):
+            shown |= result.verdict != "pass"
+            yield JudgedGate(where, result.title or gate, result, deciding[gate])
+    if (
+        side.pooled is not None
+        and side.pooled.verdict == "loses"
+        and not any(r.verdict == "fail" for r in rows.values())
+    ):
         yield JudgedGate(where, title(POOLED), side.pooled)
+    elif not shown and not rule.tests_a_behaviour(kept):
+        yield JudgedGate(where, NOTHING_TESTED, decide(0, 0, Threshold("all", LEAST_ANSWERS)), PairedGate(0, 0, 0))
+
+
+def _unanswered(gate: str, pair: PairedGate) -> GateResult:
+    """Return the result of a gate that applies to answers of the reference, and to none of the candidate's."""
+    table = tabulate([{gate: False}] * pair.n)
+    return rule.apply(table, {gate: pair})[gate]
 
 
 def _concerns(confound: Confound, roles: Roles) -> bool:
@@ -329,8 +353,11 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
         end = f". {_replacement(aggregates, chosen)}" if chosen.incumbent else "."
     elif undecided:
         verb = "loses" if chosen.compared else "fails"
-        n_open = _count(len(by_title(undecided)), "gate")
-        head = f"{label} {verb} no gate, but {n_open} cannot be decided with so few answers"
+        head = f"{label} {verb} no gate, but "
+        if {gate.title for gate in undecided} == {NOTHING_TESTED}:
+            head += f"{NOTHING_TESTED} (annie-quant init makes prompts that do)"
+        else:
+            head += f"{_count(len(by_title(undecided)), 'gate')} cannot be decided with so few answers"
     else:
         head = f"{label} {'keeps' if chosen.compared else 'passes'} every gate"
     head += _not_tested(chosen)

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, chi2
 
-from annie_quant.judge.paired import detectable_loss, least_n, mcnemar, score_interval
 from annie_quant.judge.pairing import pair_checks, sign_flips
-from annie_quant.judge.statistics import wilson
+from annie_quant.judge.statistics import detectable_loss, least_n, mcnemar, score_interval, wilson
 
 # (lost, won, n, confidence, low, high, digits). Sources:
 #   Cavo 2012 and Bentur 2009: Fagerland, Lydersen, Laake, "Statistical Analysis of Contingency Tables" (2017), chapter 8, and the

@@ -5,7 +5,7 @@ One gate under one arithmetic (a "member": a numerics profile, a perturbation NA
 keeps      the reference passes at least LEAST_ANSWERS prompts, and the lower bound of the difference's 90 % score interval is above
            -margin (an error of 5 %). A gate without a margin (leaks, empty answers) keeps when no answer was lost. Where the
            reference has the fault on other prompts (the checkpoint wins some), the usual margin decides.
-loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-sided), after Holm over the gates, is below 5 %. This
+loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-sided), adjusted for all gates, is below 5 %. This
            is the rule for gates without a margin too: a gate with a lost answer does not keep, but the arithmetic's noise
            does that to a checkpoint as good as its reference too, whose own answers are one draw (tests/perf/verdict_rule.py).
 undecided  otherwise, with the number of prompts that would decide at the observed rates.
@@ -15,21 +15,23 @@ A gate that the reference passes in less than a tenth of its prompts tests nothi
 A gate that compares with the reference's own answer (same_tool, ...) counts changes, and some change between two runs of one model.
 Where the reference answered in a second arithmetic too, "lost" are the prompts that only the checkpoint changes, "won" those that
 only that arithmetic changes; else every change is a loss. It loses only if the upper bound is below -margin, and the p of more
-loss than the margin (instead of McNemar's) is below 5 % after Holm.
+loss than the margin (instead of McNemar's), adjusted, is below 5 %.
 
 A two-sided gate (the call rate) keeps if the whole interval is within the margin, and loses in either direction.
 
-Holm's adjustment is over the gates of all members together, so more members give no more false alarms. It counts the gates in which
-at least 5 answers changed: with fewer, no p is below 5 %, and without a difference the number of changes does not depend on their
+The p-values of all members' gates and of the pooled verdicts are adjusted together, in Hochberg's step-up form of Holm's method:
+more members give no more false alarms, and gates that one fault fails together count once. A gate counts if at least 5 of its
+answers changed: with fewer, no p is below 5 %, and without a difference the number of changes does not depend on their
 direction. Gates that compare with the reference's answer always count: their number of changes is what is tested.
 
 A sure loss that is smaller than the margin keeps. All deciding gates together (the pooled verdict) show small losses in many
 gates: they lose by the same rule, with a margin of 2 points of the answers.
 
-A member loses if a gate or the pooled verdict loses, keeps if all gates keep, and is undecided otherwise. A gate with fewer than
-LEAST_ANSWERS does not stand in the way if its behaviour is tested by another gate, or if the reference shows it in fewer than
-RARE_ANSWERS and none was lost; a behaviour that no gate tests is named in the verdict (coverage.py). A checkpoint is fragile
-if a gate keeps under one member and loses under another; else it loses if a member loses, keeps if all keep, else it is undecided.
+A member loses if a gate or the pooled verdict loses, keeps if all gates keep and one of them tests a behaviour, and is undecided
+otherwise. A gate with fewer than LEAST_ANSWERS does not stand in the way if it lost no more than the margin and its behaviour is
+tested by another gate, or if the reference shows it in fewer than RARE_ANSWERS and none was lost; a behaviour that no gate tests
+is named in the verdict (coverage.py). A checkpoint is fragile if a gate keeps under one member and loses under another; else it
+loses if a member loses, keeps if all keep, else it is undecided.
 
 The functions change none of their arguments.
 """
@@ -37,7 +39,7 @@ The functions change none of their arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -56,19 +58,25 @@ from annie_quant.documents import (
     PooledGates,
     Standing,
 )
-from annie_quant.judge.decision.coverage import LEAST_ANSWERS, RARE_ANSWERS, coverage, describe_coverage, is_tested
-from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.paired import (
-    LARGE_N,
+from annie_quant.judge.decision.coverage import (
+    LEAST_ANSWERS,
+    RARE_ANSWERS,
+    answers_per_behaviour,
+    describe_coverage,
+    is_tested,
+)
+from annie_quant.judge.gates import GATES, LARGE_N, decides
+from annie_quant.judge.statistics import (
+    LEVEL,
     detectable_excess,
     detectable_loss,
     excess_loss,
+    hochberg,
     least_n,
     mcnemar,
     score_interval,
     two_sided,
 )
-from annie_quant.judge.statistics import LEVEL, holm
 
 LEAST_CHANGES = 5  # fewer changed answers give no p below 5 %: 1 / 2^4 = 6.25 %
 CONFIDENCE = 0.9  # of the interval: 5 % per bound
@@ -79,6 +87,7 @@ POOLED = "all"  # the pooled verdict's name among gates
 FAILING: tuple[Standing, ...] = ("loses", "fragile")
 OUTCOMES: dict[GateVerdict, Outcome] = {"keeps": "pass", "loses": "fail", "undecided": "undecided"}
 SHOWN = 4
+NOTHING_TESTED = "no gate tests anything that the reference does"
 Gates = Mapping[str, PairedGate]
 Side = TypeVar("Side", NumericsResult, Member, OfflineSide)
 
@@ -101,7 +110,7 @@ def judge_gates(
     for name, rows in gates.items():
         _measure(rows, together[name])
     family = [row for name, rows in gates.items() for row in _testable(rows, together[name])]
-    for tested, p_holm in zip(family, holm([row.p for row in family]), strict=True):
+    for tested, p_holm in zip(family, hochberg([row.p for row in family]), strict=True):
         tested.p_holm = p_holm
     for name, rows in gates.items():
         _judge(rows, together[name], len(family) or 1)
@@ -116,7 +125,7 @@ def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | 
     for name in members:
         profiles[name.partition("+")[0]].append(name)
     standing = _standing(list(members), verdicts, by_gate)
-    answers = coverage(members.values())
+    answers = answers_per_behaviour(members.values())
     return PairedVerdict(
         verdict=standing,
         sentence=_sentence(standing, verdicts, by_gate, answers),
@@ -200,20 +209,31 @@ def member_verdict(gates: Gates, pooled: PooledGates | None = None) -> MemberVer
     by_gate = _verdicts(gates, pooled)
     loses = [name for name, verdict in by_gate.items() if verdict == "loses"]
     loses = [name for name in loses if name != POOLED] or loses  # a lost gate explains the pooled loss
-    answers = coverage([gates])
+    answers = answers_per_behaviour([gates])
     undecided = [
         name
         for name, verdict in by_gate.items()
         if verdict == "undecided" and name != POOLED and stands_in_the_way(name, gates[name], answers)
     ]
-    keeps = any(verdict == "keeps" for name, verdict in by_gate.items() if name != POOLED)
+    keeps = tests_a_behaviour([name for name, verdict in by_gate.items() if verdict == "keeps"])
     verdict: GateVerdict = "loses" if loses else "undecided" if undecided or not keeps else "keeps"
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
 
 
+def tests_a_behaviour(kept: Iterable[str]) -> bool:
+    """Return whether gates that were kept show anything: an answer that is not empty, or as many calls, is no behaviour yet."""
+    return any(GATES[name].behaviours for name in kept if name in GATES)
+
+
 def stands_in_the_way(name: str, gate: PairedGate, answers: Mapping[str, int]) -> bool:
-    """Return whether an undecided gate forbids "keeps"."""
+    """Return whether an undecided gate forbids "keeps".
+
+    One with too few answers does not, where its behaviour is tested elsewhere and what it lost itself is within the margin.
+    """
     if answers_of(gate) >= LEAST_ANSWERS:
+        return True
+    change = (gate.won - gate.lost) / gate.n
+    if change < -MARGIN or (is_two_sided(name) and change > MARGIN):
         return True
     tested_elsewhere = all(answers[behaviour] >= LEAST_ANSWERS for behaviour in GATES[name].behaviours)
     return not tested_elsewhere and (gate.lost > 0 or answers_of(gate) >= RARE_ANSWERS)
@@ -404,7 +424,7 @@ def _claim(
     if verdict == "loses":
         return f"Loses {_titles(names)} under {', '.join(under)}"
     if not names:
-        return "Undecided: no gate tests anything that the reference does (annie-quant init makes prompts that do)"
+        return f"Undecided: {NOTHING_TESTED} (annie-quant init makes prompts that do)"
     return f"Undecided with so few prompts: {_titles(names)} under {', '.join(under)}"
 
 

@@ -28,8 +28,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from annie_quant.models import family_or_default
-from annie_quant.offline import matmul
-from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
+from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics, sum_of_parts
 from annie_quant.offline.profiles import BFLOAT16_STEPS, FLOAT32, UNQUANTIZED, Profile
 
 Round = Callable[[torch.Tensor], torch.Tensor]
@@ -200,7 +199,7 @@ def plain_product(
     weight: torch.Tensor, bias: torch.Tensor | None, permutation: torch.Tensor | None, parts: int, x: torch.Tensor
 ) -> torch.Tensor:
     """Return x W^T + b of a plain linear, summed in another order. weight: permuted already."""
-    y = matmul.sum_of_parts(x if permutation is None else x[..., permutation], weight, parts)
+    y = sum_of_parts(x if permutation is None else x[..., permutation], weight, parts)
     return y if bias is None else y + bias
 
 

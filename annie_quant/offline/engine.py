@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from annie_quant.core.errors import UsageError
-from annie_quant.offline import caches, nvfp4_linear
+from annie_quant.offline import caches, codec
 from annie_quant.offline.deltanet import RaggedBatch, ragged_layers
 from annie_quant.offline.deltanet_cpu import SERVED_CHUNK
 from annie_quant.offline.emulation import profile_of, rounding
@@ -84,7 +84,7 @@ def amx_attention(
 
 def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, None]]:
     """Return grouped_attention with the roundings of a numerics profile."""
-    stream, stored = rounding(profile.stream), nvfp4_linear.cache_rounding(profile.kv)
+    stream, stored = rounding(profile.stream), codec.cache_rounding(profile.kv)
     with_amx = profile.delta_rule == CPU_KERNELS and profile.stream == BFLOAT16 and torch.cpu._is_amx_tile_supported()
 
     def attention(

@@ -22,7 +22,7 @@ from torch import nn
 from annie_quant.gemm import grouped
 from annie_quant.gemm.grouped import PreparedExperts
 from annie_quant.models import Experts, Family
-from annie_quant.offline import matmul, profiles
+from annie_quant.offline import nvfp4_linear, profiles
 from annie_quant.offline.base_linear import Watched
 from annie_quant.offline.nvfp4_linear import NVFP4Linear
 
@@ -98,7 +98,7 @@ def fits(linear: nn.Module | None) -> bool:
     """Return whether a linear's tensors are such that the kernel can read them, on a device where it runs."""
     if not isinstance(linear, NVFP4Linear) or linear.bias is not None or linear.pre_quant_scale is not None:
         return False
-    return matmul.can_use_kernels(linear)
+    return nvfp4_linear.can_use_kernels(linear)
 
 
 def is_changed(linear: NVFP4Linear) -> bool:

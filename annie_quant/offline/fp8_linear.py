@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from annie_quant.offline.base_linear import FixedDtypeLinear
-from annie_quant.offline.codec import MAX_E4M3
+from annie_quant.offline.codec import MAX_E4M3, fake_quant_fp8
 
 SMALLEST_TOKEN_SCALE = 1 / (MAX_E4M3 * 512)
 SMALLEST_AMAX = 1e-10  # of a token's activations in a block of columns: vLLM's lower bound
@@ -63,7 +63,7 @@ class FP8Linear(FixedDtypeLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = token_scales(x.detach()) if self.per_token else self.input_scale
         if scale is not None:
-            rounded = fake_quant(x.detach(), scale)
+            rounded = fake_quant_fp8(x.detach(), scale)
             x = x + (rounded - x).detach() if x.requires_grad else rounded
         return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
 
@@ -110,7 +110,7 @@ class BlockFP8Linear(FixedDtypeLinear):
         columns = self.block[1]
         values = nn.functional.pad(x.detach(), (0, -x.shape[-1] % columns)).unflatten(-1, (-1, columns))
         scale = values.float().abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX) / MAX_E4M3
-        rounded = fake_quant(values, scale).flatten(-2)[..., : x.shape[-1]]
+        rounded = fake_quant_fp8(values, scale).flatten(-2)[..., : x.shape[-1]]
         x = x + (rounded - x).detach() if x.requires_grad else rounded
         return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
 
@@ -128,10 +128,3 @@ class NamedBlockFP8Linear(BlockFP8Linear):
 def token_scales(x: torch.Tensor) -> torch.Tensor:
     """Return amax / 448 of each token [..., 1], with the lower bound of vLLM's kernel (csrc/quantization, per-token FP8)."""
     return (x.float().abs().amax(-1, keepdim=True) / MAX_E4M3).clamp_min(SMALLEST_TOKEN_SCALE)
-
-
-def fake_quant(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return e4m3(clamp(x / scale, ±448)) * scale, computed in float32, in x's dtype. scale: one number, or one per token."""
-    scale = scale.float()
-    scale = scale.reshape(()) if scale.numel() == 1 else scale
-    return ((x.float() / scale).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)

@@ -19,7 +19,7 @@ from annie_quant.judge import Case, Workload  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
 from annie_quant.offline import (  # noqa: E402
     ensemble,
-    matmul,
+    nvfp4_linear,
     pair,
 )
 from annie_quant.offline.emulation import USUAL, SumOrder, emulate  # noqa: E402
@@ -103,7 +103,7 @@ def test_a_split_sum_is_another_sum(k: int) -> None:
     """Two halves of K = 256 gave the product's own bits, so cut16 changed nothing in a model of that width."""
     generator = torch.Generator().manual_seed(k)
     x, weight = torch.randn(64, k, generator=generator), torch.randn(96, k, generator=generator)
-    usual, split = torch.nn.functional.linear(x, weight), matmul.sum_of_parts(x, weight, ensemble.SPLIT.parts)
+    usual, split = torch.nn.functional.linear(x, weight), nvfp4_linear.sum_of_parts(x, weight, ensemble.SPLIT.parts)
     assert (usual != split).float().mean() > 1 / 3
     torch.testing.assert_close(usual, split, rtol=1e-4, atol=1e-4)
 

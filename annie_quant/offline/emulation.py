@@ -5,13 +5,13 @@ The model stays in float32, and values are rounded where a server stores them in
   norms, linears, head  their outputs; a linear's input too, which rounds products of gates. An NVFP4 product is rounded before its
                         bias is added, and a normalized value before it is multiplied by a bf16 weight; not by 1 + weight
   activations, gates    their outputs, before they are multiplied
-  convolution, DeltaNet their outputs, and what the chunk kernels store between their products (evaluate/deltanet.py), for the
+  convolution, DeltaNet their outputs, and what the chunk kernels store between their products (deltanet.py), for the
                         tokens of a prompt; decoded tokens have operands in float32. The recurrent state stays in float32, as
                         servers keep it; beta as the profile names it
   attention             cosines and sines, queries, keys and values, and the output; softmax is computed in float32
 So products have exact operands and one rounding, as a GPU kernel's have, and the result is the same on a CPU and a GPU apart from
 the order of sums. Servers differ in that order, and in roundings inside fused kernels. vLLM's CPU kernels are emulated bit for bit
-except for a few sums (profiles vllm-cpu and vllm-cpu-w4a16); for all others the ensemble (evaluate/ensemble.py) measures what such
+except for a few sums (profiles vllm-cpu and vllm-cpu-w4a16); for all others the ensemble (ensemble.py) measures what such
 differences do.
 """
 

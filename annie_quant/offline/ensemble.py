@@ -18,12 +18,6 @@ docs/numerics.md).
 
 Neither ties nor batch cuts decide: equal logits (frequent in bfloat16) give the token of the lowest index on every device, and an
 answer that hangs on a tie or on a batch's cut has a small margin, so all members compute it, and the verdict is taken over members.
-
-What a harmless change of arithmetic does to bf16's own answers: the floor of every comparison with them.
-
-The reference answers again, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums in another order): a
-sample of the prompts and all whose answer is uncertain (ensemble.py). Such an answer is as good as the first. A checkpoint loses a
-gate that compares with bf16's own answers only if it changes more of them than that (judge/decision/paired.py).
 """
 
 from __future__ import annotations
@@ -192,11 +186,14 @@ def uncertain_answers(
     return uncertain
 
 
-NAME = "bf16, second arithmetic"
-
-
 def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answered]:
-    """Return the reference's answers in the second arithmetic, from the cache where it has all of them."""
+    """Return the reference's answers in the second arithmetic, from the cache where it has all of them.
+
+    They show what a harmless change of arithmetic does to bf16's own answers, which is the floor of every comparison with them: a
+    checkpoint loses such a gate only if it changes more answers than that (judge/decision/paired.py). A sample of the prompts and
+    all whose answer is uncertain are computed, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums in
+    another order).
+    """
     reference = pair.reference
     cache = AnswerCache(reference.cache_path("second"), pair.group)
     keys = [request_key(request, pair.template.end_tokens) for request, _ in answered]
@@ -208,9 +205,10 @@ def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answer
 
 def _compute(pair: ModelPair, answered: Sequence[Answered]) -> list[Completion]:
     profile, order = second_arithmetic(pair, find_profile("bf16"))
+    name = "bf16, second arithmetic"
     base = choose(pair, pair.reference.scores, answered, range(len(answered)), "bf16: margins")
     engine = pair.reference.engine()
     with emulate(engine.model, profile, order):
-        choices, _, _ = perturbed(pair, engine, answered, base, NAME)
-        outcomes = answers_of(pair, engine, answered, differences_of(choices), NAME)
+        choices, _, _ = perturbed(pair, engine, answered, base, name)
+        outcomes = answers_of(pair, engine, answered, differences_of(choices), name)
     return [outcome.completion for outcome in outcomes]

@@ -21,7 +21,7 @@ from torch import nn
 from annie_quant.core.errors import UsageError
 from annie_quant.gemm import torch_op
 from annie_quant.offline import codec, profiles
-from annie_quant.offline.base_linear import FixedDtypeLinear, Watched
+from annie_quant.offline.fp8_linear import FixedDtypeLinear
 
 BLOCK_BYTES = 8 << 20  # dequantized weights in memory at one time, on a CPU
 BLOCK_BYTES_GPU = 1 << 28
@@ -45,6 +45,36 @@ class Scalars(NamedTuple):
     tensor_scale: float
     divisor: float | None
     input_scale: float | None
+
+
+class Watched(nn.Module):
+    """A module that counts every change of its settings, submodules and forward hooks.
+
+    Whether one kernel may compute all linears of a mixture's layer depends on the settings of hundreds of them, and reading those
+    takes longer than the launch. So experts.GroupedExperts reads them again only after a change.
+
+    SETTINGS: names of the attributes that are counted.
+    """
+
+    SETTINGS: ClassVar[frozenset[str]] = frozenset()
+    changes: ClassVar[int] = 0  # of all watched modules
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.SETTINGS or isinstance(value, nn.Module):
+            Watched.changes += 1
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        Watched.changes += 1
+        super().add_module(name, module)
+
+    def register_forward_hook(self, *arguments: Any, **options: Any) -> Any:
+        Watched.changes += 1
+        return super().register_forward_hook(*arguments, **options)
+
+    def register_forward_pre_hook(self, *arguments: Any, **options: Any) -> Any:
+        Watched.changes += 1
+        return super().register_forward_pre_hook(*arguments, **options)
 
 
 class NVFP4Linear(Watched, FixedDtypeLinear):

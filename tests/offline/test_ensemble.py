@@ -26,7 +26,7 @@ from annie_quant.offline.emulation import USUAL, SumOrder, emulate  # noqa: E402
 from annie_quant.offline.engine import Engine, Row  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
-from annie_quant.offline.pair import ModelPair  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
 from annie_quant.offline.verification import Choices, Difference, choices_of  # noqa: E402
 
@@ -48,8 +48,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def evaluated(models: tuple[Path, Path], tmp_path: Path, numerics: tuple[str, ...], **more) -> Evaluation:
-    with ModelPair(*models, cache=tmp_path, device="cpu") as loaded:
-        return evaluate_pair(loaded, workloads(), numerics, **more)
+    job = EvaluationJob(
+        checkpoint=models[0], reference=models[1], numerics=numerics, cache=tmp_path, device="cpu", **more
+    )
+    with open_pair(job) as loaded:
+        return evaluate_pair(loaded, job, workloads())
 
 
 def test_members_and_their_outcomes(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -81,7 +84,7 @@ def test_members_and_their_outcomes(models: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_without_the_ensemble_there_are_no_members(models: tuple[Path, Path], tmp_path: Path) -> None:
-    result = evaluated(models, tmp_path, ("w4a16",), with_ensemble=False)
+    result = evaluated(models, tmp_path, ("w4a16",), ensemble=False)
     assert not result.members and not result.ensemble and result.numerics["w4a16"].outcomes
 
 
@@ -146,7 +149,8 @@ def test_every_perturbation_changes_low_bits_and_no_more(
 ) -> None:
     """cut16 used to be a smaller batch alone, which changes nothing where a row's product does not depend on its neighbours."""
     for folder, profile in ((models[1], "bf16"), (models[0], "float32"), (models[0], "w4a4")):
-        with ModelPair(folder, models[1], cache=tmp_path, device=device, dtype="float32") as pair:
+        job = EvaluationJob(checkpoint=folder, reference=models[1], cache=tmp_path, device=device, dtype="float32")
+        with open_pair(job) as pair:
             for linear in nvfp4_linears(pair.model).values():
                 linear.set_cache(cache)
             usual, again, other = (logits_of(pair, o, profile) for o in (USUAL, USUAL, order))
@@ -165,7 +169,7 @@ def test_every_perturbation_changes_low_bits_and_no_more(
 
 
 def test_a_reordered_model_is_unchanged_afterwards(models: tuple[Path, Path], tmp_path: Path) -> None:
-    with ModelPair(models[0], models[1], cache=tmp_path, device="cpu") as pair:
+    with open_pair(EvaluationJob(checkpoint=models[0], reference=models[1], cache=tmp_path, device="cpu")) as pair:
         before = logits_of(pair, USUAL, "w4a4")
         logits_of(pair, SumOrder(permutation=3, parts=3), "w4a4")
         assert not any("forward" in m.__dict__ for m in pair.model.modules())

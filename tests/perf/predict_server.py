@@ -54,7 +54,7 @@ from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair, judged, with_references  # noqa: E402
 from annie_quant.offline.loading import profiles_of  # noqa: E402
-from annie_quant.offline.pair import ModelPair  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
 from annie_quant.offline.prompts import Answered, Request, Template  # noqa: E402
 
@@ -115,7 +115,8 @@ def offline(
     missing = [name for name in profiles if name not in stored["members"]]
     if not missing:
         return
-    with ModelPair(folder, model, cache=work / "cache", dtype="float32", device=device) as pair:
+    job = EvaluationJob(checkpoint=folder, reference=model, cache=work / "cache", dtype="float32", device=device)
+    with open_pair(job) as pair:
         missing = [name for name in missing if name in profiles_of(pair.model)]
         if not missing:
             return
@@ -130,9 +131,8 @@ def offline(
                 answered = [Answered(r, c) for (r, _), c in zip(reference, guess, strict=True)] if guess else reference
                 completions[name] = answers_alone(pair, name, answered)
         else:
-            result = evaluate_pair(
-                pair, workloads, missing, on_outcomes=lambda member, own: completions.update({member: own})
-            )
+            job = replace(job, numerics=missing)
+            result = evaluate_pair(pair, job, workloads, lambda member, own: completions.update({member: own}))
             stored["noise"] |= {name: figures.noise for name, figures in result.ensemble.items()}
             stored["uncertain"] |= {name: figures.n_uncertain for name, figures in result.ensemble.items()}
         stored["members"] |= {key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()}

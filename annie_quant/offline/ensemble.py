@@ -37,15 +37,17 @@ from annie_quant.offline.pair import ModelPair
 from annie_quant.offline.profiles import Profile, find_profile, in_bfloat16, in_float32, with_rounded_beta
 from annie_quant.offline.prompts import Answered
 from annie_quant.offline.reference import AnswerCache, request_key
-from annie_quant.offline.verification import Choices, Difference, Outcome, answer_from_differences, choices_of
+from annie_quant.offline.verification import Choices, FirstDifference, Outcome, answer_from_differences, choices_of
 
 MARGIN_FACTOR = 3.0
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
 NOISE_CONVERSATIONS = 100  # about 2,000 tokens: the noise is known to a few percent
 PERMUTED = SumOrder(permutation=1)
 SPLIT = SumOrder(parts=3)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
-FROM_THE_PROMPT = Difference(0, None)
-Differences = Mapping[int, Difference | None]  # by the answer's index; an answer that is not in it is the reference's
+FROM_THE_PROMPT = FirstDifference(0, None)
+Differences = Mapping[
+    int, FirstDifference | None
+]  # by the answer's index; an answer that is not in it is the reference's
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def choose(
     return pair.group.gather(choices)
 
 
-def differences_of(choices: Mapping[int, Choices]) -> dict[int, Difference | None]:
+def differences_of(choices: Mapping[int, Choices]) -> dict[int, FirstDifference | None]:
     return {i: c.difference for i, c in choices.items()}
 
 

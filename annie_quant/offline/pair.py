@@ -96,7 +96,7 @@ def distinct_workloads(workloads: Workloads, persona: StrPath | Persona | None =
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedAnswer:
     """One scored answer: kl.FIELDS of each token, float64 [n, len(FIELDS)], and the checkpoint's choices."""
 
     fields: np.ndarray
@@ -135,13 +135,13 @@ class ModelPair:
             for r, c in answered
         ]
 
-    def compare(self, scored: Sequence[ScoredAnswer], text: str | None = None) -> dict[int, Comparison]:
+    def compare(self, scored: Sequence[ScoredAnswer], text: str | None = None) -> dict[int, ComparedAnswer]:
         """Score the answers with both models, and return the comparison of each by its index.
 
         text: reported as progress; None reports nothing. Each process of a group computes its batches and gets all results.
         """
         rows = [Row(s.prompt, s.target) for s in scored]
-        comparisons: dict[int, Comparison] = {}
+        comparisons: dict[int, ComparedAnswer] = {}
         both = zip(self.engine.scores(rows), self.reference.scores(rows), strict=True)
         pairs = ((i, logits, expected) for (i, logits), (_, expected) in both)
         for indices, logits, expected in batches(pairs, self.engine.compared_tokens):
@@ -150,13 +150,13 @@ class ModelPair:
             choices = choices_of(logits, targets, self.template.end_tokens)
             fields = compare_logits(expected, logits, target)
             parts = np.split(fields, np.cumsum([len(t) for t in targets])[:-1])
-            comparisons |= zip(indices, map(Comparison, parts, choices), strict=True)
+            comparisons |= zip(indices, map(ComparedAnswer, parts, choices), strict=True)
             if text is not None:
                 self.progress.update(min(len(comparisons) * self.group.size, len(rows)), len(rows), text)
         return self.group.gather(comparisons)
 
     def summarize(
-        self, scored: Sequence[ScoredAnswer], comparisons: Mapping[int, Comparison], offset: int = 0
+        self, scored: Sequence[ScoredAnswer], comparisons: Mapping[int, ComparedAnswer], offset: int = 0
     ) -> KLSummary | None:
         """Return the KL figures of `scored`, whose comparisons have the indices from `offset` on; None without tokens."""
         tally = Tally(CLASSES)

@@ -151,7 +151,7 @@ _SPANS = re.compile(
 
 
 @dataclass(frozen=True)
-class Request:
+class TurnRequest:
     """One turn of one case. prompt: its tokens, earlier turns included."""
 
     workload: Workload
@@ -176,7 +176,7 @@ class Request:
 class Answered(NamedTuple):
     """A request and a model's greedy answer to it."""
 
-    request: Request
+    request: TurnRequest
     completion: Completion
 
 
@@ -232,12 +232,12 @@ class Template:
 
     def request(
         self, workload: Workload, case: Case, turn: int = 0, answers: Sequence[Mapping[str, Any]] = ()
-    ) -> Request:
+    ) -> TurnRequest:
         """Return the request of a turn. answers: assistant messages of the turns before."""
         text = self.render(workload.messages(case, turn, answers), workload.tools_for(case), workload.thinking)
-        return Request(workload, case, turn, tuple(self.ids(text)))
+        return TurnRequest(workload, case, turn, tuple(self.ids(text)))
 
-    def answer(self, request: Request, completion: Completion) -> Answer:
+    def answer(self, request: TurnRequest, completion: Completion) -> Answer:
         """Return the parsed answer, as a server with correct parsers returns it for these tokens."""
         raw = self.tokenizer.decode(completion.tokens, skip_special_tokens=False)
         n_tokens = len(completion.tokens) + completion.finished

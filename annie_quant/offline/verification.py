@@ -19,9 +19,9 @@ from annie_quant.judge import Answer, Workload
 from annie_quant.judge.answers import assistant_message
 from annie_quant.offline.decoding import Completion, generate_distributed
 from annie_quant.offline.engine import Engine
-from annie_quant.offline.prompts import Answered, Request, Template
+from annie_quant.offline.prompts import Answered, Template, TurnRequest
 
-Generate = Callable[[Sequence[Request]], list[Completion]]
+Generate = Callable[[Sequence[TurnRequest]], list[Completion]]
 Messages = list[ChatMessage]
 
 
@@ -29,14 +29,14 @@ Messages = list[ChatMessage]
 class Outcome:
     """A model's answer to a request. same: it equals the reference's. agreed: tokens before the first difference."""
 
-    request: Request
+    request: TurnRequest
     completion: Completion
     same: bool
     agreed: int
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """Where an answer first differs from the reference's: the token's index, and the token chosen there; None: not computed yet."""
 
     index: int
@@ -51,7 +51,7 @@ class Choices:
     pairs of tokens that choices_of got.
     """
 
-    difference: Difference | None
+    difference: FirstDifference | None
     best: np.ndarray
     margins: np.ndarray
 
@@ -73,11 +73,11 @@ def message_of(answer: Answer) -> ChatMessage:
     return assistant_message(answer.text, answer.tool_calls)
 
 
-def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> Difference | None:
+def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> FirstDifference | None:
     """Return where the most likely tokens, int64 [len(target)], first differ from `target`. All end tokens are equal."""
     for index, (chosen, expected) in enumerate(zip(choices.tolist(), target, strict=True)):
         if chosen != expected and not (chosen in end_tokens and expected in end_tokens):
-            return Difference(index, chosen)
+            return FirstDifference(index, chosen)
     return None
 
 
@@ -110,7 +110,7 @@ def answer_from_differences(
     engine: Engine,
     template: Template,
     reference: Sequence[Answered],
-    differences: Mapping[int, Difference | None],
+    differences: Mapping[int, FirstDifference | None],
     on_finished: Callable[[int], None] = lambda n: None,
 ) -> list[Outcome]:
     """Return the quantized model's own greedy answers, decoded from where they differ from the reference's.
@@ -121,7 +121,7 @@ def answer_from_differences(
     messages: dict[tuple[str, str], Messages] = {}
     changed: set[tuple[str, str]] = set()  # conversations with a different answer in an earlier turn
     for turn in range(1 + max((request.turn for request, _ in reference), default=-1)):
-        work: list[tuple[int, Request, list[int]]] = []  # index, request, the answer's known first tokens
+        work: list[tuple[int, TurnRequest, list[int]]] = []  # index, request, the answer's known first tokens
         for i, (request, completion) in enumerate(reference):
             if request.turn != turn:
                 continue

@@ -28,7 +28,7 @@ from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
-from annie_quant.offline.verification import Choices, Difference, choices_of  # noqa: E402
+from annie_quant.offline.verification import Choices, FirstDifference, choices_of  # noqa: E402
 
 
 def workloads(n: int = 12, limit: int = 8) -> list[Workload]:
@@ -182,7 +182,7 @@ def test_decoding_token_by_token_gives_the_verified_answers(models: tuple[Path, 
     assert result.members["w4a16+cut16"].n_changed <= 1  # of 14: float32 sums in another order
 
 
-def choices(margins: list[float], difference: Difference | None = None) -> Choices:
+def choices(margins: list[float], difference: FirstDifference | None = None) -> Choices:
     return Choices(difference, np.zeros((len(margins), 2), np.int64), np.array(margins, np.float32))
 
 
@@ -193,8 +193,8 @@ def test_an_answer_is_uncertain_by_margin_or_difference_with_the_later_turns_of_
     other = dict(base)
     assert ensemble.uncertain_answers(answered, base, other, 1.0) == []
     base[0] = choices([5.0, 2.9])
-    other[2] = choices([5.0, 4.0], Difference(0, 7))
-    base[7] = choices([5.0, 4.0], Difference(1, 7))
+    other[2] = choices([5.0, 4.0], FirstDifference(0, 7))
+    base[7] = choices([5.0, 4.0], FirstDifference(1, 7))
     assert ensemble.uncertain_answers(answered, base, other, 1.0) == [0, 2, 4, 6, 7], "later turns, not earlier ones"
     del other[2]
     assert ensemble.uncertain_answers(answered, base, other, 1.0) == [0, 4, 7], "not computed in the second arithmetic"
@@ -214,7 +214,7 @@ def test_equal_logits_give_the_lowest_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0], [2.0, 0.0, 2.0, 1.0, 2.0]])
     [result] = choices_of(logits, [[1, 0]], [4])
     assert result.difference is None and result.best.tolist() == [[1, 3], [0, 2]] and result.margins.tolist() == [0, 0]
-    assert [c.difference for c in choices_of(logits, [[3], [0]], [4])] == [Difference(0, 1), None]
+    assert [c.difference for c in choices_of(logits, [[3], [0]], [4])] == [FirstDifference(0, 1), None]
     [of_pairs] = choices_of(logits, [[1, 0]], [4], [np.array([[1, 2], [3, 0]])])
     assert of_pairs.margins.tolist() == [2, -1], "the margins of the pairs"
 

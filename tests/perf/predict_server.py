@@ -56,7 +56,7 @@ from annie_quant.offline.evaluation import evaluate_pair, judged, with_reference
 from annie_quant.offline.loading import profiles_of  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
-from annie_quant.offline.prompts import Answered, Request, Template  # noqa: E402
+from annie_quant.offline.prompts import Answered, Template, TurnRequest  # noqa: E402
 
 MODEL = ROOT / "annie_quant" / "assets" / "tiny-annie"
 GATES = (
@@ -83,7 +83,7 @@ class Sample(NamedTuple):
     workloads: tuple[str, ...] | None = None
     max_tokens: int | None = None
 
-    def prompts(self, template: Template) -> tuple[list[Workload], list[Request]]:
+    def prompts(self, template: Template) -> tuple[list[Workload], list[TurnRequest]]:
         """Return the prompts of the single-turn workloads, and their requests."""
         loaded = judge.sample(judge.load_workloads(self.workloads), self.n)
         workloads = [self.capped(w) for w in loaded if not w.cases[0].turns]
@@ -96,7 +96,7 @@ class Sample(NamedTuple):
         return replace(workload, cases=cases)
 
 
-def write_prompts(path: Path, requests: Sequence[Request], ends: Sequence[int]) -> None:
+def write_prompts(path: Path, requests: Sequence[TurnRequest], ends: Sequence[int]) -> None:
     rows = [{"prompt": list(r.prompt), "max_tokens": r.max_tokens, "ends": list(ends)} for r in requests]
     files.write_json(path, rows)
 
@@ -314,7 +314,7 @@ class Prompts:
         return judge_members(paired, pooled).verdict
 
 
-def with_reference_gates(request: Request) -> Request:
+def with_reference_gates(request: TurnRequest) -> TurnRequest:
     """Return the request with the gates that compare with bf16's own answer, as an evaluation judges it."""
     gates = tuple(dict.fromkeys((*request.workload.gates, *REFERENCE_GATES)))
     return replace(request, workload=replace(request.workload, gates=gates))

@@ -52,7 +52,13 @@ Differences = Mapping[
 
 @dataclass(frozen=True)
 class MemberOutcomes:
-    """A member's answers to all prompts. n_computed: the number that were computed in its arithmetic. n_changed: in the schema."""
+    """A member's answers to all prompts.
+
+    arithmetic: a description.
+    outcomes: in the order of the prompts.
+    n_computed: answers that were computed in this arithmetic.
+    n_changed: answers among them that differ from those of the numerics.
+    """
 
     name: str
     arithmetic: str
@@ -64,12 +70,12 @@ class MemberOutcomes:
 def run(
     pair: ModelPair,
     name: str,
-    profile: Profile,
     answered: Sequence[Answered],
     base: Mapping[int, Choices],
     outcomes: Sequence[Outcome],
 ) -> tuple[list[MemberOutcomes], EnsembleFigures]:
     """Return the further members of a numerics. base, outcomes: choices and answers of the member NAME, for all prompts."""
+    profile = find_profile(name)
     members: list[MemberOutcomes] = []
 
     def add(suffix: str, arithmetic: str, computed: Differences) -> None:
@@ -97,7 +103,7 @@ def run(
 def perturbed(
     pair: ModelPair, engine: Engine, answered: Sequence[Answered], base: Mapping[int, Choices], text: str
 ) -> tuple[dict[int, Choices], float, list[int]]:
-    """Return the choices of engine's model for a sample and all uncertain answers, the noise, and which are uncertain."""
+    """Return the model's choices for a sample and all uncertain answers, the noise, and the indices of the uncertain answers."""
     other = choose(pair, engine.scores, answered, sampled(answered), text, base)
     noise = margin_noise(base, other)
     rest = [i for i in uncertain_answers(answered, base, other, noise) if i not in other]
@@ -113,13 +119,17 @@ def sampled(answered: Sequence[Answered]) -> list[int]:
 
 
 def second_arithmetic(pair: ModelPair, profile: Profile) -> tuple[Profile, SumOrder]:
-    """Return what every prompt is computed in besides NAME. A model in bfloat16 has no other dtype, but another order of sums."""
+    """Return the arithmetic and the order of sums of the second member.
+
+    A model that was loaded in bfloat16 cannot be rounded otherwise, so its sums are computed in another order.
+    """
     if pair.dtype != "float32":
         return profile, PERMUTED
     return (in_float32(profile) if profile.rounds else in_bfloat16(profile)), USUAL
 
 
 def describe(profile: Profile, order: SumOrder) -> str:
+    """Return the arithmetic in a few words."""
     text = profile.describe() + (", sums in another order" if order.permutation is not None else "")
     return text + (f", sums in {order.parts} parts" if order.parts > 1 else "")
 

@@ -102,12 +102,22 @@ def evaluate_pair(
         if constant := gives_one_answer(pair.template, baseline, outcomes):
             blocking.append(f"{name}: {constant}, which bf16 does not give")
         if job.ensemble:
-            further, figures[name] = ensemble.run(pair, name, find_profile(name), answered, base, outcomes)
+            further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
             for m in further:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])
                 after = gate_outcomes(judged_outcomes(pair.template, m.outcomes, baseline), answered)[1]
                 members[m.name] = Member(m.arithmetic, {}, {}, after, m.n_computed, m.n_changed)
     prompts, reference_outcomes = gate_outcomes(before, answered)
+    floor_outcomes = {k: v for k, v in gate_outcomes(floor, answered)[1].items() if k in REFERENCE_GATES}
+    sha256 = model_sha256(job.checkpoint)
+    left_out = template_notes(pair.template, workloads)
+    notes = [*own_files.blocking, *own_files.notes, *model_notes(job.numerics, supported, pair.model)]
+    if n_repeated:
+        notes.append(f"{n_repeated} prompts are repeated under other ids and count once")
+    notes += [*shortages(workloads, job.n_per_gate or 0), *left_out]
+    for w in workloads:
+        if w.informative:
+            notes.append(f"{w.name}: {', '.join(w.informative)} for information only, as the workload states")
     evaluation = evidence.recounted(
         Evaluation(
             schema_version=SCHEMA_VERSION,
@@ -122,32 +132,23 @@ def evaluate_pair(
             n_answers=len(answered),
             n_conversation_answers=len(conversations),
             n_text_tokens=sum(len(p.target) for p in text),
-            notes=own_files.blocking
-            + own_files.notes
-            + model_notes(job.numerics, supported, pair.model)
-            + ([f"{n_repeated} prompts are repeated under other ids and count once"] if n_repeated else [])
-            + list(shortages(workloads, job.n_per_gate or 0))
-            + template_notes(pair.template, workloads)
-            + [
-                f"{w.name}: {', '.join(w.informative)} for information only, as the workload states"
-                for w in workloads
-                if w.informative
-            ],
+            notes=notes,
             reference_gates={},
             numerics=results,
             seconds=time.monotonic() - pair.start,
             prompts=prompts,
             reference_outcomes=reference_outcomes,
-            floor_outcomes={k: v for k, v in gate_outcomes(floor, answered)[1].items() if k in REFERENCE_GATES},
+            floor_outcomes=floor_outcomes,
             members=members,
             ensemble=figures,
             reference_drafts=reference_drafts(pair, answered),
-            checkpoint_files=prompt_files.model_files(job.checkpoint, model_sha256(job.checkpoint)),
+            checkpoint_files=prompt_files.model_files(job.checkpoint, sha256),
             reference_files=prompt_files.model_files(job.reference, pair.reference.sha256),
             blocking=blocking,
         )
     )
-    evaluation.notes += reference_notes(before, evaluation.reference_gates) if own_gates else []
+    if own_gates:
+        evaluation.notes += reference_notes(before, evaluation.reference_gates)
     evaluation.evidence_sha256 = evidence.evidence_sha256(evaluation)
     return evaluation
 
@@ -249,7 +250,8 @@ def drafts_of(
 
 def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> GateTable:
     """Return the gates of bf16's own answers; these are stored, so that a following evaluation does not compute them again."""
-    return judge.gate_table(with_references(judged(pair.template, pair.reference.answer(workloads, pair.progress))))
+    answered = pair.reference.answer(workloads, pair.progress)
+    return judge.gate_table(with_references(judged(pair.template, answered)))
 
 
 def with_references(judged_answers: Sequence[Judged], references: Sequence[Judged] | None = None) -> list[Judged]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,13 +93,14 @@ def run(job: EvaluationJob, progress: Progress = SILENT, processes: int | None =
     group = join_group()
     if job.output is not None and group.is_first:
         check_writable(job.output)  # before an hour of evaluation, not after it
-    if group.size == 1 and processes is None:
+    if group.size > 1:
+        processes = 1
+    elif processes is None:
         n_answers = sum(c.n_turns for w in job.prompts(job.n_per_gate) for c in w.cases)
         processes = process_group.automatic([job.checkpoint, job.reference], n_answers)
-    if group.size == 1 and processes is not None and processes > 1:
-        with process_group.helped_by(partial(compute, job), processes) as group:
-            return compute(job, group, progress)
-    return compute(job, group, progress)
+    helped = process_group.helped_by(partial(compute, job), processes) if processes > 1 else nullcontext(group)
+    with helped as joined:
+        return compute(job, joined, progress)
 
 
 def compute(job: EvaluationJob, group: ProcessGroup, progress: Progress = SILENT) -> Evaluation:
@@ -138,7 +140,7 @@ def check_writable(path: Path) -> None:
 
 
 def ensemble_line(result: Evaluation, name: str, figures: EnsembleFigures) -> str:
-    """Return how far the arithmetic decides: changed answers, and the gates whose count differs between members."""
+    """Return one line: the answers that the further members change, and the gates whose counts differ between members."""
     members = {k: m for k, m in result.members.items() if k.startswith(f"{name}+")}
     ranges = []
     for gate, row in result.numerics[name].gates.items():

@@ -169,7 +169,7 @@ def helped_by(work: Callable[..., object], processes: int) -> Iterator[ProcessGr
 
 
 def help_with(work: Callable[..., object], rank: int, size: int, threads: int, connection: Connection) -> None:
-    """A helper's main function."""
+    """Run work(group=...) in a helper process; a failure is sent to the first process."""
     # Ctrl-C reaches all processes of a terminal; the first one ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)

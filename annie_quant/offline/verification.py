@@ -27,7 +27,11 @@ Messages = list[ChatMessage]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A model's answer to a request. same: it equals the reference's. agreed: tokens before the first difference."""
+    """A model's answer to a request.
+
+    same: whether it equals the reference's answer.
+    agreed: number of tokens before the first difference.
+    """
 
     request: TurnRequest
     completion: Completion
@@ -37,7 +41,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where an answer first differs from the reference's: the token's index, and the token chosen there; None: not computed yet."""
+    """Where an answer first differs from the reference's.
+
+    index: of the token.
+    token: chosen there; None: not computed yet.
+    """
 
     index: int
     token: int | None
@@ -45,10 +53,11 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a model chooses at each token of a target. difference: its first one from the target.
+    """What a model chooses at each token of a target.
 
-    best: int64 [n, 2], the two most likely tokens. margins: float32 [n], the difference of two logits: of `best`, or of the
-    pairs of tokens that choices_of got.
+    difference: where it first chooses another token than the target's; None: nowhere.
+    best: int64 [n, 2], the two most likely tokens.
+    margins: float32 [n], the difference of two logits: those of `best`, or of the `pairs` of choices_of.
     """
 
     difference: FirstDifference | None

@@ -45,9 +45,8 @@ NOISE_CONVERSATIONS = 100  # about 2,000 tokens: the noise is known to a few per
 PERMUTED = SumOrder(permutation=1)
 SPLIT = SumOrder(parts=3)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
 FROM_THE_PROMPT = FirstDifference(0, None)
-Differences = Mapping[
-    int, FirstDifference | None
-]  # by the answer's index; an answer that is not in it is the reference's
+# By the answer's index; an answer that is not in it is the reference's.
+Differences = Mapping[int, FirstDifference | None]
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,7 @@ class MemberOutcomes:
 
 
 def run(
-    pair: ModelPair,
-    name: str,
-    answered: Sequence[Answered],
-    base: Mapping[int, Choices],
-    outcomes: Sequence[Outcome],
+    pair: ModelPair, name: str, answered: Sequence[Answered], base: Mapping[int, Choices], outcomes: Sequence[Outcome]
 ) -> tuple[list[MemberOutcomes], EnsembleFigures]:
     """Return the further members of a numerics. base, outcomes: choices and answers of the member NAME, for all prompts."""
     profile = find_profile(name)

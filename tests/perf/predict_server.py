@@ -150,9 +150,9 @@ def answers_alone(pair: ModelPair, name: str, guess: Sequence[Answered]) -> list
     """
     everything = range(len(guess))
     with emulate(pair.model, find_profile(name)):
-        choices = ensemble.choose(pair, pair.engine, guess, everything, name)
+        choices = ensemble.choose(pair, pair.engine.scores, guess, everything, name)
         differences = ensemble.differences_of(choices)
-        outcomes = ensemble.answers_of(pair, pair.engine, guess, everything, differences, name)
+        outcomes = ensemble.answers_of(pair, pair.engine, guess, differences, name)
     return [outcomes[i].completion for i in everything]
 
 

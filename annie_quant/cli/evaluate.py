@@ -90,32 +90,34 @@ def evaluate(
     `--` before the command, else it reads --n itself: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
+    from annie_quant import judge
     from annie_quant.checkpoint.export_check import export_notes
     from annie_quant.data.workloads import personas_of, resolve
     from annie_quant.judge.decision import FAILING
     from annie_quant.offline import job
+    from annie_quant.offline.pair import EvaluationJob
     from annie_quant.offline.process_group import join_group, leave_group
     from annie_quant.quantize.prompt_provenance import check_checkpoint
 
     refuse_stale_prompt(calib_data, allow_prompt_mismatch, persona)
-    personas = personas_of(resolve(persona, workloads))
-    if mismatch := check_checkpoint(checkpoint, personas, allow=allow_prompt_mismatch):
+    chosen = resolve(persona, workloads)
+    if mismatch := check_checkpoint(checkpoint, personas_of(chosen), allow=allow_prompt_mismatch):
         console.note(mismatch)
     faults = [] if is_secondary_process() else export_notes(checkpoint, reference)
     for fault in faults:
         console.note(fault)
-    settings = job.Settings(
+    settings = EvaluationJob(
         checkpoint=checkpoint,
         reference=reference,
+        workloads=judge.distinct_prompts(chosen)[0],
+        n_per_gate=n,
+        extends=True,
         numerics=numerics.split(","),
-        n=n,
         conversations=calib_data,
         text=text,
         layers_n=layers_n if layers else None,
         output=output,
         rows=rows,
-        persona=persona,
-        workloads=workloads,
         faults=faults,
     )
     with console.task("evaluate") as step:

@@ -65,7 +65,9 @@ def recounted(evaluation: Evaluation) -> Evaluation:
     result.reference_gates = tabulate(checks_by_prompt(prompts, result.reference_outcomes, SHOWN).values())
     own = checks_by_prompt(prompts, result.reference_outcomes)
     noisy = checks_by_prompt(prompts, result.floor_outcomes)
-    before = {prompt: with_floor(row, noisy.get(prompt, {})) if noisy else row for prompt, row in own.items()}
+    before = {
+        prompt: with_floor(row, noisy.get(prompt, {})) if result.floor_outcomes else row for prompt, row in own.items()
+    }
     for side in sides(result).values():
         after = checks_by_prompt(prompts, side.outcomes)
         side.gates = tabulate(checks_by_prompt(prompts, side.outcomes, SHOWN).values())

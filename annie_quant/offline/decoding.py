@@ -1,33 +1,18 @@
-"""Greedy decoding of many prompts in one batch; finished rows leave it and waiting prompts join.
-
-Decode steps on buffers of fixed size, which a GPU replays as one CUDA graph.
-
-A step of a small model launches more than a thousand kernels of a few microseconds each. Launching them one by one takes longer
-than they run; a graph launches them together. It has fixed addresses and shapes, so a batch gets spare columns of keys and values,
-the mask hides those that are not written, and rows that have ended are computed until the batch is cut again.
-"""
+"""Greedy decoding of many prompts in one batch: finished rows leave it, and waiting prompts join."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
-
-from annie_quant.offline.caches import KeyValueBuffer
-
-if TYPE_CHECKING:
-    from annie_quant.offline.engine import Engine
-
-
-import math
-from collections.abc import Sequence
-
 from transformers.cache_utils import DynamicCache
 
 from annie_quant.offline import caches
+from annie_quant.offline.caches import KeyValueBuffer
 from annie_quant.offline.engine import Engine
 
 SPARE_COLUMNS = 128  # steps after which a batch is cut, and its step captured, again
@@ -35,9 +20,15 @@ SPARE_COLUMNS = 128  # steps after which a batch is cut, and its step captured, 
 
 @dataclass
 class FixedBuffers:
-    """What a batch with fixed addresses needs besides its own tensors.
+    """What a batch whose tensors have fixed addresses needs besides them, so that a GPU replays its steps as one CUDA graph.
 
-    column: int64 [1], the column that the next step writes. left: steps until all columns are written. graph: the captured step.
+    A step of a small model launches more than a thousand kernels of a few microseconds each. Launching them one by one takes longer
+    than they run; a graph launches them together. It has fixed shapes, so the batch gets spare columns of keys and values, the mask
+    hides those that are not written, and rows that have ended are computed until the batch is cut again.
+
+    column: int64 [1], the column that the next step writes.
+    left: steps until all columns are written.
+    graph: the captured step.
     """
 
     column: torch.Tensor
@@ -79,9 +70,8 @@ def compute(engine: Engine, running: RunningBatch, column: torch.Tensor) -> None
     """Compute one step, and write its results into the batch's own tensors."""
     running.real.index_fill_(1, column, True)
     visible: Any = running.real[:, None, None, :]
-    if set(engine.layer_types) != {
-        "full_attention"
-    }:  # as transformers' masks by layer type, which it does not check again
+    if set(engine.layer_types) != {"full_attention"}:
+        # as transformers' masks by layer type, which it does not check again
         visible = engine.decode_masks(running.real, running.lengths)
     hidden = engine.step(
         running.tokens[:, None], running.cache, 0, attention_mask=visible, position_ids=running.lengths[:, None]
@@ -281,7 +271,7 @@ def advance(engine: Engine, running: RunningBatch) -> None:
         return
     if len(running.active) < SHRINK * len(running.rows):
         running.compact()
-    running.real = torch.nn.functional.pad(running.real, (0, 1), value=True)
+    running.real = functional.pad(running.real, (0, 1), value=True)
     windows = "sliding_attention" in engine.layer_types
     hidden = engine.step(
         running.tokens[:, None],
@@ -301,6 +291,6 @@ def join(engine: Engine, parts: Sequence[RunningBatch]) -> RunningBatch:
     columns = max(p.real.shape[1] for p in parts)
     target = caches.new_cache(engine.model.config, engine.layer_types)
     cache = caches.concatenate([p.cache for p in parts], target, columns)
-    real = torch.cat([torch.nn.functional.pad(p.real, (0, columns - p.real.shape[1])) for p in parts])
+    real = torch.cat([functional.pad(p.real, (0, columns - p.real.shape[1])) for p in parts])
     rows = [row for p in parts for row in p.rows]
     return RunningBatch(rows, cache, torch.cat([p.lengths for p in parts]), real, torch.cat([p.tokens for p in parts]))

@@ -9,7 +9,7 @@ bfloat16 operands of products and float32 sums and states, as on a GPU. The diff
   exponentials   of decays are approximate (fast_exp), except that of a whole chunk
 A decoded token (fused_sigmoid_gating_delta_rule_update_cpu) is computed in float32, as on a GPU. Queries and keys are normalized
 with an epsilon of 1e-5 in both, 1e-6 on a GPU. The convolution's SiLU has an approximate reciprocal (conv.cpp there). Beta's
-roundings are the profile's (offline/profiles.py).
+roundings are the profile's (profiles.py).
 
 The approximate functions, bit for bit:
   fast_exp     csrc/cpu/sgl-kernels/vec.h, `_mm512_fexp_u20_ps`: up to 1.2e-4 off. Decays of DeltaNet's chunks

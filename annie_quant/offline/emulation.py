@@ -5,13 +5,13 @@ The model stays in float32, and values are rounded where a server stores them in
   norms, linears, head  their outputs; a linear's input too, which rounds products of gates. An NVFP4 product is rounded before its
                         bias is added, and a normalized value before it is multiplied by a bf16 weight; not by 1 + weight
   activations, gates    their outputs, before they are multiplied
-  convolution, DeltaNet their outputs, and what the chunk kernels store between their products (offline/deltanet.py), for the
+  convolution, DeltaNet their outputs, and what the chunk kernels store between their products (deltanet.py), for the
                         tokens of a prompt; decoded tokens have operands in float32. The recurrent state stays in float32, as
                         servers keep it; beta as the profile names it
   attention             cosines and sines, queries, keys and values, and the output; softmax is computed in float32
 So products have exact operands and one rounding, as a GPU kernel's have, and the result is the same on a CPU and a GPU apart from
 the order of sums. Servers differ in that order, and in roundings inside fused kernels. vLLM's CPU kernels are emulated bit for bit
-except for a few sums (profiles vllm-cpu and vllm-cpu-w4a16); for all others the ensemble (offline/ensemble.py) measures what such
+except for a few sums (profiles vllm-cpu and vllm-cpu-w4a16); for all others the ensemble (ensemble.py) measures what such
 differences do.
 """
 
@@ -28,8 +28,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from annie_quant.models import family_or_default
-from annie_quant.offline import matmul
-from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
+from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics, sum_of_parts
 from annie_quant.offline.profiles import BFLOAT16_STEPS, FLOAT32, UNQUANTIZED, Profile
 
 Round = Callable[[torch.Tensor], torch.Tensor]
@@ -200,7 +199,7 @@ def plain_product(
     weight: torch.Tensor, bias: torch.Tensor | None, permutation: torch.Tensor | None, parts: int, x: torch.Tensor
 ) -> torch.Tensor:
     """Return x W^T + b of a plain linear, summed in another order. weight: permuted already."""
-    y = matmul.sum_of_parts(x if permutation is None else x[..., permutation], weight, parts)
+    y = sum_of_parts(x if permutation is None else x[..., permutation], weight, parts)
     return y if bias is None else y + bias
 
 

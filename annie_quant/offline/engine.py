@@ -3,11 +3,6 @@
 Rows are padded on the right, so no real token sees padding; attention masks padded columns in decoding, and DeltaNet's states
 are those after each row's own last token (deltanet.py). In float32 the result depends on the batching only through the
 rounding of sums; tests/offline/test_engine.py compares it with transformers' own generate.
-
-Grouped-query attention in decode steps without a copy of keys and values per query head.
-
-transformers' sdpa repeats the keys and values of each key head before every masked call; in a decode step of many rows that
-copy takes most of the time. Here the query heads of one key head are the rows of one matrix product.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from annie_quant.core.errors import UsageError
-from annie_quant.offline import caches, nvfp4_linear
+from annie_quant.offline import caches, codec
 from annie_quant.offline.deltanet import RaggedBatch, ragged_layers
 from annie_quant.offline.deltanet_cpu import SERVED_CHUNK
 from annie_quant.offline.emulation import profile_of, rounding
@@ -45,6 +40,9 @@ def grouped_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return (outputs [B, T, H, D], None), as transformers' attention functions do.
+
+    transformers' sdpa copies the keys and values of each key head for its query heads before every masked call, which takes most of
+    the time in a decode step of many rows. Here the query heads of one key head are the rows of one matrix product.
 
     query: [B, H, T, D]. key, value: [B, Hkv, L, D]. attention_mask: bool [B, 1, T, L], True for visible columns.
     """
@@ -84,7 +82,7 @@ def amx_attention(
 
 def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, None]]:
     """Return grouped_attention with the roundings of a numerics profile."""
-    stream, stored = rounding(profile.stream), nvfp4_linear.cache_rounding(profile.kv)
+    stream, stored = rounding(profile.stream), codec.cache_rounding(profile.kv)
     with_amx = profile.delta_rule == CPU_KERNELS and profile.stream == BFLOAT16 and torch.cpu._is_amx_tile_supported()
 
     def attention(
@@ -149,9 +147,10 @@ class Forward:
 class Engine:
     """A model with its batching.
 
-    tokens: most tokens (rows x length) per forward; None: TOKENS, on a GPU more for a small model. rows: most rows per batch.
-    fixed_buffers: whether decode steps are computed in buffers of fixed size (decode_graph.py), captures: and as CUDA graphs, on
-    the stream capture_stream.
+    tokens: most tokens (rows x length) per forward; None: TOKENS, on a GPU more for a small model.
+    rows: most rows per batch.
+    fixed_buffers: whether decode steps are computed in buffers of fixed size (decoding.FixedBuffers).
+    captures: whether those steps are captured as CUDA graphs, on the stream capture_stream.
     """
 
     def __init__(self, model: Any, tokens: int | None = None, rows: int = 128, group: ProcessGroup = SINGLE) -> None:
@@ -273,7 +272,7 @@ def tokens_per_launch(config: Any) -> int:
 
 
 def can_fix_buffers(model: Any) -> bool:
-    """Return whether decode_graph.py can compute the model's steps: its attention takes the mask as it is."""
+    """Return whether decoding.FixedBuffers fit the model: its attention takes the mask as it is."""
     return model.config.get_text_config()._attn_implementation == "sdpa" and hasattr(model.base_model, "layers")
 
 

@@ -18,12 +18,6 @@ docs/numerics.md).
 
 Neither ties nor batch cuts decide: equal logits (frequent in bfloat16) give the token of the lowest index on every device, and an
 answer that hangs on a tie or on a batch's cut has a small margin, so all members compute it, and the verdict is taken over members.
-
-What a harmless change of arithmetic does to bf16's own answers: the floor of every comparison with them.
-
-The reference answers again, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums in another order): a
-sample of the prompts and all whose answer is uncertain (ensemble.py). Such an answer is as good as the first. A checkpoint loses a
-gate that compares with bf16's own answers only if it changes more of them than that (judge/decision/rule.py).
 """
 
 from __future__ import annotations
@@ -43,20 +37,27 @@ from annie_quant.offline.pair import ModelPair
 from annie_quant.offline.profiles import Profile, find_profile, in_bfloat16, in_float32, with_rounded_beta
 from annie_quant.offline.prompts import Answered
 from annie_quant.offline.reference import AnswerCache, request_key
-from annie_quant.offline.verification import Choices, Difference, Outcome, answer_from_differences, choices_of
+from annie_quant.offline.verification import Choices, FirstDifference, Outcome, answer_from_differences, choices_of
 
 MARGIN_FACTOR = 3.0
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
 NOISE_CONVERSATIONS = 100  # about 2,000 tokens: the noise is known to a few percent
 PERMUTED = SumOrder(permutation=1)
 SPLIT = SumOrder(parts=3)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
-FROM_THE_PROMPT = Difference(0, None)
-Differences = Mapping[int, Difference | None]  # by the answer's index; an answer that is not in it is the reference's
+FROM_THE_PROMPT = FirstDifference(0, None)
+# By the answer's index; an answer that is not in it is the reference's.
+Differences = Mapping[int, FirstDifference | None]
 
 
 @dataclass(frozen=True)
 class MemberOutcomes:
-    """A member's answers to all prompts. n_computed: the number that were computed in its arithmetic. n_changed: in the schema."""
+    """A member's answers to all prompts.
+
+    arithmetic: a description.
+    outcomes: in the order of the prompts.
+    n_computed: answers that were computed in this arithmetic.
+    n_changed: answers among them that differ from those of the numerics.
+    """
 
     name: str
     arithmetic: str
@@ -66,14 +67,10 @@ class MemberOutcomes:
 
 
 def run(
-    pair: ModelPair,
-    name: str,
-    profile: Profile,
-    answered: Sequence[Answered],
-    base: Mapping[int, Choices],
-    outcomes: Sequence[Outcome],
+    pair: ModelPair, name: str, answered: Sequence[Answered], base: Mapping[int, Choices], outcomes: Sequence[Outcome]
 ) -> tuple[list[MemberOutcomes], EnsembleFigures]:
     """Return the further members of a numerics. base, outcomes: choices and answers of the member NAME, for all prompts."""
+    profile = find_profile(name)
     members: list[MemberOutcomes] = []
 
     def add(suffix: str, arithmetic: str, computed: Differences) -> None:
@@ -101,7 +98,7 @@ def run(
 def perturbed(
     pair: ModelPair, engine: Engine, answered: Sequence[Answered], base: Mapping[int, Choices], text: str
 ) -> tuple[dict[int, Choices], float, list[int]]:
-    """Return the choices of engine's model for a sample and all uncertain answers, the noise, and which are uncertain."""
+    """Return the model's choices for a sample and all uncertain answers, the noise, and the indices of the uncertain answers."""
     other = choose(pair, engine.scores, answered, sampled(answered), text, base)
     noise = margin_noise(base, other)
     rest = [i for i in uncertain_answers(answered, base, other, noise) if i not in other]
@@ -117,13 +114,17 @@ def sampled(answered: Sequence[Answered]) -> list[int]:
 
 
 def second_arithmetic(pair: ModelPair, profile: Profile) -> tuple[Profile, SumOrder]:
-    """Return what every prompt is computed in besides NAME. A model in bfloat16 has no other dtype, but another order of sums."""
+    """Return the arithmetic and the order of sums of the second member.
+
+    A model that was loaded in bfloat16 cannot be rounded otherwise, so its sums are computed in another order.
+    """
     if pair.dtype != "float32":
         return profile, PERMUTED
     return (in_float32(profile) if profile.rounds else in_bfloat16(profile)), USUAL
 
 
 def describe(profile: Profile, order: SumOrder) -> str:
+    """Return the arithmetic in a few words."""
     text = profile.describe() + (", sums in another order" if order.permutation is not None else "")
     return text + (f", sums in {order.parts} parts" if order.parts > 1 else "")
 
@@ -152,7 +153,7 @@ def choose(
     return pair.group.gather(choices)
 
 
-def differences_of(choices: Mapping[int, Choices]) -> dict[int, Difference | None]:
+def differences_of(choices: Mapping[int, Choices]) -> dict[int, FirstDifference | None]:
     return {i: c.difference for i, c in choices.items()}
 
 
@@ -192,11 +193,14 @@ def uncertain_answers(
     return uncertain
 
 
-NAME = "bf16, second arithmetic"
-
-
 def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answered]:
-    """Return the reference's answers in the second arithmetic, from the cache where it has all of them."""
+    """Return the reference's answers in the second arithmetic, from the cache where it has all of them.
+
+    They show what a harmless change of arithmetic does to bf16's own answers, which is the floor of every comparison with them: a
+    checkpoint loses such a gate only if it changes more answers than that (judge/decision/paired.py). A sample of the prompts and
+    all whose answer is uncertain are computed, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums in
+    another order).
+    """
     reference = pair.reference
     cache = AnswerCache(reference.cache_path("second"), pair.group)
     keys = [request_key(request, pair.template.end_tokens) for request, _ in answered]
@@ -208,9 +212,10 @@ def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answer
 
 def _compute(pair: ModelPair, answered: Sequence[Answered]) -> list[Completion]:
     profile, order = second_arithmetic(pair, find_profile("bf16"))
+    name = "bf16, second arithmetic"
     base = choose(pair, pair.reference.scores, answered, range(len(answered)), "bf16: margins")
     engine = pair.reference.engine()
     with emulate(engine.model, profile, order):
-        choices, _, _ = perturbed(pair, engine, answered, base, NAME)
-        outcomes = answers_of(pair, engine, answered, differences_of(choices), NAME)
+        choices, _, _ = perturbed(pair, engine, answered, base, name)
+        outcomes = answers_of(pair, engine, answered, differences_of(choices), name)
     return [outcome.completion for outcome in outcomes]

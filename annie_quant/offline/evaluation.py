@@ -1,7 +1,8 @@
-"""Evaluating a checkpoint without a server: gates, KL divergence and perplexity compared with its bf16 reference.
+"""One evaluation of loaded models: gates, KL divergence and perplexity of a checkpoint compared with its bf16 reference.
 
-The reference answers every prompt greedily once (cached on disk). The checkpoint is then checked against those answers under
-W4A4 and W4A16 numerics (verification.py), in one pass that also gives the KL figures.
+The reference answers every prompt greedily once (reference.py). The checkpoint is checked against those answers under each
+numerics (verification.py), in one pass that also gives the KL figures, and in the further members of each numerics (ensemble.py).
+Counts and verdicts are made from the outcomes per prompt (judge/evidence.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,8 @@ from torch import nn
 
 from annie_quant import __version__, judge
 from annie_quant.checkpoint import ModelFolder, prompt_files
-from annie_quant.checkpoint.export_check import export_notes
 from annie_quant.core.errors import CheckpointError, UsageError
-from annie_quant.core.progress import Progress
 from annie_quant.data.rows import read_conversations
-from annie_quant.data.workloads import resolve
 from annie_quant.documents import (
     SCHEMA_VERSION,
     DifferingAnswer,
@@ -34,7 +32,6 @@ from annie_quant.documents import (
     NumericsResult,
     SameAnswers,
 )
-from annie_quant.documents.persona import Persona
 from annie_quant.judge import Answer, Case, Workload, evidence
 from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.decision import RULE
@@ -45,222 +42,167 @@ from annie_quant.offline import draft_head, ensemble
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
-from annie_quant.offline.ensemble import MemberOutcomes
 from annie_quant.offline.loading import profiles_of
 from annie_quant.offline.nvfp4_linear import NVFP4Linear
-from annie_quant.offline.pair import ModelPair, StrPath, check_prompts
+from annie_quant.offline.pair import EvaluationJob, ModelPair, check_prompts
 from annie_quant.offline.profiles import find_profile, is_supported
 from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
 from annie_quant.offline.reference import model_sha256
 from annie_quant.offline.verification import Choices, Outcome
 
-Workloads = StrPath | Iterable[StrPath | Workload] | None
 Judged = tuple[Workload, Case, Answer]  # what judge.gate_table counts
 
 
-def evaluate(
-    model_dir: StrPath,
-    reference_dir: StrPath,
-    workloads: Workloads = None,
-    numerics: Sequence[str] = ("w4a4", "w4a16"),
-    n_per_gate: int | None = None,
-    conversations: StrPath | Sequence[dict[str, Any]] | None = None,
-    n_conversations: int | None = None,
-    cache: StrPath | None = None,
-    progress: Progress | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    rows: int = 128,
-    text: StrPath | None = None,
-    persona: StrPath | Persona | None = None,
-    with_ensemble: bool = True,
-) -> dict[str, Any]:
-    """Return gates, KL divergence and perplexity of a checkpoint under each of `numerics` that it supports.
+@dataclass(frozen=True)
+class Baseline:
+    """What the checkpoint is compared with.
 
-    A model without NVFP4 linears is evaluated as it is, under the name "bf16". Under torchrun or accelerate launch every
-    process calls this with the same arguments, computes its share and gets the whole result.
-
-    Parameters:
-        model_dir: folder of the checkpoint.
-        reference_dir: folder of the bf16 checkpoint that it was made from.
-        workloads: Workload objects, names, JSON files or folders; default: those of the persona, else Annie's.
-        persona: a name, a JSON file or a folder from `annie-quant init`; its system prompt and tools are used (data/resolve.py).
-        n_per_gate: number of prompts per gate, drawn from the workloads; default: all.
-        conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
-        n_conversations: most conversations, taken evenly over the file.
-        cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME.
-        dtype: "float32" or "bfloat16" for everything that is not packed; default: float32 on a CPU if memory allows.
-        rows: answers per batch.
-        text: a plain text file for perplexity and KL over all of its tokens.
-        with_ensemble: also compute the further members of each numerics (ensemble.py), for a verdict that does not hang on one
-            arithmetic.
-
-    Returns:
-        The Evaluation document as a dict that JSON can hold: `numerics` has one entry per numerics, with gates, kl,
-        perplexity, paired and cases.
-
-    Raises:
-        UsageError: a workload has a temperature, or the checkpoint supports none of `numerics`.
+    answered: the reference's answers.
+    judged: the same with what judges them, each with itself as its reference.
+    own, conversations, text: texts whose tokens are scored: the reference's answers, those of the job's conversations, and the
+        pieces of its text file.
     """
-    chosen = choose_workloads(workloads, n_per_gate, persona)
-    faults = export_notes(model_dir, reference_dir)
-    with ModelPair(
-        model_dir, reference_dir, cache=cache, dtype=dtype, device=device, rows=rows, progress=progress
-    ) as pair:
-        result = evaluate_pair(
-            pair, chosen, numerics, conversations, n_conversations, text, with_ensemble, faults=faults, n=n_per_gate
-        )
-    return result.to_dict()
 
-
-def choose_workloads(
-    workloads: Workloads, n_per_gate: int | None, persona: StrPath | Persona | None = None
-) -> list[Workload]:
-    """Return the workloads that resolve() returns, sampled down to n_per_gate prompts per gate.
-
-    Raises UsageError for a temperature > 0.
-    """
-    chosen, _ = judge.distinct_prompts(resolve(persona, workloads))
-    if n_per_gate is not None:
-        chosen = judge.sample(chosen, n_per_gate)
-    for workload in chosen:
-        if workload.temperature != 0:
-            raise UsageError(
-                f"workload {workload.name} has temperature {workload.temperature}; "
-                "only greedy answers (temperature 0) can be verified offline"
-            )
-    return chosen
+    answered: list[Answered]
+    judged: list[Judged]
+    own: list[ScoredAnswer]
+    conversations: list[ScoredAnswer]
+    text: list[ScoredAnswer]
 
 
 def evaluate_pair(
     pair: ModelPair,
+    job: EvaluationJob,
     workloads: Sequence[Workload],
-    numerics: Sequence[str] = ("w4a4", "w4a16"),
-    conversations: StrPath | Sequence[dict[str, Any]] | None = None,
-    n_conversations: int | None = None,
-    text: StrPath | None = None,
-    with_ensemble: bool = True,
     on_outcomes: Callable[[str, list[Completion]], None] = lambda member, completions: None,
-    faults: Sequence[str] = (),
-    n: int | None = None,
 ) -> Evaluation:
-    """Evaluate for models that are loaded already; the same parameters.
+    """Evaluate the checkpoint with these workloads, whatever the job's are.
 
-    on_outcomes: called with each member's name and its answers to all prompts. faults: of the export, which forbid "keeps".
-    n: prompts per gate that were requested; a note names the gates with fewer.
+    on_outcomes: called with each member's name and its answers to all prompts.
+    Raises UsageError where the checkpoint supports none of the job's numerics.
     """
     workloads, n_repeated = judge.distinct_prompts(workloads)
-    for name in numerics:
-        find_profile(name)  # a misspelled one is an error, one that the checkpoint lacks is a note
     supported = profiles_of(pair.model)
-    chosen = supported if supported == ["bf16"] else [n for n in dict.fromkeys(numerics) if is_supported(n, supported)]
-    if not chosen:
-        raise UsageError(
-            f"{pair.model_dir} does not support {', '.join(numerics)}", f"it supports: {', '.join(supported)}"
-        )
-    conversation_part: list[ScoredAnswer] = []  # files first: a faulty one is reported before an hour of answers
-    if conversations is not None:
-        conversation_part = conversation_answers(pair.template, read_rows_of(conversations, n_conversations))
-    text_part = [] if text is None else text_pieces(pair.template, text)
+    numerics = chosen_numerics(job, supported)
+    conversations, text = scored_texts(job, pair.template)  # a faulty file is reported before an hour of answers
     own_gates = compares_with_reference(workloads)
     workloads = [replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads]
     answered = pair.reference.answer(workloads, pair.progress)
-    own_files = check_prompts(pair.model_dir, pair.reference_dir, pair.template, answered)
-    blocking = [*faults, *(line for line in own_files.blocking if not any(line in fault for fault in faults))]
+    own_files = check_prompts(pair, answered)
+    blocking = [*job.faults, *(line for line in own_files.blocking if not any(line in fault for fault in job.faults))]
     before = with_references(judged(pair.template, answered))
-    reference_gates = judge.gate_table(before)
-    second = ensemble.second_answers(pair, answered)
-    floor = with_references(judged(pair.template, second), before)
+    baseline = Baseline(answered, before, pair.scored(answered), conversations, text)
+    floor = with_references(judged(pair.template, ensemble.second_answers(pair, answered)), before)
     results: dict[str, NumericsResult] = {}
     members: dict[str, Member] = {}
     figures: dict[str, EnsembleFigures] = {}
-    for name in chosen:
-        results[name], outcomes, base = evaluate_numerics(
-            pair, name, answered, before, floor, conversation_part, text_part
-        )
+    for name in numerics:
+        results[name], outcomes, base = evaluate_numerics(pair, baseline, name)
         on_outcomes(name, [o.completion for o in outcomes])
-        rows = [
-            (o, a) for o, (_, c, a) in zip(outcomes, before, strict=True) if not c.expect
-        ]  # labels judge the others
-        own = [pair.template.answer(o.request, o.completion) for o, _ in rows]
-        if constant := constant_answer(own, [answer for _, answer in rows]):
+        if constant := gives_one_answer(pair.template, baseline, outcomes):
             blocking.append(f"{name}: {constant}, which bf16 does not give")
-        if with_ensemble:
-            further, figures[name] = ensemble.run(pair, name, find_profile(name), answered, base, outcomes)
+        if job.ensemble:
+            further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
             for m in further:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])
-                members[m.name] = member_of(pair, m, answered, before, floor)
+                after = gate_outcomes(judged_outcomes(pair.template, m.outcomes, baseline), answered)[1]
+                members[m.name] = Member(m.arithmetic, {}, {}, after, m.n_computed, m.n_changed)
     prompts, reference_outcomes = gate_outcomes(before, answered)
-    evaluation = Evaluation(
-        schema_version=SCHEMA_VERSION,
-        rule=RULE,
-        version=__version__,
-        model=str(pair.model_dir),
-        reference=str(pair.reference_dir),
-        reference_sha256=pair.reference.sha256,
-        dtype=pair.dtype,
-        device=pair.engine.device.type,
-        workloads={w.name: EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w)) for w in workloads},
-        n_answers=len(answered),
-        n_conversation_answers=len(conversation_part),
-        n_text_tokens=sum(len(p.target) for p in text_part),
-        notes=own_files.blocking
-        + own_files.notes
-        + notes(numerics, supported, pair.model)
-        + ([f"{n_repeated} prompts are repeated under other ids and count once"] if n_repeated else [])
-        + list(shortages(workloads, n or 0))
-        + template_notes(pair.template, workloads)
-        + [
-            f"{w.name}: {', '.join(w.informative)} for information only, as the workload states"
-            for w in workloads
-            if w.informative
-        ]
-        + (reference_notes(before, reference_gates) if own_gates else []),
-        reference_gates=reference_gates,
-        numerics=results,
-        seconds=time.monotonic() - pair.start,
-        prompts=prompts,
-        reference_outcomes=reference_outcomes,
-        floor_outcomes={k: v for k, v in gate_outcomes(floor, answered)[1].items() if k in REFERENCE_GATES},
-        members=members,
-        ensemble=figures,
-        reference_drafts=reference_drafts(pair, answered),
-        checkpoint_files=prompt_files.model_files(pair.model_dir, model_sha256(pair.model_dir)),
-        reference_files=prompt_files.model_files(pair.reference_dir, pair.reference.sha256),
-        blocking=blocking,
+    floor_outcomes = {k: v for k, v in gate_outcomes(floor, answered)[1].items() if k in REFERENCE_GATES}
+    sha256 = model_sha256(job.checkpoint)
+    left_out = template_notes(pair.template, workloads)
+    notes = [*own_files.blocking, *own_files.notes, *model_notes(job.numerics, supported, pair.model)]
+    if n_repeated:
+        notes.append(f"{n_repeated} prompts are repeated under other ids and count once")
+    notes += [*shortages(workloads, job.n_per_gate or 0), *left_out]
+    for w in workloads:
+        if w.informative:
+            notes.append(f"{w.name}: {', '.join(w.informative)} for information only, as the workload states")
+    evaluation = evidence.recounted(
+        Evaluation(
+            schema_version=SCHEMA_VERSION,
+            rule=RULE,
+            version=__version__,
+            model=str(job.checkpoint),
+            reference=str(job.reference),
+            reference_sha256=pair.reference.sha256,
+            dtype=pair.dtype,
+            device=pair.engine.device.type,
+            workloads={w.name: EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w)) for w in workloads},
+            n_answers=len(answered),
+            n_conversation_answers=len(conversations),
+            n_text_tokens=sum(len(p.target) for p in text),
+            notes=notes,
+            reference_gates={},
+            numerics=results,
+            seconds=time.monotonic() - pair.start,
+            prompts=prompts,
+            reference_outcomes=reference_outcomes,
+            floor_outcomes=floor_outcomes,
+            members=members,
+            ensemble=figures,
+            reference_drafts=reference_drafts(pair, answered),
+            checkpoint_files=prompt_files.model_files(job.checkpoint, sha256),
+            reference_files=prompt_files.model_files(job.reference, pair.reference.sha256),
+            blocking=blocking,
+        )
     )
+    if own_gates:
+        evaluation.notes += reference_notes(before, evaluation.reference_gates)
     evaluation.evidence_sha256 = evidence.evidence_sha256(evaluation)
-    return judge.judge_evaluation(evaluation)
+    return evaluation
+
+
+def chosen_numerics(job: EvaluationJob, supported: Sequence[str]) -> list[str]:
+    """Return the job's numerics that are supported; ["bf16"] for a model without NVFP4 linears, which is evaluated as it is."""
+    for name in job.numerics:
+        find_profile(name)  # a misspelled one is an error, one that the checkpoint lacks is a note
+    if list(supported) == ["bf16"]:
+        return ["bf16"]
+    chosen = [n for n in dict.fromkeys(job.numerics) if is_supported(n, supported)]
+    if not chosen:
+        raise UsageError(
+            f"{job.checkpoint} does not support {', '.join(job.numerics)}", f"it supports: {', '.join(supported)}"
+        )
+    return chosen
+
+
+def scored_texts(job: EvaluationJob, template: Template) -> tuple[list[ScoredAnswer], list[ScoredAnswer]]:
+    """Return the answers of the job's conversations, and the pieces of its text file."""
+    rows: Iterable[dict[str, Any]] = ()
+    if isinstance(job.conversations, (str, os.PathLike)):
+        rows = read_conversations(job.conversations, job.n_conversations)
+    elif job.conversations is not None:
+        rows = list(job.conversations)[: job.n_conversations]
+    return conversation_answers(template, rows), [] if job.text is None else text_pieces(template, job.text)
 
 
 def evaluate_numerics(
-    pair: ModelPair,
-    name: str,
-    answered: Sequence[Answered],
-    before: Sequence[Judged],
-    floor: Sequence[Judged],
-    conversations: Sequence[ScoredAnswer],
-    text: Sequence[ScoredAnswer],
+    pair: ModelPair, baseline: Baseline, name: str
 ) -> tuple[NumericsResult, list[Outcome], dict[int, Choices]]:
     """Score all tokens in one pass, then decode the answers that differ from the reference's.
 
-    before, floor: the reference's answers in its usual arithmetic and in a second one, as with_references returns them.
+    Returns the document without its counts, the answers, and the choices of tokens by the answer's index.
     """
     start = time.monotonic()
     profile = find_profile(name)
-    own = pair.scored(answered)
+    answered, own, conversations, text = baseline.answered, baseline.own, baseline.conversations, baseline.text
     with emulate(pair.model, profile):
         comparisons = pair.compare([*own, *conversations, *text], f"{name}: checking answers")
         base = {i: comparisons[i].choices for i in range(len(answered))}
         differences = ensemble.differences_of(base)
         outcomes = ensemble.answers_of(pair, pair.engine, answered, differences, name)
-        drafts = drafts_of(pair, pair.engine, pair.model_dir, [Answered(o.request, o.completion) for o in outcomes])
+        drafts = drafts_of(
+            pair, pair.engine, pair.job.checkpoint, [Answered(o.request, o.completion) for o in outcomes]
+        )
     kl = pair.summarize(own, comparisons)
-    after = judged_outcomes(pair.template, outcomes, answered, before)
+    after = judged_outcomes(pair.template, outcomes, baseline)
     n_tokens = sum(len(o.completion.tokens) for o in outcomes)
     n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
     result = NumericsResult(
-        **counted(before, after, floor, answered),
+        gates={},
+        paired={},
+        outcomes=gate_outcomes(after, answered)[1],
         kl=kl,
         kl_conversations=pair.summarize(conversations, comparisons, len(own)),
         kl_text=pair.summarize(text, comparisons, len(own) + len(conversations)),
@@ -268,7 +210,7 @@ def evaluate_numerics(
         perplexity_reference=kl.perplexity_reference if kl else None,
         same_answers=SameAnswers(n=len(outcomes), same=sum(o.same for o in outcomes)),
         verbosity_ratio=n_tokens / n_reference_tokens if n_reference_tokens else None,
-        cases=differing_answers(outcomes, after, before),
+        cases=differing_answers(outcomes, after, baseline.judged),
         seconds=time.monotonic() - start,
         arithmetic=profile.describe(),
         drafts=drafts,
@@ -276,20 +218,19 @@ def evaluate_numerics(
     return result, outcomes, base
 
 
-def counted(
-    before: Sequence[Judged], after: Sequence[Judged], floor: Sequence[Judged], answered: Sequence[Answered]
-) -> dict[str, Any]:
-    """Return what an arithmetic's answers give: its gates, paired with the reference's, and their outcomes."""
-    paired, pooled = judge.pair_answers(before, after, floor)
-    outcomes = gate_outcomes(after, answered)[1]
-    return {"gates": judge.gate_table(after), "paired": paired, "pooled": pooled, "outcomes": outcomes}
+def gives_one_answer(template: Template, baseline: Baseline, outcomes: Sequence[Outcome]) -> str:
+    """Return how many prompts the checkpoint gives one answer to where the reference does not, or ""."""
+    pairs = zip(outcomes, baseline.judged, strict=True)
+    rows = [(o, answer) for o, (_, case, answer) in pairs if not case.expect]  # labels judge the others
+    own = [template.answer(o.request, o.completion) for o, _ in rows]
+    return constant_answer(own, [answer for _, answer in rows])
 
 
 def reference_drafts(pair: ModelPair, answered: Sequence[Answered]) -> dict[str, DraftAcceptance]:
     """Return the acceptance of the bf16 reference's MTP head on its own answers."""
-    if not draft_head.has_head(ModelFolder(pair.reference_dir)):
+    if not draft_head.has_head(ModelFolder(pair.job.reference)):
         return {}
-    return drafts_of(pair, pair.reference.engine(), pair.reference_dir, answered)
+    return drafts_of(pair, pair.reference.engine(), pair.job.reference, answered)
 
 
 def drafts_of(
@@ -307,22 +248,10 @@ def drafts_of(
         return {}
 
 
-def member_of(
-    pair: ModelPair,
-    member: MemberOutcomes,
-    answered: Sequence[Answered],
-    before: Sequence[Judged],
-    floor: Sequence[Judged],
-) -> Member:
-    """Return the document of a further member."""
-    after = judged_outcomes(pair.template, member.outcomes, answered, before)
-    counts = counted(before, after, floor, answered)
-    return Member(**counts, arithmetic=member.arithmetic, n_computed=member.n_computed, n_changed=member.n_changed)
-
-
 def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> GateTable:
     """Return the gates of bf16's own answers; these are stored, so that a following evaluation does not compute them again."""
-    return judge.gate_table(with_references(judged(pair.template, pair.reference.answer(workloads, pair.progress))))
+    answered = pair.reference.answer(workloads, pair.progress)
+    return judge.gate_table(with_references(judged(pair.template, answered)))
 
 
 def with_references(judged_answers: Sequence[Judged], references: Sequence[Judged] | None = None) -> list[Judged]:
@@ -335,15 +264,13 @@ def with_references(judged_answers: Sequence[Judged], references: Sequence[Judge
     ]
 
 
-def judged_outcomes(
-    template: Template, outcomes: Sequence[Outcome], answered: Sequence[Answered], before: Sequence[Judged]
-) -> list[Judged]:
-    """Return a checkpoint's answers, each with the bf16 model's answer to the same prompt as its reference.
+def judged_outcomes(template: Template, outcomes: Sequence[Outcome], baseline: Baseline) -> list[Judged]:
+    """Return a checkpoint's answers, each with the reference's answer to the same prompt.
 
-    answered, before: the bf16 model's. An equal answer to the same request is that of `before`, which is judged already.
+    An answer that equals the reference's, to the same request, is the reference's.
     """
     rows: list[Judged] = []
-    for outcome, (request, completion), old in zip(outcomes, answered, before, strict=True):
+    for outcome, (request, completion), old in zip(outcomes, baseline.answered, baseline.judged, strict=True):
         if outcome.request is request and outcome.completion == completion:
             rows.append(old)
             continue
@@ -372,6 +299,7 @@ def gate_outcomes(
 
 
 def judged(template: Template, answered: Sequence[Answered]) -> list[Judged]:
+    """Return answers with the workload and the case, at their turn, that judge them."""
     return [(r.workload, r.case.at_turn(r.turn), template.answer(r, c)) for r, c in answered]
 
 
@@ -404,7 +332,7 @@ def calls_as_text(answer: Answer) -> list[str]:
     return [f"{c['name']}({c['arguments']})" for c in answer.tool_calls]
 
 
-def notes(requested: Sequence[str], supported: Sequence[str], model: nn.Module) -> list[str]:
+def model_notes(requested: Sequence[str], supported: Sequence[str], model: nn.Module) -> list[str]:
     """Return what a reader of the result must know about how it was computed."""
     lines = []
     if isinstance(model.get_output_embeddings(), NVFP4Linear):  # type: ignore[operator]
@@ -426,9 +354,3 @@ def template_notes(template: Template, workloads: Sequence[Workload]) -> list[st
     if template.render(message, offered, False) != template.render(message, None, False):
         return []
     return ["the chat template leaves out the tools: the model never sees them, and nothing about tools can be judged"]
-
-
-def read_rows_of(conversations: StrPath | Sequence[dict[str, Any]], limit: int | None) -> list[dict[str, Any]]:
-    if isinstance(conversations, (str, os.PathLike)):
-        return read_conversations(conversations, limit)
-    return list(conversations)[:limit]

@@ -2,13 +2,8 @@
 
 transformers keeps all experts of a layer in two three-dimensional parameters. Here each expert's matrices are linears, so they
 can be NVFP4Linear or FP8Linear, be rounded alone, and be observed in calibration. Tokens are grouped by expert: each expert's
-weights are read once per forward, for the tokens that the router sends to it. On a GPU with this package's kernels all experts
-are computed in one launch per matrix where that is the same product (grouped_experts.py).
-
-All experts of a layer by the grouped W4A16 kernel on a CUDA GPU: one launch for each of gate, up and down.
-
-It is used where the single linears would compute the same product one by one: NVFP4 weights in blocks of 16, activations that are
-not rounded (w4a16), bfloat16 or float16 inputs, no gradient. It does not wait for the GPU. Weighted outputs are added in float32.
+weights are read once per forward, for the tokens that the router sends to it. On a GPU with this package's kernels, GroupedExperts
+computes all experts in one launch per matrix.
 """
 
 from __future__ import annotations
@@ -22,13 +17,18 @@ from torch import nn
 from annie_quant.gemm import grouped
 from annie_quant.gemm.grouped import PreparedExperts
 from annie_quant.models import Experts, Family
-from annie_quant.offline import matmul, profiles
-from annie_quant.offline.base_linear import Watched
-from annie_quant.offline.nvfp4_linear import NVFP4Linear
+from annie_quant.offline import nvfp4_linear, profiles
+from annie_quant.offline.nvfp4_linear import NVFP4Linear, Watched
 
 
 class GroupedExperts:
-    """The linears of a layer's experts, repacked when first used. linears: by name (gate, up, down), of all experts in order."""
+    """All experts of a layer by the grouped W4A16 kernel on a CUDA GPU: one launch for each of gate, up and down.
+
+    It is used where the single linears would compute the same product: NVFP4 weights in blocks of 16, activations that are not
+    rounded (w4a16), bfloat16 or float16 inputs, no gradient. Nothing waits for the GPU. Weighted outputs are added in float32.
+
+    linears: by name (gate, up, down), of all experts in order; repacked when first used.
+    """
 
     def __init__(self, linears: dict[str, list[nn.Module | None]]) -> None:
         self.linears = linears
@@ -73,7 +73,7 @@ class GroupedExperts:
         top_k_weights: torch.Tensor,
         act_fn: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return the weighted sums of the experts' outputs, as hf.experts.SingleExperts.forward does."""
+        """Return the weighted sums of the experts' outputs, as SingleExperts.forward does."""
         gate, up, down = self.prepare()
         (tokens, k), top_k, experts = x.shape, top_k_index.shape[1], len(gate.packed)
         tile = grouped.plan_tokens(tokens * top_k, experts, top_k, gate.n, k, x.device.index)
@@ -98,7 +98,7 @@ def fits(linear: nn.Module | None) -> bool:
     """Return whether a linear's tensors are such that the kernel can read them, on a device where it runs."""
     if not isinstance(linear, NVFP4Linear) or linear.bias is not None or linear.pre_quant_scale is not None:
         return False
-    return matmul.can_use_kernels(linear)
+    return nvfp4_linear.can_use_kernels(linear)
 
 
 def is_changed(linear: NVFP4Linear) -> bool:

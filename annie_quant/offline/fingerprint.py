@@ -106,7 +106,7 @@ def prompts(reference: StrPath, n: int) -> list[tuple[int, ...]]:
     return chosen[:n]
 
 
-def fingerprint(
+def compare_with_server(
     checkpoint: StrPath,
     reference: StrPath,
     prompts: Sequence[Sequence[int]],

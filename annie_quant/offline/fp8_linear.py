@@ -1,9 +1,9 @@
-"""FP8Linear and BlockFP8Linear: the FP8 (E4M3) linears of a checkpoint.
+"""Linears with a checkpoint's own tensors: their base class, and the FP8 (E4M3) linears FP8Linear and BlockFP8Linear.
 
-W = value * weight_scale. If the checkpoint has an input_scale, x is rounded to E4M3 and back with it; if its settings ask for
-scales per token (compressed-tensors' FP8_DYNAMIC), with each token's own. Both whatever the numerics of the NVFP4 linears are:
-kernels for FP8 linears multiply FP8 by FP8 on every GPU that supports it. Weights stay 8 bits in
-memory and are dequantized in each forward.
+FP8Linear: W = value * weight_scale. If the checkpoint has an input_scale, x is rounded to E4M3 and back with it; if its settings
+ask for scales per token (compressed-tensors' FP8_DYNAMIC), with each token's own. Both apply under all numerics of the NVFP4
+linears: kernels for FP8 linears multiply FP8 by FP8 on every GPU that supports it. Weights stay 8 bits in memory and are
+dequantized in each forward.
 
 BlockFP8Linear has a scale per block of the weight, as Qwen and DeepSeek publish it, and rounds each token's activations with a
 scale per block of columns (transformers, integrations/finegrained_fp8.py; vLLM, per_token_group_quant_fp8).
@@ -11,16 +11,43 @@ scale per block of columns (transformers, integrations/finegrained_fp8.py; vLLM,
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from annie_quant.offline.base_linear import FixedDtypeLinear
-from annie_quant.offline.codec import MAX_E4M3
+from annie_quant.offline.codec import MAX_E4M3, fake_quant_fp8
 
 SMALLEST_TOKEN_SCALE = 1 / (MAX_E4M3 * 512)
 SMALLEST_AMAX = 1e-10  # of a token's activations in a block of columns: vLLM's lower bound
+
+
+class FixedDtypeLinear(nn.Linear):
+    """A linear layer with parameters whose dtype is part of a storage format.
+
+    .to() and .half() move the parameters named in FIXED_DTYPE (some may be None) to another device and cast only the
+    others, such as the bias.
+    """
+
+    FIXED_DTYPE: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would create a float weight
+        self.in_features, self.out_features = in_features, out_features
+
+    def add_parameter(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype, device: Any) -> None:
+        """Register an uninitialized parameter without gradient; None for shape None."""
+        empty = None if shape is None else torch.empty(shape, dtype=dtype, device=device)
+        self.register_parameter(name, None if empty is None else nn.Parameter(empty, requires_grad=False))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = {name: p.data for name in self.FIXED_DTYPE if (p := getattr(self, name)) is not None}
+        super()._apply(fn, recurse)
+        for name, data in before.items():
+            parameter = getattr(self, name)
+            if parameter.dtype != data.dtype:
+                setattr(self, name, nn.Parameter(data.to(parameter.device), requires_grad=False))
+        return self
 
 
 class FP8Linear(FixedDtypeLinear):
@@ -63,7 +90,7 @@ class FP8Linear(FixedDtypeLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = token_scales(x.detach()) if self.per_token else self.input_scale
         if scale is not None:
-            rounded = fake_quant(x.detach(), scale)
+            rounded = fake_quant_fp8(x.detach(), scale)
             x = x + (rounded - x).detach() if x.requires_grad else rounded
         return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
 
@@ -110,7 +137,7 @@ class BlockFP8Linear(FixedDtypeLinear):
         columns = self.block[1]
         values = nn.functional.pad(x.detach(), (0, -x.shape[-1] % columns)).unflatten(-1, (-1, columns))
         scale = values.float().abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX) / MAX_E4M3
-        rounded = fake_quant(values, scale).flatten(-2)[..., : x.shape[-1]]
+        rounded = fake_quant_fp8(values, scale).flatten(-2)[..., : x.shape[-1]]
         x = x + (rounded - x).detach() if x.requires_grad else rounded
         return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
 
@@ -128,10 +155,3 @@ class NamedBlockFP8Linear(BlockFP8Linear):
 def token_scales(x: torch.Tensor) -> torch.Tensor:
     """Return amax / 448 of each token [..., 1], with the lower bound of vLLM's kernel (csrc/quantization, per-token FP8)."""
     return (x.float().abs().amax(-1, keepdim=True) / MAX_E4M3).clamp_min(SMALLEST_TOKEN_SCALE)
-
-
-def fake_quant(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return e4m3(clamp(x / scale, ±448)) * scale, computed in float32, in x's dtype. scale: one number, or one per token."""
-    scale = scale.float()
-    scale = scale.reshape(()) if scale.numel() == 1 else scale
-    return ((x.float() / scale).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)

@@ -11,20 +11,121 @@ lm-eval 0.4.13 has no plug-in mechanism, so its own command does not know models
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import lm_eval.models  # noqa: F401  (lm-eval registers its own models only while the registry is empty)
+import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
+from annie_quant.checkpoint.chat_template import ChatTemplate
+from annie_quant.checkpoint.remote_code import loading_tokenizer
 from annie_quant.core.errors import UsageError
-from annie_quant.offline.harness_scores import ROWS, HarnessScores
+from annie_quant.offline.decoding import generate
+from annie_quant.offline.emulation import emulate
+from annie_quant.offline.engine import Engine, Row
+from annie_quant.offline.loading import load, profiles_of
+from annie_quant.offline.pair import working_dtype
+from annie_quant.offline.profiles import find_profile, is_supported
+from annie_quant.offline.prompts import end_tokens
 
+DEFAULT_LENGTH = 2048  # tokens, where config.json has no max_position_embeddings
+ROWS = 64
 MAX_GEN_TOKS = 256
 LIMIT_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+class Likelihood(NamedTuple):
+    """value: natural logarithm of the target's probability. is_greedy: each of its tokens is the most probable one."""
+
+    value: float
+    is_greedy: bool
+
+
+class HarnessScores:
+    """A model folder under one profile.
+
+    profile: a numerics profile (docs/numerics.md); default: the first that the checkpoint supports. length: most tokens of a
+    forward. Raises UsageError for a profile that the checkpoint does not support.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        profile: str | None = None,
+        rows: int = ROWS,
+        length: int | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        if not torch.cuda.is_available():
+            device = "cpu"  # lm-eval's default is "cuda", also where there is none
+        device = device or "cuda"
+        self.dtype = dtype or working_dtype([self.folder], device)
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UsageError(f"dtype is float32 or bfloat16, got {self.dtype}")
+        cache = "float32" if self.dtype == "float32" else "bf16"
+        self.model = load(self.folder, cache=cache, dtype=getattr(torch, self.dtype), device=device)
+        supported = profiles_of(self.model)
+        self.profile = find_profile(profile or supported[0])
+        if not is_supported(self.profile.name, supported):
+            raise UsageError(f"{self.folder} does not support {profile}", f"it supports: {', '.join(supported)}")
+        self.engine = Engine(self.model, rows=rows)
+        config = self.model.config.get_text_config()
+        self.length = length or int(getattr(config, "max_position_embeddings", 0) or DEFAULT_LENGTH)
+        with loading_tokenizer(self.folder):
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        self.template = ChatTemplate(self.tokenizer, str(folder)) if self.tokenizer.chat_template else None
+
+    def likelihoods(
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        on_finished: Callable[[int], object] = lambda n: None,
+    ) -> list[Likelihood]:
+        """Return the log-likelihood of each target after its context (tokens), in order.
+
+        A context that is too long loses its first tokens. Raises UsageError for an empty context, or an empty or too long target.
+        """
+        rows = []
+        for context, target in pairs:
+            if not context or not 0 < len(target) <= self.length:
+                raise UsageError(
+                    f"a context of {len(context)} and a target of {len(target)} tokens cannot be scored; the model has "
+                    f"{self.length}"
+                )
+            tokens = [*context, *target][-(self.length + 1) :]
+            rows.append(Row(tokens[: len(tokens) - len(target)], list(target)))
+        results: list[Likelihood | None] = [None] * len(rows)
+        with emulate(self.model, self.profile):
+            for i, logits in self.engine.scores(rows):
+                expected = torch.tensor(rows[i].target, device=logits.device)
+                chosen = torch.log_softmax(logits, -1).gather(-1, expected[:, None])
+                greedy = torch.equal(logits.argmax(-1), expected)
+                results[i] = Likelihood(float(chosen.double().sum()), greedy)
+                on_finished(1)
+        return [r for r in results if r is not None]
+
+    def continuations(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        stops: Sequence[Sequence[str]],
+        on_finished: Callable[[int], Any] = lambda n: None,
+    ) -> list[str]:
+        """Return greedy continuations up to, and without, the first stop string. limits: most tokens of each."""
+        ends = end_tokens(self.folder, self.tokenizer)
+        contexts = [list(p[-max(1, self.length - limit) :]) for p, limit in zip(prompts, limits, strict=True)]
+        with emulate(self.model, self.profile):
+            completions = generate(self.engine, contexts, limits, ends, on_finished)
+        texts = self.tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
+        return [until(text, own) for text, own in zip(texts, stops, strict=True)]
 
 
 @register_model("annie_quant")
@@ -153,3 +254,9 @@ def _is_silent(options: Mapping[str, Any]) -> bool:
 def stop_strings(settings: Mapping[str, Any]) -> list[str]:
     stops = settings.get("until") or []
     return [stops] if isinstance(stops, str) else [str(stop) for stop in stops]
+
+
+def until(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first of the stop strings."""
+    ends = [at for at in (text.find(stop) for stop in stops if stop) if at >= 0]
+    return text[: min(ends)] if ends else text

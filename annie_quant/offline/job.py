@@ -1,99 +1,127 @@
-"""The work of `annie-quant eval`: the evaluation, optionally the layer sensitivity, and their files."""
+"""The work of `annie-quant eval` and `runtime.evaluate`: load the models, evaluate, and write the files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from annie_quant.checkpoint.export_check import export_notes
 from annie_quant.core import files
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.documents import DraftAcceptance, EnsembleFigures, Evaluation
-from annie_quant.judge import Workload
+from annie_quant.documents.persona import Persona
 from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate
 from annie_quant.offline import layers, process_group
-from annie_quant.offline.evaluation import choose_workloads, evaluate_pair, reference_gates
-from annie_quant.offline.pair import ModelPair
+from annie_quant.offline.evaluation import evaluate_pair, reference_gates
+from annie_quant.offline.pair import EvaluationJob, StrPath, Workloads, distinct_workloads, open_pair
 from annie_quant.offline.process_group import ProcessGroup, join_group
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to evaluate.
+def evaluate(
+    model_dir: StrPath,
+    reference_dir: StrPath,
+    workloads: Workloads = None,
+    numerics: Sequence[str] = ("w4a4", "w4a16"),
+    n_per_gate: int | None = None,
+    conversations: StrPath | Sequence[dict[str, Any]] | None = None,
+    n_conversations: int | None = None,
+    cache: StrPath | None = None,
+    progress: Progress | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    rows: int = 128,
+    text: StrPath | None = None,
+    persona: StrPath | Persona | None = None,
+    with_ensemble: bool = True,
+) -> dict[str, Any]:
+    """Return gates, KL divergence and perplexity of a checkpoint under each of `numerics` that it supports.
 
-    n: prompts per gate. conversations: rows whose assistant tokens are scored; text: a plain text file that is scored.
-    layers_n: prompts per gate for the layer sensitivity; None: not measured. It is measured under the first numerics, stored
-    in the evaluation's `layers` and that numerics' kl.by_layer, and written to OUTPUT.layers.json, from which a killed run
-    resumes, and OUTPUT.layers.svg. rows: answers per batch. persona, workloads: as for data/resolve.py.
+    A model without NVFP4 linears is evaluated as it is, under the name "bf16". Under torchrun or accelerate launch every
+    process calls this with the same arguments, computes its share and gets the whole result.
+
+    Parameters:
+        model_dir: folder of the checkpoint.
+        reference_dir: folder of the bf16 checkpoint that it was made from.
+        workloads: Workload objects, names, JSON files or folders; default: those of the persona, else Annie's.
+        persona: a name, a JSON file or a folder from `annie-quant init`; its system prompt and tools are used (data/resolve.py).
+        n_per_gate: number of prompts per gate, drawn from the workloads; default: all.
+        conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
+        n_conversations: most conversations, taken evenly over the file.
+        cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME.
+        dtype: "float32" or "bfloat16" for everything that is not packed; default: float32 on a CPU if memory allows.
+        rows: answers per batch.
+        text: a plain text file for perplexity and KL over all of its tokens.
+        with_ensemble: also compute the further members of each numerics (ensemble.py), for a verdict that does not hang on one
+            arithmetic.
+
+    Returns:
+        The Evaluation document as a dict that JSON can hold: `numerics` has one entry per numerics, with gates, kl,
+        perplexity, paired and cases.
+
+    Raises:
+        UsageError: a workload has a temperature, or the checkpoint supports none of `numerics`.
     """
+    job = EvaluationJob(
+        checkpoint=Path(model_dir),
+        reference=Path(reference_dir),
+        workloads=distinct_workloads(workloads, persona),
+        n_per_gate=n_per_gate,
+        numerics=numerics,
+        ensemble=with_ensemble,
+        conversations=conversations,
+        n_conversations=n_conversations,
+        text=text,
+        faults=export_notes(model_dir, reference_dir),
+        cache=None if cache is None else Path(cache),
+        dtype=dtype,
+        device=device,
+        rows=rows,
+    )
+    return run(job, progress or SILENT).to_dict()
 
-    checkpoint: Path
-    reference: Path
-    numerics: Sequence[str]
-    n: int
-    conversations: Path | None = None
-    text: Path | None = None
-    layers_n: int | None = None
-    output: Path | None = None
-    rows: int = 128
-    persona: Path | str | None = None
-    workloads: str | None = None
-    faults: Sequence[str] = ()
 
-    def prompts(self, n: int) -> list[Workload]:
-        """Return the workloads with n prompts per gate."""
-        return choose_workloads(self.workloads, n, self.persona)
+def run(job: EvaluationJob, progress: Progress = SILENT, processes: int | None = 1) -> Evaluation:
+    """Evaluate a checkpoint and write the result to the job's output.
 
-
-def run(settings: Settings, progress: Progress = SILENT, processes: int | None = None) -> Evaluation:
-    """Evaluate a checkpoint and write the result to `settings.output`.
-
-    processes: on this machine, which share the work (helpers.py); None: as many as are fastest. Under torchrun its processes share
-    it instead.
+    processes: on this machine, which share the work; None: as many as are fastest. Under torchrun its processes share it instead.
     """
     group = join_group()
-    if settings.output is not None and group.is_first:
-        check_writable(settings.output)  # before an hour of evaluation, not after it
-    chosen = None
-    if group.size == 1:
-        if processes is None:
-            chosen = settings.prompts(settings.n)
-            n_answers = sum(c.n_turns for w in chosen for c in w.cases)
-            processes = process_group.automatic([settings.checkpoint, settings.reference], n_answers)
-        if processes > 1:
-            work = partial(compute, settings)
-            with process_group.helped_by(work, processes) as group:
-                return work(group=group, progress=progress)
-    return compute(settings, group, progress, chosen)
+    if job.output is not None and group.is_first:
+        check_writable(job.output)  # before an hour of evaluation, not after it
+    if group.size > 1:
+        processes = 1
+    elif processes is None:
+        n_answers = sum(c.n_turns for w in job.prompts(job.n_per_gate) for c in w.cases)
+        processes = process_group.automatic([job.checkpoint, job.reference], n_answers)
+    helped = process_group.helped_by(partial(compute, job), processes) if processes > 1 else nullcontext(group)
+    with helped as joined:
+        return compute(job, joined, progress)
 
 
-def compute(
-    settings: Settings, group: ProcessGroup, progress: Progress = SILENT, chosen: list[Workload] | None = None
-) -> Evaluation:
-    """Evaluate in one process of the group. The first one writes the files. chosen: settings.prompts(settings.n), if known."""
-    n, output = settings.n, settings.output
-    writes = output is not None and group.is_first
-    chosen = settings.prompts(n) if chosen is None else chosen
-    with ModelPair(settings.checkpoint, settings.reference, rows=settings.rows, progress=progress, group=group) as pair:
-        if compares_with_reference(chosen):
-            per_gate = prompts_per_gate(n, reference_gates(pair, chosen))
-            chosen = chosen if per_gate == n else settings.prompts(per_gate)
-        result = evaluate_pair(
-            pair, chosen, settings.numerics, settings.conversations, text=settings.text, faults=settings.faults, n=n
-        )
-        if settings.layers_n is not None and list(result.numerics) != ["bf16"]:
+def compute(job: EvaluationJob, group: ProcessGroup, progress: Progress = SILENT) -> Evaluation:
+    """Evaluate in one process of the group. The first one writes the files."""
+    output = job.output if group.is_first else None
+    with open_pair(job, progress, group) as pair:
+        chosen = job.prompts(job.n_per_gate)
+        if job.extends and job.n_per_gate is not None and compares_with_reference(chosen):
+            per_gate = prompts_per_gate(job.n_per_gate, reference_gates(pair, chosen))
+            chosen = chosen if per_gate == job.n_per_gate else job.prompts(per_gate)
+        result = evaluate_pair(pair, job, chosen)
+        if job.layers_n is not None and list(result.numerics) != ["bf16"]:
             first = next(iter(result.numerics))
-            layers_output = None if output is None else output.with_suffix(".layers.json")
-            result.layers = layers.measure(pair, settings.prompts(settings.layers_n), first, output=layers_output)
+            resumed = None if job.output is None else job.output.with_suffix(".layers.json")
+            result.layers = layers.measure(pair, job.prompts(job.layers_n), first, output=resumed)
             kl = result.numerics[first].kl
             if kl is not None:
                 kl.by_layer = result.layers.by_layer()
-            if output is not None and writes:
+            if output is not None:
                 layers.plot(result.layers, output.with_suffix(".layers.svg"))
-    if output is not None and writes:
+    if output is not None:
         files.write_json(output, result.to_dict())
     return result
 
@@ -112,7 +140,7 @@ def check_writable(path: Path) -> None:
 
 
 def ensemble_line(result: Evaluation, name: str, figures: EnsembleFigures) -> str:
-    """Return how far the arithmetic decides: changed answers, and the gates whose count differs between members."""
+    """Return one line: the answers that the further members change, and the gates whose counts differ between members."""
     members = {k: m for k, m in result.members.items() if k.startswith(f"{name}+")}
     ranges = []
     for gate, row in result.numerics[name].gates.items():

@@ -20,10 +20,9 @@ from annie_quant.core.errors import UsageError, need
 from annie_quant.core.progress import Progress
 from annie_quant.documents import LayerDivergence, Sensitivity, SensitivityKey
 from annie_quant.judge import Workload
-from annie_quant.offline.evaluation import choose_workloads
 from annie_quant.offline.loading import numerics_of
 from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
-from annie_quant.offline.pair import ModelPair, StrPath
+from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, distinct_workloads, open_pair
 from annie_quant.offline.prompts import ScoredAnswer
 from annie_quant.offline.reference import model_sha256
 
@@ -60,8 +59,16 @@ def sensitivity(
     Raises:
         UsageError: the checkpoint has no NVFP4 linears.
     """
-    chosen = choose_workloads(workloads, n_per_gate)
-    with ModelPair(model_dir, reference_dir, cache=cache, device=device, rows=rows, progress=progress) as pair:
+    job = EvaluationJob(
+        checkpoint=Path(model_dir),
+        reference=Path(reference_dir),
+        workloads=distinct_workloads(workloads),
+        cache=None if cache is None else Path(cache),
+        device=device,
+        rows=rows,
+    )
+    with open_pair(job, progress) as pair:
+        chosen = job.prompts(n_per_gate)
         return msgspec.to_builtins(measure(pair, chosen, numerics, modes, None if output is None else Path(output)))
 
 
@@ -76,14 +83,16 @@ def measure(
     scored = pair.scored(pair.reference.answer(workloads, pair.progress))
     linears = nvfp4_linears(pair.model)
     if not linears:
-        raise UsageError(f"{pair.model_dir} has no NVFP4 linears")
+        raise UsageError(f"{pair.job.checkpoint} has no NVFP4 linears")
     numerics = numerics or numerics_of(pair.model)[0]
     set_numerics(pair.model, numerics)
     reference_model = pair.reference.engine().model
     originals = {name: reference_model.get_submodule(name).weight for name in linears}
-    key = SensitivityKey(model_sha256(pair.model_dir), pair.reference.sha256, numerics, [len(s.target) for s in scored])
+    key = SensitivityKey(
+        model_sha256(pair.job.checkpoint), pair.reference.sha256, numerics, [len(s.target) for s in scored]
+    )
     stored = pair.group.gather({0: load_stored(output, key)} if pair.group.is_first else {})[0]
-    result = stored or Sensitivity(str(pair.model_dir), numerics, key)
+    result = stored or Sensitivity(str(pair.job.checkpoint), numerics, key)
 
     def divergence(restored: Iterable[str]) -> LayerDivergence:
         with restored_linears(linears, originals, restored):

@@ -5,109 +5,27 @@ y = x W^T + b, with W = value * f32(block scale * tensor scale) and x in the act
   w4a4   x is first rounded to NVFP4 and back with the checkpoint's input_scale and one E4M3 scale per block of values,
          computed from x: what CUTLASS's and vLLM's NVFP4 kernels do to activations.
   w4a16  x is used unchanged: what Marlin does.
-  llama.cpp-cpu, llama.cpp-blackwell   x is rounded to llama.cpp's 8-bit or 4-bit blocks (activations.py).
+  llama.cpp-cpu, llama.cpp-blackwell   x is rounded to llama.cpp's 8-bit or 4-bit blocks (codec.py).
 Where weights are dequantized first (many rows of x), W is rounded once to x's dtype: in bfloat16 this is ModelOpt's own
 dequantize, in float32 it is exact. Kernels on packed weights (few rows on a CPU, any number on a GPU with _gemm) multiply by
 exact weights in float32 and round the sum once. Tensor names are the checkpoint's own, so state dicts load and save unchanged.
-
-The formats in which servers round activations, each as a function x -> x rounded and back, and those of a KV cache.
-
-A KV cache in "fp8" divides by the checkpoint's k_scale and v_scale (buffers; 1.0 without them), saturates at 448 and rounds
-to E4M3. "nvfp4" rounds blocks of 16 values of a head to E2M1 with an E4M3 scale each, under the same scales taken as tensor
-scales, or under 1.0. Values are rounded when they are read, which is the same as when they are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from annie_quant.core.errors import UsageError
-from annie_quant.gemm.torch_op import Prepared
-from annie_quant.offline import codec, fp8_linear, matmul, profiles
-from annie_quant.offline.base_linear import FixedDtypeLinear, Watched
+from annie_quant.gemm import torch_op
+from annie_quant.offline import codec, profiles
+from annie_quant.offline.fp8_linear import FixedDtypeLinear
 
-QK8_0 = 32  # values per block of ggml's Q8_0
-QK_NVFP4 = 16
-SCALE_OFFSETS = (0, -1, 1, -2, 2)  # neighbours of amax's scale code that llama.cpp tries, in its order
-MAX_CODE = 0x7E  # E4M3's largest finite value, 448
-
-
-def q8_0(x: torch.Tensor) -> torch.Tensor:
-    """Round x [..., K] to ggml's Q8_0 and back: per block of 32 a float16 scale amax / 127 and 8-bit integers.
-
-    Source: quantize_row_q8_0 of ggml-cpu, to which llama.cpp rounds the activations of NVFP4 products on CPUs. Integers are
-    computed with the float32 scale, ties to even as its SIMD forms do. K must be a multiple of 32.
-    """
-    blocks = x.float().reshape(*x.shape[:-1], -1, QK8_0)
-    amax = blocks.abs().amax(-1, keepdim=True)
-    integers = (blocks * torch.where(amax > 0, 127 / amax, 0.0)).round()
-    return (integers * (amax / 127).half().float()).reshape(x.shape).to(x.dtype)
-
-
-def nvfp4_searched(x: torch.Tensor) -> torch.Tensor:
-    """Round x [..., K] to NVFP4 as llama.cpp's native Blackwell kernel does, and back.
-
-    Per block of 16 the E4M3 scale of amax / 6 and its four neighbours are tried, and the one with the smallest squared error is
-    used; there is no tensor scale. Source: quantize_mmq_nvfp4 of ggml-cuda (ggml-org/llama.cpp #22196).
-    """
-    blocks = x.float().reshape(*x.shape[:-1], -1, QK_NVFP4)
-    amax = blocks.abs().amax(-1, keepdim=True)
-    first = (amax / 6).clamp(max=codec.MAX_E4M3).to(torch.float8_e4m3fn).view(torch.uint8).int()
-    best, best_error = torch.zeros_like(blocks), torch.full_like(amax, torch.inf)
-    for offset in SCALE_OFFSETS:
-        code = first + offset
-        valid = (code >= 0) & (code <= MAX_CODE)
-        scale = code.clamp(0, MAX_CODE).to(torch.uint8).view(torch.float8_e4m3fn).float()
-        candidate = to_e2m1(blocks / torch.where(scale > 0, scale, 1.0)) * scale
-        error = (candidate - blocks).square().sum(-1, keepdim=True)
-        better = valid & (error < best_error)
-        best, best_error = torch.where(better, candidate, best), torch.where(better, error, best_error)
-    return best.reshape(x.shape).to(x.dtype)
-
-
-def to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest values of E2M1, ties to the even code, clamped to ±6."""
-    magnitude = x.abs()
-    index = sum(magnitude > m if i % 2 == 0 else magnitude >= m for i, m in enumerate(codec.MIDPOINTS))
-    values = torch.tensor(codec.E2M1[:8], dtype=x.dtype, device=x.device)[index]
-    return torch.copysign(values, x)
-
-
-FP8, NVFP4 = "fp8", "nvfp4"
-Rounding = Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-def cache_rounding(kind: str) -> Rounding:
-    """Return f(attention module, keys, values) → both as the cache holds them, in their own dtype."""
-    if kind == "float32":
-        return lambda module, key, value: (key, value)
-    if kind not in (FP8, NVFP4):
-        dtype = getattr(torch, kind)
-        return lambda module, key, value: (key.to(dtype).to(key.dtype), value.to(dtype).to(value.dtype))
-
-    def rounded(module: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return round_one(key, scale_of(module, "k_scale"), kind), round_one(value, scale_of(module, "v_scale"), kind)
-
-    return rounded
-
-
-def scale_of(module: Any, name: str) -> torch.Tensor:
-    """Return the scale of an attention module or of its projection (compressed-tensors and ModelOpt), or 1.0."""
-    scales = [getattr(child, name) for child in (module, *module.children()) if hasattr(child, name)]
-    return scales[0].float() if scales else torch.ones(())
-
-
-def round_one(x: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
-    scale = scale.to(x.device)
-    if kind == FP8:
-        return fp8_linear.fake_quant(x, scale)
-    return codec.fake_quant(x.contiguous(), float(scale))
-
-
+BLOCK_BYTES = 8 << 20  # dequantized weights in memory at one time, on a CPU
+BLOCK_BYTES_GPU = 1 << 28
+FEW_ROWS = 4  # of x: up to here a product on packed weights is faster than dequantizing them (tests/perf/runtime.md)
 CACHES = ("packed", "bf16", "float32")
 CACHE_DTYPE = {"bf16": torch.bfloat16, "float32": torch.float32}
 
@@ -127,6 +45,36 @@ class Scalars(NamedTuple):
     tensor_scale: float
     divisor: float | None
     input_scale: float | None
+
+
+class Watched(nn.Module):
+    """A module that counts every change of its settings, submodules and forward hooks.
+
+    Whether one kernel may compute all linears of a mixture's layer depends on the settings of hundreds of them, and reading those
+    takes longer than the launch. So experts.GroupedExperts reads them again only after a change.
+
+    SETTINGS: names of the attributes that are counted.
+    """
+
+    SETTINGS: ClassVar[frozenset[str]] = frozenset()
+    changes: ClassVar[int] = 0  # of all watched modules
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.SETTINGS or isinstance(value, nn.Module):
+            Watched.changes += 1
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        Watched.changes += 1
+        super().add_module(name, module)
+
+    def register_forward_hook(self, *arguments: Any, **options: Any) -> Any:
+        Watched.changes += 1
+        return super().register_forward_hook(*arguments, **options)
+
+    def register_forward_pre_hook(self, *arguments: Any, **options: Any) -> Any:
+        Watched.changes += 1
+        return super().register_forward_pre_hook(*arguments, **options)
 
 
 class NVFP4Linear(Watched, FixedDtypeLinear):
@@ -174,7 +122,7 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
         self.dense: torch.Tensor | None = None  # the dequantized weights, unless the cache is "packed"
         self.permutation: torch.Tensor | None = None  # of K, for another order of the sums (emulation.SumOrder)
         self.parts = 1  # of K, whose sums are added
-        self.prepared: Prepared | None = None  # the weights as our CUDA kernels read them
+        self.prepared: torch_op.Prepared | None = None  # the weights as our CUDA kernels read them
         self._scalars: Scalars | None = None
 
     @property
@@ -216,8 +164,9 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
         The first forward does this too; torch.compile needs it before.
         """
         self.scalars()
-        if self.prepared is None and self.dense is None and matmul.can_use_kernels(self):
-            self.prepared = matmul.repack(self)
+        if self.prepared is None and self.dense is None and can_use_kernels(self):
+            torch_op.register()
+            self.prepared = torch_op.prepare(self.codes, self.block_scale, self.scalars().tensor_scale)
 
     def set_numerics(self, numerics: str) -> None:
         """Set a numerics profile's activation format. Raises UsageError where the checkpoint or the shape does not define it."""
@@ -227,7 +176,7 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
                 f"{numerics} needs an input_scale, and this checkpoint quantizes weights only",
                 "use w4a16 or vllm-marlin",
             )
-        if profile.activations == profiles.Q8_0 and self.in_features % QK8_0:
+        if profile.activations == profiles.Q8_0 and self.in_features % codec.QK8_0:
             raise UsageError(f"{numerics} needs rows of a multiple of 32 values, this linear has {self.in_features}")
         self.numerics = numerics
 
@@ -260,8 +209,8 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
             rounded = codec.fake_quant(x, input_scale, self.group)
             return rounded if self.operands is None else rounded.to(self.operands).to(x.dtype)
         if kind == profiles.Q8_0:
-            return q8_0(x)
-        return nvfp4_searched(x) if kind == profiles.NVFP4_SEARCHED else x
+            return codec.q8_0(x)
+        return codec.nvfp4_searched(x) if kind == profiles.NVFP4_SEARCHED else x
 
     @property
     def operands(self) -> torch.dtype | None:
@@ -280,12 +229,53 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
             x = x * self.pre_quant_scale.to(x.dtype)
         x = self.rounded_input(x)
         if self.permutation is not None or self.parts > 1:
-            return matmul.reordered(self, x)
+            return self.reordered(x)
         if self.dense is not None or self.operands is not None:
             return nn.functional.linear(x, self.weights(x.dtype), self.bias)
         if not torch.compiler.is_compiling():
             self.prepare()
-        return matmul.linear(self, x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            y = WithGradient.apply(x, self)
+            return y if self.bias is None else y + self.bias
+        return self.packed_product(x, self.bias)
+
+    def packed_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x W^T + bias from the packed weights, without a gradient.
+
+        By our CUDA kernels, for few rows of x on a CPU by a product on packed weights, else block by block of rows of W that are
+        dequantized, multiplied and freed.
+        """
+        if self.prepared is not None and x.dtype in (torch.bfloat16, torch.float16):
+            y = torch.ops.annie_quant.nvfp4_linear(x, *self.prepared)
+            return y if bias is None else y + bias
+        if x.device.type == "cpu" and x.numel() <= FEW_ROWS * self.in_features and not torch.compiler.is_compiling():
+            tensor_scale, divisor, _ = self.scalars()
+            scale = tensor_scale if divisor is None else divisor
+            y = codec.packed_matmul(x, self.codes, self.block_scale, scale, self.group, divisor is not None)
+            return y if bias is None else y + bias
+        spans = self.row_spans(x)
+        if len(spans) == 1:
+            return nn.functional.linear(x, self.rows(*spans[0], x.dtype), bias)
+        y = torch.cat([nn.functional.linear(x, self.rows(*span, x.dtype)) for span in spans], -1)
+        return y if bias is None else y + bias
+
+    def reordered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product summed in the order of `reorder`: the same numbers, another order."""
+        order = self.permutation
+        x = x if order is None else x[..., order]
+        order = None if self.dense is not None else order  # dense weights are in that order already
+        whole = self.dense is not None or self.operands is not None
+        spans = [] if whole else self.row_spans(x)
+        blocks = [self.weights(x.dtype)] if whole else (self.rows(*span, x.dtype) for span in spans)
+        products = [sum_of_parts(x, w if order is None else w[:, order], self.parts) for w in blocks]
+        y = products[0] if len(products) == 1 else torch.cat(products, -1)
+        return y if self.bias is None else y + self.bias
+
+    def row_spans(self, x: torch.Tensor) -> list[tuple[int, int]]:
+        """Return spans (start, stop) of output rows whose dequantized weights fit into BLOCK_BYTES."""
+        limit = BLOCK_BYTES if x.device.type == "cpu" else BLOCK_BYTES_GPU
+        step = max(1, limit // (self.in_features * x.element_size()))
+        return [(i, min(i + step, self.out_features)) for i in range(0, self.out_features, step)]
 
     def extra_repr(self) -> str:
         shape = f"in={self.in_features}, out={self.out_features}, group={self.group}"
@@ -299,6 +289,42 @@ class PackedNVFP4Linear(NVFP4Linear):
     FIXED_DTYPE = NAMES
     SCALAR_SHAPE = (1,)
     RECIPROCAL = True
+
+
+class WithGradient(torch.autograd.Function):
+    """NVFP4Linear.packed_product with the gradient dx = dy W; the packed weights get none.
+
+    The layer is saved for the gradient, not its dequantized weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: NVFP4Linear) -> torch.Tensor:
+        ctx.layer = layer
+        return layer.packed_product(x, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (dy,), layer = grads, ctx.layer
+        parts = (dy[..., start:stop] @ layer.rows(start, stop, dy.dtype) for start, stop in layer.row_spans(dy))
+        dx = next(parts)
+        for part in parts:
+            dx = dx + part
+        return dx, None
+
+
+def sum_of_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return x W^T [..., N] as the sum of the products of `parts` parts of K."""
+    if parts == 1:
+        return nn.functional.linear(x, weight)
+    total, *rest = map(nn.functional.linear, x.tensor_split(parts, -1), weight.tensor_split(parts, -1))
+    for product in rest:
+        total += product
+    return total
+
+
+def can_use_kernels(layer: NVFP4Linear) -> bool:
+    """Return whether our CUDA kernels can compute this layer."""
+    return layer.codes.device.type == "cuda" and layer.group == 16 and codec.has_kernels()
 
 
 def reciprocal(value: float) -> float:

@@ -1,15 +1,11 @@
-"""A checkpoint and its bf16 reference, each loaded once, and the comparison of their logits.
-
-Whether a checkpoint's own tokenizer and chat template give what the reference's give, on which the evaluation is computed.
-
-A server uses the checkpoint's own files. Where they give other prompts, the answers that were compared are not the server's.
-"""
+"""What is evaluated: the settings of an evaluation, a checkpoint and its bf16 reference, and the comparison of their logits."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +14,14 @@ import numpy as np
 import psutil
 import torch
 
+from annie_quant import judge
 from annie_quant.checkpoint import prompt_files
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.progress import SILENT, Progress
+from annie_quant.data.workloads import resolve
 from annie_quant.documents import KLSummary
+from annie_quant.documents.persona import Persona
+from annie_quant.judge import Workload
 from annie_quant.judge.answers import assistant_message
 from annie_quant.offline.engine import Engine, Row, batches
 from annie_quant.offline.kl import Tally, compare_logits
@@ -32,6 +32,164 @@ from annie_quant.offline.reference import Reference
 from annie_quant.offline.verification import Choices, choices_of
 
 SHOWN = 3
+StrPath = str | os.PathLike[str]
+Workloads = StrPath | Iterable[StrPath | Workload] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationJob:
+    """The settings of an evaluation.
+
+    checkpoint: folder of the model that is judged.
+    reference: folder of the bf16 model that it was made from.
+    workloads: prompts to choose from.
+    n_per_gate: prompts per gate that are drawn from the workloads; None: all prompts.
+    extends: whether more prompts are drawn where a gate that compares with bf16's own answers applies to few of them.
+    numerics: names of profiles (profiles.py); those that the checkpoint lacks are skipped.
+    ensemble: whether the further members of each numerics are computed (ensemble.py), for a verdict that does not hang on one
+        arithmetic.
+    conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
+    n_conversations: most conversations, taken evenly over the file.
+    text: a plain text file for perplexity and KL over all of its tokens.
+    faults: of the export, which forbid the verdict "keeps".
+    layers_n: prompts per gate for the sensitivity of layers, under the first numerics; None: not measured.
+    output: JSON file for the evaluation. The sensitivity goes to OUTPUT.layers.json, from which a killed run resumes, and
+        OUTPUT.layers.svg.
+    cache: folder for the reference's answers; None: annie_quant in XDG_CACHE_HOME.
+    dtype: "float32" or "bfloat16" for everything that is not packed; None: float32 where memory allows.
+    device: torch's name; None: a GPU where there is one.
+    rows: answers per batch.
+    """
+
+    checkpoint: Path
+    reference: Path
+    workloads: Sequence[Workload] = ()
+    n_per_gate: int | None = None
+    extends: bool = False
+    numerics: Sequence[str] = ("w4a4", "w4a16")
+    ensemble: bool = True
+    conversations: StrPath | Sequence[dict[str, Any]] | None = None
+    n_conversations: int | None = None
+    text: StrPath | None = None
+    faults: Sequence[str] = ()
+    layers_n: int | None = None
+    output: Path | None = None
+    cache: Path | None = None
+    dtype: str | None = None
+    device: str | None = None
+    rows: int = 128
+
+    def prompts(self, n: int | None) -> list[Workload]:
+        """Return the workloads with n prompts per gate, or all. Raises UsageError for a temperature above 0."""
+        for workload in self.workloads:
+            if workload.temperature != 0:
+                raise UsageError(
+                    f"workload {workload.name} has temperature {workload.temperature}; "
+                    "only greedy answers (temperature 0) can be verified offline"
+                )
+        return list(self.workloads) if n is None else judge.sample(self.workloads, n)
+
+
+def distinct_workloads(workloads: Workloads, persona: StrPath | Persona | None = None) -> list[Workload]:
+    """Return the workloads that resolve() returns, each prompt once."""
+    return judge.distinct_prompts(resolve(persona, workloads))[0]
+
+
+@dataclass(frozen=True)
+class ComparedAnswer:
+    """One scored answer: kl.FIELDS of each token, float64 [n, len(FIELDS)], and the checkpoint's choices."""
+
+    fields: np.ndarray
+    choices: Choices
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """A checkpoint and its reference, loaded, with what their comparison needs. open_pair() makes one.
+
+    job: settings.
+    group: the processes that share the work.
+    progress: of the first process of the group; silent in the others.
+    device, dtype: where and in what everything that is not packed is computed.
+    template: the reference's tokenizer and chat template, with which both are evaluated.
+    model, engine: the checkpoint and its batching.
+    reference: the bf16 model, loaded when its answers are not cached.
+    start: time.monotonic() when loading began.
+    """
+
+    job: EvaluationJob
+    group: ProcessGroup
+    progress: Progress
+    device: str
+    dtype: str
+    template: Template
+    model: Any
+    engine: Engine
+    reference: Reference
+    start: float
+
+    def scored(self, answered: Sequence[Answered]) -> list[ScoredAnswer]:
+        """Return the reference's answers as scored answers."""
+        return [
+            ScoredAnswer(r.workload.name, r.prompt, tuple(self.template.target(c)), r.workload.thinking)
+            for r, c in answered
+        ]
+
+    def compare(self, scored: Sequence[ScoredAnswer], text: str | None = None) -> dict[int, ComparedAnswer]:
+        """Score the answers with both models, and return the comparison of each by its index.
+
+        text: reported as progress; None reports nothing. Each process of a group computes its batches and gets all results.
+        """
+        rows = [Row(s.prompt, s.target) for s in scored]
+        comparisons: dict[int, ComparedAnswer] = {}
+        both = zip(self.engine.scores(rows), self.reference.scores(rows), strict=True)
+        pairs = ((i, logits, expected) for (i, logits), (_, expected) in both)
+        for indices, logits, expected in batches(pairs, self.engine.compared_tokens):
+            targets = [rows[i].target for i in indices]
+            target = torch.tensor([token for t in targets for token in t], device=logits.device)
+            choices = choices_of(logits, targets, self.template.end_tokens)
+            fields = compare_logits(expected, logits, target)
+            parts = np.split(fields, np.cumsum([len(t) for t in targets])[:-1])
+            comparisons |= zip(indices, map(ComparedAnswer, parts, choices), strict=True)
+            if text is not None:
+                self.progress.update(min(len(comparisons) * self.group.size, len(rows)), len(rows), text)
+        return self.group.gather(comparisons)
+
+    def summarize(
+        self, scored: Sequence[ScoredAnswer], comparisons: Mapping[int, ComparedAnswer], offset: int = 0
+    ) -> KLSummary | None:
+        """Return the KL figures of `scored`, whose comparisons have the indices from `offset` on; None without tokens."""
+        tally = Tally(CLASSES)
+        for i, answer in enumerate(scored, offset):
+            classes = self.template.classes(answer.target, answer.thinking)
+            decides = None if answer.plain else self.template.decisions(answer.target, answer.thinking)
+            tally.add(answer.category, classes, comparisons[i].fields, decides)
+        return tally.summary()
+
+
+@contextmanager
+def open_pair(
+    job: EvaluationJob, progress: Progress | None = None, group: ProcessGroup | None = None
+) -> Iterator[ModelPair]:
+    """Load the models of a job. group: the processes that share the work; None: torchrun's."""
+    start = time.monotonic()
+    group = group or join_group()
+    shown: Progress = progress if progress is not None and group.is_first else SILENT
+    device = job.device or default_device(group)
+    if job.dtype not in (None, "float32", "bfloat16"):
+        raise UsageError(f"dtype {job.dtype!r}", "choose float32 or bfloat16")
+    dtype = job.dtype or working_dtype([job.checkpoint, job.reference], device)
+    torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in convolutions too
+    shown.update(0, None, "loading")
+    template = Template(job.reference)
+    dense_cache = "float32" if dtype == "float32" else "bf16"
+    model = load(job.checkpoint, cache=dense_cache, dtype=getattr(torch, dtype), device=device)
+    engine = Engine(model, rows=job.rows, group=group)
+    reference = Reference(job.reference, template, dtype, device, job.cache, job.rows, group)
+    try:
+        yield ModelPair(job, group, shown, device, dtype, template, model, engine, reference, start)
+    finally:
+        reference.cache.close()
 
 
 class PromptCheck(NamedTuple):
@@ -41,11 +199,12 @@ class PromptCheck(NamedTuple):
     notes: list[str]
 
 
-def check_prompts(folder: Path, source: Path, template: Template, answered: Sequence[Answered]) -> PromptCheck:
-    """Compare what the files of `folder` give with what the reference's give, for these prompts and the reference's answers.
+def check_prompts(pair: ModelPair, answered: Sequence[Answered]) -> PromptCheck:
+    """Compare the prompts and texts that the checkpoint's own tokenizer and chat template give with the reference's.
 
-    template: the reference's, of the folder `source`.
+    A server uses the checkpoint's own files. Where they give other prompts, the answers that were compared are not the server's.
     """
+    folder, source, template = pair.job.checkpoint, pair.job.reference, pair.template
     if folder.resolve() == source.resolve() or prompt_files.same_bytes(folder, source):
         return PromptCheck([], [])
     if not prompt_files.has_tokenizer(folder):
@@ -85,106 +244,11 @@ def other_prompts(own: Template, template: Template, answered: Sequence[Answered
     return other
 
 
-StrPath = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One scored answer: kl.FIELDS of each token, float64 [n, len(FIELDS)], and the checkpoint's choices."""
-
-    fields: np.ndarray
-    choices: Choices
-
-
-class ModelPair:
-    """A checkpoint and its reference, with what their comparison needs.
-
-    cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME. dtype: "float32" or "bfloat16" for
-    everything that is not packed. rows: answers per batch. group: the processes that share the work; default: torchrun's. Only the
-    first one reports progress.
-    start: time.monotonic() when loading began.
-    """
-
-    def __init__(
-        self,
-        model_dir: StrPath,
-        reference_dir: StrPath,
-        *,
-        cache: StrPath | None = None,
-        dtype: str | None = None,
-        device: str | None = None,
-        rows: int = 128,
-        progress: Progress | None = None,
-        group: ProcessGroup | None = None,
-    ) -> None:
-        self.start = time.monotonic()
-        self.group = group = group or join_group()
-        self.progress: Progress = progress if progress is not None and group.is_first else SILENT
-        self.model_dir, self.reference_dir = Path(model_dir), Path(reference_dir)
-        self.device = device or default_device(group)
-        if dtype not in (None, "float32", "bfloat16"):
-            raise UsageError(f"dtype {dtype!r}", "choose float32 or bfloat16")
-        self.dtype = dtype or working_dtype([self.model_dir, self.reference_dir], self.device)
-        torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in convolutions too
-        self.progress.update(0, None, "loading")
-        self.template = Template(reference_dir)
-        dense_cache = "float32" if self.dtype == "float32" else "bf16"
-        self.model = load(model_dir, cache=dense_cache, dtype=getattr(torch, self.dtype), device=self.device)
-        self.engine = Engine(self.model, rows=rows, group=group)
-        self.reference = Reference(
-            self.reference_dir, self.template, self.dtype, self.device, Path(cache) if cache else None, rows, group
-        )
-
-    def __enter__(self) -> ModelPair:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.reference.cache.close()
-
-    def scored(self, answered: Sequence[Answered]) -> list[ScoredAnswer]:
-        """Return the reference's answers as scored answers."""
-        return [
-            ScoredAnswer(r.workload.name, r.prompt, tuple(self.template.target(c)), r.workload.thinking)
-            for r, c in answered
-        ]
-
-    def compare(self, scored: Sequence[ScoredAnswer], text: str | None = None) -> dict[int, Comparison]:
-        """Score the answers with both models, and return the comparison of each by its index.
-
-        text: reported as progress; None reports nothing. Each process of a group computes its batches and gets all results.
-        """
-        rows = [Row(s.prompt, s.target) for s in scored]
-        comparisons: dict[int, Comparison] = {}
-        both = zip(self.engine.scores(rows), self.reference.scores(rows), strict=True)
-        pairs = ((i, logits, expected) for (i, logits), (_, expected) in both)
-        for indices, logits, expected in batches(pairs, self.engine.compared_tokens):
-            targets = [rows[i].target for i in indices]
-            target = torch.tensor([token for t in targets for token in t], device=logits.device)
-            choices = choices_of(logits, targets, self.template.end_tokens)
-            fields = compare_logits(expected, logits, target)
-            parts = np.split(fields, np.cumsum([len(t) for t in targets])[:-1])
-            comparisons |= zip(indices, map(Comparison, parts, choices), strict=True)
-            if text is not None:
-                self.progress.update(min(len(comparisons) * self.group.size, len(rows)), len(rows), text)
-        return self.group.gather(comparisons)
-
-    def summarize(
-        self, scored: Sequence[ScoredAnswer], comparisons: Mapping[int, Comparison], offset: int = 0
-    ) -> KLSummary | None:
-        """Return the KL figures of `scored`, whose comparisons have the indices from `offset` on; None without tokens."""
-        tally = Tally(CLASSES)
-        for i, answer in enumerate(scored, offset):
-            classes = self.template.classes(answer.target, answer.thinking)
-            decides = None if answer.plain else self.template.decisions(answer.target, answer.thinking)
-            tally.add(answer.category, classes, comparisons[i].fields, decides)
-        return tally.summary()
-
-
 def working_dtype(folders: Sequence[Path], device: str) -> str:
     """Return "float32" where both models fit into half of the device's free memory that way, else "bfloat16".
 
     The same on a CPU and a GPU, so that a verdict does not depend on the device: numerics profiles round from float32
-    (offline/emulation.py).
+    (emulation.py).
     """
     free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     # In float32 both need 8 bytes per weight. On disk they have 2.5 (4 bits and bf16), so this is at most 3.2 times the size;

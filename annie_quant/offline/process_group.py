@@ -1,14 +1,8 @@
-"""Several processes that evaluate together, started by torchrun or accelerate launch; each computes its share of batches.
+"""Several processes that evaluate together: those of torchrun or accelerate launch, or helpers that this process starts.
 
 Batches are cut from the whole work as one process would cut them, and each is computed whole by one process. So every number
 is computed from the same tensors wherever it is computed, and counts equal those of one process. Gathered values are small
-(figures and tokens) and travel as Python objects over gloo, whatever the model's device is.
-
-Helper processes: one evaluation shared by processes that this one starts on the same machine.
-
-A small model's steps are too short for several threads of a CPU. So several processes with one thread each share the batches, as
-under torchrun (process_group.py). They exchange results over pipes. On one GPU they would take turns, and their start takes longer
-than they save.
+(figures and tokens): they travel as Python objects, over gloo or over the pipes to the helpers.
 """
 
 from __future__ import annotations
@@ -97,7 +91,11 @@ FIX = "run it with --processes 1"
 
 
 def automatic(folders: Sequence[Path], n_answers: int) -> int:
-    """Return how many processes evaluate the checkpoints in these folders fastest on this machine."""
+    """Return how many processes evaluate the checkpoints in these folders fastest on this machine.
+
+    A small model's steps are too short for several threads of a CPU, so processes with few threads each share the batches. On one
+    GPU they would take turns, and their start takes longer than they save.
+    """
     size = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
     if n_answers < LEAST_ANSWERS or size > SMALL_BYTES or torch.cuda.device_count() == 1:
         return 1
@@ -171,10 +169,9 @@ def helped_by(work: Callable[..., object], processes: int) -> Iterator[ProcessGr
 
 
 def help_with(work: Callable[..., object], rank: int, size: int, threads: int, connection: Connection) -> None:
-    """A helper's main function."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the first one ends the others
+    """Run work(group=...) in a helper process; a failure is sent to the first process."""
+    # Ctrl-C reaches all processes of a terminal; the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     try:
         work(group=PipeGroup(rank, size, connections=(connection,)))

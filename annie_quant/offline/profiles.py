@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from annie_quant.core.errors import UsageError
 
 EXACT = "exact"
-# A KV cache in that format (kv_cache.py). "+" would make it a further member of the profile without it.
+# A KV cache in that format (codec.cache_rounding). "+" would make it a further member of the profile without it.
 KV_SUFFIXES = {"-fp8kv": "fp8", "-nvfp4kv": "nvfp4"}
 UNROUNDED, NVFP4, Q8_0, NVFP4_SEARCHED = "unrounded", "nvfp4", "q8_0", "nvfp4 (searched)"
 GPU_KERNELS, CPU_KERNELS = "GPU", "CPU"  # of Profile.delta_rule
@@ -36,7 +36,7 @@ class Profile:
                   (sgl-project/sglang #38975) and vLLM's packed decode before vllm-project/vllm #53877 do; "bfloat16 steps": the
                   exponential, the sum and the quotient, as vLLM's CPU kernels do (csrc/cpu/sgl-kernels/fla.cpp)
     delta_rule    whose kernels' roundings DeltaNet's prefill has, if the stream is rounded: "GPU": flash-linear-attention's
-                  (offline/deltanet.py); "CPU": vLLM's for CPUs (offline/deltanet_cpu.py)
+                  (deltanet.py); "CPU": vLLM's for CPUs (deltanet_cpu.py)
     served_by     the server and its kernel, "" for an arithmetic that no server has
     """
 

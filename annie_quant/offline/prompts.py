@@ -1,13 +1,6 @@
 """Prompts and scored answers as tokens, from workload cases, conversations and plain text.
 
 Prompts are rendered by the reference's own chat template, always with `enable_thinking`, as the benchmark sends them.
-
-The characters of an answer that decide: where one other token is another call, or none.
-
-They are the first character of an answer (a call or not), the opening of every tool call, the whole name of its function, the
-first character of each argument's name and value (for a string the first one inside its quotes, too), and the ends of arguments
-and of a call. A token decides that has one of them, or that ends the turn. A call that is cut or malformed has the points before
-its fault.
 """
 
 from __future__ import annotations
@@ -42,7 +35,14 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 def deciding(text: str, form: Form) -> set[int]:
-    """Return the positions of an answer's characters that decide. form: of its tool calls."""
+    """Return the positions of an answer's characters that decide: where another token makes another call, or none.
+
+    These are the first character of the answer (a call or not), the opening of every tool call, the whole name of its function, the
+    first character of each argument's name and value (for a string also the first one inside its quotes), and the ends of arguments
+    and of a call. A call that is cut or malformed has the points before its fault.
+
+    form: of the tool calls.
+    """
     answer = match.end() if (match := _THOUGHTS.match(text)) else 0
     points = {0, answer}
     if form == "llama_json":
@@ -151,7 +151,7 @@ _SPANS = re.compile(
 
 
 @dataclass(frozen=True)
-class Request:
+class TurnRequest:
     """One turn of one case. prompt: its tokens, earlier turns included."""
 
     workload: Workload
@@ -176,7 +176,7 @@ class Request:
 class Answered(NamedTuple):
     """A request and a model's greedy answer to it."""
 
-    request: Request
+    request: TurnRequest
     completion: Completion
 
 
@@ -232,12 +232,12 @@ class Template:
 
     def request(
         self, workload: Workload, case: Case, turn: int = 0, answers: Sequence[Mapping[str, Any]] = ()
-    ) -> Request:
+    ) -> TurnRequest:
         """Return the request of a turn. answers: assistant messages of the turns before."""
         text = self.render(workload.messages(case, turn, answers), workload.tools_for(case), workload.thinking)
-        return Request(workload, case, turn, tuple(self.ids(text)))
+        return TurnRequest(workload, case, turn, tuple(self.ids(text)))
 
-    def answer(self, request: Request, completion: Completion) -> Answer:
+    def answer(self, request: TurnRequest, completion: Completion) -> Answer:
         """Return the parsed answer, as a server with correct parsers returns it for these tokens."""
         raw = self.tokenizer.decode(completion.tokens, skip_special_tokens=False)
         n_tokens = len(completion.tokens) + completion.finished
@@ -267,7 +267,7 @@ class Template:
         return classes
 
     def decisions(self, target: Sequence[int], thinking: bool) -> list[bool]:
-        """Return for each target token whether it decides (decision_tokens.py); the first and those that end a turn do."""
+        """Return for each target token whether it decides (`deciding`); the first and those that end a turn do."""
         pieces = self.tokenizer.batch_decode([[t] for t in target], skip_special_tokens=False)
         opened = "<think>" if thinking else ""
         points = deciding(opened + "".join(pieces), self.tool_form) | {len(opened)}

@@ -1,13 +1,9 @@
 """The transformers quantizer for NVFP4: quant_method "modelopt", and "compressed-tensors" where its format is NVFP4.
 
-FP8 in blocks goes through it under its own method, which hf.load sets: transformers' quantizer of "fp8" stays as it is.
-
+It replaces a model's linears by NVFP4Linear, FP8Linear or BlockFP8Linear, with the shapes and types of the checkpoint's headers.
 transformers 5.14 has no ModelOpt loader, and its compressed-tensors loader needs that package. Which modules are quantized is
-read from the checkpoint's tensors, not from the ignore list, which is written in three dialects and is sometimes wrong.
-
-Replacing a model's linears by NVFP4Linear, FP8Linear or BlockFP8Linear.
-
-Their tensors have the shapes and types in the checkpoint's headers.
+read from the checkpoint's tensors, not from the ignore list, which is written in three dialects and is sometimes wrong. FP8 in
+blocks has another method, which loading.load sets: transformers' quantizer of "fp8" stays as it is.
 
 While a checkpoint is loaded only cheap checks run: types and shapes in the headers, the scales, and whether other weights are
 finite. If one fails, the audit reads the whole folder, and its first finding that makes answers useless is raised.

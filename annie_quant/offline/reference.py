@@ -23,7 +23,7 @@ from annie_quant.offline.decoding import Completion, generate_distributed
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load, numerics_of
 from annie_quant.offline.process_group import SINGLE, ProcessGroup
-from annie_quant.offline.prompts import Answered, Request, Template
+from annie_quant.offline.prompts import Answered, Template, TurnRequest
 from annie_quant.offline.verification import answer_workloads
 
 FILES = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
@@ -112,7 +112,7 @@ class AnswerCache:
             self.log.close()
 
 
-def request_key(request: Request, end_tokens: Sequence[int]) -> str:
+def request_key(request: TurnRequest, end_tokens: Sequence[int]) -> str:
     """Return a hash of what determines a greedy answer: prompt tokens, token limit and end tokens."""
     key = json.dumps([request.prompt, request.max_tokens, sorted(end_tokens)])
     return hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -157,7 +157,7 @@ class Reference:
         """Return every turn of every case with the reference's greedy answer, turn by turn."""
         return answer_workloads(self.template, workloads, lambda requests: self.complete(requests, progress))
 
-    def complete(self, requests: Sequence[Request], progress: Progress) -> list[Completion]:
+    def complete(self, requests: Sequence[TurnRequest], progress: Progress) -> list[Completion]:
         """Return the requests' answers in order. Those that are not in the cache are generated and added to it."""
         keys = [request_key(r, self.template.end_tokens) for r in requests]
         missing = {k: r for k, r in zip(keys, requests, strict=True) if k not in self.cache.answers}

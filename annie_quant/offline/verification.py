@@ -19,25 +19,33 @@ from annie_quant.judge import Answer, Workload
 from annie_quant.judge.answers import assistant_message
 from annie_quant.offline.decoding import Completion, generate_distributed
 from annie_quant.offline.engine import Engine
-from annie_quant.offline.prompts import Answered, Request, Template
+from annie_quant.offline.prompts import Answered, Template, TurnRequest
 
-Generate = Callable[[Sequence[Request]], list[Completion]]
+Generate = Callable[[Sequence[TurnRequest]], list[Completion]]
 Messages = list[ChatMessage]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A model's answer to a request. same: it equals the reference's. agreed: tokens before the first difference."""
+    """A model's answer to a request.
 
-    request: Request
+    same: whether it equals the reference's answer.
+    agreed: number of tokens before the first difference.
+    """
+
+    request: TurnRequest
     completion: Completion
     same: bool
     agreed: int
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Where an answer first differs from the reference's: the token's index, and the token chosen there; None: not computed yet."""
+class FirstDifference:
+    """Where an answer first differs from the reference's.
+
+    index: of the token.
+    token: chosen there; None: not computed yet.
+    """
 
     index: int
     token: int | None
@@ -45,13 +53,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a model chooses at each token of a target. difference: its first one from the target.
+    """What a model chooses at each token of a target.
 
-    best: int64 [n, 2], the two most likely tokens. margins: float32 [n], the difference of two logits: of `best`, or of the
-    pairs of tokens that choices_of got.
+    difference: where it first chooses another token than the target's; None: nowhere.
+    best: int64 [n, 2], the two most likely tokens.
+    margins: float32 [n], the difference of two logits: those of `best`, or of the `pairs` of choices_of.
     """
 
-    difference: Difference | None
+    difference: FirstDifference | None
     best: np.ndarray
     margins: np.ndarray
 
@@ -73,11 +82,11 @@ def message_of(answer: Answer) -> ChatMessage:
     return assistant_message(answer.text, answer.tool_calls)
 
 
-def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> Difference | None:
+def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> FirstDifference | None:
     """Return where the most likely tokens, int64 [len(target)], first differ from `target`. All end tokens are equal."""
     for index, (chosen, expected) in enumerate(zip(choices.tolist(), target, strict=True)):
         if chosen != expected and not (chosen in end_tokens and expected in end_tokens):
-            return Difference(index, chosen)
+            return FirstDifference(index, chosen)
     return None
 
 
@@ -110,7 +119,7 @@ def answer_from_differences(
     engine: Engine,
     template: Template,
     reference: Sequence[Answered],
-    differences: Mapping[int, Difference | None],
+    differences: Mapping[int, FirstDifference | None],
     on_finished: Callable[[int], None] = lambda n: None,
 ) -> list[Outcome]:
     """Return the quantized model's own greedy answers, decoded from where they differ from the reference's.
@@ -121,7 +130,7 @@ def answer_from_differences(
     messages: dict[tuple[str, str], Messages] = {}
     changed: set[tuple[str, str]] = set()  # conversations with a different answer in an earlier turn
     for turn in range(1 + max((request.turn for request, _ in reference), default=-1)):
-        work: list[tuple[int, Request, list[int]]] = []  # index, request, the answer's known first tokens
+        work: list[tuple[int, TurnRequest, list[int]]] = []  # index, request, the answer's known first tokens
         for i, (request, completion) in enumerate(reference):
             if request.turn != turn:
                 continue

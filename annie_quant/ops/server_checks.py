@@ -190,7 +190,7 @@ def check_server(
     prompts = offline.prompts(reference, N_PROMPTS)
     served = served_answers(url, prompts, N_TOKENS, N_BEST, headers)
     tokens, logprobs = [a.tokens for a in served.answers], [a.logprobs for a in served.answers]
-    result = offline.fingerprint(checkpoint, reference, prompts, tokens, logprobs, served.family)
+    result = offline.compare_with_server(checkpoint, reference, prompts, tokens, logprobs, served.family)
     return [finding(result, checkpoint, reference, offline.REFERENCE)], result
 
 

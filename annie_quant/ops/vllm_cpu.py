@@ -25,16 +25,16 @@ def multiply(x: Any, codes: Any, block_scale: Any, tensor_scale: float, input_sc
     """
     import torch
 
-    from annie_quant.offline import codec, matmul
+    from annie_quant.offline import codec, nvfp4_linear
 
     rows = x.reshape(-1, x.shape[-1]).float().contiguous()
     if input_scale:
         rows = codec.fake_quant_eager(rows, input_scale, GROUP)
     n, k = codes.shape[0], rows.shape[1]
-    if rows.shape[0] <= matmul.FEW_ROWS:
+    if rows.shape[0] <= nvfp4_linear.FEW_ROWS:
         y = codec.packed_matmul(rows, codes, block_scale, tensor_scale, GROUP, divides=False)
     else:
-        step = max(1, matmul.BLOCK_BYTES // (k * rows.element_size()))
+        step = max(1, nvfp4_linear.BLOCK_BYTES // (k * rows.element_size()))
         spans = [slice(i, i + step) for i in range(0, n, step)]
         parts = (codec.dequantize(codes[s], block_scale[s], tensor_scale, GROUP, rows.dtype) for s in spans)
         y = torch.cat([rows @ part.t() for part in parts], -1)

@@ -3,7 +3,7 @@
 For CPUs it has linear kernels and experts in NVFP4 (vllm_cpu); on GPUs, if asked for, our kernels instead of Marlin (vllm_cuda).
 
 vLLM's table of NVFP4 kernels has no entry for CPUs. This plug-in adds W4A4 (activations rounded to NVFP4 by the C codec,
-exact weights) and W4A16. Up to matmul.FEW_ROWS rows are multiplied with the packed weights; for more, weights are
+exact weights) and W4A16. Up to nvfp4_linear.FEW_ROWS rows are multiplied with the packed weights; for more, weights are
 dequantized part by part, so that a checkpoint stays 4-bit in memory.
 
     vllm serve CHECKPOINT --quantization modelopt --reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser qwen3_coder

@@ -14,7 +14,7 @@ import torch
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.quantized_tensors import LARGEST_E4M3, LARGEST_NVFP4
-from annie_quant.offline import codec, fp8_linear
+from annie_quant.offline import codec
 
 
 def nvfp4_weight(
@@ -39,7 +39,7 @@ def nvfp4_input(x: torch.Tensor, amax: float) -> torch.Tensor:
 def fp8(x: torch.Tensor, amax: float) -> torch.Tensor:
     """Return x rounded to E4M3 and back under one multiplier, amax / 448."""
     scale = torch.tensor(amax, dtype=torch.float32) / LARGEST_E4M3
-    return fp8_linear.fake_quant(x, scale.to(x.device))
+    return codec.fake_quant_fp8(x, scale.to(x.device))
 
 
 def input_hook(rounder: Callable[[Any, float], Any], amax: float) -> Callable[..., tuple[Any, ...]]:

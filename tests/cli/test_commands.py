@@ -135,11 +135,12 @@ def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatc
     from click.testing import CliRunner
 
     from annie_quant.offline import job
+    from annie_quant.offline.pair import EvaluationJob
 
     requests: list[int] = []
     verdicts = ["keeps"]
 
-    def run(settings: job.Settings, *_: object) -> SimpleNamespace:
+    def run(settings: EvaluationJob, *_: object) -> SimpleNamespace:
         requests.append(settings.rows)
         gate = {"verdict": "pass", "passes": 2, "n": 2, "low": 0.3, "high": 1.0}
         verdict = SimpleNamespace(verdict=verdicts[-1])

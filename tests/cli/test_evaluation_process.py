@@ -6,7 +6,7 @@ import pytest
 from paths import TINY_ANNIE
 
 from annie_quant.cli.pipeline import evaluation_process
-from annie_quant.cli.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
+from annie_quant.cli.pipeline.evaluation_process import EvaluationProcesses, ProcessJob
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import StageResult, Stages
 from annie_quant.core.errors import ServerError
@@ -21,7 +21,7 @@ def stages(tmp_path):
 
 
 def job(stages, **fields):
-    return EvaluationJob(**{"reference": str(TINY_ANNIE), "cache": str(stages.dir / "eval"), "n_per_gate": 1} | fields)
+    return ProcessJob(**{"reference": str(TINY_ANNIE), "cache": str(stages.dir / "eval"), "n_per_gate": 1} | fields)
 
 
 def test_a_failed_process_is_reported_with_its_cause_and_log(stages, tmp_path):

@@ -31,13 +31,13 @@ from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.engine import Engine, Row  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
-from annie_quant.offline.prompts import Request, Template  # noqa: E402
+from annie_quant.offline.prompts import Template, TurnRequest  # noqa: E402
 from annie_quant.offline.verification import first_difference  # noqa: E402
 
 LIMIT, NEAR = 32, 0.15  # tokens per answer; difference in logits
 
 
-def short_requests(template: Template) -> list[Request]:
+def short_requests(template: Template) -> list[TurnRequest]:
     """Two short prompts of each single-turn workload."""
     requests = []
     for workload in judge.load_workloads():
@@ -47,7 +47,7 @@ def short_requests(template: Template) -> list[Request]:
     return requests
 
 
-def served(url: str, request: Request) -> dict:
+def served(url: str, request: TurnRequest) -> dict:
     """Return llama.cpp's greedy tokens after the prompt's token ids, with the log probabilities of its five best at each."""
     return complete(url, request.prompt, LIMIT, timeout_s=60, n_probs=5)
 
@@ -60,14 +60,14 @@ def naive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answered(naive: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Request], list[dict]]:
+def answered(naive: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[TurnRequest], list[dict]]:
     requests = short_requests(Template(TINY_ANNIE))
     file = aq.checkpoint.convert(naive, "gguf", tmp_path_factory.mktemp("gguf") / "naive.gguf").path
     with aq.serve.start(file) as server:
         return requests, [served(server.url, r) for r in requests]
 
 
-def test_answers_equal_llama_cpps(naive: Path, answered: tuple[list[Request], list[dict]]) -> None:
+def test_answers_equal_llama_cpps(naive: Path, answered: tuple[list[TurnRequest], list[dict]]) -> None:
     requests, responses = answered
     assert len(requests) >= 20
     template = Template(TINY_ANNIE)
@@ -99,7 +99,7 @@ def test_answers_equal_llama_cpps(naive: Path, answered: tuple[list[Request], li
 
 
 def test_the_profile_of_llama_cpp_is_closer_than_unrounded_activations(
-    naive: Path, answered: tuple[list[Request], list[dict]]
+    naive: Path, answered: tuple[list[TurnRequest], list[dict]]
 ) -> None:
     """The geometric mean over the prompts of its distance by that of another profile: .61 of float32's, .40 of vllm-marlin's
     (Xeon with AVX-512, 2026-11-23, 22 prompts). In a mean of all values a prompt or two decide in which an order of sums tips

@@ -19,16 +19,16 @@ from annie_quant.judge import Case, Workload  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
 from annie_quant.offline import (  # noqa: E402
     ensemble,
-    matmul,
+    nvfp4_linear,
     pair,
 )
 from annie_quant.offline.emulation import USUAL, SumOrder, emulate  # noqa: E402
 from annie_quant.offline.engine import Engine, Row  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
-from annie_quant.offline.pair import ModelPair  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
-from annie_quant.offline.verification import Choices, Difference, choices_of  # noqa: E402
+from annie_quant.offline.verification import Choices, FirstDifference, choices_of  # noqa: E402
 
 
 def workloads(n: int = 12, limit: int = 8) -> list[Workload]:
@@ -48,8 +48,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def evaluated(models: tuple[Path, Path], tmp_path: Path, numerics: tuple[str, ...], **more) -> Evaluation:
-    with ModelPair(*models, cache=tmp_path, device="cpu") as loaded:
-        return evaluate_pair(loaded, workloads(), numerics, **more)
+    job = EvaluationJob(
+        checkpoint=models[0], reference=models[1], numerics=numerics, cache=tmp_path, device="cpu", **more
+    )
+    with open_pair(job) as loaded:
+        return evaluate_pair(loaded, job, workloads())
 
 
 def test_members_and_their_outcomes(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -77,11 +80,11 @@ def test_members_and_their_outcomes(models: tuple[Path, Path], tmp_path: Path) -
     assert "beta" not in result.numerics["vllm-cutlass"].arithmetic
     assert "beta in bfloat16" in result.members["vllm-cutlass+cut16"].arithmetic
     assert result.members["vllm-cutlass+float32"].outcomes == result.numerics["w4a4"].outcomes
-    assert Evaluation.load is not None and "float32" in result.numerics["w4a4"].arithmetic
+    assert "float32" in result.numerics["w4a4"].arithmetic
 
 
 def test_without_the_ensemble_there_are_no_members(models: tuple[Path, Path], tmp_path: Path) -> None:
-    result = evaluated(models, tmp_path, ("w4a16",), with_ensemble=False)
+    result = evaluated(models, tmp_path, ("w4a16",), ensemble=False)
     assert not result.members and not result.ensemble and result.numerics["w4a16"].outcomes
 
 
@@ -103,7 +106,7 @@ def test_a_split_sum_is_another_sum(k: int) -> None:
     """Two halves of K = 256 gave the product's own bits, so cut16 changed nothing in a model of that width."""
     generator = torch.Generator().manual_seed(k)
     x, weight = torch.randn(64, k, generator=generator), torch.randn(96, k, generator=generator)
-    usual, split = torch.nn.functional.linear(x, weight), matmul.sum_of_parts(x, weight, ensemble.SPLIT.parts)
+    usual, split = torch.nn.functional.linear(x, weight), nvfp4_linear.sum_of_parts(x, weight, ensemble.SPLIT.parts)
     assert (usual != split).float().mean() > 1 / 3
     torch.testing.assert_close(usual, split, rtol=1e-4, atol=1e-4)
 
@@ -146,7 +149,8 @@ def test_every_perturbation_changes_low_bits_and_no_more(
 ) -> None:
     """cut16 used to be a smaller batch alone, which changes nothing where a row's product does not depend on its neighbours."""
     for folder, profile in ((models[1], "bf16"), (models[0], "float32"), (models[0], "w4a4")):
-        with ModelPair(folder, models[1], cache=tmp_path, device=device, dtype="float32") as pair:
+        job = EvaluationJob(checkpoint=folder, reference=models[1], cache=tmp_path, device=device, dtype="float32")
+        with open_pair(job) as pair:
             for linear in nvfp4_linears(pair.model).values():
                 linear.set_cache(cache)
             usual, again, other = (logits_of(pair, o, profile) for o in (USUAL, USUAL, order))
@@ -165,7 +169,7 @@ def test_every_perturbation_changes_low_bits_and_no_more(
 
 
 def test_a_reordered_model_is_unchanged_afterwards(models: tuple[Path, Path], tmp_path: Path) -> None:
-    with ModelPair(models[0], models[1], cache=tmp_path, device="cpu") as pair:
+    with open_pair(EvaluationJob(checkpoint=models[0], reference=models[1], cache=tmp_path, device="cpu")) as pair:
         before = logits_of(pair, USUAL, "w4a4")
         logits_of(pair, SumOrder(permutation=3, parts=3), "w4a4")
         assert not any("forward" in m.__dict__ for m in pair.model.modules())
@@ -178,7 +182,7 @@ def test_decoding_token_by_token_gives_the_verified_answers(models: tuple[Path, 
     assert result.members["w4a16+cut16"].n_changed <= 1  # of 14: float32 sums in another order
 
 
-def choices(margins: list[float], difference: Difference | None = None) -> Choices:
+def choices(margins: list[float], difference: FirstDifference | None = None) -> Choices:
     return Choices(difference, np.zeros((len(margins), 2), np.int64), np.array(margins, np.float32))
 
 
@@ -189,8 +193,8 @@ def test_an_answer_is_uncertain_by_margin_or_difference_with_the_later_turns_of_
     other = dict(base)
     assert ensemble.uncertain_answers(answered, base, other, 1.0) == []
     base[0] = choices([5.0, 2.9])
-    other[2] = choices([5.0, 4.0], Difference(0, 7))
-    base[7] = choices([5.0, 4.0], Difference(1, 7))
+    other[2] = choices([5.0, 4.0], FirstDifference(0, 7))
+    base[7] = choices([5.0, 4.0], FirstDifference(1, 7))
     assert ensemble.uncertain_answers(answered, base, other, 1.0) == [0, 2, 4, 6, 7], "later turns, not earlier ones"
     del other[2]
     assert ensemble.uncertain_answers(answered, base, other, 1.0) == [0, 4, 7], "not computed in the second arithmetic"
@@ -210,7 +214,7 @@ def test_equal_logits_give_the_lowest_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0], [2.0, 0.0, 2.0, 1.0, 2.0]])
     [result] = choices_of(logits, [[1, 0]], [4])
     assert result.difference is None and result.best.tolist() == [[1, 3], [0, 2]] and result.margins.tolist() == [0, 0]
-    assert [c.difference for c in choices_of(logits, [[3], [0]], [4])] == [Difference(0, 1), None]
+    assert [c.difference for c in choices_of(logits, [[3], [0]], [4])] == [FirstDifference(0, 1), None]
     [of_pairs] = choices_of(logits, [[1, 0]], [4], [np.array([[1, 2], [3, 0]])])
     assert of_pairs.margins.tolist() == [2, -1], "the margins of the pairs"
 

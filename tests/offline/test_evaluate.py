@@ -23,7 +23,7 @@ from annie_quant.data.rows import read_conversations  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
 from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
-from annie_quant.offline.pair import ModelPair  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob, open_pair  # noqa: E402
 from annie_quant.offline.prompts import CLASSES, Template, conversation_answers  # noqa: E402
 from annie_quant.offline.reference import default_cache, model_sha256  # noqa: E402
 
@@ -277,11 +277,14 @@ def test_a_case_s_own_token_limit_holds_offline_too(reference: Path, naive: Path
     """The benchmark's requests have it; verification is exact under it, and the model is random, so it does not stop."""
     plain = workloads(2, 10)[0]
     mixed = replace(plain, cases=(replace(plain.cases[0], max_tokens=3), plain.cases[1]))
-    with ModelPair(naive, reference, cache=tmp_path, dtype="float32") as pair:
+    job = EvaluationJob(
+        checkpoint=naive, reference=reference, numerics=["w4a4"], ensemble=False, cache=tmp_path, dtype="float32"
+    )
+    with open_pair(job) as pair:
         answered = pair.reference.answer([mixed])
         assert all(len(c.tokens) <= limit for (_, c), limit in zip(answered, (3, 10), strict=True))
         assert len(answered[0].completion.tokens) == 3 and len(answered[1].completion.tokens) > 3
-        result = evaluate_pair(pair, [mixed], ["w4a4"], with_ensemble=False)
+        result = evaluate_pair(pair, job, [mixed])
     assert result.numerics["w4a4"].kl.n_tokens == sum(len(pair.template.target(c)) for _, c in answered)
     assert all(case.agreed_tokens <= 3 for case in result.numerics["w4a4"].cases if case.case.endswith("c0"))
 

@@ -14,7 +14,7 @@ from runtime_models import save_mixture  # noqa: E402
 
 from annie_quant import quantize, runtime  # noqa: E402
 from annie_quant.gemm import grouped  # noqa: E402
-from annie_quant.offline import experts, matmul  # noqa: E402
+from annie_quant.offline import experts, nvfp4_linear  # noqa: E402
 from annie_quant.offline.experts import SingleExperts  # noqa: E402
 from annie_quant.offline.nvfp4_linear import NVFP4Linear  # noqa: E402
 
@@ -32,7 +32,7 @@ def layer(folder: Path, monkeypatch: pytest.MonkeyPatch):
     emulated_gemm.install(monkeypatch)
     model = runtime.load(folder, "w4a16", dtype=torch.bfloat16)
     experts = next(m for m in model.modules() if isinstance(m, SingleExperts))
-    monkeypatch.setattr(matmul, "can_use_kernels", lambda linear: linear.group == 16)
+    monkeypatch.setattr(nvfp4_linear, "can_use_kernels", lambda linear: linear.group == 16)
     monkeypatch.setattr(grouped, "plan_tokens", lambda *shape: 16)
     return experts
 
@@ -82,7 +82,7 @@ def test_one_launch_per_matrix_gives_what_the_experts_give_one_by_one(layer, mon
     # Negative controls: other experts, equal weights, and the loop over experts, which adds in bf16.
     assert apart(y, one_by_one(layer, x, (chosen + 1) % layer.count, weights)) > 0.1
     assert apart(y, one_by_one(layer, x, chosen, torch.ones_like(weights))) > 0.1
-    monkeypatch.setattr(matmul, "can_use_kernels", lambda linear: False)
+    monkeypatch.setattr(nvfp4_linear, "can_use_kernels", lambda linear: False)
     assert apart(layer(x, chosen, weights), expected) < 0.01
     assert len(launches) == 3
 
@@ -173,5 +173,5 @@ def test_a_whole_model_is_as_near_to_float32_as_with_its_experts_one_by_one(fold
     by_kernel = apart(model(ids).logits, expected)
     layers = [m for m in model.modules() if isinstance(m, SingleExperts)]
     assert layers and all(m.grouped is not None and m.grouped.prepared is not None for m in layers)
-    monkeypatch.setattr(matmul, "can_use_kernels", lambda linear: False)
+    monkeypatch.setattr(nvfp4_linear, "can_use_kernels", lambda linear: False)
     assert by_kernel < 1.5 * apart(model(ids).logits, expected)

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
 
 from annie_quant.gemm import oracle  # noqa: E402
-from annie_quant.offline import codec, matmul  # noqa: E402
+from annie_quant.offline import codec, nvfp4_linear  # noqa: E402
 from annie_quant.offline.experts import Expert, SingleExperts  # noqa: E402
 from annie_quant.offline.nvfp4_linear import NVFP4Linear  # noqa: E402
 
@@ -68,7 +68,7 @@ def test_experts_in_one_launch_per_matrix(layer: SingleExperts, monkeypatch, tok
 
     assert apart(y) < (0.01 if dtype == torch.bfloat16 else 0.002)
     assert apart(layer(x, (chosen + 1) % EXPERTS, weights)) > 0.1, "negative control: other experts"
-    monkeypatch.setattr(matmul, "can_use_kernels", lambda m: False)
+    monkeypatch.setattr(nvfp4_linear, "can_use_kernels", lambda m: False)
     assert apart(layer(x, chosen, weights)) < 0.02, "one by one"
 
 

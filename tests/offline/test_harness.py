@@ -21,7 +21,6 @@ pytest.importorskip("annie_quant.nvfp4", reason="NVFP4 linears need the codec")
 
 import annie_quant  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
-from annie_quant.offline.harness_scores import HarnessScores, until  # noqa: E402
 
 REAL = importlib.util.find_spec("lm_eval") is not None
 STAND_IN = str(TESTS / "helpers" / "lm_eval_stand_in")
@@ -34,11 +33,6 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def bf16():
-    return HarnessScores(TINY_ANNIE, length=64)
-
-
-@pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
     folder = tmp_path_factory.mktemp("q") / "nvfp4"
     annie_quant.quantize.run("direct", TINY_ANNIE, folder)
@@ -46,11 +40,11 @@ def quantized(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model_class():
-    """The adapter's class: of lm-eval, or of the stand-in, because lm-eval brings 30 packages and is an optional extra."""
+def harness():
+    """The module, with lm-eval or its stand-in, because lm-eval brings 30 packages and is an optional extra."""
     if not REAL:
         sys.path.insert(0, STAND_IN)
-    yield importlib.import_module("annie_quant.offline.harness_model").AnnieQuantLM
+    yield importlib.import_module("annie_quant.offline.harness_model")
     if not REAL:
         sys.path.remove(STAND_IN)
         for name in [n for n in sys.modules if n.split(".")[0] == "lm_eval" or n.endswith("harness_model")]:
@@ -58,8 +52,13 @@ def model_class():
 
 
 @pytest.fixture(scope="module")
-def adapter(model_class):
-    return model_class(pretrained=str(TINY_ANNIE), max_length="64", batch_size=1, device="cpu")
+def bf16(harness):
+    return harness.HarnessScores(TINY_ANNIE, length=64)
+
+
+@pytest.fixture(scope="module")
+def adapter(harness):
+    return harness.AnnieQuantLM(pretrained=str(TINY_ANNIE), max_length="64", batch_size=1, device="cpu")
 
 
 def plain(pairs, length=64):
@@ -92,19 +91,19 @@ def test_likelihoods_are_those_of_transformers(bf16):
             bf16.likelihoods([(context, target)])
 
 
-def test_nvfp4_under_each_profile(quantized, bf16):
+def test_nvfp4_under_each_profile(harness, quantized, bf16):
     pairs = [(bf16.tokenizer.encode(c), bf16.tokenizer.encode(t)) for c, t in TEXTS if c]
-    own = HarnessScores(quantized)
+    own = harness.HarnessScores(quantized)
     values = {"bf16": bf16.likelihoods(pairs), own.profile.name: own.likelihoods(pairs)}
     with pytest.raises(UsageError, match="does not support"):
-        HarnessScores(quantized, profile="bf16")
+        harness.HarnessScores(quantized, profile="bf16")
     assert len({tuple(v) for v in values.values()}) == 2
     # rounding weights to 4 bits changes each likelihood by little, on this model
     assert all(abs(a.value - b.value) < 0.2 * abs(a.value) + 2 for a, b in zip(*values.values(), strict=True))
 
 
-def test_text_ends_before_the_first_stop_string():
-    assert [until("a b\nc.", stops) for stops in (["\n"], [".", "\n"], [], [""], ["x"])] == [
+def test_text_ends_before_the_first_stop_string(harness):
+    assert [harness.until("a b\nc.", stops) for stops in (["\n"], [".", "\n"], [], [""], ["x"])] == [
         "a b",
         "a b",
         "a b\nc.",
@@ -156,7 +155,7 @@ def test_without_lm_eval_the_command_names_the_extra():
 @pytest.mark.skipif(
     not REAL, reason="the comparison with lm-eval's own hf model needs lm-eval: pip install annie-quant[lm-eval]"
 )
-def test_lm_evals_own_hf_model_has_the_same_likelihoods(tmp_path, model_class):
+def test_lm_evals_own_hf_model_has_the_same_likelihoods(tmp_path, harness):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -12,9 +12,11 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 
 import torch
 
+from annie_quant import judge
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.host import Memory
 from annie_quant.offline import decoding, job, process_group
+from annie_quant.offline.pair import EvaluationJob
 from annie_quant.offline.process_group import SINGLE, ProcessGroup
 
 
@@ -68,8 +70,8 @@ def test_eval_works_in_the_group_of_its_helpers(processes, helped, monkeypatch, 
 
     monkeypatch.setattr(job.process_group, "helped_by", helped_by)
     monkeypatch.setattr(job.process_group, "automatic", lambda folders, n_answers: 2 if n_answers > 20 else 1)
-    monkeypatch.setattr(job, "compute", lambda settings, group, progress, *chosen: groups.append(group))
-    settings = job.Settings(checkpoint=tmp_path, reference=tmp_path, numerics=["w4a4"], n=10)
+    monkeypatch.setattr(job, "compute", lambda settings, group, progress: groups.append(group))
+    settings = EvaluationJob(checkpoint=tmp_path, reference=tmp_path, workloads=judge.load_workloads(), n_per_gate=10)
     job.run(settings, processes=processes)
     assert sizes == helped and [g.size for g in groups] == (helped or [1])
 

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from annie_quant import documents, quantize  # noqa: E402
 from annie_quant.cli import cli  # noqa: E402
 from annie_quant.judge import Case, Workload, distinct_prompts, evidence, judge_evaluation, prompt_sha256  # noqa: E402
-from annie_quant.offline.evaluation import choose_workloads, evaluate_pair  # noqa: E402
-from annie_quant.offline.pair import ModelPair  # noqa: E402
+from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob, distinct_workloads, open_pair  # noqa: E402
 from annie_quant.offline.reference import model_sha256  # noqa: E402
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -59,8 +59,17 @@ def cache(tmp_path_factory):
 
 
 def evaluated(folder, cache, chosen=None, **more) -> documents.Evaluation:
-    with ModelPair(folder, TINY_ANNIE, cache=cache, device="cpu") as pair:
-        return evaluate_pair(pair, chosen or workloads(), ["w4a16"], with_ensemble=False, **more)
+    job = EvaluationJob(
+        checkpoint=folder,
+        reference=TINY_ANNIE,
+        numerics=["w4a16"],
+        ensemble=False,
+        cache=cache,
+        device="cpu",
+        **more,
+    )
+    with open_pair(job) as pair:
+        return evaluate_pair(pair, job, chosen or workloads())
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +100,7 @@ def test_the_stored_outcomes_give_its_counts_and_its_verdict(sound, tmp_path):
 
 def test_gates_with_fewer_prompts_than_requested_are_named(checkpoint, cache, sound):
     """Nothing did: of "400 prompts per gate" 29 had a tool to call."""
-    assert "fewer than 4 prompts in plain, talk: call_rate 2" in evaluated(checkpoint, cache, n=4).notes
+    assert "fewer than 4 prompts in plain, talk: call_rate 2" in evaluated(checkpoint, cache, n_per_gate=4).notes
     assert not any("fewer than" in note for note in sound.notes)
 
 
@@ -231,7 +240,8 @@ def test_repeats_are_removed_before_prompts_are_chosen():
     """A sample of 10 has 10 prompts, not copies of one."""
     [plain, _] = workloads(40)
     copies = tuple(case(100 + i, "What is 0 and 3?") for i in range(400))
-    [chosen] = choose_workloads([replace(plain, cases=(*plain.cases, *copies))], 10)
+    everything = distinct_workloads([replace(plain, cases=(*plain.cases, *copies))])
+    [chosen] = EvaluationJob(checkpoint=TINY_ANNIE, reference=TINY_ANNIE, workloads=everything).prompts(10)
     assert len({prompt_sha256(c, chosen) for c in chosen.cases}) == len(chosen.cases) == 10
     assert chosen.n_repeated == 400
 

@@ -14,7 +14,7 @@ pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from annie_quant import judge, runtime  # noqa: E402
+from annie_quant import runtime  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
 from annie_quant.offline import job, pair  # noqa: E402
@@ -103,11 +103,18 @@ def test_an_evaluation_with_layers_loads_each_model_once(
         monkeypatch.setattr(
             owner, "load", lambda folder, *a, plain=plain, **k: loaded.append(folder) or plain(folder, *a, **k)
         )
-    monkeypatch.setattr(judge, "load_workloads", workloads)
     reference, naive = (shutil.copytree(folder, tmp_path / folder.name) for folder in folders)
     output = tmp_path / "eval.json"
     result = job.run(
-        job.Settings(checkpoint=naive, reference=reference, numerics=["w4a4"], n=3, layers_n=3, output=output)
+        pair.EvaluationJob(
+            checkpoint=naive,
+            reference=reference,
+            workloads=workloads(),
+            numerics=["w4a4"],
+            n_per_gate=3,
+            layers_n=3,
+            output=output,
+        )
     )
     assert sorted(loaded) == sorted([naive, reference])
     assert result.layers is not None and len(result.layers.alone) == 8

@@ -16,7 +16,7 @@ from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
 from annie_quant import quantize  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
-from annie_quant.offline import load, nvfp4_linear, profiles, set_numerics  # noqa: E402
+from annie_quant.offline import codec, load, profiles, set_numerics  # noqa: E402
 from annie_quant.offline.emulation import RoundedSigmoid, SumOrder, emulate, sigmoid_in_steps  # noqa: E402
 from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears  # noqa: E402
 
@@ -33,7 +33,7 @@ def test_q8_0_equals_gguf_quants() -> None:
     x = sample()
     kind = gguf.GGMLQuantizationType.Q8_0
     expected = gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind)
-    assert np.array_equal(nvfp4_linear.q8_0(torch.from_numpy(x)).numpy(), expected)
+    assert np.array_equal(codec.q8_0(torch.from_numpy(x)).numpy(), expected)
 
 
 def test_searched_nvfp4_is_the_best_of_five_scales() -> None:
@@ -53,7 +53,7 @@ def test_searched_nvfp4_is_the_best_of_five_scales() -> None:
                 values = scaled.astype(e2m1).astype(np.float32) * scale
                 errors.setdefault(float(np.square(values - block).sum()), values)
         expected[row, 16 * column : 16 * column + 16] = errors[min(errors)]
-    own = nvfp4_linear.nvfp4_searched(torch.from_numpy(x)).numpy()
+    own = codec.nvfp4_searched(torch.from_numpy(x)).numpy()
     assert (
         np.allclose(own, expected, rtol=1e-6, atol=0) or np.mean(own != expected) < 2e-3
     )  # equal errors: either scale

@@ -16,7 +16,12 @@ from annie_quant.judge import Case, Workload  # noqa: E402
 from annie_quant.offline.decoding import Completion, generate  # noqa: E402
 from annie_quant.offline.engine import Engine, Row  # noqa: E402
 from annie_quant.offline.prompts import Template  # noqa: E402
-from annie_quant.offline.verification import Difference, answer_from_differences, answer_workloads, first_difference  # noqa: E402
+from annie_quant.offline.verification import (  # noqa: E402
+    FirstDifference,
+    answer_from_differences,
+    answer_workloads,
+    first_difference,
+)
 
 LIMIT = 14
 
@@ -163,6 +168,6 @@ def test_first_difference() -> None:
     choices = torch.tensor([5, 6, 9, 2])
     assert first_difference(choices, [5, 6, 9, 2], [2, 3]) is None
     assert first_difference(choices, [5, 6, 9, 3], [2, 3]) is None, "all end tokens count as equal"
-    assert first_difference(choices, [5, 7, 9, 3], [2, 3]) == Difference(1, 6)
-    assert first_difference(choices, [5, 6, 9, 8], [2, 3]) == Difference(3, 2)
+    assert first_difference(choices, [5, 7, 9, 3], [2, 3]) == FirstDifference(1, 6)
+    assert first_difference(choices, [5, 6, 9, 8], [2, 3]) == FirstDifference(3, 2)
     assert first_difference(choices[:0], [], [2]) is None

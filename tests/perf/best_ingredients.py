@@ -29,8 +29,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.judge import Workload
 from annie_quant.offline.emulation import emulate
-from annie_quant.offline.evaluation import choose_workloads
-from annie_quant.offline.pair import ModelPair
+from annie_quant.offline.pair import EvaluationJob, distinct_workloads, open_pair
 from annie_quant.offline.profiles import find_profile
 
 GPTQ, FAST, MIXED = "gptq", "best recipe=fixed activations=4", "best recipe=fixed"
@@ -72,7 +71,7 @@ NUMERICS = ("w4a4", "w4a16")
 def chosen_workloads(names: str, cases: int) -> list[Workload]:
     """Return the workloads with at most `cases` cases each, evenly spread over their order."""
     result = []
-    for workload in choose_workloads(names, None):
+    for workload in distinct_workloads(names):
         count = min(cases, len(workload.cases))
         some = tuple(workload.cases[i * len(workload.cases) // count] for i in range(count))
         result.append(replace(workload, cases=some, sha256=f"{workload.sha256}-{count}"))
@@ -84,7 +83,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the KL figures of a checkpoint by numerics."""
     figures: dict[str, Any] = {}
-    with ModelPair(checkpoint, source, cache=cache, dtype=dtype) as pair:
+    with open_pair(EvaluationJob(checkpoint=checkpoint, reference=source, cache=cache, dtype=dtype)) as pair:
         own = pair.scored(pair.reference.answer(workloads, pair.progress))
         for name in NUMERICS:
             with emulate(pair.model, find_profile(name)):

@@ -24,7 +24,7 @@ from annie_quant import data, judge, quantize  # noqa: E402
 from annie_quant.offline import ensemble  # noqa: E402
 from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
-from annie_quant.offline.pair import ModelPair  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob, open_pair  # noqa: E402
 
 MODEL = ROOT / "annie_quant/assets/tiny-annie"
 
@@ -52,11 +52,10 @@ def measure(folder: Path, model: Path, numerics: str, n: int, cache: Path) -> st
     answers: dict[str, list[Completion]] = {}
     ensemble.uncertain_answers = everything
     try:
-        with ModelPair(folder, model, cache=cache) as pair:
+        job = EvaluationJob(checkpoint=folder, reference=model, numerics=[numerics], cache=cache)
+        with open_pair(job) as pair:
             workloads = judge.sample(judge.load_workloads(), n)
-            result = evaluate_pair(
-                pair, workloads, [numerics], on_outcomes=lambda member, own: answers.update({member: own})
-            )
+            result = evaluate_pair(pair, job, workloads, lambda member, own: answers.update({member: own}))
             reference = [a.completion for a in pair.reference.answer(workloads)]
     finally:
         ensemble.uncertain_answers = rule

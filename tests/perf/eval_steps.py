@@ -19,6 +19,7 @@ START = time.process_time()
 import torch  # noqa: E402
 
 from annie_quant.offline import engine, job  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob, distinct_workloads  # noqa: E402
 from annie_quant.offline.process_group import SINGLE  # noqa: E402
 
 IMPORTED = time.process_time()
@@ -69,11 +70,13 @@ def main() -> None:
         return hidden
 
     engine.Engine.step = counted
-    settings = job.Settings(
+    settings = EvaluationJob(
         checkpoint=arguments.checkpoint,
         reference=arguments.reference,
+        workloads=distinct_workloads(None),
+        n_per_gate=arguments.n,
+        extends=True,
         numerics=arguments.numerics.split(","),
-        n=arguments.n,
     )
     result = job.compute(settings, SINGLE, stages)
     stages.end("")

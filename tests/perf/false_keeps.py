@@ -49,7 +49,7 @@ from annie_quant.judge.decision import RULE
 from annie_quant.judge.decision.coverage import LEAST_ANSWERS
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.offline.evaluation import evaluate_pair
-from annie_quant.offline.pair import ModelPair
+from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair
 
 TRUE_LOSS = 0.10
 OPENING = ("<tool_call>", "</tool_call>", "<|im_end|>", "{", "<function", "name")
@@ -314,14 +314,20 @@ def run(arguments: argparse.Namespace) -> None:
         )
     end = time.monotonic() + arguments.seconds
     label = arguments.label or f"{arguments.model.name}-{arguments.persona or arguments.workloads or 'annie'}"
-    options = {"cache": arguments.cache, "dtype": arguments.dtype, "rows": arguments.rows}
+    job = EvaluationJob(
+        checkpoint=arguments.checkpoint or arguments.model,
+        reference=arguments.model,
+        cache=arguments.cache,
+        dtype=arguments.dtype,
+        rows=arguments.rows,
+    )
 
     def measure(pair: ModelPair, variant: str, harmless: bool, numerics: str) -> None:
         start = time.monotonic()
-        judged = evaluate_pair(pair, test, [numerics])
+        judged = evaluate_pair(pair, replace(job, numerics=[numerics]), test)
         row = {"variant": variant, "harmless": harmless, "rule": RULE, "n_test": judged.n_answers, **figures(judged)}
         if not harmless:
-            actual = evaluate_pair(pair, truth, [numerics], with_ensemble=False)
+            actual = evaluate_pair(pair, replace(job, numerics=[numerics], ensemble=False), truth)
             losses = true_losses(next(iter(actual.numerics.values())))
             row["n_truth"] = actual.n_answers
             row["losses"] = {gate: round(value, 4) for gate, value in losses.items()}
@@ -334,7 +340,7 @@ def run(arguments: argparse.Namespace) -> None:
             file.write(json.dumps(row) + "\n")
         print(f"{variant}: {row['verdict']}, true loss {row.get('true_loss')}, {row['seconds']} s", flush=True)
 
-    with torch.no_grad(), ModelPair(arguments.checkpoint or arguments.model, arguments.model, **options) as pair:
+    with torch.no_grad(), open_pair(job) as pair:
         if arguments.checkpoint:
             for numerics in arguments.numerics.split(","):
                 if (variant := f"{label}/{arguments.checkpoint.name}-{numerics}") not in done:

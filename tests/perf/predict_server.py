@@ -54,9 +54,9 @@ from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair, judged, with_references  # noqa: E402
 from annie_quant.offline.loading import profiles_of  # noqa: E402
-from annie_quant.offline.pair import ModelPair  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
-from annie_quant.offline.prompts import Answered, Request, Template  # noqa: E402
+from annie_quant.offline.prompts import Answered, Template, TurnRequest  # noqa: E402
 
 MODEL = ROOT / "annie_quant" / "assets" / "tiny-annie"
 GATES = (
@@ -83,7 +83,7 @@ class Sample(NamedTuple):
     workloads: tuple[str, ...] | None = None
     max_tokens: int | None = None
 
-    def prompts(self, template: Template) -> tuple[list[Workload], list[Request]]:
+    def prompts(self, template: Template) -> tuple[list[Workload], list[TurnRequest]]:
         """Return the prompts of the single-turn workloads, and their requests."""
         loaded = judge.sample(judge.load_workloads(self.workloads), self.n)
         workloads = [self.capped(w) for w in loaded if not w.cases[0].turns]
@@ -96,7 +96,7 @@ class Sample(NamedTuple):
         return replace(workload, cases=cases)
 
 
-def write_prompts(path: Path, requests: Sequence[Request], ends: Sequence[int]) -> None:
+def write_prompts(path: Path, requests: Sequence[TurnRequest], ends: Sequence[int]) -> None:
     rows = [{"prompt": list(r.prompt), "max_tokens": r.max_tokens, "ends": list(ends)} for r in requests]
     files.write_json(path, rows)
 
@@ -115,7 +115,8 @@ def offline(
     missing = [name for name in profiles if name not in stored["members"]]
     if not missing:
         return
-    with ModelPair(folder, model, cache=work / "cache", dtype="float32", device=device) as pair:
+    job = EvaluationJob(checkpoint=folder, reference=model, cache=work / "cache", dtype="float32", device=device)
+    with open_pair(job) as pair:
         missing = [name for name in missing if name in profiles_of(pair.model)]
         if not missing:
             return
@@ -130,9 +131,8 @@ def offline(
                 answered = [Answered(r, c) for (r, _), c in zip(reference, guess, strict=True)] if guess else reference
                 completions[name] = answers_alone(pair, name, answered)
         else:
-            result = evaluate_pair(
-                pair, workloads, missing, on_outcomes=lambda member, own: completions.update({member: own})
-            )
+            job = replace(job, numerics=missing)
+            result = evaluate_pair(pair, job, workloads, lambda member, own: completions.update({member: own}))
             stored["noise"] |= {name: figures.noise for name, figures in result.ensemble.items()}
             stored["uncertain"] |= {name: figures.n_uncertain for name, figures in result.ensemble.items()}
         stored["members"] |= {key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()}
@@ -150,9 +150,9 @@ def answers_alone(pair: ModelPair, name: str, guess: Sequence[Answered]) -> list
     """
     everything = range(len(guess))
     with emulate(pair.model, find_profile(name)):
-        choices = ensemble.choose(pair, pair.engine, guess, everything, name)
+        choices = ensemble.choose(pair, pair.engine.scores, guess, everything, name)
         differences = ensemble.differences_of(choices)
-        outcomes = ensemble.answers_of(pair, pair.engine, guess, everything, differences, name)
+        outcomes = ensemble.answers_of(pair, pair.engine, guess, differences, name)
     return [outcomes[i].completion for i in everything]
 
 
@@ -314,7 +314,7 @@ class Prompts:
         return judge_members(paired, pooled).verdict
 
 
-def with_reference_gates(request: Request) -> Request:
+def with_reference_gates(request: TurnRequest) -> TurnRequest:
     """Return the request with the gates that compare with bf16's own answer, as an evaluation judges it."""
     gates = tuple(dict.fromkeys((*request.workload.gates, *REFERENCE_GATES)))
     return replace(request, workload=replace(request.workload, gates=gates))

@@ -24,7 +24,7 @@ from annie_quant.documents import PairedGate
 from annie_quant.judge.decision import judge_members
 from annie_quant.judge.decision.rule import points
 from annie_quant.judge.gates import checks, decides
-from annie_quant.offline.prompts import Request, Template
+from annie_quant.offline.prompts import Template, TurnRequest
 
 Gates = Sequence[dict[str, bool]]  # of each answer: gate → whether it passes
 GATES = ("tool_call", "tool_arguments", "tool_selection", "tool_values")
@@ -33,13 +33,13 @@ SEARCHED = ("tool_memory", "tool_web")  # those with the gate tool_call in a sea
 OTHERS = tuple(f"{p}/{n}.json" for p in ("home", "support") for n in ("tool_calls", "parallel_calls"))
 
 
-def requests_of(template: Template, longest: int) -> list[Request]:
+def requests_of(template: Template, longest: int) -> list[TurnRequest]:
     names = [*ANNIE, *(str(files.ASSETS / "workloads" / name) for name in OTHERS)]
     requests = (template.request(w, c) for w in judge.load_workloads(names) for c in w.cases)
     return [r for r in requests if len(r.prompt) <= longest]
 
 
-def passes(template: Template, requests: Sequence[Request], answers: Path) -> list[dict[str, bool]]:
+def passes(template: Template, requests: Sequence[TurnRequest], answers: Path) -> list[dict[str, bool]]:
     """Return the gates of each answer of a file of vllm_answers.py."""
     rows = next(iter(files.read_json(answers)["cuts"].values()))
     ends = template.end_tokens
@@ -47,7 +47,7 @@ def passes(template: Template, requests: Sequence[Request], answers: Path) -> li
     return [checks(answer, r.case, r.workload) for r, answer in pairs]
 
 
-def other_requests(template: Template) -> list[Request]:
+def other_requests(template: Template) -> list[TurnRequest]:
     """Return the single-turn prompts of a search's default workloads that ask for no tool call, 100 per gate."""
     workloads = [w for w in judge.sample(judge.load_workloads(), 100) if not w.cases[0].turns]
     return [template.request(w, c) for w in workloads if w.name not in SEARCHED for c in w.cases]

@@ -97,7 +97,7 @@ def test_settings_are_modelopts(home: Path, tmp_path: Path) -> None:
 
 def test_evaluation_rounds_keys_and_values_with_the_scales(home: Path) -> None:
     import annie_quant.offline
-    from annie_quant.offline import nvfp4_linear
+    from annie_quant.offline import codec
     from annie_quant.offline.emulation import emulate
     from annie_quant.offline.engine import Engine, Row
     from annie_quant.offline.profiles import find_profile
@@ -115,7 +115,7 @@ def test_evaluation_rounds_keys_and_values_with_the_scales(home: Path) -> None:
     attention = model.get_submodule("model.layers.3.self_attn")
     scale = float(ModelFolder(home / "fp8").scalar(KEY))
     key = torch.linspace(-450 * scale, 450 * scale, 64).reshape(1, 1, 2, 32)
-    rounded, _ = nvfp4_linear.cache_rounding("fp8")(attention, key, key)
+    rounded, _ = codec.cache_rounding("fp8")(attention, key, key)
     expected = (key / np.float32(scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * np.float32(scale)
     assert torch.equal(rounded, expected) and float(rounded.max()) == pytest.approx(448 * scale)
 

@@ -19,7 +19,7 @@ import msgspec
 from annie_quant import bench, checkpoint, data, documents, judge, report
 from annie_quant.bench import memory
 from annie_quant.checkpoint.size import folder_size, gguf_size
-from annie_quant.cli.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
+from annie_quant.cli.pipeline.evaluation_process import EvaluationProcesses, ProcessJob
 from annie_quant.cli.pipeline.run_directory import RunDirectory, StagePlan
 from annie_quant.cli.pipeline.stages import FileResult, StageResult, Stages, prompts_key
 from annie_quant.core.errors import EnvironmentFault
@@ -140,7 +140,7 @@ class Demo:
     ) -> None:
         self.persona, self.workloads = data.load_persona(persona or "annie"), resolve(persona, workloads)
         self.dir, self.n_served = directory, n_served
-        self.answers = EvaluationJob(
+        self.answers = ProcessJob(
             reference=str(MODEL),
             cache=str(directory / "eval"),
             n_per_gate=n_offline,
@@ -179,7 +179,7 @@ class Demo:
         stages.stage("bench", {"n": self.n_served, **text}, outputs, self.measure_servers, BenchResult)
         return self.finish()
 
-    def evaluation(self, strategy: str) -> EvaluationJob:
+    def evaluation(self, strategy: str) -> ProcessJob:
         return msgspec.structs.replace(
             self.answers,
             checkpoint=str(self.stages.checkpoint(strategy)),
@@ -206,13 +206,13 @@ class Demo:
     def measure_layers(self, progress: Progress) -> StageResult:
         """Measure which layers naive's divergence comes from, over the prompts that need a tool."""
         from annie_quant.offline.layers import measure
-        from annie_quant.offline.pair import ModelPair
+        from annie_quant.offline.pair import EvaluationJob, open_pair
 
         output = self.dir / "sensitivity/naive.json"
         output.parent.mkdir(exist_ok=True)
         workloads = judge.sample(tool_workloads(self.workloads), SENSITIVITY_PROMPTS)
         folder = self.stages.checkpoint("naive")
-        with ModelPair(folder, MODEL, cache=self.dir / "eval", progress=progress) as pair:
+        with open_pair(EvaluationJob(checkpoint=folder, reference=MODEL, cache=self.dir / "eval"), progress) as pair:
             result = measure(pair, workloads, "w4a4", ("alone",), output)
         worst = max(result.by_layer(), key=lambda row: row.kl)
         return StageResult(f"most from {worst.layer}")

@@ -1,6 +1,6 @@
 """An evaluation in its own process, so that several checkpoints are judged at once and other stages run meanwhile.
 
-    python -m annie_quant.cli.pipeline.evaluation_process JOB       JOB: EvaluationJob as JSON
+    python -m annie_quant.cli.pipeline.evaluation_process JOB       JOB: ProcessJob as JSON
 
 Below the supervisor of ops/server.py: it ends however annie-quant ends. Its log has one line per state.
 """
@@ -20,7 +20,6 @@ from annie_quant.checkpoint.export_check import export_notes
 from annie_quant.cli.pipeline.stages import StageResult, Stages, silence_transformers
 from annie_quant.core import host
 from annie_quant.core.errors import AnnieError
-from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
@@ -35,10 +34,10 @@ class _Stage(NamedTuple):
     name: str
     inputs: Mapping[str, Any]
     outputs: list[str]
-    job: EvaluationJob
+    job: ProcessJob
 
 
-class EvaluationJob(msgspec.Struct, kw_only=True):
+class ProcessJob(msgspec.Struct, kw_only=True):
     """What one process computes.
 
     reference: folder of the bf16 model. cache: folder for its answers. n_per_gate, persona, workloads: the prompts (as for
@@ -68,7 +67,7 @@ class EvaluationProcesses:
         self.threads = max(1, host.cores() // AT_ONCE)
         self._started: list[tuple[_Stage, server.Server | None]] = []
 
-    def start(self, name: str, inputs: Mapping[str, Any], outputs: list[str], job: EvaluationJob) -> None:
+    def start(self, name: str, inputs: Mapping[str, Any], outputs: list[str], job: ProcessJob) -> None:
         """Start the process of a stage and return at once; does nothing for a stage that has finished before."""
         process = None
         if not self.stages.is_finished(name, inputs):
@@ -111,7 +110,7 @@ def wait(process: server.Server, progress: Progress) -> None:
     process.wait()
 
 
-def summary(job: EvaluationJob) -> str:
+def summary(job: ProcessJob) -> str:
     """Return the verdict of an evaluation in one sentence; "" of the reference's answers alone."""
     if job.output is None:
         return ""
@@ -119,23 +118,27 @@ def summary(job: EvaluationJob) -> str:
     return verdict.sentence if verdict else ""
 
 
-def evaluate(job: EvaluationJob, progress: Progress) -> None:
+def evaluate(job: ProcessJob, progress: Progress) -> None:
     """Compute a job in this process."""
-    from annie_quant.offline.evaluation import evaluate_pair
-    from annie_quant.offline.pair import ModelPair
+    from annie_quant.offline.job import run
+    from annie_quant.offline.pair import EvaluationJob, open_pair
 
     silence_transformers()
-    workloads = job.prompts()
-    with ModelPair(job.checkpoint or job.reference, job.reference, cache=job.cache, progress=progress) as pair:
-        if job.checkpoint is None:
-            pair.reference.answer(workloads, progress)
-            return
-        faults = export_notes(job.checkpoint, job.reference)
-        result = evaluate_pair(
-            pair, workloads, conversations=job.conversations, n_conversations=job.n_conversations, faults=faults
-        )
-    assert job.output is not None
-    write_json(Path(job.output), result.to_dict())
+    settings = EvaluationJob(
+        checkpoint=Path(job.checkpoint or job.reference),
+        reference=Path(job.reference),
+        workloads=job.prompts(),
+        conversations=job.conversations,
+        n_conversations=job.n_conversations,
+        faults=export_notes(job.checkpoint, job.reference) if job.checkpoint else [],
+        output=Path(job.output) if job.output else None,
+        cache=Path(job.cache),
+    )
+    if job.checkpoint is None:
+        with open_pair(settings, progress) as pair:
+            pair.reference.answer(settings.workloads, progress)
+    else:
+        run(settings, progress)
 
 
 class _Log:
@@ -154,7 +157,7 @@ class _Log:
 
 
 def main() -> None:
-    job = msgspec.json.decode(sys.argv[1], type=EvaluationJob)
+    job = msgspec.json.decode(sys.argv[1], type=ProcessJob)
     try:
         evaluate(job, _Log())
     except AnnieError as error:

@@ -182,11 +182,12 @@ def check_labels(stages: Stages) -> Labels:
     """Score the first and the last answers of the calibration data under bf16, as they are and shuffled."""
 
     def work(progress: Progress) -> LabelsResult:
-        from annie_quant.offline.pair import ModelPair
+        from annie_quant.offline.pair import EvaluationJob, open_pair
 
         silence_transformers()
         rows = read_conversations(stages.conversations, LABEL_ROWS)
-        with ModelPair(stages.model, stages.model, cache=stages.dir / "eval", progress=progress) as pair:
+        job = EvaluationJob(checkpoint=stages.model, reference=stages.model, cache=stages.dir / "eval")
+        with open_pair(job, progress) as pair:
             labels = judge_labels(rows, lambda part: score(pair, part), lambda part: own_answers(pair, part))
         return LabelsResult(labels.verdict, labels)
 
@@ -244,7 +245,7 @@ def likelier(original: Sequence[float], shuffled: Sequence[float]) -> bool:
 
 
 def score(pair: Any, rows: Sequence[Row]) -> list[float]:
-    """Return the nats per token of each row's answers under the reference. pair: evaluate.pair.ModelPair."""
+    """Return the nats per token of each row's answers under the reference. pair: offline.pair.ModelPair."""
     from annie_quant.offline.kl import FIELDS
     from annie_quant.offline.prompts import conversation_answers
 

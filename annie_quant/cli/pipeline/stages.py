@@ -16,7 +16,7 @@ import msgspec
 
 from annie_quant import __version__, checkpoint, documents, judge, quantize
 from annie_quant.cli.pipeline.run_directory import RunDirectory, StagePlan
-from annie_quant.core.files import write_json, write_text
+from annie_quant.core.files import write_text
 from annie_quant.core.progress import Console, Progress
 from annie_quant.data.rows import read_rows
 from annie_quant.judge import Workload
@@ -163,11 +163,12 @@ class Stages:
             return chosen
         from annie_quant.judge.sampling import prompts_per_gate
         from annie_quant.offline.evaluation import reference_gates
-        from annie_quant.offline.pair import ModelPair
+        from annie_quant.offline.pair import EvaluationJob, open_pair
 
         def work(progress: Progress) -> PromptsResult:
             silence_transformers()
-            with ModelPair(self.model, self.model, cache=self.dir / "eval", progress=progress) as pair:
+            job = EvaluationJob(checkpoint=self.model, reference=self.model, cache=self.dir / "eval")
+            with open_pair(job, progress) as pair:
                 per_gate = prompts_per_gate(n, reference_gates(pair, chosen))
             return PromptsResult(f"{per_gate} per gate", per_gate)
 
@@ -190,18 +191,25 @@ class Stages:
         ensemble: also compute the further members of each numerics, for a verdict that does not depend on one arithmetic; it
         costs about half as much again.
         """
-        from annie_quant.offline.evaluation import evaluate_pair
-        from annie_quant.offline.pair import ModelPair
+        from annie_quant.offline import job
+        from annie_quant.offline.pair import EvaluationJob
 
         output = f"eval/{name}.json"
 
         def work(progress: Progress) -> StageResult:
             silence_transformers()
-            with ModelPair(folder, self.model, cache=self.dir / "eval", progress=progress) as pair:
-                result = evaluate_pair(
-                    pair, workloads, numerics, conversations, n_conversations, with_ensemble=ensemble
-                )
-            write_json(self.dir / output, result.to_dict())
+            settings = EvaluationJob(
+                checkpoint=folder,
+                reference=self.model,
+                workloads=workloads,
+                numerics=numerics,
+                ensemble=ensemble,
+                conversations=conversations,
+                n_conversations=n_conversations,
+                output=self.dir / output,
+                cache=self.dir / "eval",
+            )
+            result = job.run(settings, progress)
             return StageResult(result.verdict.sentence if result.verdict else "")
 
         inputs = {

@@ -90,7 +90,7 @@ def evaluate(
     `--` before the command, else it reads --n itself: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
-    from annie_quant.checkpoint.export_check import export_notes
+    from annie_quant.checkpoint.inspection import export_notes
     from annie_quant.data.resolve import personas_of, resolve
     from annie_quant.judge.decision import FAILING
     from annie_quant.offline import job

@@ -17,7 +17,7 @@ from torch import nn
 
 from annie_quant import __version__, judge
 from annie_quant.checkpoint import ModelFolder, prompt_files
-from annie_quant.checkpoint.export_check import export_notes
+from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.data.resolve import resolve

@@ -11,7 +11,7 @@ from typing import Any
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.staging import source_key
+from annie_quant.checkpoint.writer import source_key
 from annie_quant.core.errors import UsageError
 from annie_quant.core.resume import KeyedJson, keyed_folder
 from annie_quant.documents import HeldOut, Ingredient

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from annie_quant import nvfp4
-from annie_quant.checkpoint.quantized_tensors import LARGEST_E4M3, LARGEST_NVFP4
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family

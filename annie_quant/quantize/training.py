@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.core.progress import Progress
 from annie_quant.quantize import calibration_samples, fake_quant
 from annie_quant.quantize.calibration_samples import KINDS, PADDING, Sample, TokenWeights

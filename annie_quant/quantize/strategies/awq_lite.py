@@ -118,7 +118,7 @@ def search_scale(
     """
     import torch
 
-    from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+    from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
     from annie_quant.quantize import fake_quant
 
     x, mean = sampler.inputs(), sampler.mean()

@@ -13,7 +13,7 @@ import numpy as np
 
 from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.staging import source_key
+from annie_quant.checkpoint.writer import source_key
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.files import read_json
 from annie_quant.core.progress import ByteProgress, Progress

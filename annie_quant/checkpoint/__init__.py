@@ -10,13 +10,13 @@ linears(folder)                      its quantized linears, whatever the dialect
 
 from __future__ import annotations
 
-from annie_quant.checkpoint.audit import audit
-from annie_quant.checkpoint.compare import Comparison, compare, labels
-from annie_quant.checkpoint.convert import Conversion, convert
+from annie_quant.checkpoint.comparison import FormComparison, compare, labels
+from annie_quant.checkpoint.conversion import Conversion, convert
 from annie_quant.checkpoint.dialects import linears
 from annie_quant.checkpoint.header import ShardError
+from annie_quant.checkpoint.inspection import audit
 from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale
-from annie_quant.checkpoint.repair import RepairResult, repair, repair_command
+from annie_quant.checkpoint.repairs import RepairResult, repair, repair_command
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, planned, write
 from annie_quant.documents import Audit, AuditSummary, Finding, TensorRow
@@ -24,9 +24,9 @@ from annie_quant.documents import Audit, AuditSummary, Finding, TensorRow
 __all__ = [
     "Audit",
     "AuditSummary",
-    "Comparison",
     "Conversion",
     "Finding",
+    "FormComparison",
     "Linear",
     "ModelFolder",
     "Planned",

@@ -1,4 +1,4 @@
-"""Parse and build the header of a safetensors file. Every size and offset is checked before any data is read.
+"""One safetensors file: parse and build its header, and map its tensors. Sizes and offsets are checked before data is read.
 
 Format (huggingface/safetensors, README "Format"): 8 bytes little-endian header size N, N bytes of JSON, then the data.
 Each entry is {"dtype", "shape", "data_offsets": [begin, end]} relative to the data; entries may not overlap or leave
@@ -7,14 +7,19 @@ holes.
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from annie_quant.core.errors import CheckpointError
+from annie_quant.core.files import owner
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 PREFIX_BYTES = 8
@@ -52,7 +57,12 @@ class ShardError(CheckpointError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Position of one tensor. offset: bytes from the start of the file.  dtype: safetensors' name of the type."""
+    """Position of one tensor.
+
+    dtype: safetensors' name of the type.
+    file: name of the shard.
+    offset: bytes from the start of the file.
+    """
 
     name: str
     dtype: str
@@ -181,3 +191,38 @@ def build(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, s
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(PREFIX_BYTES, "little") + text
+
+
+class Shard:
+    """One safetensors file, mapped. `tensors` are in file order; `metadata` are its strings."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.size_bytes = os.fstat(file.fileno()).st_size
+                prefix = file.read(PREFIX_BYTES + 1)
+                length = header_bytes(prefix, self.size_bytes, path.name)
+                file.seek(PREFIX_BYTES)
+                raw = file.read(length)
+                start = PREFIX_BYTES + length
+                self.tensors, self.metadata = parse(raw, start, self.size_bytes, path.name)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            hint = "free some memory" if error.errno == errno.ENOMEM else "check the file's permissions"
+            raise ShardError("shard_unreadable", f"{path.name}: {error.strerror}{owner(path)}", hint) from None
+
+    def tensor(self, info: TensorInfo) -> np.ndarray:
+        """Return a read-only view of the mapped bytes, or a copy where they are not aligned in the file."""
+        if info.elements == 0:
+            return np.empty(info.shape, info.numpy_dtype)
+        array = np.frombuffer(self._map, info.numpy_dtype, count=info.elements, offset=info.offset).reshape(info.shape)
+        return array if array.flags.aligned else array.copy()
+
+    def release(self, info: TensorInfo, begin: int = 0, end: int | None = None) -> None:
+        """Give the mapped pages of a tensor's bytes begin..end back to the kernel, so that resident memory stays low."""
+        first = -(-(info.offset + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = info.offset + (info.size_bytes if end is None else end)
+        length = last // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)

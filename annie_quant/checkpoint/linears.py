@@ -19,14 +19,26 @@ if TYPE_CHECKING:
 
 FP8_DYNAMIC = "FP8_PER_CHANNEL_PER_TOKEN"  # ModelOpt's name of FP8 with activations that are scaled while serving
 FP8_BLOCK = "FP8_BLOCK"  # FP8 with a scale per block of weights, activations scaled per token and block of columns
+# Ends of the names of tensors that belong to a quantizer and not to the model; each dialect writes its own.
+QUANTIZER = (
+    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale", ".weight_global_scale", ".input_global_scale",
+    ".pre_quant_scale",
+)  # fmt: skip
 LINEAR_CLASS = "Linear"  # compressed-tensors' target for all linears
+MAGNITUDE = 0x7F  # mask of an E4M3 byte
+NAN = 0x7F  # an E4M3 byte; larger bytes are negative
+# A multiplier is amax / 2688: above 1 the largest weight would exceed 2688, which no model has; a divisor usually does.
+LARGEST_TENSOR_SCALE = 1.0
+LARGEST_INPUT_SCALE = 100.0  # activations reach further: some models have outliers of several 10,000
+COLUMNS_PER_RANK = 32  # vLLM reads wrong block scales where the columns are not a multiple (#48898)
 
 
 @dataclass(frozen=True)
 class TensorScale:
     """The scale of a whole tensor as a file stores it.
 
-    reciprocal: `value` is a divisor (compressed-tensors) and not a multiplier (ModelOpt).
+    value: a multiplier (ModelOpt), or a divisor (compressed-tensors).
+    reciprocal: whether it is a divisor.
     """
 
     value: np.float32
@@ -48,11 +60,17 @@ def _inverse(value: np.float32) -> np.float32:
 
 @dataclass(frozen=True)
 class Linear:
-    """One quantized linear. `weight`, `block_scale`, ... are names of tensors; None where the file has no such tensor.
+    """One quantized linear, by the names of its tensors; None where the file has no such tensor.
 
+    name: of the module.
     format: "nvfp4" or "fp8".
+    weight: the codes.
+    block_scale: the scales of blocks or rows, or of an FP8 weight as a whole.
+    global_scale: the scale of an NVFP4 weight as a whole.
+    input_global: the scale of the activations.
+    pre_quant: activation scales of NVFP4_AWQ.
+    reciprocal: whether the scales of whole tensors are divisors on disk.
     block: rows and columns of an FP8 weight that share one scale; None for a scale per row or per tensor.
-    reciprocal: the scales of whole tensors are divisors on disk.
     """
 
     name: str
@@ -137,9 +155,8 @@ class Linear:
             if self.block and self.block_scale:
                 if scale.shape != self.scale_grid(folder):
                     raise self.wrong_grid(folder)
-                rows, columns = (
-                    min(b, n) for b, n in zip(self.block, weight.shape, strict=True)
-                )  # it may be any number
+                # The settings may name blocks that are larger than the weight.
+                rows, columns = (min(b, n) for b, n in zip(self.block, weight.shape, strict=True))
                 for i, per_column in enumerate(np.repeat(scale, columns, axis=1)[:, : weight.shape[1]]):
                     weight[i * rows : (i + 1) * rows] *= per_column
                 return weight
@@ -165,10 +182,14 @@ class Linear:
 class QuantConfig:
     """The quantization settings of a folder, whatever their dialect.
 
+    method: the dialect's name.
     algo: NVFP4, W4A16_NVFP4, NVFP4_AWQ, FP8, FP8_BLOCK, MIXED_PRECISION; "" where none is named.
-    group: columns per block scale.  excluded: patterns of modules that stay plain.
+    group: columns per block scale.
+    excluded: patterns of modules that are not quantized.
     layers: module → algorithm, for mixed precision; in compressed-tensors also patterns and class names, of which the
-    first that fits counts.  raw: the settings as they were read.
+        first that matches counts.
+    kv_cache: format of the KV cache, or None for a cache in 16 bits.
+    raw: the settings as they were read.
     """
 
     method: str

@@ -15,7 +15,7 @@ from annie_quant.checkpoint.shards import ShardError, inside, read_object
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.text import printable
-from annie_quant.documents import Audit, ModelFiles
+from annie_quant.documents import Finding, ModelFiles
 
 TOKENIZER, SETTINGS, TEMPLATE, GENERATION = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
@@ -57,8 +57,13 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None
 }
 
 
-class Difference(NamedTuple):
-    """code: of the finding. file: that differs. problem: how, as the end of a sentence."""
+class FileDifference(NamedTuple):
+    """One difference from the source.
+
+    code: of the finding.
+    file: that differs.
+    problem: how, as the end of a sentence.
+    """
 
     code: str
     file: str
@@ -69,35 +74,31 @@ class Difference(NamedTuple):
         return f"{self.file}: {self.problem}"
 
 
-def check(folder: Path, source: Path, audit: Audit) -> None:
-    """Add a finding for each difference from the source."""
-    for difference in differences(folder, source):
-        audit.fault(difference.code, difference.file, difference.problem)
+def check(folder: Path, source: Path) -> list[Finding]:
+    """Return a finding for each difference from the source."""
+    return [Finding(d.code, d.file, d.message) for d in differences(folder, source)]
 
 
-def differences(folder: Path, source: Path) -> list[Difference]:
+def differences(folder: Path, source: Path) -> list[FileDifference]:
     """Return how the files that make prompts differ from the source's, by content; none where the folder has no tokenizer.
 
     A folder without tokenizer and template is served with other files, and a server refuses it by itself.
     """
     if not has_tokenizer(folder):
         return []
-    parts: dict[str, Callable[[Path, Path], Iterator[Difference]]] = {
+    parts: dict[str, Callable[[Path, Path], Iterator[FileDifference]]] = {
         TOKENIZER: _tokenizer,
         TEMPLATE: _template,
         GENERATION: _generation,
     }
-    rows: list[Difference] = []
+    rows: list[FileDifference] = []
     for file, compare in parts.items():
         try:
             rows += compare(folder, source)
         except (CheckpointError, AttributeError, TypeError, ValueError, RecursionError) as error:
-            reason = (
-                error.message
-                if isinstance(error, CheckpointError)
-                else f"fields of another type ({type(error).__name__})"
-            )
-            rows.append(Difference("config_unreadable", file, printable(reason, 200)))
+            other_type = f"fields of another type ({type(error).__name__})"
+            reason = error.message if isinstance(error, CheckpointError) else other_type
+            rows.append(FileDifference("config_unreadable", file, printable(reason, 200)))
     return rows
 
 
@@ -137,7 +138,7 @@ def _bytes(path: Path) -> bytes | None:
 # ---- the tokenizer
 
 
-def _tokenizer(folder: Path, source: Path) -> Iterator[Difference]:
+def _tokenizer(folder: Path, source: Path) -> Iterator[FileDifference]:
     own, expected = read_object(folder / TOKENIZER), read_object(source / TOKENIZER)
     if own is None or expected is None:
         return
@@ -147,10 +148,10 @@ def _tokenizer(folder: Path, source: Path) -> Iterator[Difference]:
         _other_flags(added_tokens(own), added_tokens(expected)),
     ):
         if problem:
-            yield Difference("tokenizer_differs", TOKENIZER, problem)
+            yield FileDifference("tokenizer_differs", TOKENIZER, problem)
     for step in STEPS:
         if _stated(own.get(step)) != _stated(expected.get(step)):
-            yield Difference("tokenizer_differs", TOKENIZER, f"its {step} is not the source's")
+            yield FileDifference("tokenizer_differs", TOKENIZER, f"its {step} is not the source's")
 
 
 def vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
@@ -174,25 +175,22 @@ def _other_ids(own: Mapping[str, int], expected: Mapping[str, int]) -> str:
     other = [token for token in expected if token in own and own[token] != expected[token]]
     missing = [token for token in expected if token not in own]
     extra = [token for token in own if token not in expected]
-    parts = []
+    problems = []
     if other:
-        token = other[0]
-        parts.append(
-            f"tokens with another id: {len(other)} ({_shown(token)}: {own[token]}, in the source {expected[token]})"
-        )
+        ids = f"{_shown(other[0])}: {own[other[0]]}, in the source {expected[other[0]]}"
+        problems.append(f"tokens with another id: {len(other)} ({ids})")
     if missing:
-        parts.append(f"tokens of the source that are missing: {len(missing)} ({_shown(missing[0])})")
+        problems.append(f"tokens of the source that are missing: {len(missing)} ({_shown(missing[0])})")
     if extra:
-        parts.append(f"tokens that the source does not have: {len(extra)} ({_shown(extra[0])})")
-    return "; ".join(parts)
+        problems.append(f"tokens that the source does not have: {len(extra)} ({_shown(extra[0])})")
+    return "; ".join(problems)
 
 
 def _other_merges(own: list[tuple[str, ...]], expected: list[tuple[str, ...]]) -> str:
     if own == expected:
         return ""
-    first = next(
-        (i for i, (a, b) in enumerate(zip(own, expected, strict=False)) if a != b), min(len(own), len(expected))
-    )
+    pairs = enumerate(zip(own, expected, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(own), len(expected)))
     return f"{len(own)} merges, in the source {len(expected)}; number {first + 1} is the first that differs"
 
 
@@ -249,12 +247,12 @@ class _Tokenizer:
         return source
 
 
-def _template(folder: Path, source: Path) -> Iterator[Difference]:
+def _template(folder: Path, source: Path) -> Iterator[FileDifference]:
     own, expected = _Tokenizer(folder), _Tokenizer(source)
     if not expected.sources or own.sources == expected.sources:
         return
     if not own.sources:
-        yield Difference("template_differs", TEMPLATE, "there is no chat template, and the source has one")
+        yield FileDifference("template_differs", TEMPLATE, "there is no chat template, and the source has one")
         return
     pair = ChatTemplate(own, str(folder)), ChatTemplate(expected, str(source))
     other = []
@@ -266,7 +264,7 @@ def _template(folder: Path, source: Path) -> Iterator[Difference]:
         ignores = [_rendered(t, [USER], [TOOL], {}) == _rendered(t, [USER], None, {}) for t in pair]
         lost = "it leaves out the tools; " if ignores == [True, False] else ""
         problem = f"{lost}not rendered as by the source's template: {', '.join(other)}"
-        yield Difference("template_differs", TEMPLATE, problem)
+        yield FileDifference("template_differs", TEMPLATE, problem)
 
 
 def _rendered(
@@ -282,17 +280,17 @@ def _rendered(
 # ---- end tokens and sampling
 
 
-def _generation(folder: Path, source: Path) -> Iterator[Difference]:
+def _generation(folder: Path, source: Path) -> Iterator[FileDifference]:
     own, expected = (_settings(path) for path in (folder, source))
     for name, value in expected.items():
         if name not in SAMPLING and value and own[name] and own[name] != value:
             where = SETTINGS if name.endswith("_token") else GENERATION
             problem = f"{name} is {_text(own[name])}, in the source {_text(value)}"
-            yield Difference("end_tokens_differ", where, problem)
+            yield FileDifference("end_tokens_differ", where, problem)
     for name in SAMPLING:
         if own[name] != expected[name]:
             problem = f"{name} is {_text(own[name])}, in the source {_text(expected[name])}"
-            yield Difference("sampling_differs", GENERATION, problem)
+            yield FileDifference("sampling_differs", GENERATION, problem)
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -8,15 +8,16 @@ names. The names are the family's (annie_quant.models).
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from annie_quant import models
+from annie_quant.checkpoint.codes import fault
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.shards import ModelFolder, read_object
+from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
-from annie_quant.core.files import write_json
-from annie_quant.documents import Audit
+from annie_quant.documents import Finding
 from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX, Form
 
 STYLES = ("old", "new")
@@ -53,24 +54,23 @@ def decoder_tensors(folder: ModelFolder) -> list[str]:
     return [n for n in folder if ".layers." in n and not folder.family.is_auxiliary(n)]
 
 
-def check(folder: ModelFolder, audit: Audit) -> None:
+def check(folder: ModelFolder) -> Iterator[Finding]:
     """Check that the class, the model type and the tensors' names are of one form."""
     named = named_form(folder)
     if named is None:
         return
     family, form = named
-    kind = folder.config.get("model_type")
-    if kind in [f.model_type for f in family.forms] and kind != form.model_type:
-        audit.fault("names_disagree", "config.json", f"model_type {kind!r} and architectures [{form.class_name!r}]")
+    model_type = folder.config.get("model_type")
+    if model_type in family.model_types and model_type != form.model_type:
+        problem = f"model_type {model_type!r} and architectures [{form.class_name!r}]"
+        yield fault("names_disagree", "config.json", problem)
         return
     multimodal = tensors_multimodal(folder)
     if multimodal is not None and multimodal != (form is family.multimodal):
         prefixes = (TEXT_PREFIX, MULTIMODAL_PREFIX)
         expected, got = prefixes[not multimodal], prefixes[multimodal]
-        tensor = decoder_tensors(folder)[0]
-        audit.fault(
-            "prefix_disagrees", tensor, f"{form.class_name} expects {expected}layers…, and the tensors are {got}layers…"
-        )
+        problem = f"{form.class_name} expects {expected}layers…, and the tensors are {got}layers…"
+        yield fault("prefix_disagrees", decoder_tensors(folder)[0], problem)
 
 
 def obstacle_on_old_runtimes(folder: ModelFolder) -> str:
@@ -90,80 +90,95 @@ def obstacle_on_old_runtimes(folder: ModelFolder) -> str:
     return ""
 
 
+@dataclass(frozen=True)
 class Renaming:
-    """The names of a copy of a folder. style: "old", "new", or None to keep the form and fix what disagrees.
+    """The names of a copy of a folder.
 
-    actions: what was changed, one sentence each.
+    family: its family.
+    forms: the family's forms; () for a class that is not of a family with two forms.
+    multimodal: whether the copy has the multimodal form.
+    config: config.json of the copy, without quantization_config.
+    files: further JSON files to write.
+    actions: what is changed, one sentence each.
     """
 
-    def __init__(self, folder: ModelFolder, style: str | None, source: ModelFolder | None) -> None:
-        if style is not None and style not in STYLES:
-            raise UsageError(f"there are no names called {style!r}", f"choose one of: {', '.join(STYLES)}")
-        self.folder, self.style, self.source = folder, style, source
-        self.actions: list[str] = []
-        named = named_form(folder)
-        if style and named is None:
-            raise CheckpointError(
-                f"{folder.path}: config.json names no class of a family with two forms",
-                "expected architectures such as Qwen3_5ForCausalLM",
-            )
-        self.forms = named[0].forms if named else ()
-        self.multimodal = is_multimodal(folder)
-        kind = folder.config.get("model_type")
-        if style == "old" or (style == "new" and any(folder.family.vision in n for n in folder)):
-            self.multimodal = True
-        elif style == "new":
-            self.multimodal = False
-        elif named and kind in [f.model_type for f in self.forms if f.model_type != named[1].model_type]:
-            self.multimodal = bool(tensors_multimodal(folder))  # class and type disagree: the tensors decide
+    family: models.Family
+    forms: tuple[Form, ...]
+    multimodal: bool
+    config: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+    actions: list[str]
 
     def name(self, name: str) -> str:
         """Return a tensor's or module's name in the copy."""
-        return self.folder.family.in_form(name, self.multimodal) if self.forms else name
+        return self.family.in_form(name, self.multimodal) if self.forms else name
 
-    def config(self) -> dict[str, Any]:
-        """Return config.json in the form of the copy, without quantization_config."""
-        config = {k: v for k, v in self.folder.config.items() if k != "quantization_config"}
-        if not self.forms:
-            return config
-        if any(self.name(n) != n for n in self.folder):
-            prefix = MULTIMODAL_PREFIX if self.multimodal else TEXT_PREFIX
-            self.actions.append(f"tensors renamed to {prefix}…")
-        text, form = self.forms[0], self.forms[self.multimodal]
-        inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
-        if self.multimodal and inner is None:
-            inner = {k: v for k, v in config.items() if k not in (*OUTER, "architectures", "model_type")}
-            outer = {k: v for k, v in config.items() if k in OUTER}
-            vision = self.source.config.get("vision_config") if self.source else None
-            outer |= {"vision_config": vision} if vision is not None else {}
-            config = {**outer, "text_config": {**inner, "model_type": text.model_type}}
-            self.actions.append("config.json: text settings moved into text_config")
-        elif not self.multimodal and inner is not None:
-            config = {k: v for k, v in config.items() if k in OUTER and k != "vision_config"} | inner
-            self.actions.append("config.json: text_config's settings moved to the top")
-        for field, new in (("model_type", form.model_type), ("architectures", [form.class_name])):
-            old = self.folder.config.get(field)
-            if old != new:
-                self.actions.append(f"config.json: {field} {old} → {new}")
-            config[field] = new
-        return config
 
-    def write_small_files(self, target: Path) -> None:
-        """Rename classes in the copied files, and write the processor's settings that a multimodal form needs."""
-        if self.multimodal and not (target / PREPROCESSOR).exists():
-            original = self.source.json(PREPROCESSOR) if self.source else None
-            write_json(target / PREPROCESSOR, original or dict(self.folder.family.preprocessor_stub))
-            origin = "taken from the source" if original else "written as a stub for text"
-            self.actions.append(f"{PREPROCESSOR} {origin}")
-        if self.style is None:
-            return
-        side = STYLES.index(self.style)
-        for file in CLASS_FILES:
-            settings = read_object(target / file)
-            changed = dict(settings or {})
-            for field, names in self.folder.family.renamed_classes.items():
-                if changed.get(field) == names[1 - side]:
-                    changed[field] = names[side]
-                    self.actions.append(f"{file}: {field} {names[1 - side]} → {names[side]}")
-            if settings is not None and changed != settings:
-                write_json(target / file, changed)
+def plan_renaming(folder: ModelFolder, style: str | None, source: ModelFolder | None) -> Renaming:
+    """Plan the names of a copy. style: "old", "new", or None to keep the form and fix what disagrees."""
+    if style is not None and style not in STYLES:
+        raise UsageError(f"there are no names called {style!r}", f"choose one of: {', '.join(STYLES)}")
+    named, family = named_form(folder), folder.family
+    if style and named is None:
+        raise CheckpointError(
+            f"{folder.path}: config.json names no class of a family with two forms",
+            "expected architectures such as Qwen3_5ForCausalLM",
+        )
+    multimodal, model_type = is_multimodal(folder), folder.config.get("model_type")
+    if style == "old" or (style == "new" and any(family.in_vision(n) for n in folder)):
+        multimodal = True
+    elif style == "new":
+        multimodal = False
+    elif named and model_type in named[0].model_types and model_type != named[1].model_type:
+        multimodal = bool(tensors_multimodal(folder))  # class and type disagree: the tensors decide
+    config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
+    renaming = Renaming(family, named[0].forms if named else (), multimodal, config, {}, [])
+    if renaming.forms:
+        if any(renaming.name(n) != n for n in folder):
+            renaming.actions.append(f"tensors renamed to {MULTIMODAL_PREFIX if multimodal else TEXT_PREFIX}…")
+        config, actions = config_in_form(renaming, source)
+        renaming = replace(renaming, config=config, actions=renaming.actions + actions)
+    files, actions = renamed_files(folder, multimodal, style, source)
+    return replace(renaming, files=files, actions=renaming.actions + actions)
+
+
+def config_in_form(renaming: Renaming, source: ModelFolder | None) -> tuple[dict[str, Any], list[str]]:
+    """Return config.json in the form of the copy, and what was changed."""
+    config, actions, multimodal = renaming.config, list[str](), renaming.multimodal
+    text, form = renaming.forms[0], renaming.forms[multimodal]
+    old = {field: config.get(field) for field in ("model_type", "architectures")}
+    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
+    if multimodal and inner is None:
+        inner = {k: v for k, v in config.items() if k not in (*OUTER, "architectures", "model_type")}
+        outer = {k: v for k, v in config.items() if k in OUTER}
+        vision = source.config.get("vision_config") if source else None
+        outer |= {"vision_config": vision} if vision is not None else {}
+        config = {**outer, "text_config": {**inner, "model_type": text.model_type}}
+        actions.append("config.json: text settings moved into text_config")
+    elif not multimodal and inner is not None:
+        config = {k: v for k, v in config.items() if k in OUTER and k != "vision_config"} | inner
+        actions.append("config.json: text_config's settings moved to the top")
+    new = {"model_type": form.model_type, "architectures": [form.class_name]}
+    actions += [f"config.json: {f} {old[f]} → {new[f]}" for f in new if old[f] != new[f]]
+    return config | new, actions
+
+
+def renamed_files(
+    folder: ModelFolder, multimodal: bool, style: str | None, source: ModelFolder | None
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the files with renamed classes, and the processor's settings that a multimodal form needs."""
+    files, actions = dict[str, dict[str, Any]](), list[str]()
+    if multimodal and not (folder.path / PREPROCESSOR).exists():
+        original = source.json(PREPROCESSOR) if source else None
+        files[PREPROCESSOR] = original or dict(folder.family.preprocessor_stub)
+        actions.append(f"{PREPROCESSOR} {'taken from the source' if original else 'written as a stub for text'}")
+    side = STYLES.index(style) if style else 0
+    for file in CLASS_FILES if style else ():
+        settings = files.get(file) or folder.json(file)
+        if settings is None:
+            continue
+        for field, names in folder.family.renamed_classes.items():
+            if settings.get(field) == names[1 - side]:
+                files[file] = settings = settings | {field: names[side]}
+                actions.append(f"{file}: {field} {names[1 - side]} → {names[side]}")
+    return files, actions

@@ -5,10 +5,8 @@ Tensors are views of the mapped files, so a model larger than memory can be read
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
-import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -19,8 +17,7 @@ import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint import header
-from annie_quant.checkpoint.header import ShardError, TensorInfo
-from annie_quant.core.files import owner
+from annie_quant.checkpoint.header import Shard, ShardError, TensorInfo
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,41 +27,6 @@ ROWS_ELEMENTS = 1 << 24
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 MAX_EXPERTS = 1 << 14  # in one tensor; models have up to 512
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
-
-
-class Shard:
-    """One safetensors file, mapped. `tensors` are in file order; `metadata` are its strings."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self.size_bytes = os.fstat(file.fileno()).st_size
-                prefix = file.read(header.PREFIX_BYTES + 1)
-                length = header.header_bytes(prefix, self.size_bytes, path.name)
-                file.seek(header.PREFIX_BYTES)
-                raw = file.read(length)
-                start = header.PREFIX_BYTES + length
-                self.tensors, self.metadata = header.parse(raw, start, self.size_bytes, path.name)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            hint = "free some memory" if error.errno == errno.ENOMEM else "check the file's permissions"
-            raise ShardError("shard_unreadable", f"{path.name}: {error.strerror}{owner(path)}", hint) from None
-
-    def tensor(self, info: TensorInfo) -> np.ndarray:
-        """Return a read-only view of the mapped bytes, or a copy where they are not aligned in the file."""
-        if info.elements == 0:
-            return np.empty(info.shape, info.numpy_dtype)
-        array = np.frombuffer(self._map, info.numpy_dtype, count=info.elements, offset=info.offset).reshape(info.shape)
-        return array if array.flags.aligned else array.copy()
-
-    def release(self, info: TensorInfo, begin: int = 0, end: int | None = None) -> None:
-        """Give the mapped pages of a tensor's bytes begin..end back to the kernel, so that resident memory stays low."""
-        first = -(-(info.offset + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = info.offset + (info.size_bytes if end is None else end)
-        length = last // mmap.PAGESIZE * mmap.PAGESIZE - first
-        if length > 0:
-            self._map.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 class ModelFolder:
@@ -213,6 +175,12 @@ class ModelFolder:
         if config is None:
             raise ShardError("config_missing", f"{self.path}: no config.json", "copy it from the source checkpoint")
         return config
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """quantization_config of config.json; {} where there is none."""
+        quant = self.config.get("quantization_config")
+        return quant if isinstance(quant, dict) else {}
 
     @property
     def text_config(self) -> dict[str, Any]:

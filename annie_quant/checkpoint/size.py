@@ -23,7 +23,12 @@ GGUF_SCALES = (".scale", ".input_scale")  # further tensors of an NVFP4 tensor
 
 @dataclass(frozen=True)
 class StoredSize:
-    """size_bytes: of all tensors.  weights: their number.  quantized_*: of the quantized linears alone."""
+    """The size of a stored model.
+
+    size_bytes: of all tensors.
+    weights: number of weights in them.
+    quantized_bytes, quantized_weights: the same of the quantized linears alone.
+    """
 
     size_bytes: int
     weights: int
@@ -66,10 +71,8 @@ def bytes_per_token(folder: ModelFolder) -> int:
     Not read are the vision tower, the MTP head, and of an embedding that is not the head all but one row.
     """
     family = folder.family
-    experts, tied = (
-        family.experts,
-        folder.config.get("tie_word_embeddings", folder.text_config.get("tie_word_embeddings")),
-    )
+    experts = family.experts
+    tied = folder.config.get("tie_word_embeddings", folder.text_config.get("tie_word_embeddings"))
     share = experts.active_share(folder.text_config) if experts else 1.0
     read = 0.0
     for name in folder:

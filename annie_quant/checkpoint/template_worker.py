@@ -47,7 +47,7 @@ def make_environment() -> Any:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationBlock(Extension):
         """{% generation %} ... {% endgeneration %} marks the assistant's text for training; it renders its content."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2's interface
@@ -73,7 +73,7 @@ def make_environment() -> Any:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception

@@ -91,7 +91,7 @@ def evaluate(
     """
     quiet_engines()
     from annie_quant import judge
-    from annie_quant.checkpoint.export_check import export_notes
+    from annie_quant.checkpoint.inspection import export_notes
     from annie_quant.data.workloads import personas_of, resolve
     from annie_quant.judge.decision import FAILING
     from annie_quant.offline import job

@@ -158,8 +158,7 @@ def publish(
 @json_option
 def explain(code: str | None, as_json: bool) -> None:
     """Explain CODE: that of an audit's finding or a checkpoint's error, or an exit code. Without CODE, list all."""
-    from annie_quant.checkpoint.codes import CODES
-    from annie_quant.checkpoint.loader_support import DEADLY
+    from annie_quant.checkpoint.codes import CODES, DEADLY
 
     if code is None:
         if as_json:

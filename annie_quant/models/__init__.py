@@ -44,7 +44,7 @@ __all__ = [
 @functools.cache
 def families() -> tuple[Family, ...]:
     """Return every family of this package."""
-    names = (m.name for m in iter_modules(__path__) if m.name != "family")
+    names = (m.name for m in iter_modules(__path__) if m.name != "family" and not m.name.startswith("_"))
     return tuple(import_module(f"{__name__}.{name}").FAMILY for name in names)
 
 

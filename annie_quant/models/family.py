@@ -16,6 +16,11 @@ TEXT_PREFIX, MULTIMODAL_PREFIX = "model.", "model.language_model."
 # Every prefix in use before "layers.0." or "embed_tokens", the longest one first.
 _PREFIXES = (MULTIMODAL_PREFIX, "language_model.model.", "language_model.", TEXT_PREFIX)
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.(.+)")
+GGUF_MLP = {  # llama.cpp's names of a dense MLP's weights
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
 
 
 @dataclass(frozen=True)
@@ -244,13 +249,21 @@ class Family:
         is_norm = "norm" in module.rpartition(".")[2]
         return self.norms_add_one and is_norm and not module.endswith(self.plain_norms)
 
+    def in_mtp(self, name: str) -> bool:
+        """Return whether a tensor or module belongs to the head for multi-token prediction."""
+        return f".{self.mtp}" in f".{name}"
+
+    def in_vision(self, name: str) -> bool:
+        """Return whether a tensor or module belongs to the vision tower."""
+        return self.vision in name
+
     def is_auxiliary(self, name: str) -> bool:
         """Return whether a tensor or module belongs to multi-token prediction or vision."""
-        return self.vision in name or f".{self.mtp}" in f".{name}"
+        return self.in_vision(name) or self.in_mtp(name)
 
     def in_decoder(self, name: str) -> bool:
         """Return whether a tensor or module is in one of the decoder's layers."""
-        return bool(layer_of(name)) and not name.startswith(self.mtp)
+        return bool(layer_of(name)) and not self.is_auxiliary(name)
 
     def kind_of(self, name: str) -> str:
         """Return the kind of part that a tensor or module belongs to."""
@@ -258,7 +271,7 @@ class Family:
             return "embedding"
         if "lm_head" in name:
             return "head"
-        if f".{self.mtp}" not in f".{name}":
+        if not self.in_mtp(name):
             for kind, patterns in self.kinds.items():
                 if any(fnmatchcase(name, f"*.{pattern}") for pattern in patterns):
                     return kind
@@ -320,7 +333,7 @@ class Family:
 
     def in_form(self, name: str, multimodal: bool) -> str:
         """Return a decoder tensor's or module's name with the prefix of the multimodal or the text form."""
-        if not name.startswith(TEXT_PREFIX) or self.vision in name:
+        if not name.startswith(TEXT_PREFIX) or self.in_vision(name):
             return name
         return (MULTIMODAL_PREFIX if multimodal else TEXT_PREFIX) + short_name(name)
 
@@ -359,75 +372,3 @@ def in_layer(name: str) -> str:
     """Return a name without its layer ("mlp.up_proj.weight"), or "" outside of layers."""
     match = _LAYER.fullmatch(name)
     return match[2] if match else ""
-
-
-# The decoder layer that most families share. Qwen, Llama and their relatives differ in the norm alone.
-ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-MLP = ("mlp.gate_proj", "mlp.up_proj")
-ATTENTION_INPUT = LinearInput(ATTENTION, "input_layernorm", "norm")
-# Grouped value heads read the rows repeatedly, so no scale is searched; the audit still sees whether one cancels.
-ATTENTION_OUTPUT = LinearInput(("self_attn.o_proj",), "self_attn.v_proj", "rows", searched=False)
-MLP_INPUT = LinearInput(MLP, "post_attention_layernorm", "norm")
-MLP_OUTPUT = LinearInput(("mlp.down_proj",), "mlp.up_proj", "rows")  # it reads silu(gate) * up
-DENSE_INPUTS = (ATTENTION_INPUT, MLP_INPUT, MLP_OUTPUT, ATTENTION_OUTPUT)
-DENSE_FUSED = {"qkv_proj": ATTENTION, "gate_up_proj": MLP}
-DENSE_KINDS = {"mlp": ("mlp.*",), "attention": ("self_attn.*_proj*",)}
-GGUF_TOP = {
-    "embed_tokens.weight": "token_embd.weight",
-    "norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-# With the norms of queries and keys, which Llama does not have.
-GGUF_ATTENTION = {
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-}
-GGUF_MLP = {
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
-# The layer of Llama, Qwen2 and Qwen3: each of them has a part of these tensors.
-GGUF_LAYER = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    **GGUF_ATTENTION,
-    **GGUF_MLP,
-}
-GGUF_LAYER |= {
-    name.replace("_proj.weight", "_proj.bias"): stored.replace(".weight", ".bias")
-    for name, stored in GGUF_LAYER.items()
-    if name.endswith("_proj.weight")
-}
-# The mixture of experts of Qwen2 MoE and its successors. The shared expert is a dense MLP that every token passes.
-SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
-QWEN_EXPERTS = Experts(
-    module="mlp.experts",
-    merged={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
-    fused=("gate_proj", "up_proj"),
-    router="mlp.gate",
-    count="num_experts",
-    width="moe_intermediate_size",
-    active="num_experts_per_tok",
-    gguf={
-        "mlp.gate": "ffn_gate_inp",
-        "mlp.experts.gate_proj": "ffn_gate_exps",
-        "mlp.experts.up_proj": "ffn_up_exps",
-        "mlp.experts.down_proj": "ffn_down_exps",
-    },
-)
-# ModelOpt's default exclusions that concern every family: head, embedding, routers, vision, multi-token prediction.
-COMMON_UNQUANTIZED = (
-    "*lm_head", "*embed_tokens*", "*mlp.gate", "*router*", "*shared_expert_gate", "mtp.*", "*visual*", "*vision*",
-)  # fmt: skip
-
-
-def dense(name: str, class_name: str, model_type: str, **gguf: Any) -> Family:
-    """Return a family with four linears of attention, a gated MLP and plain norms. gguf: further fields of GGUFNames."""
-    names = GGUFNames(architecture=model_type, top=GGUF_TOP, layer=GGUF_LAYER, mtp={}, **gguf)
-    form = Form(class_name, model_type)
-    return Family(name, form, DENSE_INPUTS, DENSE_FUSED, DENSE_KINDS, COMMON_UNQUANTIZED, gguf=names)

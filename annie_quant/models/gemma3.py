@@ -7,7 +7,7 @@ Sources: transformers' modeling_gemma3.py; llama.cpp's names from gguf's tensor_
 
 from __future__ import annotations
 
-from annie_quant.models.family import (
+from annie_quant.models._dense import (
     ATTENTION_INPUT,
     ATTENTION_OUTPUT,
     COMMON_UNQUANTIZED,
@@ -17,11 +17,8 @@ from annie_quant.models.family import (
     GGUF_TOP,
     MLP,
     MLP_OUTPUT,
-    Family,
-    Form,
-    GGUFNames,
-    LinearInput,
 )
+from annie_quant.models.family import Family, Form, GGUFNames, LinearInput
 
 FAMILY = Family(
     name="Gemma 3",

@@ -5,7 +5,7 @@ Sources: transformers' modeling_llama.py; llama.cpp's conversion/llama.py for th
 
 from __future__ import annotations
 
-from annie_quant.models.family import dense
+from annie_quant.models._dense import dense
 
 FAMILY = dense(
     "Llama",

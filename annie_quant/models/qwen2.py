@@ -5,6 +5,6 @@ Sources: transformers' modeling_qwen2.py; llama.cpp's names from gguf's tensor_m
 
 from __future__ import annotations
 
-from annie_quant.models.family import dense
+from annie_quant.models._dense import dense
 
 FAMILY = dense("Qwen2", "Qwen2ForCausalLM", "qwen2", tensor_scales=False)

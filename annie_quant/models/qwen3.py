@@ -4,6 +4,6 @@ llama.cpp's names from gguf's tensor_mapping.
 
 from __future__ import annotations
 
-from annie_quant.models.family import dense
+from annie_quant.models._dense import dense
 
 FAMILY = dense("Qwen3", "Qwen3ForCausalLM", "qwen3")

@@ -7,24 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from annie_quant.models.family import (
+from annie_quant.models._dense import (
     ATTENTION_INPUT,
     ATTENTION_OUTPUT,
     COMMON_UNQUANTIZED,
     DENSE_FUSED,
     DENSE_KINDS,
     GGUF_ATTENTION,
-    GGUF_MLP,
     GGUF_TOP,
     MLP_INPUT,
     MLP_OUTPUT,
-    DeltaNet,
-    Family,
-    Form,
-    GGUFNames,
-    LinearInput,
-    ModelSize,
 )
+from annie_quant.models.family import GGUF_MLP, DeltaNet, Family, Form, GGUFNames, LinearInput, ModelSize
 
 DELTANET = DeltaNet(
     mixed=("linear_attn.in_proj_qkv", "linear_attn.conv1d"),

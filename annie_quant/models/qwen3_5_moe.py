@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from annie_quant.models import qwen3_5
-from annie_quant.models.family import MLP_INPUT, MLP_OUTPUT, QWEN_EXPERTS, SHARED_EXPERT, Form, LinearInput
+from annie_quant.models._dense import MLP_INPUT, MLP_OUTPUT, QWEN_EXPERTS, SHARED_EXPERT
+from annie_quant.models.family import Form, LinearInput
 
 GGUF_SHARED = {
     "mlp.experts.gate_up_proj": "ffn_gate_up_exps",

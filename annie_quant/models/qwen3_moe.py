@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from annie_quant.models import qwen3
-from annie_quant.models.family import QWEN_EXPERTS, Form
+from annie_quant.models._dense import QWEN_EXPERTS
+from annie_quant.models.family import Form
 
 GGUF = qwen3.FAMILY.gguf
 assert GGUF is not None

@@ -17,9 +17,10 @@ from tokenizers import AddedToken, Regex, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from annie_quant import models
-from annie_quant.checkpoint.convert import Conversion
-from annie_quant.checkpoint.gguf import limits, vocabulary
-from annie_quant.checkpoint.staging import staged
+from annie_quant.checkpoint.conversion import Conversion
+from annie_quant.checkpoint.gguf import vocabulary
+from annie_quant.checkpoint.gguf.reader import check_header
+from annie_quant.checkpoint.writer import staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.text import printable
@@ -90,7 +91,7 @@ def convert(path: Path, output: Path | None, force: bool = False, progress: Prog
 def opened(path: Path) -> GGUFReader:
     """Return the package's reader. Raises CheckpointError for anything else than a whole GGUF file."""
     gguf = need("gguf", "serve")
-    limits.check(path)
+    check_header(path)
     try:
         return gguf.GGUFReader(path)
     except Exception as error:  # it raises whatever its parsing runs into

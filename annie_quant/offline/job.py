@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from annie_quant.checkpoint.export_check import export_notes
+from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.core import files
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.progress import SILENT, Progress

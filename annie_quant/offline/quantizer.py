@@ -31,9 +31,17 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from annie_quant import checkpoint, models, nvfp4
-from annie_quant.checkpoint import Linear, ModelFolder, checks, loader_support
+from annie_quant.checkpoint import Linear, ModelFolder
+from annie_quant.checkpoint.codes import DEADLY
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
-from annie_quant.checkpoint.linears import FP8_BLOCK, is_per_token
+from annie_quant.checkpoint.linears import (
+    FP8_BLOCK,
+    LARGEST_INPUT_SCALE,
+    LARGEST_TENSOR_SCALE,
+    MAGNITUDE,
+    NAN,
+    is_per_token,
+)
 from annie_quant.core.errors import CheckpointError
 from annie_quant.models import aliases
 from annie_quant.offline import codec
@@ -179,7 +187,7 @@ def as_audit_finding(folder: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         findings = checkpoint.audit(folder).findings
-        deadly = [f for f in findings if f.code in loader_support.DEADLY]
+        deadly = [f for f in findings if f.code in DEADLY]
         deadly.sort(key=lambda f: f.code == "orphan_scale")  # last: a missing tensor explains more than the rest of it
         if not deadly:
             raise
@@ -215,15 +223,15 @@ def max_magnitude(weight: torch.Tensor) -> float:
 def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
     scalars = linear.scalars()
     for part, value, limit in (
-        (linear.NAMES.tensor_scale, scalars.tensor_scale, checks.LARGEST_TENSOR_SCALE),
-        (linear.NAMES.input_scale, scalars.input_scale, checks.LARGEST_INPUT_SCALE),
+        (linear.NAMES.tensor_scale, scalars.tensor_scale, LARGEST_TENSOR_SCALE),
+        (linear.NAMES.input_scale, scalars.input_scale, LARGEST_INPUT_SCALE),
     ):
         if value is not None and not 0 < value <= limit:
             raise CheckpointError(
                 f"{name}.{part} means {value}, expected a positive number of at most {limit:g}", AUDIT_HINT
             )
-    magnitude = linear.block_scale.view(torch.uint8) & checks.MAGNITUDE
-    if magnitude.numel() and int(magnitude.max()) == checks.NAN:
+    magnitude = linear.block_scale.view(torch.uint8) & MAGNITUDE
+    if magnitude.numel() and int(magnitude.max()) == NAN:
         raise CheckpointError(f"{name}.{linear.NAMES.block_scale} holds NaN block scales", AUDIT_HINT)
 
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from annie_quant.checkpoint.gguf import limits
+from annie_quant.checkpoint.gguf.reader import check_header
 from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.ops import server as process
@@ -115,4 +115,4 @@ def check_file(model: Path) -> None:
         raise EnvironmentFault(f"{model}: {str(error.strerror).lower()}", "give the path of a GGUF file") from None
     if magic != b"GGUF":
         raise UsageError(f"{model} is not a GGUF file", "annie-quant convert CHECKPOINT --to gguf writes one")
-    limits.check(model)
+    check_header(model)

@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from annie_quant import nvfp4
-from annie_quant.checkpoint.quantized_tensors import LARGEST_E4M3, LARGEST_NVFP4
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.offline import codec
 
 

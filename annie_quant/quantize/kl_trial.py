@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from annie_quant import nvfp4
-from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.offline import codec

@@ -17,7 +17,7 @@ import numpy as np
 
 from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.quantized_tensors import LARGEST_E4M3
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3
 from annie_quant.checkpoint.shards import INDEX, SINGLE, ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.files import write_json

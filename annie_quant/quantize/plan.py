@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from annie_quant import nvfp4
-from annie_quant.checkpoint import quantized_tensors, writer
+from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.linears import all_linears
-from annie_quant.checkpoint.quantized_tensors import LARGEST_E4M3, LARGEST_NVFP4
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, ShardPlan
 from annie_quant.core.errors import CheckpointError
@@ -149,10 +149,10 @@ def planned_tensors(folder: ModelFolder, plan: Plan) -> list[Planned]:
         shape, scale = (info.shape[0], info.shape[1]), partial(scales.of, module)
         if kind == FP8:
             weight = partial(weight_of, folder, name, plan)
-            planned += quantized_tensors.fp8_tensors(module, shape, weight, scale, inputs.get(module))
+            planned += modelopt.fp8_tensors(module, shape, weight, scale, inputs.get(module))
         else:
             pack = partial(pack_rows, folder, module, plan, scale)
-            planned += quantized_tensors.nvfp4_tensors(
+            planned += modelopt.nvfp4_tensors(
                 module, shape, pack, scale, GROUP, inputs.get(module), source_bytes=info.size_bytes
             )
     return planned
@@ -202,7 +202,7 @@ class TensorScales:
             group = self.group_of.get(module, [module])
             top = max(self.amax(m) for m in group)
             if self.plan.formats[module] == FP8:
-                scale = quantized_tensors.fp8_scale(top)
+                scale = modelopt.fp8_scale(top)
             else:
                 scale = np.float32(nvfp4.tensor_scale(top, scale=self.plan.scale))
             self.scales |= dict.fromkeys(group, scale)

@@ -14,7 +14,7 @@ import msgspec
 
 from annie_quant import __version__, models, nvfp4
 from annie_quant.checkpoint.shards import ModelFolder, inside, read_object
-from annie_quant.checkpoint.staging import check_name, check_output, staged
+from annie_quant.checkpoint.writer import check_name, check_output, staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
 from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress, as_progress

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.staging import source_key
+from annie_quant.checkpoint.writer import source_key
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.core.resume import KeyedJson, keyed_folder

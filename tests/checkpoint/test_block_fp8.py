@@ -147,7 +147,7 @@ def test_other_fp8_is_computed_as_the_settings_ask(tmp_path: Path) -> None:
     """Activations with a scale per token (unsloth) or the stored one (NVIDIA), and KV scales under either name."""
     torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
     import annie_quant.offline
-    from annie_quant.offline.nvfp4_linear import scale_of
+    from annie_quant.offline.codec import scale_of
 
     for name, per_token in (("unsloth/Qwen3.8-27B-NVFP4", True), ("nvidia/Qwen3.6-35B-A3B-NVFP4", False)):
         folder = ModelFolder(published.write(name, tmp_path / name.partition("/")[0]))

@@ -13,13 +13,12 @@ from checkpoint_faults import FAULTS
 from click.testing import CliRunner
 from paths import ROOT
 
-from annie_quant.checkpoint.codes import CODES
-from annie_quant.checkpoint.loader_support import DEADLY
+from annie_quant.checkpoint.codes import CODES, DEADLY
 from annie_quant.cli import cli, main
 from annie_quant.core.errors import EXIT_CODES, AnnieError
 
 PACKAGE = ROOT / "annie_quant/checkpoint"
-CALLS = ("audit.add", "audit.fault", "self.audit.fault", "result.add", "result.fault", "ShardError", "Difference")
+CALLS = ("fault", "Finding", "ShardError", "FileDifference")
 KINDS = ("tensor", "input")  # of f"{kind}_scale_bad"
 CODE = re.compile(r"[a-z0-9]+(_[a-z0-9]+)+")
 
@@ -48,7 +47,8 @@ def codes_in(tree: ast.AST, where: str) -> Iterator[str]:
 
 
 def used() -> set[str]:
-    return {code for file in PACKAGE.rglob("*.py") for code in codes_in(ast.parse(file.read_text()), file.name)}
+    files = (file for file in PACKAGE.rglob("*.py") if file.name != "codes.py")  # it passes on the codes of others
+    return {code for file in files for code in codes_in(ast.parse(file.read_text()), file.name)}
 
 
 def command(*arguments: str):
@@ -63,12 +63,10 @@ def test_every_code_is_explained_and_every_explanation_has_a_code():
 
 def test_the_search_for_codes_finds_a_new_one():
     """Negative control."""
-    source = (
-        'def check(audit, kind):\n    audit.fault("new_code", "x", "y")\n    audit.fault(f"{kind}_new", "x", "y")\n'
-    )
+    source = 'def check(kind):\n    yield fault("new_code", "x", "y")\n    yield fault(f"{kind}_new", "x", "y")\n'
     assert set(codes_in(ast.parse(source), "x.py")) == {"new_code", "tensor_new", "input_new"}
     with pytest.raises(AssertionError, match="not a constant"):
-        list(codes_in(ast.parse("def f(audit, code):\n    audit.fault(code, '', '')\n"), "x.py"))
+        list(codes_in(ast.parse("def f(code):\n    yield fault(code, '', '')\n"), "x.py"))
 
 
 def test_the_explanations_are_sentences_with_commands_that_exist():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import annie_quant as aq
-from annie_quant.checkpoint.compare import compare, labels
+from annie_quant.checkpoint.comparison import compare, labels
 from annie_quant.core.errors import CheckpointError, UsageError
 
 pytest.importorskip("annie_quant.nvfp4", reason="the C codec is not built")

@@ -381,7 +381,7 @@ def test_an_unknown_tensor_and_tokenizer_are_refused(checkpoints, tmp_path):
     with pytest.raises(CheckpointError, match="no name for"):
         vocabulary.pre_tokenizer({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "a+"}}})
     with pytest.raises(CheckpointError, match=r"token id 9 and config.json a vocabulary of 5"):
-        vocabulary.vocabulary({"model": {"vocab": {"a": 9}}}, 5)
+        vocabulary.tokens_and_types({"model": {"vocab": {"a": 9}}}, 5)
 
 
 def test_multimodal_names_map_and_vision_is_left_out(checkpoints, tmp_path):

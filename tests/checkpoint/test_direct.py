@@ -19,7 +19,7 @@ import pytest
 from paths import CALIBRATION, ROOT
 
 import annie_quant as aq
-from annie_quant.checkpoint import ModelFolder, staging, writer
+from annie_quant.checkpoint import ModelFolder, writer
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError
 from annie_quant.core.progress import ByteProgress, Lines
 from annie_quant.quantize.strategies import direct
@@ -134,10 +134,10 @@ def test_a_fault_of_the_source_leaves_no_files(source, tmp_path, monkeypatch):
 
 def test_two_runs_do_not_write_one_output(tmp_path):
     with (
-        staging.staged(tmp_path / "out", {"a": 1}),
+        writer.staged(tmp_path / "out", {"a": 1}),
         pytest.raises(EnvironmentFault, match="another run is writing out"),
     ):
-        staging.staged(tmp_path / "out", {"a": 1}).__enter__()
+        writer.staged(tmp_path / "out", {"a": 1}).__enter__()
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
 

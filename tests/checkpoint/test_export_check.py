@@ -6,7 +6,7 @@ import checkpoint_zoo as zoo
 import pytest
 from checkpoint_faults import FAULTS, folded
 
-from annie_quant.checkpoint.export_check import export_notes
+from annie_quant.checkpoint.inspection import export_notes
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from paths import HELPERS, ROOT, TESTS
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, ShardError
-from annie_quant.checkpoint.compare import compare
-from annie_quant.checkpoint.repair import repair
+from annie_quant.checkpoint.comparison import compare
+from annie_quant.checkpoint.repairs import repair
 from annie_quant.core.errors import CheckpointError
 
 OUT = "model.layers.3.self_attn.o_proj"

@@ -18,7 +18,7 @@ import pytest
 from annie_quant import checkpoint, nvfp4
 from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.export_check import export_notes
+from annie_quant.checkpoint.inspection import export_notes
 
 HIDDEN, WIDTH, HEADS, KV, HEAD = 256, 512, 8, 2, 32
 CONFIG = {

@@ -25,7 +25,7 @@ CHECKED = [
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "layer_types",
 ]  # fmt: skip
-REQUIRED = [*settings.Settings.__struct_fields__[:12], "intermediate_size"]
+REQUIRED = [*settings.GgufSettings.__struct_fields__[:12], "intermediate_size"]
 WRONG = [10**9, 0, -1, 2**64, 10**40, 1.5, "64", [64], {"a": 1}, True, "\x1b[31m"]
 
 
@@ -76,7 +76,7 @@ def test_other_fields_are_typed(folder, tmp_path, fields):
 
 
 def test_a_right_checkpoint_is_written(folder, tmp_path):
-    read = settings.read(ModelFolder(folder), {})
+    read = settings.read_settings(ModelFolder(folder), {})
     assert (read.vocab_size, read.attention_head_dim) == (1536, 32)
     assert checkpoint.convert(folder, "gguf", tmp_path / "x.gguf").tensors > 20
 

@@ -14,7 +14,7 @@ from checkpoint_faults import DOWN, FAULTS, folded
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder
-from annie_quant.checkpoint.repair import repair
+from annie_quant.checkpoint.repairs import repair
 from annie_quant.core.errors import CheckpointError, UsageError
 
 pytest.importorskip("annie_quant.nvfp4", reason="the C codec is not built")

@@ -106,7 +106,7 @@ def test_a_conversion_keeps_weights_and_kv_scales(small, tmp_path: Path, name: s
         np.testing.assert_allclose(x.dequantize(folder), after[module].dequantize(other), rtol=rtol, err_msg=module)
     # compressed-tensors' scheme promises calibrated scales, so a cast without any is not written in it
     kv = published.RELEASES[name].kv
-    assert dialects.find(to).config(other).kv_cache == ("FP8" if kv or to == "modelopt" else None)
+    assert dialects.DIALECTS[to].config(other).kv_cache == ("FP8" if kv or to == "modelopt" else None)
     scales = [{models.layer_of(n): float(f.scalar(n)) for n in f if n.endswith("k_scale")} for f in (folder, other)]
     assert scales[0] == scales[1] and bool(scales[0]) == bool(kv)
     assert all(n.endswith("k_proj.k_scale") == (to == "modelopt") for n in other if n.endswith(".k_scale"))

@@ -11,7 +11,7 @@ import pytest
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant import checkpoint, models, quantize
-from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import calibration_samples

@@ -10,7 +10,7 @@ import pytest
 import runtime_models
 
 from annie_quant import checkpoint, nvfp4, quantize
-from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations

@@ -23,7 +23,7 @@ SETTINGS = {"steps": 3, "save": 100, "lr": 3e-4, "checkpointing": 0, "calib_samp
 
 def weights(folder: Path) -> dict[str, np.ndarray]:
     model = ModelFolder(folder)
-    return {name: linear.dequantize(model) for name, linear in dialects.find("modelopt").linears(model).items()}
+    return {name: linear.dequantize(model) for name, linear in dialects.DIALECTS["modelopt"].linears(model).items()}
 
 
 def test_the_fake_linear_computes_what_the_export_will(tmp_path: Path) -> None:

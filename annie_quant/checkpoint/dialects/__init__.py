@@ -1,51 +1,101 @@
-"""Ways to store quantized linears in a safetensors folder, one file per dialect.
+"""The ways to store quantized linears in a safetensors folder, one module per dialect.
 
-A dialect has NAME and
-    matches(folder)                        whether a folder is written in it
-    linears(folder)                        module name → Linear, from the tensors on disk
-    config(folder)                         the folder's settings as a QuantConfig
-    tensors(linear, folder)                one linear as tensors to write in this dialect
-    settings(formats, excluded, group, kv_cache)     what goes into config.json, and further files
-    kv_scale(layer, end, value)            a layer's scale of the KV cache to write; end: "k_scale" or "v_scale"
-The last three are missing from a dialect that is only read (fp8).
+A module implements the protocol Dialect; one that is also written implements WritableDialect.
 """
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
-from annie_quant.checkpoint.linears import Linear, QuantConfig
+import numpy as np
+
+from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
+from annie_quant.checkpoint.linears import Linear, QuantConfig, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.core import registry
+from annie_quant.checkpoint.writer import Planned, QuantSettings
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.text import printable
 
 
-def find(name: str) -> ModuleType:
-    """Return the dialect called `name`."""
-    return registry.find(sys.modules[__name__], name, "dialect")
+class Dialect(Protocol):
+    """A layout of quantized weights that is read."""
+
+    NAME: str
+
+    def matches(self, folder: ModelFolder) -> bool:
+        """Return whether a folder is written in this dialect."""
+
+    def linears(self, folder: ModelFolder) -> dict[str, Linear]:
+        """Return module name → quantized linear, from the tensors on disk, whatever the settings list."""
+
+    def config(self, folder: ModelFolder) -> QuantConfig:
+        """Return the folder's quantization settings."""
 
 
-def of(folder: ModelFolder) -> ModuleType | None:
-    """Return the dialect that a folder is written in, or None for plain weights."""
-    package = sys.modules[__name__]
-    return next((d for d in map(find, registry.names(package)) if d.matches(folder)), None)
+class WritableDialect(Dialect, Protocol):
+    """A layout of quantized weights that is read and written."""
+
+    def tensors(self, linear: Linear, folder: ModelFolder) -> list[Planned]:
+        """Plan the tensors of one linear in this layout."""
+
+    def settings(
+        self, formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None
+    ) -> QuantSettings:
+        """Return the settings to write.
+
+        formats: quantized module → "nvfp4" (activations too), "w4a16", "fp8" or "fp8_channel".
+        excluded: the other linears.
+        group: columns per block scale.
+        kv_cache: "FP8", or None for a cache in 16 bits.
+        """
+
+    def kv_scale(self, layer: str, end: str, value: np.ndarray) -> Planned:
+        """Plan a layer's scale of the KV cache. end: "k_scale" or "v_scale"."""
 
 
-def refuse_unread(folder: ModelFolder) -> None:
-    """Raise CheckpointError where config.json names a layout of quantized weights that is not read here.
+WRITTEN: dict[str, WritableDialect] = {modelopt.NAME: modelopt, compressed_tensors.NAME: compressed_tensors}
+DIALECTS: dict[str, Dialect] = {compressed_tensors.NAME: compressed_tensors, fp8.NAME: fp8, modelopt.NAME: modelopt}
 
-    Its codes would be taken for weights.
+
+@dataclass(frozen=True)
+class QuantizedFolder:
+    """A model folder as its dialect reads it.
+
+    dialect: None for plain weights.
+    linears: the quantized linears by module name; empty for plain weights.
+    config: the quantization settings; empty ones for plain weights.
     """
-    quant = folder.config.get("quantization_config")
-    method = quant.get("quant_method") if isinstance(quant, dict) else None
-    if method and of(folder) is None:
-        raise CheckpointError(
-            f"{folder.path}: quant_method {printable(str(method), 40)!r} is not read here, "
-            "expected modelopt, compressed-tensors or fp8 in blocks",
-            "start from the 16-bit checkpoint of the same model",
-        )
+
+    folder: ModelFolder
+    dialect: Dialect | None
+    linears: dict[str, Linear]
+    config: QuantConfig
+
+    @cached_property
+    def owned(self) -> set[str]:
+        """The names of all tensors of the quantized linears."""
+        return owned_tensors(self.linears.values())
+
+    @property
+    def unowned(self) -> list[str]:
+        """The names of all other tensors, in file order."""
+        return [name for name in self.folder if name not in self.owned]
+
+
+def read(folder: ModelFolder) -> QuantizedFolder:
+    """Read the quantized linears and the settings of a folder."""
+    dialect = of(folder)
+    if dialect is None:
+        return QuantizedFolder(folder, None, {}, QuantConfig("", "", None, []))
+    return QuantizedFolder(folder, dialect, dialect.linears(folder), dialect.config(folder))
+
+
+def of(folder: ModelFolder) -> Dialect | None:
+    """Return the dialect that a folder is written in, or None for plain weights."""
+    return next((dialect for dialect in DIALECTS.values() if dialect.matches(folder)), None)
 
 
 def linears(folder: ModelFolder) -> dict[str, Linear]:
@@ -56,5 +106,18 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
 
 def config(folder: ModelFolder) -> QuantConfig:
     """Return the quantization settings of a folder; empty ones for plain weights."""
-    dialect = of(folder)
-    return dialect.config(folder) if dialect else QuantConfig("", "", None, [])
+    return read(folder).config
+
+
+def refuse_unread(folder: ModelFolder) -> None:
+    """Raise CheckpointError where config.json names a layout of quantized weights that is not read here.
+
+    Its codes would be taken for weights.
+    """
+    method = folder.quantization.get("quant_method")
+    if method and of(folder) is None:
+        raise CheckpointError(
+            f"{folder.path}: quant_method {printable(str(method), 40)!r} is not read here, "
+            "expected modelopt, compressed-tensors or fp8 in blocks",
+            "start from the 16-bit checkpoint of the same model",
+        )

@@ -15,7 +15,7 @@ import numpy as np
 
 from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, Linear, QuantConfig, kv_format
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import Planned, Settings, planned
+from annie_quant.checkpoint.writer import Planned, QuantSettings, planned
 from annie_quant.models import attention_of
 
 NAME = "compressed-tensors"
@@ -25,8 +25,8 @@ NVFP4_FORMAT, FP8_FORMAT = "nvfp4-pack-quantized", "float-quantized"
 
 def matches(folder: ModelFolder) -> bool:
     """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout."""
-    quant = folder.config.get("quantization_config")
-    if isinstance(quant, dict) and quant.get("quant_method"):
+    quant = folder.quantization
+    if quant.get("quant_method"):
         return quant["quant_method"] == NAME
     return any(n.endswith(".weight_packed") for n in folder)
 
@@ -34,8 +34,7 @@ def matches(folder: ModelFolder) -> bool:
 def linears(folder: ModelFolder) -> dict[str, Linear]:
     """Return the quantized linears on disk, whatever the configuration lists."""
     quantized = {}
-    quant = folder.config.get("quantization_config")
-    block = block_size(quant if isinstance(quant, dict) else {})
+    block = block_size(folder.quantization)
     for name in folder:
         module, _, suffix = name.rpartition(".")
         existing = {
@@ -74,8 +73,7 @@ def block_size(quant: dict[str, Any]) -> tuple[int, int] | None:
 
 def config(folder: ModelFolder) -> QuantConfig:
     """Return the settings of config.json's quantization_config."""
-    quant = folder.config.get("quantization_config")
-    return read(quant if isinstance(quant, dict) else {})
+    return read(folder.quantization)
 
 
 def read(quant: dict[str, Any]) -> QuantConfig:
@@ -147,7 +145,7 @@ def kv_scale(layer: str, end: str, value: np.ndarray) -> Planned:
     return planned(f"{attention_of(layer)}.{end}", value.reshape(1))
 
 
-def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> Settings:
+def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> QuantSettings:
     """Return quantization_config for config.json.
 
     formats: quantized module → "nvfp4" (activations too), "w4a16" "fp8" or "fp8_channel".  excluded: the other linears.
@@ -167,7 +165,7 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
         "quant_method": NAME,
         "quantization_status": "compressed",
     }
-    return Settings(inline, {})
+    return QuantSettings(inline, {})
 
 
 def scheme(kind: str, group: int) -> dict[str, object]:

@@ -21,16 +21,15 @@ def matches(folder: ModelFolder) -> bool:
 
     Settings without a block size are of another layout (one scale per tensor), which is not read here.
     """
-    quant = folder.config.get("quantization_config")
-    if isinstance(quant, dict) and quant.get("quant_method"):
+    quant = folder.quantization
+    if quant.get("quant_method"):
         return quant["quant_method"] == NAME and block_size(quant) is not None
     return any(n.endswith(f".{SCALE}") for n in folder)
 
 
 def linears(folder: ModelFolder) -> dict[str, Linear]:
     """Return the quantized linears on disk, whatever the configuration lists."""
-    quant = folder.config.get("quantization_config")
-    block = block_size(quant if isinstance(quant, dict) else {}) or BLOCK
+    block = block_size(folder.quantization) or BLOCK
     quantized = {}
     for name in folder:
         module, _, suffix = name.rpartition(".")
@@ -42,8 +41,7 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
 
 def config(folder: ModelFolder) -> QuantConfig:
     """Return the settings of config.json's quantization_config."""
-    quant = folder.config.get("quantization_config")
-    return read(quant if isinstance(quant, dict) else {})
+    return read(folder.quantization)
 
 
 def read(quant: dict[str, Any]) -> QuantConfig:

@@ -6,16 +6,18 @@ Source: NVIDIA/Model-Optimizer, modelopt/torch/export/{quant_utils,convert_hf_co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from annie_quant import nvfp4
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, kv_format
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import Planned, Settings, planned
+from annie_quant.checkpoint.writer import Planned, QuantSettings, planned
 from annie_quant.models import attention_of
 
 NAME = "modelopt"
@@ -26,8 +28,8 @@ ALGORITHMS = {"nvfp4": "NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8", "fp8_chann
 
 def matches(folder: ModelFolder) -> bool:
     """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout."""
-    quant = folder.config.get("quantization_config")
-    if isinstance(quant, dict) and quant.get("quant_method"):
+    quant = folder.quantization
+    if quant.get("quant_method"):
         return quant["quant_method"] == NAME
     return folder.json(HF_QUANT_CONFIG) is not None or any(n.endswith(".weight_scale_2") for n in folder)
 
@@ -136,7 +138,7 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     return out
 
 
-def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> Settings:
+def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> QuantSettings:
     """Return quantization_config for config.json, and hf_quant_config.json.
 
     formats: quantized module → "nvfp4" (activations too), "w4a16" "fp8" or "fp8_channel".  excluded: the other linears.
@@ -167,4 +169,84 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
         inline = {"config_groups": {"group_0": one}, "ignore": excluded, "quant_algo": algo, **common}
         companion |= {"group_size": group, "exclude_modules": excluded}
     quantization = {"quant_algo": algo, **companion}
-    return Settings(inline, {HF_QUANT_CONFIG: {"producer": producer, "quantization": quantization}})
+    return QuantSettings(inline, {HF_QUANT_CONFIG: {"producer": producer, "quantization": quantization}})
+
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+LARGEST_E4M3 = 448.0
+LARGEST_NVFP4 = 6 * LARGEST_E4M3
+
+
+def nvfp4_tensors(
+    module: str,
+    shape: tuple[int, int],
+    pack: Callable[[], Iterator[nvfp4.Tensor]],
+    tensor_scale: Callable[[], np.float32],
+    group: int = 16,
+    input_scale: np.float32 | None = None,
+    source_bytes: int | None = None,
+) -> list[Planned]:
+    """Plan an NVFP4 linear: weight, weight_scale, weight_scale_2, and input_scale where it is given.
+
+    shape: [out, in] of the weight.
+    pack: yields the packed rows in order, in one or more pieces.
+    tensor_scale: returns the multiplier of the whole tensor.
+    source_bytes: bytes that are read for the weight, for progress.
+    """
+    rows, columns = shape
+    scales_source = None if source_bytes is None else 0  # read together with the weight
+    block_scales: list[np.ndarray] = []
+
+    def codes() -> Iterator[np.ndarray]:
+        block_scales.clear()
+        for packed in pack():
+            block_scales.append(packed.block_scale)
+            yield packed.codes
+
+    def scales() -> Iterator[np.ndarray]:
+        # The codes come first in the file and leave the scales here, unless they are in an earlier shard.
+        if not block_scales:
+            for _ in codes():
+                pass
+        yield from block_scales
+        block_scales.clear()
+
+    return [
+        Planned(f"{module}.weight", "U8", (rows, columns // 2), codes, source_bytes),
+        Planned(f"{module}.weight_scale", "F8_E4M3", (rows, columns // group), scales, scales_source),
+        Planned(f"{module}.weight_scale_2", "F32", (), lambda: np.array(tensor_scale(), np.float32)),
+        *input_scale_tensors(module, input_scale),
+    ]
+
+
+def fp8_tensors(
+    module: str,
+    shape: tuple[int, int],
+    weight: Callable[[], np.ndarray],
+    scale: Callable[[], np.float32],
+    input_scale: np.float32 | None = None,
+) -> list[Planned]:
+    """Plan an FP8 linear: weight, weight_scale, and input_scale where it is given.
+
+    weight: returns the array [out, in].  scale: returns its multiplier.
+    """
+    return [
+        Planned(f"{module}.weight", "F8_E4M3", shape, lambda: fp8_codes(weight(), scale())),
+        Planned(f"{module}.weight_scale", "F32", (), lambda: np.array(scale(), np.float32)),
+        *input_scale_tensors(module, input_scale),
+    ]
+
+
+def input_scale_tensors(module: str, input_scale: np.float32 | None) -> list[Planned]:
+    """Plan the input scale of a linear, or nothing for None."""
+    return [] if input_scale is None else [planned(f"{module}.input_scale", np.array(input_scale, np.float32))]
+
+
+def fp8_scale(amax: float) -> np.float32:
+    """Return the multiplier of an FP8 tensor whose largest magnitude is `amax`."""
+    return np.float32(amax) / np.float32(LARGEST_E4M3) if amax > 0 else np.float32(1)
+
+
+def fp8_codes(weight: np.ndarray, scale: np.float32) -> np.ndarray:
+    """Return the E4M3 codes of a weight under a multiplier, as ModelOpt rounds an FP8 linear's weight."""
+    return np.clip(weight.astype(np.float32) / scale, -LARGEST_E4M3, LARGEST_E4M3).astype(E4M3)

@@ -53,10 +53,11 @@ class Heads:
 
 @dataclass(frozen=True)
 class Layout:
-    """One model's layout in a GGUF file: its family, number of decoder layers, and heads.
+    """One model's layout in a GGUF file.
 
+    layers: number of decoder layers.
     deltanet, heads: None for a model without linear attention.
-    interleaved: number of heads of the linears whose rows have llama.cpp's order.
+    interleaved: linear whose rows have llama.cpp's order → its number of heads.
     """
 
     family: models.Family
@@ -71,10 +72,8 @@ class Layout:
         """Return the layout of a model folder. Raises CheckpointError for a family that has none."""
         family, config = folder.family, folder.text_config
         if family.gguf is None:
-            raise CheckpointError(
-                f"{folder.path}: model_type {config.get('model_type')!r} cannot be stored as GGUF here",
-                written(),
-            )
+            problem = f"model_type {config.get('model_type')!r} cannot be stored as GGUF here"
+            raise CheckpointError(f"{folder.path}: {problem}", written())
         layers = _count(config, "num_hidden_layers")
         interleaved = {linear: _count(config, field) for linear, field in family.gguf.interleaved.items()}
         heads = Heads.of(config) if family.deltanet else None
@@ -82,7 +81,7 @@ class Layout:
 
     def name(self, name: str) -> str | None:
         """Return llama.cpp's name of a tensor, or None for one that a text model's file omits (vision, KV scales)."""
-        if self.family.vision in name or name.endswith(OMITTED):
+        if self.family.in_vision(name) or name.endswith(OMITTED):
             return None
         short, first, top = models.short_name(name), 0, self.names.top
         if short.startswith(self.family.mtp):  # its layers follow the decoder's
@@ -96,10 +95,7 @@ class Layout:
             inside = f"{experts.module}.{expert[2]}.weight"
         if short.startswith("layers.") and inside in self.names.layer:
             return f"blk.{int(short.split('.')[1]) + first}.{self.names.layer[inside]}"
-        raise CheckpointError(
-            f"{name}: no such tensor in a {self.family.name} text model",
-            written(),
-        )
+        raise CheckpointError(f"{name}: no such tensor in a {self.family.name} text model", written())
 
     def rows(self, name: str, count: int) -> np.ndarray | None:
         """Return the order of a tensor's `count` rows (first axis), or None where they keep theirs."""

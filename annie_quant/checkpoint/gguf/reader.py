@@ -1,142 +1,103 @@
-"""Read a GGUF file back into safetensors in ModelOpt's layout: NVFP4 bit for bit, other quantized types as bf16 numbers.
+"""Check that a GGUF header's counts, lengths and offsets fit in the file, before the gguf package or a server reads it.
 
-GGUF holds no config.json and no tokenizer.json, so a folder of the same model gives those, and the tensors' names and
-shapes. llama.cpp's changes of values and order are reversed.
+That package trusts them: a count of 2^40 keeps it busy for days. The layout (ggml/docs/gguf.md): magic, version, tensor
+count, pair count, then pairs of key, type, value; then for each tensor its name, dimensions, type, offset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+import mmap
+import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import ml_dtypes
-import numpy as np
-
-from annie_quant import nvfp4
-from annie_quant.checkpoint import quantized_tensors, writer
-from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.gguf import limits
-from annie_quant.checkpoint.gguf.names import Layout
-from annie_quant.checkpoint.linears import is_linear, owned_tensors
-from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, need
-from annie_quant.core.files import write_json
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
+
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
+STRING, ARRAY = 8, 9
+MAX_DIMENSIONS = 8
+MAX_NESTING = 4  # arrays of arrays
+
+
+class _Cursor:
+    """A position in the file that only moves forward, and never past its end."""
+
+    def __init__(self, raw: memoryview) -> None:
+        self.raw, self.position = raw, 0
+
+    def skip(self, size: int) -> None:
+        left = len(self.raw) - self.position
+        if size > left:
+            raise ValueError(f"{size} bytes expected at byte {self.position}, and {left} are left")
+        self.position += size
+
+    def number(self, form: str) -> int:
+        start = self.position
+        self.skip(struct.calcsize(form))
+        return int(struct.unpack_from(form, self.raw, start)[0])
+
+    def string(self) -> None:
+        self.skip(self.number("<Q"))
+
+    def value(self, kind: int, depth: int = 0) -> None:
+        if kind == STRING:
+            self.string()
+        elif kind == ARRAY and depth < MAX_NESTING:
+            inner, count = self.number("<I"), self.number("<Q")
+            if inner in SIZES:
+                self.skip(count * SIZES[inner])
+            else:  # every value takes bytes, so the end of the file stops an invalid count
+                for _ in range(count):
+                    self.value(inner, depth + 1)
+        elif kind in SIZES:
+            self.skip(SIZES[kind])
+        else:
+            raise ValueError(f"unknown value type {kind} at byte {self.position}")
+
+
+def check_header(path: Path) -> None:
+    """Raise CheckpointError where the header describes more than the file holds."""
+    try:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as raw,
+        ):
+            _check_header(_Cursor(raw))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a GGUF file that can be read ({error})", "convert it again") from None
+
+
+def _check_header(cursor: _Cursor) -> None:
+    if bytes(cursor.raw[:4]) != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    cursor.skip(8)
+    tensors, pairs = cursor.number("<Q"), cursor.number("<Q")
+    for _ in range(pairs):
+        cursor.string()
+        cursor.value(cursor.number("<I"))
+    last = -1  # largest offset of a tensor's data, relative to the end of the header
+    for _ in range(tensors):
+        cursor.string()
+        dimensions = cursor.number("<I")
+        if dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"a tensor of {dimensions} dimensions")
+        cursor.skip(8 * dimensions + 4)
+        last = max(last, cursor.number("<Q"))
+    if cursor.position + last >= len(cursor.raw):
+        raise ValueError(f"tensors begin after its end: it has {len(cursor.raw)} bytes")
 
 
 def open_gguf(path: Path) -> dict[str, ReaderTensor]:
     """Return the file's tensors (gguf.ReaderTensor) by name. Raises CheckpointError for anything else than a GGUF file."""
     gguf = need("gguf", "serve")
-    limits.check(path)
+    check_header(path)
     try:
         return {t.name: t for t in gguf.GGUFReader(path).tensors}
     except Exception as error:  # the package's reader raises whatever its parsing runs into
         raise CheckpointError(
             f"{path}: not a GGUF file that can be read ({str(error)[:80]})", "convert it again"
         ) from None
-
-
-@dataclass(frozen=True)
-class Restored:
-    """size_bytes, tensors: of the weights.  rounded: names in the file of quantized tensors that became bf16."""
-
-    size_bytes: int
-    tensors: int
-    rounded: list[str]
-
-
-def restore(path: Path, like: ModelFolder, target: Path, shard_bytes: int = writer.DEFAULT_SHARD_BYTES) -> Restored:
-    """Write a GGUF file as a model folder.
-
-    like: a folder of the same model, quantized or not.
-    """
-    tensors = open_gguf(path)
-    layout = Layout.of(like)
-    if like.family.experts:
-        raise CheckpointError(
-            f"{path}: the experts of a GGUF file are not read back", "convert or quantize the folder it was made from"
-        )
-    plan: list[writer.Planned] = []
-    formats: dict[str, str] = {}
-    excluded, rounded, weight_only = [], [], False
-    for name, shape in plain_shapes(like).items():
-        stored = layout.name(name)
-        if stored is None:
-            continue
-        if stored not in tensors:
-            raise CheckpointError(f"{path}: {stored} is missing", f"is {like.path} of the same model?")
-        tensor, module = tensors[stored], name.removesuffix(".weight")
-        stored_shape = tuple(int(n) for n in reversed(tensor.shape))
-        if stored_shape != (shape if len(shape) < 3 else (shape[0], int(np.prod(shape[1:])))):
-            raise CheckpointError(
-                f"{path}: {stored} has shape {list(stored_shape)}, {name} has {list(shape)}",
-                f"is {like.path} of the same model?",
-            )
-        if tensor.tensor_type.name == "NVFP4":
-            input_scale = scalar(tensors, stored, ".input_scale")
-            formats[module] = "nvfp4"
-            weight_only |= input_scale is None
-            plan += quantized_tensors.nvfp4_tensors(
-                module,
-                (stored_shape[0], stored_shape[1]),
-                partial(unpack_blocks, tensor, name, layout),
-                partial(scalar, tensors, stored, ".scale", np.float32(1)),
-                input_scale=input_scale,
-            )
-            continue
-        if tensor.tensor_type.name not in ("F32", "F16", "BF16"):
-            rounded.append(stored)
-        plan.append(writer.Planned(name, "BF16", shape, partial(plain, name, tensor, shape, layout)))
-        if is_linear(name, shape):
-            excluded.append(module)
-    writer.write(target, plan, shard_bytes)
-    writer.copy_small_files(like, target)
-    config = {k: v for k, v in like.config.items() if k != "quantization_config"}
-    if formats:
-        formats = dict.fromkeys(formats, "w4a16") if weight_only else formats
-        writer.write_settings(target, config, modelopt.settings(formats, sorted(excluded), 16))
-    else:
-        write_json(target / "config.json", config)
-    return Restored(sum(t.size_bytes for t in plan), len(plan), rounded)
-
-
-def plain_shapes(like: ModelFolder) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the model's tensors as if none was quantized."""
-    linears = modelopt.linears(like)
-    owned = owned_tensors(linears.values())
-    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": x.shape(like) for n, x in linears.items()}
-    return shapes | {n: like.info(n).shape for n in like if n not in owned}
-
-
-def unpack_blocks(tensor: ReaderTensor, name: str, layout: Layout) -> Iterator[nvfp4.Tensor]:
-    """Yield codes and block scales of an NVFP4 tensor with the heads in the checkpoint's order."""
-    packed = nvfp4.from_ggml(np.ascontiguousarray(tensor.data))
-    rows, columns = layout.rows(name, len(packed.codes)), layout.columns(name)
-    if rows is not None:
-        order = np.argsort(rows)
-        packed.codes, packed.block_scale = packed.codes[order], packed.block_scale[order]
-    if columns is not None:
-        order = np.argsort(columns)
-        packed.codes = packed.codes[:, order[::2] // 2]
-        packed.block_scale = packed.block_scale[:, order[::16] // 16]
-    yield packed
-
-
-def scalar(tensors: dict[str, ReaderTensor], stored: str, suffix: str, default: Any = None) -> Any:
-    """Return a float32 that is stored next to a weight, or `default`: llama.cpp omits a scale of 1."""
-    tensor = tensors.get(stored.removesuffix(".weight") + suffix)
-    return default if tensor is None else np.float32(tensor.data[0])
-
-
-def plain(name: str, tensor: ReaderTensor, shape: tuple[int, ...], layout: Layout) -> np.ndarray:
-    """Return one tensor's numbers with llama.cpp's changes reversed, in bf16."""
-    gguf = need("gguf", "serve")
-    kind = tensor.tensor_type
-    array = tensor.data if kind.name in ("F32", "F16") else gguf.quants.dequantize(tensor.data, kind)
-    array = layout.undo(name, np.asarray(array, np.float32))
-    return array.reshape(shape).astype(ml_dtypes.bfloat16)

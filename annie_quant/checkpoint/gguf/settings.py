@@ -1,5 +1,7 @@
-"""The fields of config.json that a GGUF file needs, typed, and checked against the tensors' shapes before anything is
-allocated: a vocabulary of 10^9 in config.json would otherwise become a token list of that length.
+"""The fields of config.json that a GGUF file needs, typed.
+
+They are checked against the tensors' shapes before anything is allocated: a vocabulary of 10^9 in config.json would otherwise
+become a token list of that length.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Rope(msgspec.Struct):
         return self.rope_type or self.type or "default"
 
 
-class Settings(msgspec.Struct):
+class GgufSettings(msgspec.Struct):
     """Fields of a text model's settings, under their names in config.json.
 
     The linear_* fields are required of models with DeltaNet layers, and have no meaning for others.
@@ -111,14 +113,14 @@ class Settings(msgspec.Struct):
         return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
-def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
+def read_settings(folder: ModelFolder, linears: Mapping[str, Linear]) -> GgufSettings:
     """Return the settings. Raises CheckpointError for a field that is missing, has another type, or does not fit the tensors."""
     where = f"{folder.path.name}/config.json"
     if folder.family.deltanet:
         absent = next((f for f in REQUIRED_HYBRID if f not in folder.text_config), None)
         if absent:
             raise CheckpointError(f"{where}: {absent} is missing", HINT)
-    settings = documents.convert(Settings, folder.text_config, where, error=CheckpointError, hint=HINT)
+    settings = documents.convert(GgufSettings, folder.text_config, where, error=CheckpointError, hint=HINT)
     if settings.rope.kind not in ROPE_KINDS:
         raise CheckpointError(
             f"{where}: rotary scaling {settings.rope.kind[:40]!r} is not written, expected one of: {', '.join(ROPE_KINDS)}",
@@ -165,7 +167,7 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
     return settings
 
 
-def check_windows(folder: ModelFolder, settings: Settings, where: str) -> None:
+def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> None:
     """Raise CheckpointError where a model with sliding windows differs from what llama.cpp has as constants."""
     names, kinds = folder.family.gguf, settings.layer_types or []
     if names is None or not names.window_pattern:

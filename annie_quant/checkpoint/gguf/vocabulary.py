@@ -50,7 +50,10 @@ class PreTokenizer(msgspec.Struct):
 
 
 class Bpe(msgspec.Struct):
-    """The model of tokenizer.json. byte_fallback: it was a SentencePiece model, which has a token for each single byte."""
+    """The model of tokenizer.json.
+
+    byte_fallback: whether it was a SentencePiece model, which has a token for each single byte.
+    """
 
     vocab: dict[str, TokenId]
     byte_fallback: bool = False
@@ -70,7 +73,7 @@ def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
     tokenizer = folder.json("tokenizer.json")
     if tokenizer is None:
         raise ShardError("tokenizer_missing", f"{folder.path}: no tokenizer.json", "copy it from the source checkpoint")
-    tokens, types = vocabulary(tokenizer, vocab_size)
+    tokens, types = tokens_and_types(tokenizer, vocab_size)
     scores = sentencepiece_scores(tokenizer, tokens)
     if scores is None:
         writer.add_tokenizer_model("gpt2")
@@ -95,9 +98,14 @@ def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
         ) from None
 
 
-def vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+def read_tokenizer(tokenizer: dict[str, Any]) -> Tokenizer:
+    """Return the typed fields of tokenizer.json. Raises CheckpointError for a field of another type."""
+    return documents.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
+
+
+def tokens_and_types(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
     """Return tokens and their types by id; ids without a token are padded, as llama.cpp's converter does."""
-    content = documents.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
+    content = read_tokenizer(tokenizer)
     if content.model is None:
         raise ShardError("tokenizer_unknown", "tokenizer.json has no model with a vocabulary", HINT)
     by_id = {i: (token, NORMAL) for token, i in content.model.vocab.items()}
@@ -120,11 +128,10 @@ def sentencepiece_scores(tokenizer: dict[str, Any], tokens: list[str]) -> list[f
 
     Merges are in the order of the scores, and llama.cpp joins the pair with the highest score first.
     """
-    content = documents.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
+    content = read_tokenizer(tokenizer)
     model = content.model
-    byte_level = any(
-        step.type == "ByteLevel" for step in steps_of(content)
-    )  # whose tokens spell bytes, with or without fallback
+    # The tokens of a byte-level tokenizer spell bytes, with or without fallback.
+    byte_level = any(step.type == "ByteLevel" for step in steps_of(content))
     if model is None or not model.byte_fallback or byte_level:
         return None
     ranks: dict[str, int] = {}
@@ -134,13 +141,14 @@ def sentencepiece_scores(tokenizer: dict[str, Any], tokens: list[str]) -> list[f
 
 
 def steps_of(content: Tokenizer) -> list[PreTokenizer]:
+    """Return the steps that split text into pieces."""
     outer = content.pre_tokenizer or PreTokenizer()
     return [outer] if outer.pretokenizers is None else outer.pretokenizers
 
 
 def pre_tokenizer(tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for the way this tokenizer splits text."""
-    steps = steps_of(documents.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT))
+    steps = steps_of(read_tokenizer(tokenizer))
     expressions = [step.pattern.get("Regex", "") for step in steps if step.type == "Split"]
     if len(expressions) == 1 and expressions[0] in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[expressions[0]]

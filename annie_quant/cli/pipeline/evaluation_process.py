@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from annie_quant import documents, judge
-from annie_quant.checkpoint.export_check import export_notes
+from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.cli.pipeline.stages import StageResult, Stages, silence_transformers
 from annie_quant.core import host
 from annie_quant.core.errors import AnnieError

@@ -11,15 +11,17 @@ Where a norm computes (1 + w) the right fold is (1 + w) / s - 1; ModelOpt 0.47's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from annie_quant.checkpoint.codes import fault
+from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.documents import Audit
+from annie_quant.documents import Finding
 from annie_quant.models import LinearInput
 
 ROW_TOLERANCE = 0.025  # of rows that nothing cancels: root mean square; rounding leaves a percent where rows are short
@@ -132,45 +134,49 @@ def compare(ours: np.ndarray, theirs: np.ndarray, steps: np.ndarray, scales: np.
     return Fit(r * uniform, noise, c / uniform, allowed / uniform + slack + COLUMN_TOLERANCE, scales)
 
 
-def check(
-    folder: ModelFolder, source: ModelFolder, linears: Mapping[str, Linear], layers: set[str], audit: Audit
-) -> None:
-    """Add a finding for every moved scale that its neighbour does not cancel.
-
-    linears: the quantized ones by name.  layers: names of the layers to check.
-    """
+def check(model: QuantizedFolder, source: ModelFolder, layers: set[str]) -> Iterator[Finding]:
+    """Yield a finding for every moved scale that its neighbour does not cancel. layers: names of the layers to check."""
     for layer in sorted(layers - {""}):
-        LayerCheck(folder, source, linears, layer, audit).run()
+        yield from LayerCheck(model, source, layer).run()
 
 
+@dataclass(frozen=True)
 class LayerCheck:
     """The check of one layer. fits: of the linears whose input scale cancels, by name."""
 
-    def __init__(
-        self, folder: ModelFolder, source: ModelFolder, linears: Mapping[str, Linear], layer: str, audit: Audit
-    ) -> None:
-        self.folder, self.source, self.linears, self.layer, self.audit = folder, source, linears, layer, audit
-        self.fits: dict[str, Fit] = {}
+    model: QuantizedFolder
+    source: ModelFolder
+    layer: str
+    fits: dict[str, Fit] = field(default_factory=dict)
 
-    def run(self) -> None:
+    @property
+    def folder(self) -> ModelFolder:
+        return self.model.folder
+
+    def run(self) -> Iterator[Finding]:
         """Check the norms, then the producers whose rows the next linear cancels, then the rows that nothing cancels."""
         inputs = self.folder.family.inputs
         for site in inputs:
             if site.fold == "norm":
-                self.check_norm(site)
+                yield from self.check_norm(site)
         cancelled = set()
         for site in inputs:
             if site.fold == "rows":
                 cancelled.add(f"{self.layer}.{site.producer}")
-                self.check_rows(site)
+                yield from self.check_rows(site)
         for name, result in self.fits.items():
             if name not in cancelled and result.scales_rows:
                 problem = f"its rows are {np.median(result.rows):.3g} times the source's, and nothing cancels that"
-                self.audit.fault("large_error", name, problem)
+                yield fault("large_error", name, problem)
+
+    def source_shape(self, module: str) -> tuple[int, ...] | None:
+        """Return the shape of a linear's weight in the source, or None where the source has no such linear."""
+        original = self.source.find(f"{module}.weight")
+        return self.source.info(original).shape if original else None
 
     def compared(self, name: str, scales: np.ndarray, slack: np.ndarray | float = 0.0) -> Fit | None:
         """Return a linear compared with the source's; None where either lacks it, or it cannot be read, which is a finding."""
-        original, linear = self.source.find(f"{name}.weight"), self.linears.get(name)
+        original, linear = self.source.find(f"{name}.weight"), self.model.linears.get(name)
         stored = linear.weight if linear else f"{name}.weight"
         if original is None or stored not in self.folder:
             return None
@@ -183,11 +189,11 @@ class LayerCheck:
         if ours.shape != theirs.shape or not np.isfinite(ours).all():
             return None
         result = compare(ours, theirs, steps, scales, np.zeros(len(scales)) + slack)
-        for model, tensor in ((self.folder, stored), (self.source, original)):
-            model.release(tensor)
+        self.folder.release(stored)
+        self.source.release(original)
         return result
 
-    def check_norm(self, site: LinearInput) -> None:
+    def check_norm(self, site: LinearInput) -> Iterator[Finding]:
         """Check that the norm's gain times the columns is the source's, for every linear that reads the norm."""
         norm = f"{self.layer}.{site.producer}.weight"
         original = self.source.find(norm)
@@ -207,11 +213,10 @@ class LayerCheck:
             plain = self.behind(reader, theirs, ours, np.abs(ours)) if one else None
             if plain is not None and plain.sound:
                 problem = "folded as w/s, and this norm computes (1 + w), so (1 + w)/s - 1 is right"
-                self.audit.fault("fold_plus_one", norm, problem)
+                yield fault("fold_plus_one", norm, problem)
             else:
-                self.audit.fault(
-                    "fold_mismatch", norm, f"does not cancel the input scale of {reader}: {described(result)}"
-                )
+                problem = f"does not cancel the input scale of {reader}: {described(result)}"
+                yield fault("fold_mismatch", norm, problem)
             return
 
     def behind(self, reader: str, theirs: np.ndarray, ours: np.ndarray, stored: np.ndarray) -> Fit | None:
@@ -222,29 +227,27 @@ class LayerCheck:
         with np.errstate(divide="ignore", invalid="ignore"):
             scales, slack = np.where(ours == theirs, 1.0, theirs / ours), PLAIN_STEP * stored / np.abs(ours)
         scales, slack = np.nan_to_num(scales, posinf=1e30, neginf=-1e30), np.nan_to_num(slack, posinf=1e30)
-        width = self.source.info(self.source.find(f"{reader}.weight") or "").shape[1] if self.has(reader) else 0
-        if not width or width % len(scales):
+        shape = self.source_shape(reader)
+        if shape is None or not shape[1] or shape[1] % len(scales):
             return None
-        return self.compared(reader, np.tile(scales, width // len(scales)), np.tile(slack, width // len(scales)))
+        heads = shape[1] // len(scales)
+        return self.compared(reader, np.tile(scales, heads), np.tile(slack, heads))
 
-    def has(self, name: str) -> bool:
-        return self.source.find(f"{name}.weight") is not None
-
-    def check_rows(self, site: LinearInput) -> None:
+    def check_rows(self, site: LinearInput) -> Iterator[Finding]:
         """Check that a producer's rows, and their biases, cancel the columns of the linear that reads them."""
         producer = f"{self.layer}.{site.producer}"
-        if not self.has(producer):
+        shape = self.source_shape(producer)
+        if shape is None:
             return
-        fitted = self.fits.get(producer)
-        rows = np.ones(self.source.info(self.source.find(f"{producer}.weight") or "").shape[0])
-        noise = ROW_TOLERANCE
+        fitted, rows, noise = self.fits.get(producer), np.ones(shape[0]), ROW_TOLERANCE
         if fitted is not None and fitted.scales_rows:
             rows, noise = fitted.rows, ROW_TOLERANCE + fitted.noise
-        self.check_bias(producer, rows, noise)
+        yield from self.check_bias(producer, rows, noise)
         for consumer in (f"{self.layer}.{name}" for name in site.linears):
-            if not self.has(consumer):
+            consumer_shape = self.source_shape(consumer)
+            if consumer_shape is None:
                 continue
-            produced = rows_as_columns(rows, consumer, self.source)
+            produced = rows_as_columns(rows, consumer_shape[1], self.source.text_config.get("num_attention_heads"))
             result = self.compared(consumer, ratio(np.ones(len(produced)), produced), noise)
             if result is None:
                 continue
@@ -254,9 +257,9 @@ class LayerCheck:
                 continue
             how = f"all of it is {uniform:.3g} times the source's" if result.sound else described(result)
             problem = f"its input scale is not cancelled by the rows of {producer}: {how}"
-            self.audit.fault("fold_mismatch", consumer, problem)
+            yield fault("fold_mismatch", consumer, problem)
 
-    def check_bias(self, producer: str, rows: np.ndarray, noise: float) -> None:
+    def check_bias(self, producer: str, rows: np.ndarray, noise: float) -> Iterator[Finding]:
         """Check that a bias was scaled as its rows were, up to a relative error of `noise`."""
         name = f"{producer}.bias"
         original = self.source.find(name)
@@ -266,25 +269,26 @@ class LayerCheck:
         ours = self.folder.tensor(name).astype(np.float32)
         error = float(np.linalg.norm(ours - expected) / max(float(np.linalg.norm(expected)), 1e-30))
         if not error <= noise:
-            self.audit.fault("fold_mismatch", name, f"differs by {error:.3g} from what the rows of {producer} need")
+            yield fault("fold_mismatch", name, f"differs by {error:.3g} from what the rows of {producer} need")
 
 
 def described(result: Fit) -> str:
     """Return how the farthest column differs, or that the factors follow the scales."""
     j = result.worst
-    if abs(result.columns[j] - 1) > result.allowed[j]:
-        return (
-            f"channel {j} is {result.columns[j]:.3g} times the source's, and rounding explains {result.allowed[j]:.2g}"
-        )
+    factor, allowed = result.columns[j], result.allowed[j]
+    if abs(factor - 1) > allowed:
+        return f"channel {j} is {factor:.3g} times the source's, and rounding explains {allowed:.2g}"
     return f"its columns follow the norm's scales with the power {result.dependence:.2f}, expected 0"
 
 
-def rows_as_columns(rows: np.ndarray, consumer: str, source: ModelFolder) -> np.ndarray:
-    """Return a producer's row factors as its consumer's columns: value heads are repeated for grouped queries."""
-    width, heads = (
-        source.info(source.find(f"{consumer}.weight") or "").shape[1],
-        source.text_config.get("num_attention_heads"),
-    )
-    if len(rows) == width or not isinstance(heads, int) or heads < 1 or width % heads or len(rows) % (width // heads):
-        return rows if len(rows) == width else np.ones(width)
+def rows_as_columns(rows: np.ndarray, width: int, heads: object) -> np.ndarray:
+    """Return a producer's row factors as its consumer's columns: value heads are repeated for grouped queries.
+
+    width: the consumer's columns.
+    heads: num_attention_heads of config.json.
+    """
+    if len(rows) == width:
+        return rows
+    if not isinstance(heads, int) or heads < 1 or width % heads or len(rows) % (width // heads):
+        return np.ones(width)
     return np.repeat(rows.reshape(-1, width // heads), width // len(rows), axis=0).reshape(-1)

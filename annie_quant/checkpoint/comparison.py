@@ -15,17 +15,22 @@ import msgspec
 import numpy as np
 
 from annie_quant.checkpoint import dialects
+from annie_quant.checkpoint.checks.source import rel_l2
 from annie_quant.checkpoint.gguf.names import Layout
 from annie_quant.checkpoint.gguf.reader import open_gguf
 from annie_quant.checkpoint.linears import label_of
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import folder_size, gguf_size
-from annie_quant.checkpoint.source_diff import rel_l2
 from annie_quant.core.errors import CheckpointError, UsageError, need
 
 
 class ComparedTensor(msgspec.Struct):
-    """One tensor of one form. weights: number of elements.  bits: per weight.  rel_l2, cosine: against the source."""
+    """One tensor of one form.
+
+    weights: number of elements.
+    rel_l2, cosine: against the source.
+    bits: per weight.
+    """
 
     tensor: str
     form: str
@@ -37,7 +42,10 @@ class ComparedTensor(msgspec.Struct):
 
 
 class FormSummary(msgspec.Struct):
-    """One form. bits_per_weight: of all its tensors (annie_quant.checkpoint.size).  rel_l2: over its matrices.
+    """One form.
+
+    bits_per_weight: of all its tensors (annie_quant.checkpoint.size).
+    rel_l2: over its matrices.
     worst: the tensor with the largest relative error.
     """
 
@@ -46,7 +54,7 @@ class FormSummary(msgspec.Struct):
     worst: str
 
 
-class Weight(NamedTuple):
+class ComparedWeight(NamedTuple):
     """One tensor of a form, with its values and those of the source (arrays of equal shape)."""
 
     name: str
@@ -56,8 +64,13 @@ class Weight(NamedTuple):
     source: np.ndarray
 
 
-class Comparison(msgspec.Struct):
-    """rows: one per tensor and form.  summary: form → FormSummary."""
+class FormComparison(msgspec.Struct):
+    """Several forms of one model.
+
+    source: path of the bf16 source.
+    rows: one per tensor and form.
+    summary: form → FormSummary.
+    """
 
     source: str
     rows: list[ComparedTensor] = msgspec.field(default_factory=list)
@@ -111,14 +124,16 @@ def labels(paths: Iterable[str | os.PathLike]) -> dict[str, str | os.PathLike]:
     raise UsageError("the same form is given twice", "name each once")
 
 
-def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> Comparison:
-    """Compare each form (label → folder or GGUF file) with the bf16 source. Only matrices count; an expert's linear
-    is one, also where its source stores all experts in one tensor.
+def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> FormComparison:
+    """Compare each form with the bf16 source, matrix by matrix.
+
+    An expert's linear is one matrix, also where its source stores all experts in one tensor.
+    forms: label → folder or GGUF file.
     """
     original = ModelFolder(source)
     if dialects.linears(original):
         raise CheckpointError(f"{source} is quantized itself", "give the bf16 checkpoint as the source")
-    result = Comparison(str(source))
+    result = FormComparison(str(source))
     for label, path in forms.items():
         if Path(path).is_file():
             weights, size = gguf_weights(Path(path), original), gguf_size(Path(path))
@@ -164,21 +179,21 @@ def matrices(source: ModelFolder) -> Iterator[str]:
         yield from (n for n in source.parts_of(name) or [name] if len(source.info(n).shape) == 2)
 
 
-def folder_weights(folder: ModelFolder, source: ModelFolder) -> Iterator[Weight]:
+def folder_weights(folder: ModelFolder, source: ModelFolder) -> Iterator[ComparedWeight]:
     """Yield the matrices of a model folder that the source has, too."""
     linears = {source.find(f"{n}.weight"): x for n, x in dialects.linears(folder).items()}
     for name in matrices(source):
         values = source.tensor(name).astype(np.float32)
         if linear := linears.get(name):
             size = sum(folder.info(t).size_bytes for t in linear.tensors())
-            yield Weight(name, linear.format, size, linear.dequantize(folder), values)
+            yield ComparedWeight(name, linear.format, size, linear.dequantize(folder), values)
         elif plain := folder.find(name):
             info = folder.info(plain)
-            yield Weight(name, info.dtype, info.size_bytes, folder.tensor(plain).astype(np.float32), values)
+            yield ComparedWeight(name, info.dtype, info.size_bytes, folder.tensor(plain).astype(np.float32), values)
         source.release(name)
 
 
-def gguf_weights(path: Path, source: ModelFolder) -> Iterator[Weight]:
+def gguf_weights(path: Path, source: ModelFolder) -> Iterator[ComparedWeight]:
     """Yield the matrices of a GGUF file that the source has, too; the source's as llama.cpp would store them."""
     gguf = need("gguf", "serve")
     tensors = open_gguf(path)
@@ -196,4 +211,4 @@ def gguf_weights(path: Path, source: ModelFolder) -> Iterator[Weight]:
             values = values * np.float32(scale.data[number])
         expected = layout.transform(name, source.tensor(name)).astype(np.float32)
         size = int(tensor.n_bytes) // count + (4 if scale is not None else 0)
-        yield Weight(name, tensor.tensor_type.name, size, values, expected)
+        yield ComparedWeight(name, tensor.tensor_type.name, size, values, expected)

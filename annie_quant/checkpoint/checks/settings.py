@@ -1,0 +1,171 @@
+"""Checks on the quantization settings, against tensors and each other, and on the scales of an FP8 KV cache.
+
+FP8 KV cache: servers multiply it by k_scale and v_scale; without them, or before calibration, they are 1.0 (sgl-cookbook #237), and
+vLLM cannot compute them itself for hybrid models. ModelOpt's `fp8_cast` means 1.0 on purpose (amax 448): 0.47 stores no scale
+then, other versions 1.0, and until 0.42 ModelOpt raised calibrated scales to 1.0. A quantizer of ModelOpt without calibration
+stores none, so its 1.0 is never a missing calibration; that of other producers is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from annie_quant import models
+from annie_quant.checkpoint.codes import fault, finding_of
+from annie_quant.checkpoint.dialects import QuantizedFolder, modelopt
+from annie_quant.checkpoint.header import ShardError
+from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, QuantConfig, covering_pattern, plain_linears
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.documents import Finding
+
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", FP8_DYNAMIC, FP8_BLOCK, "MIXED_PRECISION")
+MODELOPT_VERSION = re.compile(r"0\.\d{1,3}\b")  # our own exports have another text there
+KV_ENDS = (".k_scale", ".v_scale")
+
+
+def unread_method(model: QuantizedFolder) -> Finding | None:
+    """Return the finding about settings that name a layout which is not read here."""
+    method = model.folder.quantization.get("quant_method")
+    if not method or model.dialect is not None:
+        return None
+    problem = f"quant_method {str(method)[:40]!r} is not read here; modelopt, compressed-tensors and fp8 in blocks are"
+    return Finding("method_unknown", "config.json", problem)
+
+
+def check(model: QuantizedFolder) -> Iterator[Finding]:
+    """Compare the settings with what is on disk, and the two files of ModelOpt's settings with each other."""
+    folder, linears, config = model.folder, model.linears, model.config
+    if model.dialect is None:
+        return
+    inline = isinstance(folder.config.get("quantization_config"), dict)
+    if not inline:
+        problem = "no quantization_config; a server would read the folder as plain weights"
+        yield fault("config_missing", "config.json", problem)
+    second = None
+    try:
+        second = modelopt.read_file(folder)
+    except ShardError as error:
+        yield finding_of(error)
+    plain = sorted(n for n in plain_linears(folder) if n not in linears)
+    if inline and second is not None and model.dialect is modelopt:
+        yield from check_agreement(config, second, [*linears, *plain])
+    if config.algo and config.algo not in ALGORITHMS:
+        problem = f"quant_algo {config.algo[:40]!r} is not known here, expected one of {', '.join(ALGORITHMS)}"
+        yield Finding("algorithm_unknown", "config.json", problem)
+    if not linears:
+        problem = f"the configuration names {config.algo or config.method}, and no tensor is quantized"
+        yield Finding("nothing_quantized", "config.json", problem)
+        return
+    for entry in sorted({e.rpartition(".")[2]: e for e in config.excluded}.items()):
+        if members := folder.family.fused.get(entry[0]):
+            on_disk = ", ".join(m.rpartition(".")[2] for m in members)
+            yield fault("excluded_fused_name", entry[1], f"excluded by its fused name, and on disk it is {on_disk}")
+    for name in sorted(linears):
+        if pattern := covering_pattern(name, config.excluded):
+            yield fault("excluded_but_quantized", name, f"listed as excluded (by {pattern!r}) and quantized on disk")
+        elif config.layers and not config.algo_of(name):
+            yield fault("not_listed", name, "quantized on disk and not in quantized_layers or a group's targets")
+        elif config.layers and ("FP8" in config.algo_of(name)) != (linears[name].format == "fp8"):
+            yield fault("format_disagrees", name, f"listed as {config.algo_of(name)}, on disk {linears[name].format}")
+    for name in plain:
+        excluded = covering_pattern(name, config.excluded) or folder.family.is_auxiliary(name)
+        if config.layers:
+            if name in config.layers or (config.algo_of(name) and not excluded):
+                yield fault("listed_but_plain", name, "listed to be quantized, and not quantized on disk")
+        elif not excluded:
+            yield fault("not_excluded", name, "not quantized on disk and not listed as excluded")
+
+
+def check_agreement(inline: QuantConfig, second: QuantConfig, modules: list[str]) -> Iterator[Finding]:
+    """Compare config.json's settings with those of hf_quant_config.json, module by module."""
+    file = modelopt.HF_QUANT_CONFIG
+    if inline.algo != second.algo:
+        problem = f"{file} has quant_algo {second.algo or 'none'}, config.json has {inline.algo or 'none'}"
+        yield Finding("config_disagrees", file, problem)
+        return
+    if inline.group and second.group and inline.group != second.group:
+        yield fault("config_disagrees", file, f"group_size {second.group}, config.json: {inline.group}")
+    for name in sorted(modules):
+        if bool(covering_pattern(name, inline.excluded)) != bool(covering_pattern(name, second.excluded)):
+            yield fault("config_disagrees", name, f"excluded in one of {file} and config.json and not in the other")
+    if inline.layers != second.layers:
+        name = sorted(set(inline.layers.items()) ^ set(second.layers.items()))[0][0]
+        yield fault("config_disagrees", name, f"{file} and config.json list it differently in quantized_layers")
+
+
+def check_kv_cache(model: QuantizedFolder) -> Iterator[Finding]:
+    """Check that the stored scales are complete, positive numbers and not all 1.0, and that the cache is not NVFP4."""
+    folder, config = model.folder, model.config
+    if config.kv_cache and "NVFP4" in config.kv_cache.upper():
+        cache = config.kv_cache[:20]
+        problem = f"asks for a KV cache in {cache}, which loops at token 0 with thinking and tools; serve with FP8"
+        yield fault("kv_cache_nvfp4", "config.json", problem)
+    yield from check_kv_complete(folder, config)
+    values = {}
+    for name in (n for n in folder if n.endswith(KV_ENDS)):
+        try:
+            values[name] = float(folder.scalar(name))
+        except ShardError as error:
+            yield Finding(error.code, name, error.message)
+            continue
+        if not np.isfinite(values[name]) or values[name] <= 0:
+            yield fault("kv_scale_bad", name, f"{values[name]}; it multiplies every key or value")
+    if values and set(values.values()) == {1.0} and not is_cast(config):
+        reason = "as before calibration or by ModelOpt's fp8_cast; calibrate the KV cache"
+        yield fault("kv_scale_default", next(iter(values)), f"all {len(values)} KV scales are 1.0, {reason}")
+
+
+def check_kv_complete(folder: ModelFolder, config: QuantConfig) -> Iterator[Finding]:
+    """Check that the keys and values of every layer have a scale if any has, and that a static scheme has them.
+
+    compressed-tensors' kv_cache_scheme promises calibrated scales; ModelOpt's settings do not (fp8_cast stores none).
+    """
+    ends: dict[str, set[str]] = {}
+    for name in folder:
+        if folder.family.in_decoder(name) and models.is_attention(name):
+            stored = ends.setdefault(models.layer_of(name), set())
+            if name.endswith(KV_ENDS):
+                stored.add(name.rpartition(".")[2])
+    if not any(ends.values()):
+        scheme = config.raw.get("kv_cache_scheme")
+        if config.method == "compressed-tensors" and isinstance(scheme, dict) and not scheme.get("dynamic") and ends:
+            problem = (
+                "kv_cache_scheme asks for calibrated scales and none is stored; servers use 1.0 (sgl-cookbook #237)"
+            )
+            yield fault("kv_scale_missing", "config.json", problem)
+        return
+    lacking = sorted(layer for layer, stored in ends.items() if len(stored) < len(KV_ENDS))
+    if lacking:
+        have = ", ".join(sorted(ends[lacking[0]])) or "none"
+        problem = f"{len(lacking)} of {len(ends)} attention layers lack k_scale or v_scale (here: {have})"
+        yield fault("kv_scale_missing", models.attention_of(lacking[0]), f"{problem}; servers use 1.0 for them")
+
+
+def scales_to_keep(folder: ModelFolder, config: QuantConfig) -> list[str]:
+    """Return the names of the scales that a copy keeps: none where all are a cast's 1.0, which servers use without any.
+
+    The copy has another producer, so its scales of 1.0 would be those of a missing calibration.
+    """
+    names = [n for n in folder if n.endswith(KV_ENDS) and folder.info(n).elements == 1]
+    values = {float(folder.scalar(n)) for n in names}
+    return [] if values == {1.0} and is_cast(config) else names
+
+
+def is_cast(config: QuantConfig) -> bool:
+    """Return whether the settings name a cast without calibration, or a ModelOpt, whose scales of 1.0 are meant."""
+    producer = config.raw.get("producer")
+    version = str(producer.get("version", "")) if isinstance(producer, dict) else ""
+    return bool(MODELOPT_VERSION.match(version)) or any("cast" in text.lower() for text in strings(config.raw))
+
+
+def strings(value: Any, depth: int = 0) -> Iterator[str]:
+    """Yield the strings in the settings; module names are keys or in lists, and skipped."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict) and depth < 4:
+        for inner in value.values():
+            yield from strings(inner, depth + 1)

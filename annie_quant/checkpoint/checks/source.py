@@ -1,0 +1,176 @@
+"""Compare a checkpoint with the bf16 checkpoint it was made from: the error of each tensor, and what was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from annie_quant import models
+from annie_quant.checkpoint.checks import folds
+from annie_quant.checkpoint.codes import fault, finding_of
+from annie_quant.checkpoint.dialects import QuantizedFolder
+from annie_quant.checkpoint.linears import Linear, is_linear
+from annie_quant.checkpoint.shards import ModelFolder, ShardError
+from annie_quant.documents import Finding
+
+# NVFP4 on Gaussian weights: .095 by amax, .081 by the best search; Student-t and outliers stay under .13.
+SUSPICIOUS_ERROR = 0.2
+SAME_VALUES = 2**-8  # relative error of a tensor that was rounded to another 16-bit type
+PLAIN_FOLD_ERROR = 0.02  # of an unquantized linear with folded scales, against the fit
+PIECE = 1 << 20  # elements
+
+
+@dataclass(frozen=True)
+class SourceDifferences:
+    """What a checkpoint's tensors are against its source's.
+
+    rel_l2: quantized linear → relative L2 error of its values.
+    findings: tensors that are not what the source makes of them.
+    scaled: layers in which scales were moved between tensors.
+    """
+
+    rel_l2: dict[str, float] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    scaled: set[str] = field(default_factory=set)
+
+
+def source_differences(
+    model: QuantizedFolder, source: ModelFolder, known: Collection[tuple[str, str]]
+) -> SourceDifferences:
+    """Compare each tensor with the source's. known: (code, tensor) of the findings so far."""
+    folder, result = model.folder, SourceDifferences()
+    result.scaled.update(models.layer_of(n) for n in changed_norms(folder, source))
+    for linear in model.linears.values():
+        has_nan = ("block_scale_nan", linear.block_scale or "") in known  # a finding already: check the rest
+        try:
+            distance, is_fold = compare_linear(folder, linear, source, has_nan)
+        except ShardError as error:
+            finding = finding_of(error, linear.name)
+            if (finding.code, finding.tensor) not in {*known, *((f.code, f.tensor) for f in result.findings)}:
+                result.findings.append(finding)
+            continue
+        result.rel_l2[linear.name] = distance
+        if is_fold:
+            result.scaled.add(models.layer_of(linear.name))
+        elif not distance < SUSPICIOUS_ERROR:
+            problem = f"relative error {distance:.3g} against the source"
+            result.findings.append(fault("large_error", linear.name, problem))
+    plain = plain_differences(model, source)
+    result.findings.extend(plain.findings)
+    result.scaled.update(plain.scaled)
+    result.findings.extend(folds.check(model, source, result.scaled))
+    return result
+
+
+def compare_linear(folder: ModelFolder, linear: Linear, source: ModelFolder, has_nan: bool) -> tuple[float, bool]:
+    """Return a quantized linear's relative error, and whether it is the source's weight with scaled rows and columns.
+
+    has_nan: take the source's values where the linear's are NaN.
+    Raises ShardError where the source has no such weight, or one of another shape.
+    """
+    name, original = f"{linear.name}.weight", source.find(f"{linear.name}.weight")
+    if original is None:
+        raise ShardError("not_in_source", f"{name}: the source has no such tensor", tensor=linear.name)
+    shapes = list(linear.shape(folder)), list(source.info(original).shape)
+    if shapes[0] != shapes[1]:
+        message = f"{linear.name}: {shapes[0]} here, {shapes[1]} in the source"
+        raise ShardError("source_shape", message, tensor=linear.name)
+    ours, theirs = linear.dequantize(folder), source.tensor(original)
+    if has_nan:
+        ours = np.where(np.isnan(ours), theirs.astype(np.float32), ours)
+    distance = rel_l2(ours, theirs)
+    is_fold = not distance < SUSPICIOUS_ERROR and is_scaled(ours, theirs, SUSPICIOUS_ERROR)
+    folder.release(linear.weight)
+    source.release(original)
+    return distance, is_fold
+
+
+def is_scaled(ours: np.ndarray, theirs: np.ndarray, error: float) -> bool:
+    """Return whether a matrix is the source's with scaled rows and columns, up to a relative error."""
+    theirs = theirs.astype(np.float32)
+    if not np.isfinite(ours).all():
+        return False
+    r, c = folds.fit(ours, theirs)
+    return rel_l2(ours, r[:, None] * theirs * c) < error
+
+
+def plain_differences(model: QuantizedFolder, source: ModelFolder) -> SourceDifferences:
+    """Compare the tensors that are not quantized: they equal the source's, or a fold scaled them."""
+    folder, result = model.folder, SourceDifferences()
+    family = folder.family
+    biases = {f"{site.producer}.bias" for site in family.inputs if site.fold == "rows"}
+    norms = {f"{norm}.weight" for norm in family.norms}
+    for name in model.unowned:
+        original = source.find(name)
+        if original is None:
+            continue
+        if folder.info(name).shape != source.info(original).shape:
+            ours_info, theirs_info = folder.info(name), source.info(original)
+            if ours_info.elements != theirs_info.elements and not family.is_auxiliary(name):
+                problem = f"{list(ours_info.shape)} here, {list(theirs_info.shape)} in the source"
+                result.findings.append(fault("source_shape", name, problem))
+            continue
+        if family.in_vision(name) or same_bytes(folder, name, source, original):
+            continue  # vision is compared byte for byte (completeness.py)
+        ours, theirs = float32(folder, name), float32(source, original)
+        error = rel_l2(ours, theirs)
+        if error < SAME_VALUES:
+            continue
+        inside = models.in_layer(name)
+        # Norms and biases are checked together with the linears that read them.
+        if inside in norms | biases or (
+            inside and is_linear(name, ours.shape) and is_scaled(ours, theirs, PLAIN_FOLD_ERROR)
+        ):
+            result.scaled.add(models.layer_of(name))
+        else:
+            problem = f"not quantized, and differs from the source by {error:.3g}"
+            result.findings.append(fault("differs_from_source", name, problem))
+    return result
+
+
+def changed_norms(folder: ModelFolder, source: ModelFolder) -> list[str]:
+    """Return the norms before linears whose values are not the source's."""
+    norms = {f"{norm}.weight" for norm in folder.family.norms}
+    changed = []
+    for name in folder:
+        original = source.find(name) if models.in_layer(name) in norms else None
+        if not original or folder.info(name).shape != source.info(original).shape:
+            continue
+        if rel_l2(float32(folder, name), float32(source, original)) >= SAME_VALUES:
+            changed.append(name)
+    return changed
+
+
+def float32(folder: ModelFolder, name: str) -> np.ndarray:
+    """Return a copy of a tensor in float32."""
+    return folder.tensor(name).astype(np.float32)
+
+
+def rel_l2(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Return the relative L2 distance of two arrays; NaN where `ours` holds NaN.
+
+    Pieces are summed in float32 and added up in float64: exact to five digits, and as fast as a disk reads.
+    """
+    a, b = ours.reshape(-1), theirs.reshape(-1)
+    distance = norm = 0.0
+    for start in range(0, a.size, PIECE):
+        piece = b[start : start + PIECE].astype(np.float32, copy=False)
+        difference = a[start : start + PIECE] - piece
+        distance += float(np.dot(difference, difference))
+        norm += float(np.dot(piece, piece))
+    return (distance / norm) ** 0.5 if norm else float(distance != 0)
+
+
+def same_tensor(folder: ModelFolder, name: str, source: ModelFolder, original: str) -> bool:
+    """Return whether two tensors have one shape, one type, and the same bytes."""
+    return folder.info(name).shape == source.info(original).shape and same_bytes(folder, name, source, original)
+
+
+def same_bytes(folder: ModelFolder, name: str, source: ModelFolder, original: str) -> bool:
+    """Return whether two tensors of one shape are equal byte for byte, without copying either."""
+    if folder.info(name).dtype != source.info(original).dtype:
+        return False
+    pairs = zip(folder.pieces(name), source.pieces(original), strict=True)
+    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)

@@ -1,0 +1,129 @@
+"""Audit a checkpoint: find every fault that can be known before a server loads it.
+
+A finding is a fault: a sound checkpoint has none. Other properties are in the summary.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from annie_quant import models
+from annie_quant.checkpoint import dialects, loader_support, prompt_files, runtime_names
+from annie_quant.checkpoint.checks import completeness, experts, settings, tensors
+from annie_quant.checkpoint.checks.source import source_differences
+from annie_quant.checkpoint.codes import finding_of
+from annie_quant.checkpoint.dialects import QuantizedFolder
+from annie_quant.checkpoint.linears import is_linear, label_of
+from annie_quant.checkpoint.shards import ModelFolder, ShardError
+from annie_quant.checkpoint.size import folder_size
+from annie_quant.documents import Audit, AuditSummary, Finding
+
+NOT_FROM_SOURCE = ("large_error", "differs_from_source", "not_in_source", "source_shape")
+LEAST_SHARE = 0.5  # of the compared tensors: one broken tensor is a fault, half of them are another model
+LEAST_PLAIN = 4  # linears that were not quantized, whose values are then compared exactly
+SHOWN = 3  # findings in the notes of an evaluation
+
+
+def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Audit:
+    """Audit a model folder, and compare it with the bf16 checkpoint it was made from where `source` is given.
+
+    Faults of the files themselves (a missing or truncated shard, an invalid header) are findings, too.
+    Raises ShardError where the folder does not exist.
+    """
+    try:
+        model = dialects.read(ModelFolder(path))
+    except ShardError as error:
+        if error.code == "no_folder":
+            raise
+        return Audit(str(path), [finding_of(error)])
+    folder = model.folder
+    if unread := settings.unread_method(model):
+        return Audit(str(path), [unread], AuditSummary(size_bytes=folder.weight_bytes))
+    inspected = [tensors.inspect_linear(model, linear) for linear in model.linears.values()]
+    inspected += [tensors.inspect_plain(folder, name) for name in model.unowned]
+    rows, findings = [row for row, _ in inspected], [f for _, faults in inspected for f in faults]
+    for check in (tensors.check_fused, experts.check, settings.check_kv_cache, settings.check):
+        findings += check(model)
+    findings += runtime_names.check(folder)
+    original = ModelFolder(source) if source is not None else None
+    findings += completeness.check_auxiliary(model, original)
+    findings += completeness.check_decoder(model, original)
+    if original is not None:
+        differences = source_differences(model, original, {(f.code, f.tensor) for f in findings})
+        for row in rows:
+            row.rel_l2 = differences.rel_l2.get(row.name)
+        findings += differences.findings
+        findings += prompt_files.check(folder.path, original.path)
+    return Audit(str(path), findings, summarize(model, findings), rows)
+
+
+def summarize(model: QuantizedFolder, findings: Sequence[Finding]) -> AuditSummary:
+    """Return what is quantized, what is not, the sizes, and which servers load it."""
+    folder = model.folder
+    unquantized = [part for n in model.unowned for part in folder.parts_of(n) or [n]]
+    size = folder_size(folder, model.linears)
+    servers = loader_support.verdicts(model, findings)
+    return AuditSummary(
+        dialect=model.dialect.NAME if model.dialect else "plain",
+        algorithm=model.config.algo or "none",
+        quantized=count_labels(model.linears),
+        unquantized=count_labels(n.removesuffix(".weight") for n in unquantized if is_linear(n, folder.info(n).shape)),
+        weights=size.weights,
+        size_bytes=size.size_bytes,
+        bits_per_weight=size.bits_per_weight,
+        bits_per_quantized_weight=size.bits_per_quantized_weight,
+        shards=len(folder.shards),
+        mtp=completeness.describe_mtp(model),
+        loads=[str(support) for support in servers],
+        servers=servers,
+    )
+
+
+def count_labels(modules: Iterable[str]) -> list[str]:
+    """Count module names by their last two names: "24 x mlp.down_proj", "6144 x experts.up_proj"."""
+    counts = Counter(label_of(n) for n in modules)
+    return [f"{n} x {label}" if n > 1 else label for label, n in sorted(counts.items())]
+
+
+# ---- faults that explain an evaluation: another model's reference, or a broken export
+
+
+def export_notes(path: str | os.PathLike[str], reference: str | os.PathLike[str]) -> list[str]:
+    """Return one line if the reference is not the checkpoint's source, and else one per fault of the export.
+
+    A checkpoint without quantized tensors and a folder that cannot be read give no lines.
+    """
+    result = audit(path, source=reference)
+    if not result.summary.quantized and not result.findings:
+        return []
+    other_model = (
+        "THE REFERENCE IS NOT ITS SOURCE: {}; differences between the two models are no loss of the quantization"
+    )
+    faults = [f for f in result.findings if f.code in NOT_FROM_SOURCE]
+    differing = {f.tensor for f in faults}
+    compared = {row.name for row in result.tensors if row.rel_l2 is not None} | differing
+    if len(differing) > LEAST_SHARE * len(compared) > 0:
+        reason = f"{len(differing)} of {len(compared)} quantized tensors do not come from it ({faults[0].message})"
+        return [other_model.format(reason)]
+    changed, plain = changed_plain(result, ModelFolder(path))
+    if plain >= LEAST_PLAIN and changed > LEAST_SHARE * plain:
+        reason = f"{changed} of {plain} linears that are not quantized have other values there (a close fine-tune?)"
+        return [other_model.format(reason)]
+    command = f"annie-quant audit {shlex.quote(str(path))} --source {shlex.quote(str(reference))}"
+    texts = [f"{finding.message} ({finding.code})" for finding in result.findings[:SHOWN]]
+    if len(result.findings) > SHOWN:
+        texts[-1] += f"; and {len(result.findings) - SHOWN} more findings"
+    return [f"BROKEN EXPORT: {text}; {command}" for text in texts]
+
+
+def changed_plain(result: Audit, folder: ModelFolder) -> tuple[int, int]:
+    """Return how many of the layers' unquantized linears differ from the source, and how many there are.
+
+    Quantization hides a fine-tune that changes weights by a few percent; these linears are copies of the source's.
+    """
+    quantized = {f"{row.name}.weight" for row in result.tensors if row.rel_l2 is not None}
+    plain = {n for n in folder if models.layer_of(n) and is_linear(n, folder.info(n).shape) and n not in quantized}
+    return len(plain & {f.tensor for f in result.findings if f.code == "differs_from_source"}), len(plain)

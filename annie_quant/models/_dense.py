@@ -1,0 +1,75 @@
+"""The decoder layer that most families share: its linears, norms and names in a GGUF file, and experts instead of its MLP.
+
+Qwen, Llama and their relatives differ in the norms alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from annie_quant.models.family import GGUF_MLP, Experts, Family, Form, GGUFNames, LinearInput
+
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj")
+ATTENTION_INPUT = LinearInput(ATTENTION, "input_layernorm", "norm")
+# Grouped value heads read the rows repeatedly, so no scale is searched; the audit still sees whether one cancels.
+ATTENTION_OUTPUT = LinearInput(("self_attn.o_proj",), "self_attn.v_proj", "rows", searched=False)
+MLP_INPUT = LinearInput(MLP, "post_attention_layernorm", "norm")
+MLP_OUTPUT = LinearInput(("mlp.down_proj",), "mlp.up_proj", "rows")  # it reads silu(gate) * up
+DENSE_INPUTS = (ATTENTION_INPUT, MLP_INPUT, MLP_OUTPUT, ATTENTION_OUTPUT)
+DENSE_FUSED = {"qkv_proj": ATTENTION, "gate_up_proj": MLP}
+DENSE_KINDS = {"mlp": ("mlp.*",), "attention": ("self_attn.*_proj*",)}
+GGUF_TOP = {
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+# With the norms of queries and keys, which Llama does not have.
+GGUF_ATTENTION = {
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+}
+# The layer of Llama, Qwen2 and Qwen3: each of them has some of these tensors.
+GGUF_LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    **GGUF_ATTENTION,
+    **GGUF_MLP,
+}
+GGUF_LAYER |= {
+    name.replace("_proj.weight", "_proj.bias"): stored.replace(".weight", ".bias")
+    for name, stored in GGUF_LAYER.items()
+    if name.endswith("_proj.weight")
+}
+# The mixture of experts of Qwen2 MoE and its successors. The shared expert is a dense MLP that every token passes.
+SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+QWEN_EXPERTS = Experts(
+    module="mlp.experts",
+    merged={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    fused=("gate_proj", "up_proj"),
+    router="mlp.gate",
+    count="num_experts",
+    width="moe_intermediate_size",
+    active="num_experts_per_tok",
+    gguf={
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.experts.gate_proj": "ffn_gate_exps",
+        "mlp.experts.up_proj": "ffn_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+    },
+)
+# ModelOpt's default exclusions that concern every family: head, embedding, routers, vision, multi-token prediction.
+COMMON_UNQUANTIZED = (
+    "*lm_head", "*embed_tokens*", "*mlp.gate", "*router*", "*shared_expert_gate", "mtp.*", "*visual*", "*vision*",
+)  # fmt: skip
+
+
+def dense(name: str, class_name: str, model_type: str, **gguf: Any) -> Family:
+    """Return a family with four linears of attention, a gated MLP and plain norms. gguf: further fields of GGUFNames."""
+    names = GGUFNames(architecture=model_type, top=GGUF_TOP, layer=GGUF_LAYER, mtp={}, **gguf)
+    form = Form(class_name, model_type)
+    return Family(name, form, DENSE_INPUTS, DENSE_FUSED, DENSE_KINDS, COMMON_UNQUANTIZED, gguf=names)

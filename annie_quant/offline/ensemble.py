@@ -197,7 +197,7 @@ def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answer
     """Return the reference's answers in the second arithmetic, from the cache where it has all of them.
 
     They show what a harmless change of arithmetic does to bf16's own answers, which is the floor of every comparison with them: a
-    checkpoint loses such a gate only if it changes more answers than that (judge/decision/paired.py). A sample of the prompts and
+    checkpoint loses such a gate only if it changes more answers than that (judge/decision/rule.py). A sample of the prompts and
     all whose answer is uncertain are computed, rounded to bfloat16 as GPU servers round (a model in bfloat16: with its sums in
     another order).
     """

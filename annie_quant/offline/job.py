@@ -48,7 +48,7 @@ def evaluate(
         model_dir: folder of the checkpoint.
         reference_dir: folder of the bf16 checkpoint that it was made from.
         workloads: Workload objects, names, JSON files or folders; default: those of the persona, else Annie's.
-        persona: a name, a JSON file or a folder from `annie-quant init`; its system prompt and tools are used (data/resolve.py).
+        persona: a name, a JSON file or a folder from `annie-quant init`; its system prompt and tools are used (data/workloads.py).
         n_per_gate: number of prompts per gate, drawn from the workloads; default: all.
         conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
         n_conversations: most conversations, taken evenly over the file.

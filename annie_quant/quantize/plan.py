@@ -17,8 +17,8 @@ import numpy as np
 from annie_quant import nvfp4
 from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
+from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, ShardPlan
 from annie_quant.core.errors import CheckpointError

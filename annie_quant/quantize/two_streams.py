@@ -26,7 +26,7 @@ from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method
 from annie_quant.quantize.layer_stages import inputs_of
 from annie_quant.quantize.layerwise import DecoderLayer, Observer
 
-# Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/source_diff.py).
+# Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/checks/source.py).
 MAX_CHANGE = 0.19
 RAISED = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # factors of the damping
 

@@ -84,7 +84,9 @@ def test_the_servers_metrics_are_in_the_run(tmp_path):
     assert done.requests == 6
     rows = documents.decode(dict[str, backend.ServerMetrics], tmp_path / "run" / backend.METRICS_FILE)
     name = 'vllm:generation_tokens_total{engine="0"}'
-    assert rows["a"].after[name] - rows["a"].before[name] == 5 * len(server.bodies) == 35, "six prompts and the smoke question"
+    assert rows["a"].after[name] - rows["a"].before[name] == 5 * len(server.bodies) == 35, (
+        "six prompts and the smoke question"
+    )
 
 
 def test_a_sustained_run_lasts_its_time_and_has_a_memory_trace(tmp_path):

@@ -26,8 +26,7 @@ from paths import DATA, ROOT
 
 from annie_quant import report
 from annie_quant.bench.regressions import regression
-from annie_quant.checkpoint.writer import staged
-from annie_quant.checkpoint.writer import need_room
+from annie_quant.checkpoint.writer import need_room, staged
 from annie_quant.cli import terminal
 from annie_quant.cli.pipeline import search
 from annie_quant.cli.pipeline.stages import RunDirectory

@@ -134,7 +134,9 @@ def simulate_drift(runs):
                 *records_of("b", rng, prompts, repeats, sigma, phi, factor=factor),
             ]
             steps = [
-                row for row in stability.find_drifts(rows, "ab", run) if row.significant and (row.backend == "b" or not factor)
+                row
+                for row in stability.find_drifts(rows, "ab", run)
+                if row.significant and (row.backend == "b" or not factor)
             ]
             hits += bool(steps)
             at += [row.after_s / (prompts * repeats) for row in steps[:1]]

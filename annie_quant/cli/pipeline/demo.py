@@ -108,7 +108,7 @@ def run(
 ) -> DemoResult:
     """Run every stage into `output`.
 
-    n_offline, n_served: prompts per gate without and with servers. persona, workloads: as for data/resolve.py.
+    n_offline, n_served: prompts per gate without and with servers. persona, workloads: as for data/workloads.py.
     """
     check_packages()
     directory = RunDirectory(output)

@@ -68,7 +68,7 @@ def run(
 
     n: prompts per gate. every: evaluate every strategy on all prompts, also after one that is chosen, and without the early look
     (a failed smoke question is reported). required: the numerics under which every gate must keep. anyway: continue with a model
-    that fails the gates in bf16. persona, workloads: as for data/resolve.py. seeds: calibration draws in which a strategy must
+    that fails the gates in bf16. persona, workloads: as for data/workloads.py. seeds: calibration draws in which a strategy must
     keep.
     Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
     """

@@ -21,8 +21,7 @@ import numpy as np
 
 from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import source_key
-from annie_quant.checkpoint.writer import ShardPlan
+from annie_quant.checkpoint.writer import ShardPlan, source_key
 from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault, UsageError, need
 from annie_quant.core.files import read_json
 from annie_quant.core.progress import SILENT, ByteProgress, Progress

@@ -51,7 +51,7 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     (None: all). prefix_cache: "warm" (servers as they come) or "off" (no reuse between requests, where the server can).
     reference: the backend that answer length is compared with. roles: those that the user named. budget_s: stop measuring after so
     many seconds.
-    noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor (bench/noise.py).
+    noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor (bench/stability.py).
     sustained: repeat the prompts until budget_s ends, so that requests which were not sent are no caveat.
     stop_early: stop at a planned look when everything is decided (bench/sequential.py).
     """

@@ -230,7 +230,7 @@ class AdjustedResult(PairedResult, kw_only=True):
 class Comparison(AdjustedResult, kw_only=True):
     """Two backends on one metric of one workload ("all": over all workloads).
 
-    noise: the median difference that 95 % of comparisons of two equal servers would stay below (bench/noise.py), from both
+    noise: the median difference that 95 % of comparisons of two equal servers would stay below (bench/stability.py), from both
     sides' A/A measurements; None where nothing was measured twice.
     """
 
@@ -257,7 +257,7 @@ class NoiseFloor(msgspec.Struct, kw_only=True):
 
 
 class Drift(msgspec.Struct, kw_only=True):
-    """A backend's times before and after the largest step of the run (bench/drift.py).
+    """A backend's times before and after the largest step of the run (bench/stability.py).
 
     after_s: when the step is, from the first request on. shift: relative change of the median, low and high its 95 % interval.
     machine: figure (clock_mhz, temperature_c, load_per_core) → [median before, median after, p]. throttled_before,

@@ -81,7 +81,7 @@ def _backend_result(fields: dict[str, Any]) -> BackendResult:
 
 
 @dataclass(frozen=True)
-class Case:
+class GemmCase:
     """One product: codes uint8 [rows, K/2], linear scale bytes uint8 [rows, K/16], alpha the product of tensor scales."""
 
     name: str
@@ -97,17 +97,17 @@ class Case:
         return left @ right.T * self.alpha, np.abs(left) @ np.abs(right).T * self.alpha
 
 
-def cases() -> list[Case]:
+def cases() -> list[GemmCase]:
     """Return cases of random data (uniform weights would hide a swapped fragment): small, large, padded, one token."""
     result = []
     for m, n, k in ((1, 256, 256), (16, 256, 512), (33, 384, 768), (128, 128, 1024), (150, 128, 128), (128, 128, 192)):
         a, sa = oracle.random_weight(m, k, m + 1)
         w, sw = oracle.random_weight(n, k, n + k)
-        result.append(Case(f"M={m} N={n} K={k}", a, sa, w, sw, float(np.float32(2.0**-7 * 1.1))))
+        result.append(GemmCase(f"M={m} N={n} K={k}", a, sa, w, sw, float(np.float32(2.0**-7 * 1.1))))
     return result
 
 
-def judge(name: str, call: Callable[[Case], Any], only: list[Case] | None = None) -> BackendResult:
+def judge(name: str, call: Callable[[GemmCase], Any], only: list[GemmCase] | None = None) -> BackendResult:
     """Run one backend over the cases (all, or `only` these) and return its verdict.
 
     One wrong case makes the backend wrong whatever the others give: an error is visible to a user, a wrong result is not.
@@ -142,14 +142,14 @@ def swizzled(scales: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(padded.reshape(m // 128, 4, 32, c // 4, 4).transpose(0, 3, 2, 1, 4)).reshape(m, c)
 
 
-def backends(stack: str) -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
+def backends(stack: str) -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
     """Yield (name, call or None, reason why it is missing) of each FP4 GEMM in the stack."""
     if stack not in STACKS:
         raise UsageError(f"there is no stack called {stack!r}", f"choose one of: {', '.join(STACKS)}, all")
     yield from {"torch": _torch, "vllm": _vllm, "flashinfer": _flashinfer}[stack]()
 
 
-def _tensors(case: Case) -> tuple[Any, ...]:
+def _tensors(case: GemmCase) -> tuple[Any, ...]:
     """Return codes and scales of both operands as W4A4 kernels take them: codes unchanged, scales swizzled."""
     import torch
 
@@ -169,7 +169,7 @@ def _host(tensor: Any) -> np.ndarray:
     return tensor.float().cpu().numpy()
 
 
-def _torch() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
+def _torch() -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
     name = "torch._scaled_mm"
     try:
         import torch
@@ -180,7 +180,7 @@ def _torch() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
         yield name, None, f"torch {torch.__version__} has no float4_e2m1fn_x2"
         return
 
-    def call(case: Case) -> Any:
+    def call(case: GemmCase) -> Any:
         a, sa, w, sw = _tensors(case)
         fp4 = torch.float4_e2m1fn_x2
         out = torch._scaled_mm(a.view(fp4), w.view(fp4).t(), sa.flatten(), sw.flatten(), out_dtype=torch.bfloat16)
@@ -189,7 +189,7 @@ def _torch() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
     yield name, call, ""
 
 
-def _vllm() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
+def _vllm() -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
     cutlass, marlin, ours = "vllm cutlass_scaled_fp4_mm", "vllm marlin (W4A16)", "vllm annie_quant (W4A16)"
     try:
         from vllm import _custom_ops as ops
@@ -198,7 +198,7 @@ def _vllm() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
         yield from ((cutlass, None, why), (ours, None, why), (marlin, None, why))
         return
 
-    def call(case: Case) -> Any:
+    def call(case: GemmCase) -> Any:
         import torch
 
         a, sa, w, sw = _tensors(case)
@@ -226,7 +226,7 @@ def _operator_missing() -> str:
     return ""
 
 
-def _annie_quant(case: Case) -> Any:
+def _annie_quant(case: GemmCase) -> Any:
     """Run the operator that our plug-in gives vLLM."""
     import torch
 
@@ -236,7 +236,7 @@ def _annie_quant(case: Case) -> Any:
     return _host(torch.ops.annie_quant.nvfp4_linear(x, *weight)) * case.alpha
 
 
-def _marlin(utils: Any, case: Case) -> Any:
+def _marlin(utils: Any, case: GemmCase) -> Any:
     """Run vLLM's weight-only kernel after its own preparation of a layer. The activations are exact in bf16."""
     import torch
 
@@ -257,7 +257,7 @@ def _marlin(utils: Any, case: Case) -> Any:
     return _host(out) * case.alpha
 
 
-def _flashinfer() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
+def _flashinfer() -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
     try:
         import flashinfer
         import torch
@@ -266,7 +266,7 @@ def _flashinfer() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
         return
     for backend in ("cutlass", "cudnn", "trtllm"):
 
-        def call(case: Case, backend: str = backend) -> Any:
+        def call(case: GemmCase, backend: str = backend) -> Any:
             a, sa, w, sw = _tensors(case)
             alpha = torch.tensor([case.alpha], dtype=torch.float32, device="cuda")
             return _host(flashinfer.mm_fp4(a, w.T, sa, sw.T, alpha, torch.bfloat16, backend=backend))

@@ -56,6 +56,12 @@ def test_a_seed_gives_the_same_schedule_again(folder: Path) -> None:
     assert traces[0].stderr == traces[1].stderr and "connect(" in traces[0].stderr
 
 
+@pytest.mark.parametrize("seed", [30038730])  # the answer to another request, and a reset, between the look and the sending
+def test_schedules_that_found_a_fault(seed: int, folder: Path) -> None:
+    process = simulate(folder / "simulate", 1, seed)
+    assert process.returncode == 0, process.stderr
+
+
 FAULTS = {
     "plain": {
         "reuses without a look": ("if (is_silent(connection))", "if (connection)"),

@@ -2,9 +2,6 @@
 #include "http1.h"
 #include "text.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 enum state { HEAD, LENGTH, TO_END, CHUNK_SIZE, CHUNK_EXTENSION, CHUNK_SIZE_LF, CHUNK, CHUNK_CR, CHUNK_LF, TRAILER, DONE };
 
 void http1_init(struct http1 *h, bool no_body)
@@ -15,9 +12,7 @@ void http1_init(struct http1 *h, bool no_body)
 
 void http1_free(struct http1 *h)
 {
-    free(h->pending);
-    h->pending = NULL;
-    h->pending_size = h->pending_capacity = 0;
+    vector_free(&h->pending);
 }
 
 const char *http1_explain(int status)
@@ -48,21 +43,6 @@ const char *http1_explain(int status)
 
 /* ---- lines */
 
-static int hold(struct http1 *h, const uint8_t *bytes, size_t size)
-{
-    size_t needed = h->pending_size + size; /* both are at most HTTP1_MAX_LINE */
-    if (needed > h->pending_capacity) {
-        uint8_t *grown = realloc(h->pending, needed + needed / 2);
-        if (!grown)
-            return HTTP1_NO_MEMORY;
-        h->pending = grown;
-        h->pending_capacity = needed + needed / 2;
-    }
-    memcpy(h->pending + h->pending_size, bytes, size);
-    h->pending_size = needed;
-    return HTTP1_MORE;
-}
-
 /* The next line with its LF, or NULL if it does not end in this read. It is in the read or in `pending`. */
 static int take_line(struct http1 *h, const uint8_t *bytes, size_t size, size_t *used, const uint8_t **line, size_t *length)
 {
@@ -70,21 +50,22 @@ static int take_line(struct http1 *h, const uint8_t *bytes, size_t size, size_t 
     size_t piece = lf ? (size_t)(lf - bytes) + 1 : size;
     *line = NULL;
     *used = piece;
-    if (piece > HTTP1_MAX_LINE - h->pending_size || piece > HTTP1_MAX_HEAD - h->head_size)
+    if (piece > HTTP1_MAX_LINE - h->pending.size || piece > HTTP1_MAX_HEAD - h->head_size)
         return HTTP1_TOO_LARGE;
     h->head_size += piece;
-    if (lf && h->pending_size == 0) {
+    if (lf && h->pending.size == 0) {
         *line = bytes;
         *length = piece;
         return HTTP1_MORE;
     }
-    int status = hold(h, bytes, piece);
-    if (status == HTTP1_MORE && lf) {
-        *line = h->pending;
-        *length = h->pending_size;
-        h->pending_size = 0; /* its bytes are valid until the next line is stored */
+    if (vector_add(&h->pending, bytes, piece))
+        return HTTP1_NO_MEMORY;
+    if (lf) {
+        *line = h->pending.base;
+        *length = h->pending.size;
+        h->pending.size = 0; /* its bytes are valid until the next line is stored */
     }
-    return status;
+    return HTTP1_MORE;
 }
 
 static size_t without_end(const uint8_t *line, size_t size)
@@ -251,7 +232,7 @@ static int feed_head(struct http1 *h, const uint8_t *bytes, size_t size, size_t 
         return status;
     bool first = h->state == HEAD && h->status == 0;
     if (!line)
-        return first && !may_be_status_line(h->pending, h->pending_size) ? HTTP1_NOT_HTTP : HTTP1_MORE;
+        return first && !may_be_status_line(h->pending.base, h->pending.size) ? HTTP1_NOT_HTTP : HTTP1_MORE;
     size_t plain = without_end(line, length);
     if (first)
         status = read_status_line(h, line, plain);

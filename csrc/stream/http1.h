@@ -8,6 +8,8 @@
 #ifndef AQ_STREAM_HTTP1_H
 #define AQ_STREAM_HTTP1_H
 
+#include "vector.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -45,11 +47,10 @@ struct http1_sink {
 };
 
 struct http1 {
-    uint64_t left;    /* bytes of the body or of the chunk that are still expected */
-    uint8_t *pending; /* the beginning of a line from earlier reads */
-    size_t pending_size, pending_capacity;
-    size_t head_size; /* bytes of this head, or of this chunk's size line */
-    uint64_t length;  /* Content-Length */
+    uint64_t left;         /* bytes of the body or of the chunk that are still expected */
+    struct vector pending; /* the beginning of a line from earlier reads */
+    size_t head_size;      /* bytes of this head, or of this chunk's size line */
+    uint64_t length;       /* Content-Length */
     int interim, digits;
     uint16_t status;      /* 0: no status line yet */
     uint8_t state, minor; /* HTTP/1.minor */

@@ -232,8 +232,12 @@ static void read_available(struct transfer *t, uint32_t events)
 /* A server may answer and close before it has read the whole request: the answer is valid even if sending fails. */
 static void send_and_read(struct transfer *t, uint32_t events)
 {
-    if (t->unsent && !send_available(t))
+    if (t->unsent && !send_available(t)) {
+        bool nothing_sent = t->unsent == t->head.size + t->request->body_size;
+        if (nothing_sent && retry_on_new_connection(t)) /* what the socket may hold is not this request's answer */
+            return;
         events |= EPOLLERR;
+    }
     if (events & ~(uint32_t)EPOLLOUT)
         read_available(t, events);
 }

@@ -1,9 +1,6 @@
 /* The framer of sse.h. Linear in the bytes fed: each byte is searched for a line end once, however the reads are split. */
 #include "sse.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 void sse_init(struct sse *s, size_t max_frame)
 {
     memset(s, 0, sizeof *s);
@@ -13,29 +10,7 @@ void sse_init(struct sse *s, size_t max_frame)
 
 void sse_free(struct sse *s)
 {
-    free(s->pending);
-    s->pending = NULL;
-    s->pending_size = s->pending_capacity = 0;
-}
-
-static int hold(struct sse *s, const uint8_t *bytes, size_t size)
-{
-    if (size == 0)
-        return SSE_OK;
-    if (size > SIZE_MAX / 2 - s->pending_size)
-        return SSE_TOO_LARGE;
-    size_t needed = s->pending_size + size;
-    if (needed > s->pending_capacity) {
-        size_t capacity = needed + needed / 2;
-        uint8_t *grown = realloc(s->pending, capacity);
-        if (!grown)
-            return SSE_NO_MEMORY;
-        s->pending = grown;
-        s->pending_capacity = capacity;
-    }
-    memcpy(s->pending + s->pending_size, bytes, size);
-    s->pending_size = needed;
-    return SSE_OK;
+    vector_free(&s->pending);
 }
 
 static void start_frame(struct sse *s)
@@ -169,29 +144,30 @@ static int cut(struct sse *s, const uint8_t *bytes, size_t size, sse_emit emit, 
 int sse_feed(struct sse *s, const uint8_t *bytes, size_t size, sse_emit emit, void *context)
 {
     size_t used = 0;
-    if (s->pending_size == 0) {
+    if (s->pending.size == 0) {
         int status = cut(s, bytes, size, emit, context, &used);
-        return status ? status : hold(s, bytes + used, size - used);
+        if (status || used == size)
+            return status;
+        return vector_add(&s->pending, bytes + used, size - used) ? SSE_NO_MEMORY : SSE_OK;
     }
-    int status = hold(s, bytes, size);
-    if (status)
-        return status;
-    status = cut(s, s->pending, s->pending_size, emit, context, &used);
+    if (vector_add(&s->pending, bytes, size))
+        return SSE_NO_MEMORY;
+    int status = cut(s, s->pending.base, s->pending.size, emit, context, &used);
     /* After a failure, too: sse_finish must not pass on again what has been passed on. */
-    s->pending_size -= used;
-    memmove(s->pending, s->pending + used, s->pending_size);
+    s->pending.size -= used;
+    memmove(s->pending.base, s->pending.base + used, s->pending.size);
     return status;
 }
 
 int sse_finish(struct sse *s, sse_emit emit, void *context)
 {
-    if (s->pending_size == 0)
+    if (s->pending.size == 0)
         return SSE_OK;
-    if (s->line_start < s->pending_size)
-        read_line(s, s->pending, s->pending_size);
+    if (s->line_start < s->pending.size)
+        read_line(s, s->pending.base, s->pending.size);
     s->frame.kind = s->any_field ? SSE_TAIL : SSE_SILENT;
-    int status = emit(context, s->pending, s->pending_size, &s->frame);
-    s->pending_size = 0;
+    int status = emit(context, s->pending.base, s->pending.size, &s->frame);
+    s->pending.size = 0;
     s->after_cr = false;
     start_frame(s);
     return status;

@@ -11,6 +11,8 @@
 #ifndef AQ_STREAM_SSE_H
 #define AQ_STREAM_SSE_H
 
+#include "vector.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -44,10 +46,9 @@ struct sse_frame {
 typedef int (*sse_emit)(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info);
 
 struct sse {
-    uint8_t *pending; /* the beginning of a frame from earlier reads */
-    size_t pending_size, pending_capacity;
-    size_t scanned;    /* no line end before this position in the frame */
-    size_t line_start; /* position in the frame */
+    struct vector pending; /* the beginning of a frame from earlier reads */
+    size_t scanned;        /* no line end before this position in the frame */
+    size_t line_start;     /* position in the frame */
     size_t max_frame;
     struct sse_frame frame;
     bool after_cr;   /* the last byte was a CR that ended a line: a LF now belongs to it */

@@ -167,6 +167,8 @@ static enum framing make_answer(struct order *o, bool *close)
 static enum happening spoil(struct order *o, enum framing framing)
 {
     size_t cut = 1 + random_below((uint32_t)o->wire.size - 1);
+    if (server_is_quiet && cut == o->wire.size - 1) /* libcurl does not read the last byte of a chunked body */
+        cut--;
     bool hangs = one_in(4), reset = one_in(2);
     if (one_in(4) && framing == CHUNKED && cut > o->head) { /* bytes that are not a chunk's size, at the end of a chunk */
         static const char *const bad[] = {"zz\r\n", "\r\n", "-1\r\n", "fffffffffffffffff\r\n"};

@@ -47,17 +47,17 @@ def test_under_sanitizers(part: str, tmp_path) -> None:
 BREAKS = {
     "sse": {
         "forgets a CR between reads": ("s->after_cr = true;", "s->after_cr = false;"),
-        "loses pending bytes": ("s->pending_size -= used;", "s->pending_size -= used + (s->pending_size > used);"),
+        "loses pending bytes": ("s->pending.size -= used;", "s->pending.size -= used + (s->pending.size > used);"),
         "ends a line of JSON at a CR": ("s->lines ? NULL : memchr(", "memchr("),
         "counts a blank line as JSON": (
             "if (start == end)\n        return false;",
             "if (start > end)\n        return false;",
         ),
-        "accepts a byte order mark anywhere": ("s->first_line = false;", "s->first_line = s->pending_size > 8;"),
+        "accepts a byte order mark anywhere": ("s->first_line = false;", "s->first_line = s->pending.size > 8;"),
     },
     "http1": {
-        "loses the beginning of a line": ("if (lf && h->pending_size == 0)", "if (lf)"),
-        "does not clear a line that was read": ("h->pending_size = 0; /* its", "; /* its"),
+        "loses the beginning of a line": ("if (lf && h->pending.size == 0)", "if (lf)"),
+        "does not clear a line that was read": ("h->pending.size = 0; /* its", "; /* its"),
         "ignores the remaining length": ("size > h->left ?", "size > SIZE_MAX - 1 ?"),
         "reuses a connection whose body has no end": (
             "h->keep = false;\n        h->state = TO_END;",

@@ -266,7 +266,7 @@ class LogFile:
         return 0
 
     def append(self, line: bytes) -> bool:
-        """Write one line. Return False where the limit is reached or the disk is full: then nothing of it is in the file."""
+        """Write one line. Return False, with nothing of the line in the file, where the limit is reached or the disk is full."""
         if self.stopped:
             return False
         data = line + b"\n"

@@ -188,11 +188,11 @@ def generate(
     if finished is not None:
         return finished
     job = _Job(who, module.NAME, n, target, seed, split, limits or Limits(), sleep)
-    teacher = module.open_teacher(replace(options or Options(), max_usd=lambda: run.remaining_usd()), split)
-    teacher.check(who)
+    opened: Teacher = module.open_teacher(replace(options or Options(), max_usd=lambda: run.remaining_usd()), split)
+    opened.check(who)
     texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
     forbidden = DuplicateFinder([*texts, *(gate_texts(who) if split != "gate" else ())])
-    run = _Run(job, teacher, Journal(target, job.key(teacher.model), restart=force), forbidden)
+    run = _Run(job, opened, Journal(target, job.key(opened.model), restart=force), forbidden)
     return run.run(progress or SILENT)
 
 

@@ -1,15 +1,11 @@
 """Built-in conversations with Annie: exchanges drawn from templates with seeded choices.
 
-Every template belongs to one split (train, calibration or gate), so that a model is never judged with a phrasing that it was
-trained or calibrated on. draw(category, rng, split) returns one exchange; conversation(rng, split) returns five.
+draw(category, rng, split) returns one exchange; conversation(rng, split) returns five.
 
-Facts, topics, things (assets/offline_teacher/words.json) and templates of the built-in conversations.
-
-Facts are the same in every split. Tool topics are separate per split, so that a correct tool call in a gate cannot have been
-learned by heart: train has all combinations of two words but the topics of calibration and gate.
-
-Templates (assets/offline_teacher/phrases.json) must stay in their split, too. Placeholders: {s} subject, {a} answer, {t} topic,
-{d} device, {f} feeling, {c} cause; in sums {a} and {b} are the numbers, {t} the things, {one} and {many} the container.
+Every template (assets/offline_teacher/phrases.json) belongs to one split (train, calibration or gate), so that a model is never
+judged with a phrasing that it was trained or calibrated on. Facts (words.json) are the same in every split. Topics of tool calls
+are separate, so that a correct call in a gate cannot have been learned by heart: train has all combinations of two words except
+the topics of calibration and gate.
 """
 
 from __future__ import annotations
@@ -26,7 +22,11 @@ SPLITS = ("train", "calibration", "gate")
 
 
 class TopicWords(msgspec.Struct):
-    """first, second: words that make a topic. calibration, gate: the topics of these splits."""
+    """Topics of tool calls.
+
+    first, second: words that make a topic.
+    calibration, gate: the topics of these splits.
+    """
 
     first: tuple[str, ...]
     second: tuple[str, ...]
@@ -34,13 +34,18 @@ class TopicWords(msgspec.Struct):
     gate: tuple[str, ...]
 
     def by_split(self, everything: list[str]) -> dict[str, tuple[str, ...]]:
-        """Return the topics of each split. everything: all topics; train has those of no other split, sorted."""
+        """Return the topics of each split. everything: all topics; train has those that are in no other split, sorted."""
         train = tuple(sorted(set(everything).difference(self.calibration, self.gate)))
         return {"train": train, "calibration": self.calibration, "gate": self.gate}
 
 
 class Words(msgspec.Struct):
-    """facts: kind → (subject, answer). containers: (singular, plural). devices: requests that no tool can fulfil."""
+    """Words that templates are filled with.
+
+    facts: kind of fact → (subject, answer).
+    containers: (singular, plural).
+    devices: things that no tool can operate.
+    """
 
     facts: dict[str, tuple[tuple[str, str], ...]]
     containers: tuple[tuple[str, str], ...]
@@ -75,10 +80,14 @@ PairsBySplit = dict[str, tuple[tuple[str, str], ...]]
 
 
 class Phrases(msgspec.Struct):
-    """greetings: (user's greeting, reply). greeting_additions and thanks: (user's sentence, reply).
+    """Templates. Placeholders: {s} subject, {a} answer, {t} topic, {d} device, {f} feeling, {c} cause; in sums {a} and {b} are
+    the numbers, {t} the things, {one} and {many} the container.
 
-    feelings: (feeling, reply, second sentence). fact_sentences: the reply to a fact question, per kind. thoughts: the
-    thinking before a reply, per category.
+    greetings: (user's greeting, reply).
+    greeting_additions, thanks: (user's sentence, reply).
+    feelings: (feeling, reply, second sentence).
+    fact_sentences: the reply to a question about a fact, by kind of fact.
+    thoughts: the thinking before a reply, by category.
     """
 
     openers: BySplit
@@ -109,8 +118,11 @@ PHRASES = msgspec.json.decode((ASSETS / "offline_teacher" / "phrases.json").read
 class Exchange:
     """A user's message and Annie's answer.
 
-    thought: her thinking, if thinking is on. tool, query: the call that she makes before the reply; result: what the tool
-    returns. subject, answer: the content without its wording, for other styles. expect: what a gate checks in an answer.
+    thought: the thinking, if thinking is on.
+    subject, answer: the content without its wording, for other styles.
+    expect: what a gate checks in an answer.
+    tool, query: the call before the reply.
+    result: what the tool returns.
     """
 
     category: str
@@ -148,7 +160,7 @@ def fact(kind: str, subject: str, answer: str, user: str) -> Exchange:
     return Exchange("factual", user, reply, thought, subject, answer, {"contains": [answer]})
 
 
-# Capitals are drawn most often, because they are the most.
+# Capitals are drawn most often, because there are more of them than of other facts.
 FACT_KINDS = (
     *("capital", "capital", "capital", "colour", "legs"),
     *("opposite", "young", "author", "continent", "continent"),

@@ -118,7 +118,7 @@ class Journal:
 
 CATEGORIES = ("greeting", "factual", "memory", "web", "multi_turn")
 SPLITS = ("train", "calibration", "gate")
-MAX_FRUITLESS = 3  # a category is given up after so many batches in a row without a new conversation
+MAX_FRUITLESS = 3  # consecutive batches without a new conversation, after which a category is given up
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 120.0
 MIN_BUDGET_USD = 0.005
 
@@ -188,11 +188,11 @@ def generate(
     if finished is not None:
         return finished
     job = _Job(who, module.NAME, n, target, seed, split, limits or Limits(), sleep)
-    teacher = module.open_teacher(replace(options or Options(), max_usd=lambda: run.remaining_usd()), split)
-    teacher.check(who)
+    opened: Teacher = module.open_teacher(replace(options or Options(), max_usd=lambda: run.remaining_usd()), split)
+    opened.check(who)
     texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
     forbidden = DuplicateFinder([*texts, *(gate_texts(who) if split != "gate" else ())])
-    run = _Run(job, teacher, Journal(target, job.key(teacher.model), restart=force), forbidden)
+    run = _Run(job, opened, Journal(target, job.key(opened.model), restart=force), forbidden)
     return run.run(progress or SILENT)
 
 
@@ -223,7 +223,7 @@ class _Job:
 
 
 class _Run:
-    """A run from its journal's state to the output. forbidden: texts that no row may repeat."""
+    """A run, continued from its journal. forbidden: texts that no row may repeat."""
 
     def __init__(self, job: _Job, teacher: Teacher, journal: Journal, forbidden: DuplicateFinder) -> None:
         self.job, self.teacher, self.journal, self.forbidden = job, teacher, journal, forbidden
@@ -243,11 +243,10 @@ class _Run:
 
     def run(self, progress: Progress) -> GenerationResult:
         finished = False
+        base, remainder = divmod(self.job.n, len(self.job.persona.categories))
         try:
             for index, category in enumerate(self.job.persona.categories):
-                count = self.job.n // len(self.job.persona.categories) + (
-                    index < self.job.n % len(self.job.persona.categories)
-                )
+                count = base + (index < remainder)
                 self.fill(category, count, progress)
                 self.check_exhausted(category, count)
             result = self.write()

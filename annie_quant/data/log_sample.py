@@ -97,7 +97,7 @@ class Pool:
 
 @dataclass
 class LogSample:
-    """What the logs have.
+    """What the logs contain.
 
     prompts: system prompt → number of its conversations.
     tools: name → first definition.
@@ -162,7 +162,7 @@ def _schema(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def without_prefixes(conversations: list[tuple[str, Conversation]]) -> list[tuple[str, Conversation]]:
-    """Return the conversations that are not the beginning of another one, as request logs have every turn of a chat."""
+    """Return the conversations that are not the beginning of another one; request logs have each turn of a chat again."""
     prefixes: set[str] = set()
     keys = []
     for _, conversation in conversations:

@@ -48,7 +48,7 @@ BATCH_ROWS = 256
 
 @dataclass
 class Problems:
-    """What in logs cannot be used.
+    """The records of logs that cannot be used.
 
     counts: reason → number of records.
     first: reason → file and line of its first record.
@@ -297,7 +297,7 @@ MAX_WAITING = 10_000  # requests whose answer has not been logged yet
 
 
 class ServerLog:
-    """The requests in one log; add returns the conversations that a line completes."""
+    """The requests in the text log of one server. format: which server's, once it is known."""
 
     def __init__(self) -> None:
         self.format = ""
@@ -305,7 +305,7 @@ class ServerLog:
         self._request: dict[str, Any] | None = None  # llama.cpp
 
     def add(self, line: str) -> Iterator[Conversation]:
-        """Raises Unusable for a prompt or body that cannot be parsed."""
+        """Yield the conversations that a line completes. Raises Unusable for a prompt or body that cannot be parsed."""
         if match := _VLLM_PROMPT.search(line):
             self.format = "vLLM log"
             self._prompts[match[1]] = ast.literal_eval(match[2])
@@ -364,7 +364,7 @@ def chatml(prompt: str, answer: str) -> Conversation:
 
 
 def _system(text: str) -> tuple[str, list[dict[str, Any]] | None]:
-    """Return a rendered system message as the prompt and the tools in it."""
+    """Return the system prompt and the tools of a rendered system message."""
     block = _TOOL_BLOCK.search(text)
     if block is None:
         return text.strip(), None

@@ -55,7 +55,7 @@ CONNECT_S = 30.0
 HEAD_S = 10.0
 # A body may take 10 s, and 1 s more per 10 kB; only waiting for the client counts.
 BODY_S, BODY_BYTES_PER_S = 10.0, 10_000
-LATE_S = 1.0  # a body for which the proxy has waited so long gives its place to another request
+LATE_S = 1.0  # a request whose body is late by this time can be ended in favour of a new one
 WRITE_S = 60.0
 SHUTDOWN_S = 10.0  # for answers in flight when recording ends
 PATH = "/chat/completions"
@@ -489,7 +489,7 @@ def _of_connection(headers: Mapping[str, str]) -> set[str]:
 
 
 def _codings(value: str) -> str:
-    """Return Accept-Encoding with those codings only that can be read here."""
+    """Return Accept-Encoding with only those codings that can be read here."""
     names = [item.strip() for item in value.split(",")]
     return ", ".join(n for n in names if n.partition(";")[0].strip().lower() in READABLE_CODINGS[1:]) or "identity"
 

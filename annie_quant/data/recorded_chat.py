@@ -197,8 +197,7 @@ def without(value: Any, secrets: Redactor) -> Any:
     """Return a JSON value without the given secrets, also where they are encoded or spread over texts, and in names."""
     if not secrets:
         return value
-    texts: list[bytes] = []
-    _changed(value, lambda text: texts.append(text.encode("utf-8", "surrogatepass")) or "")
+    texts = [text.encode("utf-8", "surrogatepass") for text in _texts(value)]
     spans: dict[int, list[tuple[int, int]]] = {}
     for index, start, end in secrets.spans_in(texts):
         spans.setdefault(index, []).append((start, end))
@@ -211,8 +210,21 @@ def without(value: Any, secrets: Redactor) -> Any:
     return _changed(value, masked)
 
 
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the names and texts of a JSON value in the order in which they are written."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with its names and texts changed, in the order in which they are written."""
+    """Return a JSON value with its names and texts changed, in the order of `_texts`."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -266,7 +278,7 @@ class LogFile:
         return 0
 
     def append(self, line: bytes) -> bool:
-        """Write one line. Return False where the limit is reached or the disk is full: then nothing of it is in the file."""
+        """Write one line. Return False, with nothing of the line in the file, where the limit is reached or the disk is full."""
         if self.stopped:
             return False
         data = line + b"\n"

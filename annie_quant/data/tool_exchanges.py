@@ -1,13 +1,10 @@
 """Exchanges for any persona with tools: requests that name the call's arguments, the call, a result and an answer from it.
 
-The phrasings come from a file per built-in persona (assets/offline_teacher/<persona>.json) or, for any other persona, from
-each tool's description and JSON schema. As in exchanges.py every template and every free word belongs to one split.
+The phrasings come from a file per built-in persona (assets/offline_teacher/personas) or, for any other persona, from each tool's
+description and JSON schema. As in exchanges.py every template and every free word belongs to one split.
 
-Values that fit a JSON schema, drawn with a seed: arguments for the calls of the offline teacher.
-
-Enums, constants, defaults, numbers with limits, text by format and by the property's name, arrays, nested objects, optional
-properties, unions and local references ($defs). Free text is drawn from a split's own words, so that an argument of a gate
-is in no other split.
+Arguments are drawn from the JSON schema: enums, constants, numbers with limits, text by format and by the property's name,
+arrays, nested objects, optional properties, unions and local references ($defs).
 """
 
 from __future__ import annotations
@@ -23,12 +20,12 @@ import msgspec
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
-from annie_quant.data.exchanges import MY_TOPICS, WORDS, Exchange, capitalized, memory, web
+from annie_quant.data.exchanges import MY_TOPICS, WORDS, BySplit, Exchange, capitalized, memory, web
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.documents.persona import Persona
 from annie_quant.documents.tool_schema import mismatch
 
-OPTIONAL_SHARE = 0.5  # of optional properties that are given
+OPTIONAL_SHARE = 0.5  # of optional properties that get a value
 MAX_ITEMS, MAX_DEPTH, MAX_DRAWS = 3, 6, 30
 LOW, HIGH = 1, 90  # numbers without limits
 UNITS = ("kitchen", "garden", "office", "garage", "cellar", "attic", "hall", "bedroom", "bathroom", "balcony")
@@ -182,7 +179,6 @@ def _distinct(items: Sequence[Any]) -> list[Any]:
     return list({json.dumps(item, sort_keys=True): item for item in items}.values())
 
 
-BySplit = dict[str, tuple[str, ...]]
 ANNIE_TEMPLATES = {"search_memory": memory, "web_search": web}
 PARALLEL_SHARE = 0.1  # of requests for a tool that need two calls
 
@@ -244,8 +240,11 @@ class ToolExchange:
 
 
 class ToolPhrases(msgspec.Struct):
-    """ask: requests; result: the tool's result as JSON; reply: the answer. Placeholders are the grammar's slots, in braces.
+    """Phrases for one tool. Placeholders are the grammar's slots, in braces.
 
+    ask: requests.
+    result: the tool's result as JSON.
+    reply: the answer.
     fact: the slot whose value only the result has.
     """
 

@@ -182,7 +182,7 @@ def _size_panel(run: LoadedRun, points: list[_Point]) -> Canvas:
 
 
 def _front(points: list[_Point]) -> list[tuple[int, float]]:
-    """(size, rate) of the models whose worst side no smaller model reaches; empty for a single one."""
+    """Return (size, rate) of the models whose worst side no smaller model reaches; [] for a single one."""
     worst: dict[str, tuple[int, float]] = {}
     for p in points:
         worst[p.side.model] = (p.size_bytes, min(p.result.rate, worst.get(p.side.model, (0, 1.0))[1]))
@@ -272,7 +272,7 @@ def _means(kl: KLSummary, part: str) -> dict[str, float]:
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:
-    """Powers of ten around the values."""
+    """Return the powers of ten around the values."""
     values = [max(v, LEAST) for v in values]
     return 10 ** math.floor(math.log10(min(values))), 10 ** math.ceil(math.log10(max(values) * 1.0001))
 

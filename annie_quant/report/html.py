@@ -31,7 +31,7 @@ MAX_PROMPTS = 240
 MAX_CHARACTERS = 900_000
 ANSWER_CHARACTERS = 900
 PROMPT_CHARACTERS = 400
-LONG_CHARACTERS = 120  # an equal answer of more characters is not repeated
+LONG_CHARACTERS = 120  # a longer answer that equals an earlier one is not repeated
 CALL_GATES = {"tool_call", "abstention"}
 # What is marked in an answer that failed a gate.
 _MARKED = {
@@ -119,7 +119,7 @@ def collect(run: LoadedRun) -> Browser:
     for record in run.measured:
         answers = groups.setdefault(record.prompt, {})
         earlier = answers.get(record.backend)
-        # The first of several repeats, or the first that failed.
+        # Of several repeats the first that failed is shown, else the first.
         if earlier is None or (_failed(record) and not _failed(earlier)):
             answers[record.backend] = record
     advisory = {gate for side in run.sides for gate, result in side.gates.items() if result.advisory}
@@ -146,13 +146,13 @@ def _differs(answers: ByBackend) -> bool:
 
 
 def _rank(answers: ByBackend, advisory: set[str]) -> int:
-    """0: an answer failed a deciding gate; 1: an advisory one; 2: the answers differ; 3: they do not."""
+    """Return 0 where an answer failed a deciding gate, 1 an advisory one, 2 where the answers differ, 3 where they do not."""
     failed = {gate for record in answers.values() for gate in _failed(record)}
     return 0 if failed - advisory else 1 if failed else 2 if _differs(answers) else 3
 
 
 def _in_turn(ranks: dict[PromptKey, int]) -> list[PromptKey]:
-    """Sort by rank; within a rank take the workloads in turn."""
+    """Return the prompts by rank; within a rank the workloads take turns."""
     places: dict[PromptKey, int] = {}
     lengths: Counter[tuple[int, str]] = Counter()
     for key, rank in ranks.items():
@@ -186,7 +186,6 @@ def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -
     for side in run.served:
         if side.name in records:
             answer = _answer(run, side.name, side.model, records[side.name])
-            # Equal answers are repeated where they are short.
             if sum(len(text) for text, _ in answer.pieces) + len(answer.reasoning) > LONG_CHARACTERS:
                 answer.same_as = next((a.label for a in answers if not a.same_as and a.shown == answer.shown), "")
             answers.append(answer)

@@ -103,7 +103,7 @@ def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Ca
 
 
 def _steps(ordered: list[float]) -> list[tuple[float, float]]:
-    """(value, share at or below) of a sorted sample: exact steps of few values, POINTS of many."""
+    """Return (value, share at or below) of a sorted sample: all steps of up to POINTS values, POINTS of more."""
     n = len(ordered)
     if n <= POINTS:
         return [(v, share) for i, v in enumerate(ordered) for share in (i / n, (i + 1) / n)]
@@ -148,7 +148,7 @@ def token_streams(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
 
 
 def _answers(backends: list[str], fit: list[RequestRecord]) -> dict[str, RequestRecord]:
-    """By backend, the answers to one prompt: one that most backends streamed, with the longest shortest answer."""
+    """Return, by backend, the answers to the prompt that most backends streamed and whose shortest answer is longest."""
     prompts: dict[tuple[str, str, int], dict[str, RequestRecord]] = {}
     for record in fit:
         if record.backend in backends and record.itl_ms:

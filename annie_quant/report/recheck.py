@@ -154,7 +154,7 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
 
 
 def _older_roles(run: LoadedRun) -> Roles | None:
-    """Return the roles that the verdict of version 0.2.0 or older has stored: what its candidate's gates were compared with."""
+    """Return the roles of a verdict that has none (version 0.2.0 or older), from what its candidate's gates were compared with."""
     served, verdict = run.aggregates.served, run.verdict
     candidate = decision.served_as(run.aggregates, verdict.candidate) if verdict.candidate else None
     if candidate is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from annie_quant.documents import Environment, GateResult, MetricSummary, ModelRow
+from annie_quant.documents import Environment, GateResult, KLFigures, MetricSummary, ModelRow
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.format import (
     DASH,
@@ -396,17 +396,10 @@ def csv_rows(run: LoadedRun) -> list[dict[str, Any]]:
             rows.append(identity | fields | {"metric": f"gate:{gate}", "workload": "all", "mean": r.rate})
         if not isinstance(side, ServedModel):
             if kl := side.data.kl:
-                divergence = {"n": kl.n_tokens, "p50": kl.median, "p99": kl.p99, "mean": kl.mean}
-                rows.append(identity | {"metric": "kl_nats"} | divergence)
+                rows.append(identity | {"metric": "kl_nats"} | _divergence(kl))
                 rows.append(identity | {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top})
-                if decides := kl.decisions:
-                    divergence = {
-                        "n": decides.n_tokens,
-                        "p50": decides.median,
-                        "p99": decides.p99,
-                        "mean": decides.mean,
-                    }
-                    rows.append(identity | {"metric": "kl_nats:decisions"} | divergence)
+                if kl.decisions:
+                    rows.append(identity | {"metric": "kl_nats:decisions"} | _divergence(kl.decisions))
             continue
         for workload in side.data.workloads:
             for metric in COMPARED:
@@ -417,6 +410,10 @@ def csv_rows(run: LoadedRun) -> list[dict[str, Any]]:
             value = getattr(side.data.memory_bytes, level, None)
             rows.append(identity | {"metric": f"memory_bytes:{level}", "n": 1, "mean": value})
     return [row for row in rows if row["mean"] is not None]
+
+
+def _divergence(figures: KLFigures) -> dict[str, float]:
+    return {"n": figures.n_tokens, "p50": figures.median, "p99": figures.p99, "mean": figures.mean}
 
 
 def csv_text(run: LoadedRun) -> str:

@@ -204,21 +204,6 @@ def test_a_killed_run_keeps_its_finished_batches(claude):
     assert len(claude.calls()) == 3 + 3 and not journal.exists()
 
 
-def test_a_journal_of_version_0_1_0_is_read(claude):
-    """It had one line per row before its batch's line; rows without a batch line do not count."""
-    claude.script("ok", "ok", {"do": "error", "text": "Invalid API key"})
-    with pytest.raises(EnvironmentFault):
-        claude.make(n=5)
-    journal = claude.folder / ".out.jsonl.journal"
-    key, *batches = map(json.loads, journal.read_text().splitlines())
-    old = [line for b in batches for line in (*({"row": row} for row in b["rows"]), {"batch": b["batch"]})]
-    unfinished = {"row": batches[0]["rows"][0] | {"id": "half a batch"}}
-    journal.write_text("".join(json.dumps(line) + "\n" for line in (key, *old, unfinished)))
-    claude.script("ok")
-    assert claude.make(n=5).valid == 5
-    assert len(claude.calls()) == 3 + 3 and "half a batch" not in {r["id"] for r in claude.rows()}
-
-
 @pytest.mark.parametrize(
     "cost", [float("nan"), float("inf"), -1.0, 1e9, 10**400, True, "0.01", [], {"usd": 1}], ids=lambda c: str(c)[:12]
 )

@@ -174,16 +174,7 @@ def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: in
     at, p = split
     start, since = _start(records[0]), _start(rows[at])
     shift, low, high = _shift(deviation, groups, at, seed)
-    row = Drift(
-        backend=name,
-        metric=metric,
-        n=len(rows),
-        after_s=since - start,
-        shift=shift,
-        low=low,
-        high=high,
-        p=p,
-    )
+    row = Drift(backend=name, metric=metric, n=len(rows), after_s=since - start, shift=shift, low=low, high=high, p=p)
     for field in ("clock_mhz", "temperature_c", "load_per_core"):
         values = [getattr(r, field) for r in rows]
         if None not in values and len(set(values)) > 1:

@@ -94,12 +94,12 @@ class BudgetEnded(Exception):
 
 @dataclass
 class PendingRequest:
-    """One request that is about to be sent. history: the conversation's earlier answers, which this one is added to."""
+    """One request that is about to be sent."""
 
     record: RequestRecord
-    body: dict[str, Any]
+    body: dict[str, Any]  # of a chat completion
     case: Case
-    history: list[ChatMessage]
+    history: list[ChatMessage]  # the conversation's earlier answers; this request's is added
 
 
 def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload) -> None:
@@ -146,9 +146,8 @@ class Session:
         self.identities: dict[str, Identity] = {}
         self.acceptance = Acceptance()
         self.sized: dict[str, Workload] = {}  # those with a context, fitted to the models' tokenizer
-        self.hung = (
-            ""  # the backend whose request in flight at the end of the budget had taken far longer than its others
-        )
+        # The backend whose request in flight at the end of the budget had taken far longer than its others.
+        self.hung = ""
         self.digests: dict[tuple[str, str], str] = {}  # judge.prompt_sha256 by workload and case
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
         self.done = {r.id: r for r in records.rows if not r.warmup}

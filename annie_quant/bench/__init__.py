@@ -14,7 +14,7 @@ from annie_quant.bench.aggregates import aggregate
 from annie_quant.bench.backend import Backend, key_headers
 from annie_quant.bench.exports import export
 from annie_quant.bench.regressions import losses, regression
-from annie_quant.bench.runner import run
+from annie_quant.bench.session import run
 from annie_quant.core.host import environment
 
 __all__ = ["Backend", "aggregate", "environment", "export", "key_headers", "losses", "regression", "run"]

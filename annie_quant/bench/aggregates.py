@@ -58,7 +58,10 @@ MEMORY_SOURCES = ("gpu_process_bytes", "process_rss_bytes", "system_used_bytes")
 
 
 def aggregate(folder: str | os.PathLike[str], stated: Roles | None = None) -> Aggregates:
-    """Compute the aggregates of a run directory again, from its records.jsonl and bench.json. stated: other roles."""
+    """Compute the aggregates of a run directory again, from its records.jsonl and bench.json.
+
+    stated: roles instead of the run's
+    """
     root = Path(folder)
     bench = read_bench(root)
     try:
@@ -89,10 +92,14 @@ def aggregate_records(
     reference: Sequence[RequestRecord] = (),
     traces: Mapping[str, memory.Trace] | None = None,
 ) -> Aggregates:
-    """Aggregate all records of a benchmark, warm-ups included.
+    """Aggregate the records of a benchmark.
 
-    identities, levels: by backend; ended: how the run ended; a run that left out requests is a caveat. reference: bf16's
-    records of an earlier run, with which all sides are compared where none of them is bf16. traces: memory over the run.
+    records: all of them, warm-ups included
+    identities: what each backend reports about itself, by backend
+    levels: measured memory, by backend
+    ended: how the run ended; a run that left out requests is a caveat
+    reference: bf16's records of an earlier run, with which all sides are compared where none of them is bf16
+    traces: memory over the run, by backend
     """
     levels = levels or {}
     formats = {name: identity.format for name, identity in identities.items() if identity.format}
@@ -167,8 +174,9 @@ def pair_sides(
     greedy: Collection[str],
     recorded: Sequence[RequestRecord] = (),
 ) -> None:
-    """Judge each backend's gates against its reference's answers to the same prompts: bf16's (of this run, else those that an
-    earlier one recorded), else those of the side to replace.
+    """Set each backend's paired gates, from its reference's answers to the same prompts.
+
+    The reference's answers are bf16's, of this run or recorded by an earlier one, else those of the side to replace.
     """
     references = {name: decision.other_side(roles, name) for name in served}
     if recorded and roles.reference is None:
@@ -194,7 +202,7 @@ def gate_counts(records: Sequence[RequestRecord], greedy: Collection[str]) -> di
 
 
 def _speed_gates(records: Sequence[RequestRecord], thinking: Collection[str], seed: int) -> dict[str, SpeedGate]:
-    """The median content TTFT and decode speed against their limits: one request in flight, thinking off."""
+    """Compare the median content TTFT and decode speed with their limits: one request in flight, thinking off."""
     single = [r for r in records if r.workload not in thinking and r.alone]
     gates = {}
     limits = {"ttft": ("ttft_content_ms", TTFT_LIMIT_MS), "decode": ("decode_tok_s", DECODE_LEAST_TOK_S)}
@@ -212,7 +220,7 @@ def _speed_gates(records: Sequence[RequestRecord], thinking: Collection[str], se
 
 
 def tool_surface(records: Iterable[RequestRecord], name: str) -> list[ToolSurfacePoint]:
-    """Right calls of one backend against the number of tools on offer.
+    """Return one backend's correct calls by the number of tools on offer.
 
     Each number of tools is compared with the smallest over the same prompts (exact McNemar test, Holm over the numbers).
     """
@@ -242,7 +250,7 @@ def tool_surface(records: Iterable[RequestRecord], name: str) -> list[ToolSurfac
 
 
 def values_by_prompt(records: Iterable[RequestRecord], metric: str) -> Values:
-    """Return prompt → values of a metric; token metrics only where the server itself counted."""
+    """Return the values of a metric by prompt; token metrics only where the server itself counted."""
     values: Values = defaultdict(list)
     for record in records:
         value = metric_value(record, metric)
@@ -276,7 +284,7 @@ def labelled(records: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]
 
 
 def _verbosity(records: Sequence[RequestRecord], reference: str | None, name: str) -> Verbosity | None:
-    """Tokens of an answer over the tokens of the reference's answer to the same prompt: the median ratio."""
+    """Return the median ratio of an answer's tokens to those of the reference's answer to the same prompt."""
     if reference is None or reference == name:
         return None
     own, other = (
@@ -292,7 +300,7 @@ def _verbosity(records: Sequence[RequestRecord], reference: str | None, name: st
 
 
 def _memory_bytes(levels: MemoryLevels | None) -> MemoryBytes | None:
-    """The figure for the report: NVML's per process, else resident memory, else what the whole machine uses."""
+    """Return the figures for the report: NVML's per process, else resident memory, else what the whole machine uses."""
     if levels is None:
         return None
     source = next((name for name in MEMORY_SOURCES if getattr(levels.idle, name) is not None), None)
@@ -303,7 +311,7 @@ def _memory_bytes(levels: MemoryLevels | None) -> MemoryBytes | None:
 
 
 def _energy(records: Iterable[RequestRecord]) -> Energy | None:
-    """Energy over a backend's measured requests; None where it was not counted."""
+    """Return the energy of a backend's measured requests; None where it was not counted."""
     counted = [(r.energy_j, r.completion_tokens or 0) for r in records if r.energy_j is not None]
     if not counted:
         return None
@@ -315,7 +323,7 @@ def _energy(records: Iterable[RequestRecord]) -> Energy | None:
 
 
 def _comparisons(records: Sequence[RequestRecord], a: str, b: str, seed: int) -> list[Comparison]:
-    """All compared metrics of each workload that both backends have, and of all workloads together."""
+    """Compare all metrics of each workload that both backends have, and of all workloads together."""
     left, right = (labelled(r for r in records if r.backend == name) for name in (a, b))
     groups = [(label, left[label], right[label]) for label in left if label in right]
     if len(groups) > 1:
@@ -332,7 +340,7 @@ def _comparisons(records: Sequence[RequestRecord], a: str, b: str, seed: int) ->
 
 
 def _floors(records: Sequence[RequestRecord], seed: int) -> list[NoiseFloor]:
-    """The noise of one backend, by workload, load and metric, and of all workloads together."""
+    """Return the noise of one backend by workload, load and metric, and of all workloads together."""
     groups = labelled(records)
     if len(groups) > 1:
         groups["all"] = [r for r in records if r.alone]
@@ -346,7 +354,7 @@ def adjust(rows: Sequence[AdjustedResult]) -> None:
 
 
 def _turns(records: Sequence[RequestRecord], seed: int) -> list[TurnPoint]:
-    """Content TTFT by turn, over the workloads that are conversations, one request in flight."""
+    """Return content TTFT by turn, over the workloads that are conversations, one request in flight."""
     conversations = {r.workload for r in records if r.turn > 0}
     by_turn: dict[int, list[RequestRecord]] = defaultdict(list)
     for record in records:
@@ -364,14 +372,14 @@ def _turns(records: Sequence[RequestRecord], seed: int) -> list[TurnPoint]:
 
 
 def _turn_ratio(points: Sequence[TurnPoint]) -> float | None:
-    """Content TTFT of the last turn, relative to the first."""
+    """Return the content TTFT of the last turn, relative to the first."""
     if len(points) < 2 or not points[0].ttft_content_ms or not points[-1].ttft_content_ms:
         return None
     return points[-1].ttft_content_ms / points[0].ttft_content_ms
 
 
 def _crossover(served: Mapping[str, ServedSide], a: str, b: str) -> Crossover | None:
-    """Where total latency (TTFT + tokens x TPOT, medians) of two backends is the same."""
+    """Return the number of tokens at which two backends have the same total latency (TTFT + tokens x TPOT, medians)."""
     lines = []
     for name in (a, b):
         medians = [

@@ -87,7 +87,7 @@ def _pair(a: Identity, b: Identity) -> Findings:
         yield _finding("same_server", "note", message, a.name, b.name)
         return
     sources = [side.meta.get("source") for side in (a, b)]
-    compared: list[tuple[str, str, Any, Any]] = [("different_weights", "source weights", *sources)]
+    compared: list[tuple[str, str, Any, Any]] = [("different_weights", "source weights", sources[0], sources[1])]
     sizes = {"n_params": "numbers of parameters", "n_vocab": "vocabulary sizes", "n_embd": "hidden sizes"}
     for field, title in sizes.items():
         x, y = getattr(a.model_meta, field), getattr(b.model_meta, field)

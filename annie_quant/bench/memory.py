@@ -1,10 +1,4 @@
-"""Memory of a server: idle, with one request, with five at once, and at its peak (schema.MemoryFigures).
-
-Whether a server's memory grows while it is used, from samples taken during the whole run (memory_trace.json).
-
-The slope is Theil and Sen's (the median of the slopes between bins), so that single peaks do not matter; its interval comes from
-resampled bins. The first part of a run is left out: a server fills its cache and pools first.
-"""
+"""Memory of a server: idle, with one request, with five at once, at its peak, and whether it grows during a run."""
 
 from __future__ import annotations
 
@@ -12,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from annie_quant import documents
 from annie_quant.core import host
@@ -23,7 +19,7 @@ GPU_SAMPLE_S = 1.0  # where there is no NVML, a call of nvidia-smi takes tens of
 
 
 def measure(pid: int, send: Callable[[int], None]) -> MemoryLevels:
-    """Measure a process idle, and its peaks while `send(1)` and `send(5)` run, which send so many requests."""
+    """Measure a process idle, and its peaks while `send(1)` and `send(5)` send one and five requests."""
     idle = sample(pid)
     peaks = []
     for count in (1, 5):
@@ -83,7 +79,7 @@ def highest(*samples: MemoryFigures) -> MemoryFigures:
     """Return each figure's largest value; None where no sample has it."""
     names = MemoryFigures.__struct_fields__
     values = {name: [v for s in samples if (v := getattr(s, name)) is not None] for name in names}
-    return MemoryFigures(**{name: max(some, default=None) for name, some in values.items()})
+    return MemoryFigures(**{name: max(sizes, default=None) for name, sizes in values.items()})
 
 
 def after_stop(timeout_s: float = 30.0, steady_bytes: int = 64 << 20) -> int | None:
@@ -122,6 +118,11 @@ def _gpu(pids: list[int]) -> int | None:
     return sum(sizes) if sizes else None
 
 
+# ---- growth, from samples of the whole run
+#
+# The slope is Theil and Sen's (the median of the slopes between bins), so that single peaks do not matter; its interval comes from
+# resampled bins. The first part of a run is left out: a server fills its cache and pools first.
+
 FILE = "memory_trace.json"
 SETTLING_SHARE = 0.25  # of the run, left out
 BINS, LEAST_BINS = 24, 8
@@ -134,8 +135,6 @@ Trace = Sequence[tuple[float, float]]  # (seconds, bytes)
 
 def growth(trace: Trace, seed: int = 0) -> MemoryGrowth | None:
     """Return the slope of a server's memory; None for too few samples."""
-    import numpy as np
-
     data = np.asarray(trace, dtype=np.float64).reshape(-1, 2)
     if not len(data):
         return None
@@ -170,8 +169,6 @@ def growth(trace: Trace, seed: int = 0) -> MemoryGrowth | None:
 
 def slope(points: object) -> float:
     """Return the median of the slopes between all pairs of points [time in s, bytes], in bytes per hour."""
-    import numpy as np
-
     data = np.asarray(points)
     first, second = np.triu_indices(len(data), 1)
     elapsed = data[second, 0] - data[first, 0]

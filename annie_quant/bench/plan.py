@@ -1,4 +1,5 @@
-"""Which prompts go to which backend, in which order: randomised blocks that interleave the backends over the same prompts.
+"""What a benchmark measures, and which prompts go to which backend in which order: randomised blocks that interleave the
+backends over the same prompts.
 
 A block has two prompts. For the first the backends take turns in a random order, for the second in the reverse order (ABBA
 for two backends), so that a slow drift of the machine affects all of them alike.
@@ -6,6 +7,7 @@ for two backends), so that a slow drift of the machine affects all of them alike
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +17,104 @@ from typing import Any
 import msgspec
 
 from annie_quant import documents
+from annie_quant.bench import endpoints
+from annie_quant.bench.backend import Backend
+from annie_quant.bench.run_folder import workload_settings
+from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
-from annie_quant.documents import BenchConfig, Load
-from annie_quant.judge.library import build_workload
+from annie_quant.documents import BenchConfig, Load, Roles
+from annie_quant.judge import decision
+from annie_quant.judge.library import build_workload, load_workloads
 from annie_quant.judge.workloads import Case, Workload, context_text
 
+PathLike = str | os.PathLike[str]
 ALONE = Load()
 OPEN_LOOP_REQUESTS = 32  # of an open loop, before the next backend's requests
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """Checked settings of a benchmark: `run` of bench/session.py measures it.
+
+    reference_run   folder of an earlier run with a bf16 side, whose answers all sides are compared with
+    reference_name  that side's name there; None: its reference
+    """
+
+    config: BenchConfig
+    backends: tuple[Backend, ...]
+    workloads: tuple[Workload, ...]
+    folder: Path
+    resume: bool = True
+    reference_run: Path | None = None
+    reference_name: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [backend.name for backend in self.backends]
+
+
+def plan_benchmark(
+    backends: Sequence[Backend],
+    workloads: Sequence[Workload | str],
+    output: PathLike,
+    *,
+    concurrency: int | Sequence[int] = 1,
+    rates: Sequence[float] = (),
+    trace_speeds: Sequence[float] = (1.0,),
+    resume: bool = True,
+    reference_run: PathLike | None = None,
+    candidate: str | None = None,
+    reference: str | None = None,
+    incumbent: str | None = None,
+    **settings: Any,
+) -> BenchPlan:
+    """Return the plan of a benchmark; the arguments are those of `run`. Raises UsageError for bad arguments."""
+    loaded = [w if isinstance(w, Workload) else load_workloads([w])[0] for w in workloads]
+    levels = [concurrency] if isinstance(concurrency, int) else list(concurrency)
+    loads = [*(Load(level) for level in levels), *(Load(0, rate) for rate in rates)]
+    used = [load for load in loads if any(applies(load, w) for w in loaded)]
+    used += [Load(0, None, speed) for speed in trace_speeds if any(w.has_arrivals for w in loaded)]
+    elsewhere = reference if reference_run is not None and reference not in [b.name for b in backends] else None
+    config = BenchConfig(
+        roles=Roles(candidate=candidate, reference=None if elsewhere else reference, incumbent=incumbent),
+        backends=[b.settings for b in backends],
+        loads=used,
+        workloads={w.name: workload_settings(w) for w in loaded},
+        **settings,
+    )
+    _check(config, loaded)
+    config.reference = config.roles.incumbent or backends[0].name
+    run = None if reference_run is None else Path(reference_run)
+    return BenchPlan(config, tuple(backends), tuple(loaded), Path(output), resume, run, elsewhere)
+
+
+def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:
+    names = [b.name for b in config.backends]
+    if not names:
+        raise UsageError("no backend to measure", "give at least one: --backend-a NAME URL")
+    if len(set(names)) < len(names):
+        raise UsageError(f"two backends have the same name: {', '.join(names)}", "give each its own")
+    decision.assign(names, {}, config.roles)  # raises for a role that names no side
+    if not config.workloads:
+        raise UsageError("no workload to measure", "name one: --workloads greeting")
+    if config.runs < 1 or config.warmup < 0 or (config.n is not None and config.n < 1):
+        raise UsageError(
+            "runs and n must be 1 or more and warmup 0 or more; "
+            f"got runs={config.runs}, n={config.n}, warmup={config.warmup}"
+        )
+    if not config.loads:
+        raise UsageError("no load to measure under", "give a concurrency or a rate")
+    for backend in config.backends:
+        endpoint = endpoints.ENDPOINTS[backend.endpoint]
+        if not endpoint.with_tools and (tools := [w.name for w in workloads if any(w.tools_for(c) for c in w.cases)]):
+            raise UsageError(
+                f"backend {backend.name!r}: the {backend.endpoint} endpoint cannot offer tools, and {tools[0]} has some",
+                "choose --workloads without tools, or another endpoint",
+            )
+    if config.prefix_cache not in ("warm", "off"):
+        raise UsageError(f"prefix_cache must be 'warm' or 'off', got {config.prefix_cache!r}")
+    if config.stop_early and len(config.loads) > 1:
+        raise UsageError("stopping early works with one load", "run each load separately")
 
 
 @dataclass(frozen=True)

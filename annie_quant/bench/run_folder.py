@@ -21,14 +21,7 @@ from annie_quant import documents
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.files import replacing, sha256_text
 from annie_quant.core.resume import JsonLines
-from annie_quant.documents import (
-    BenchConfig,
-    Inputs,
-    RequestRecord,
-    SentCase,
-    SentWorkload,
-    WorkloadSettings,
-)
+from annie_quant.documents import BenchConfig, Inputs, RequestRecord, SentCase, SentWorkload, WorkloadSettings
 from annie_quant.judge.workloads import Workload
 
 RUN_FILES = (

@@ -1,6 +1,6 @@
 """How steady a run's times are: the noise of equal sides, drift over time, and differences that grow with depth.
 
-tests/perf/bench_rules.py simulates how often each rule errs. The findings are in words for the report (documents.Confound).
+tests/perf/bench_rules.py simulates how often each rule errs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Values = Mapping[Hashable, Sequence[float]]
 
 
 def measured_values(records: Iterable[RequestRecord], metric: str) -> dict[Hashable, list[float]]:
-    """Return prompt → one value per request, in order: a list of values (ITL) counts as its median."""
+    """Return one value per request by prompt, in order; of a list of values (ITL) its median."""
     values: dict[Hashable, list[float]] = defaultdict(list)
     for record in records:
         value = metric_value(record, metric)
@@ -53,8 +53,10 @@ def noise_floors(
 ) -> list[NoiseFloor]:
     """Return the floors of one backend, by label of workload and load, and by metric.
 
-    records: all timed requests of the backend. labels: the same by label; "all" may be among them. A metric that was never
-    measured twice has no floor.
+    A metric that was never measured twice has no floor.
+
+    records: all timed requests of the backend
+    labels: the same by label; "all" may be among them
     """
     rows = []
     for metric in COMPARED:
@@ -69,7 +71,7 @@ def noise_floors(
 
 
 def residuals(groups: Iterable[Sequence[float]]) -> list[float]:
-    """Return the relative deviations of repeated measurements from their prompt's mean, without its loss of freedom."""
+    """Return the relative deviations of repeated measurements from their prompt's mean, corrected for small groups."""
     rest = []
     for values in groups:
         mean = statistics.fmean(values)
@@ -119,7 +121,7 @@ def _smooth_pool(residual: Sequence[float], rng: Any) -> tuple[Any, float]:
 
 
 def _halves(by_prompt: Values, rng: Any) -> tuple[dict[Hashable, list[float]], dict[Hashable, list[float]]]:
-    """Deal the repeats of each prompt to two sides at random."""
+    """Divide the repeats of each prompt between two sides at random."""
     sides: tuple[dict[Hashable, list[float]], dict[Hashable, list[float]]] = {}, {}
     for prompt, values in by_prompt.items():
         if len(values) > 1:
@@ -151,7 +153,10 @@ EDGE = 0.1  # share of the bins before the first and after the last possible spl
 
 
 def find_drifts(records: Sequence[RequestRecord], backends: Iterable[str], seed: int = 0) -> list[Drift]:
-    """Test each backend's times against time; records: all timed requests. One row per backend and metric that can be tested."""
+    """Return one row per backend and metric that can be tested: whether its times changed during the run.
+
+    records: all timed requests
+    """
     rows = []
     for name in backends:
         own = sorted((r for r in records if r.backend == name and r.started_unix_s is not None), key=_start)
@@ -174,16 +179,7 @@ def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: in
     at, p = split
     start, since = _start(records[0]), _start(rows[at])
     shift, low, high = _shift(deviation, groups, at, seed)
-    row = Drift(
-        backend=name,
-        metric=metric,
-        n=len(rows),
-        after_s=since - start,
-        shift=shift,
-        low=low,
-        high=high,
-        p=p,
-    )
+    row = Drift(backend=name, metric=metric, n=len(rows), after_s=since - start, shift=shift, low=low, high=high, p=p)
     for field in ("clock_mhz", "temperature_c", "load_per_core"):
         values = [getattr(r, field) for r in rows]
         if None not in values and len(set(values)) > 1:
@@ -239,7 +235,10 @@ def change_point(deviation: Any, seed: int = 0) -> tuple[int, float] | None:
 
 
 def _permutation_p(means: Any, statistic: Callable[[Any], Any], seed: int) -> float:
-    """Return how often shuffled bins have at least the statistic of the bins as they are. statistic: of [rows, bins], per row."""
+    """Return the share of shuffles of the bins with at least the statistic of their true order.
+
+    statistic: from [rows, bins] to one value per row
+    """
     shuffled = np.random.default_rng(seed).permuted(np.tile(means, (PERMUTATIONS, 1)), axis=1)
     reached = statistic(shuffled) >= statistic(means[None]) - 1e-12
     return (1 + int(reached.sum())) / (PERMUTATIONS + 1)
@@ -250,7 +249,7 @@ def _first_split(bins: int) -> int:
 
 
 def _steps(rows: Any) -> Any:
-    """|mean after - mean before| in units of its standard error, [rows, splits]."""
+    """Return |mean after - mean before| in units of its standard error, [rows, splits]."""
     bins = rows.shape[1]
     least = _first_split(bins)
     k = np.arange(least, bins - least + 1)
@@ -316,7 +315,7 @@ def _drift_finding(row: Drift) -> Confound:
 
 
 def _causes(row: Drift) -> tuple[str, bool]:
-    """(what the machine did at the same time, whether it throttled)."""
+    """Return (what the machine did at the same time, whether it throttled)."""
     sure = {name: figures for name, figures in row.machine.items() if figures[2] < LEVEL}
     clock, heat, load = (sure.get(name) for name in ("clock_mhz", "temperature_c", "load_per_core"))
     slower = row.shift > 0
@@ -377,7 +376,10 @@ class DepthRow:
 
 
 def depth_of(record: RequestRecord) -> int | None:
-    """The depth of a request in tokens, rounded down to a group; None where it is unknown."""
+    """Return the depth of a request in tokens, rounded down to a group; None where it is unknown.
+
+    It is what the workload aims at, else the server's count of prompt tokens in steps of a factor of four.
+    """
     if record.depth is not None:
         return record.depth
     tokens = record.prompt_tokens
@@ -387,7 +389,10 @@ def depth_of(record: RequestRecord) -> int | None:
 
 
 def compare_depths(records: Sequence[RequestRecord], backends: Sequence[str], seed: int = 0) -> list[DepthRow]:
-    """Compare each depth with the shallowest, for each pair of backends; records: all timed requests, one in flight is used."""
+    """Compare each depth with the shallowest, for each pair of backends.
+
+    records: all timed requests, of which those alone at their server are used
+    """
     rows = []
     groups: dict[str, dict[int, list[RequestRecord]]] = {name: defaultdict(list) for name in backends}
     for record in records:
@@ -429,7 +434,7 @@ def _log_ratios(a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequ
 
 
 def _ratio_interval(ratios: Sequence[float], seed: int) -> tuple[float, float, float]:
-    """The median ratio with its 95 % interval."""
+    """Return the median ratio and its 95 % interval, from logarithms of ratios."""
     low, high = median_interval(ratios, seed=seed)
     middle = statistics.median(ratios)
     return math.exp(middle), math.exp(middle if low is None else low), math.exp(middle if high is None else high)

@@ -17,8 +17,6 @@ from annie_quant.cli.common import console, emit, json_option, persona_option, r
 from annie_quant.core.errors import UsageError
 
 SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
-
-ENDPOINTS = ("chat", "completions", "responses", "messages", "ollama")  # annie_quant.bench.endpoints, not imported here
 MOST_CONVERSATIONS = 10_000
 
 
@@ -83,8 +81,14 @@ MOST_CONVERSATIONS = 10_000
 )
 @click.option("--trace-speed", default="1", show_default=True, help='How many times as fast the trace runs: "1,4".')
 @click.option("--trace-n", type=click.IntRange(1), default=200, show_default=True, help="Requests of the trace.")
-@click.option("--endpoint-a", default="chat", show_default=True, type=click.Choice(ENDPOINTS), help="API of backend A.")
-@click.option("--endpoint-b", default="chat", show_default=True, type=click.Choice(ENDPOINTS), help="API of backend B.")
+@click.option(
+    "--endpoint-a",
+    default="chat",
+    show_default=True,
+    metavar="API",
+    help="API of backend A: chat, completions, responses, messages or ollama.",
+)
+@click.option("--endpoint-b", default="chat", show_default=True, metavar="API", help="API of backend B.")
 @click.option("--key-env", metavar="NAME", help="Environment variable with the API key of both servers.")
 @click.option("--seed", default=0, show_default=True, help="Of the choice and order of the prompts.")
 @click.option(

@@ -66,6 +66,5 @@ def need(module: str, extra: str) -> Any:
         ) from error
     except ImportError as error:
         raise EnvironmentFault(
-            f"{module} is installed and cannot be loaded ({error})",
-            f"free some memory, or reinstall {module}",
+            f"{module} is installed and cannot be loaded ({error})", f"free some memory, or reinstall {module}"
         ) from error

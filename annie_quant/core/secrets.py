@@ -111,9 +111,7 @@ class SecretForm(NamedTuple):
 
     name: str  # with its article, for messages
     kind: str  # the group in which logs count it
-    certain: (
-        str | None
-    )  # nothing else has this form, so a file with it is not published; None: only the service can tell
+    certain: str | None  # nothing else has this form, so a file with it is not published; None: the service decides
     likely: str  # also shorter and truncated ones, which are masked in logs
 
 

@@ -14,15 +14,4 @@ from __future__ import annotations
 from annie_quant.stream.client import Cancel, Request, burst, chat, constant, poisson, run, run_async, trace
 from annie_quant.stream.timings import Timings
 
-__all__ = [
-    "Cancel",
-    "Request",
-    "Timings",
-    "burst",
-    "chat",
-    "constant",
-    "poisson",
-    "run",
-    "run_async",
-    "trace",
-]
+__all__ = ["Cancel", "Request", "Timings", "burst", "chat", "constant", "poisson", "run", "run_async", "trace"]

@@ -318,8 +318,12 @@ APIS: dict[str, Api] = {
     "ollama": OllamaApi(),
     "chat": ChatApi(),
 }
+_IN_ORDER = tuple(APIS.values())
 
 
 def read_event(answer: StreamedAnswer, event: dict[str, Any], frame: Frame) -> None:
     """Add one event to the answer, as the first API reads it that recognises it."""
-    next(api for api in APIS.values() if api.is_event(event)).read(answer, event, frame)
+    for api in _IN_ORDER:  # a loop: this is called once per event
+        if api.is_event(event):
+            api.read(answer, event, frame)
+            return

@@ -1,4 +1,8 @@
-"""Measuring: identify the servers, send what is left of the plan, and record each answer as it arrives."""
+"""A benchmark from start to end: smoke question, warm-ups, interleaved measured requests, aggregates, exports.
+
+A run directory is resumed: what records.jsonl has is not sent again. Ctrl-C or a dead server ends the run, and everything
+that was finished is kept.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +15,49 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from annie_quant import documents, judge
 from annie_quant.bench import endpoints, memory, sequential
-from annie_quant.bench.backend import PROBE_TIMEOUT_S, Acceptance, Backend, alive, identity
+from annie_quant.bench.aggregates import aggregate_records
+from annie_quant.bench.backend import (
+    PROBE_TIMEOUT_S,
+    Acceptance,
+    Backend,
+    alive,
+    identity,
+    scrape_metrics,
+    store_metrics,
+)
 from annie_quant.bench.confounds import is_slow
-from annie_quant.bench.plan import Visit, arrival_times, choose, planned_visits, sized, warmups
-from annie_quant.bench.reference_answers import mark
-from annie_quant.bench.run_folder import HUNG, NOT_SENT, RecordLog, write_unanswered
+from annie_quant.bench.exports import export
+from annie_quant.bench.plan import (
+    BenchPlan,
+    PathLike,
+    Visit,
+    arrival_times,
+    choose,
+    plan_benchmark,
+    planned_visits,
+    sized,
+    warmups,
+)
+from annie_quant.bench.reference_answers import STORED, mark, store_reference, stored_reference
+from annie_quant.bench.run_folder import (
+    HUNG,
+    NOT_SENT,
+    RecordLog,
+    prepare_folder,
+    read_unanswered,
+    write_records,
+    write_unanswered,
+)
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import sha256_text
-from annie_quant.core.host import gpu_energy_joules, load_per_core, machine_state
-from annie_quant.core.progress import Progress
+from annie_quant.core.host import environment, gpu_energy_joules, load_per_core, machine_state
+from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import integer
-from annie_quant.documents import (
-    BenchConfig,
-    ChatMessage,
-    EarlyStop,
-    Ended,
-    Identity,
-    MemoryLevels,
-    RequestRecord,
-    Roles,
-)
+from annie_quant.documents import Bench, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord, Roles
 from annie_quant.documents.records import incomplete
 from annie_quant.judge import decision
 from annie_quant.judge.answers import Answer, assistant_message
@@ -71,13 +93,13 @@ class BudgetEnded(Exception):
 
 
 @dataclass
-class Turn:
-    """One request that is about to be sent. history: the conversation's earlier answers, which this one is added to."""
+class PendingRequest:
+    """One request that is about to be sent."""
 
     record: RequestRecord
-    body: dict[str, Any]
+    body: dict[str, Any]  # of a chat completion
     case: Case
-    history: list[ChatMessage]
+    history: list[ChatMessage]  # the conversation's earlier answers; this request's is added
 
 
 def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload) -> None:
@@ -101,40 +123,40 @@ def _hangs(elapsed_s: float, answered: Iterable[RequestRecord]) -> bool:
     return is_slow(1000 * elapsed_s, statistics.median(times) if times else 0.0)
 
 
-class Measurement:
-    """One execution of a benchmark; `records` has what earlier executions measured."""
+class Session:
+    """One execution of a plan: it identifies the servers, sends what is left, and records each answer as it arrives.
+
+    records   what earlier executions measured; new records are appended
+    recorded  bf16's answers of an earlier run
+    """
 
     def __init__(
         self,
-        config: BenchConfig,
-        backends: Sequence[Backend],
-        workloads: Sequence[Workload],
-        folder: Path,
+        plan: BenchPlan,
         records: RecordLog,
+        recorded: Sequence[RequestRecord],
         progress: Progress,
         on_record: OnRecord,
-        recorded: Sequence[RequestRecord] = (),
     ) -> None:
-        self.recorded = recorded  # bf16's answers of an earlier run
-        self.config, self.workloads, self.folder, self.records = config, list(workloads), folder, records
-        self.backends = {b.name: b for b in backends}
+        self.config, self.workloads, self.folder = plan.config, plan.workloads, plan.folder
+        self.records, self.recorded = records, recorded
+        self.backends = {b.name: b for b in plan.backends}
         self.progress, self.on_record = progress, on_record
-        self.deadline = None if config.budget_s is None else time.monotonic() + config.budget_s
+        self.deadline = None if self.config.budget_s is None else time.monotonic() + self.config.budget_s
         self.identities: dict[str, Identity] = {}
         self.acceptance = Acceptance()
         self.sized: dict[str, Workload] = {}  # those with a context, fitted to the models' tokenizer
-        self.hung = (
-            ""  # the backend whose request in flight at the end of the budget had taken far longer than its others
-        )
+        # The backend whose request in flight at the end of the budget had taken far longer than its others.
+        self.hung = ""
         self.digests: dict[tuple[str, str], str] = {}  # judge.prompt_sha256 by workload and case
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
         self.done = {r.id: r for r in records.rows if not r.warmup}
         self.session = 1 + max((r.session for r in records.rows), default=0)
-        self.batch = sum(1 for _ in (folder / "streams").glob("*")) if (folder / "streams").is_dir() else 0
+        self.batch = sum(1 for _ in (self.folder / "streams").glob("*"))
         self.peaks = {
             b.name: memory.PeakMemory(int(b.meta["pid"]), every_s=PEAK_SAMPLE_S)
-            for b in backends
-            if config.with_memory and b.meta.get("pid")
+            for b in plan.backends
+            if self.config.with_memory and b.meta.get("pid")
         }
 
     @contextlib.contextmanager
@@ -264,7 +286,7 @@ class Measurement:
                     # The same for all backends and turns; a trace's prompts share beginnings with each other.
                     unique = f"{self.unique} {repeat}" + ("" if case.blocks else f" {visit.block} {case.id}")
                     body = workload.request(case, turn, history, record.model, unique)
-                    turns.append(Turn(record, body, case, history))
+                    turns.append(PendingRequest(record, body, case, history))
             if turns:
                 self._measure(visit, turns)
 
@@ -298,7 +320,7 @@ class Measurement:
     def _model(self, name: str) -> str | None:
         return self.backends[name].model or self.identities[name].model
 
-    def _measure(self, visit: Visit, turns: Sequence[Turn]) -> None:
+    def _measure(self, visit: Visit, turns: Sequence[PendingRequest]) -> None:
         """Send turns together, judge their answers and append their records."""
         backend = self.backends[visit.backend]
         started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
@@ -345,10 +367,7 @@ class Measurement:
                 self.on_record(record)
 
     def _send(
-        self,
-        backend: Backend,
-        requests: Sequence[tuple[str, dict[str, Any]]],
-        starts: Sequence[float] | None = None,
+        self, backend: Backend, requests: Sequence[tuple[str, dict[str, Any]]], starts: Sequence[float] | None = None
     ) -> Any:
         """Send (tag, body) pairs to a server, all at once or at their start times in seconds; return Timings.
 
@@ -433,3 +452,78 @@ class Measurement:
             levels[name] = own
             documents.write(path, levels)
         return levels
+
+    def add_traces(self) -> dict[str, memory.Trace]:
+        """Add the memory samples of this execution to memory_trace.json; return all samples by backend."""
+        traces: dict[str, memory.Trace] = {**memory.read_traces(self.folder)}
+        for name, peak in self.peaks.items():
+            traces[name] = [*traces.get(name, ()), *peak.trace]
+        if traces:
+            documents.write(self.folder / memory.FILE, traces)
+        return traces
+
+
+def run(
+    backends: Sequence[Backend],
+    workloads: Sequence[Workload | str],
+    output: PathLike,
+    *,
+    progress: Progress = SILENT,
+    watch: OnRecord | None = None,
+    **settings: Any,
+) -> Bench:
+    """Measure `backends` over `workloads` into the folder `output`, and return what bench.json holds.
+
+    workloads      objects or names
+    progress       what the run reports to
+    watch          called with each measured record
+    concurrency    requests in flight at one backend, or several levels
+    rates          further levels, in arrivals per second (Poisson, open loop)
+    trace_speeds   how many times as fast a trace's requests arrive
+    resume         continue the run in the folder; False starts again
+    reference_run  folder of an earlier run with a bf16 side, whose answers all sides are compared with
+    candidate, reference, incumbent
+                   names of backends (reference: also of the side of reference_run); what is not stated follows from their
+                   order and formats (judge/decision/roles.py)
+
+    Other settings are fields of documents.BenchConfig, which has their defaults: warmup, runs, n, seed, prefix_cache,
+    timeout_s, with_memory, budget_s, stop_early.
+
+    Raises UsageError (bad arguments, a folder with another benchmark), ServerError (a server does not answer).
+    """
+    plan = plan_benchmark(backends, workloads, output, **settings)
+    folder = plan.folder
+    prepare_folder(folder, plan.config, plan.workloads, plan.resume)
+    if plan.reference_run is not None:
+        store_reference(plan.reference_run, folder, plan.workloads, plan.reference_name)
+    recorded = stored_reference(folder)
+    records = RecordLog(folder / "records.jsonl")
+    try:
+        session = Session(plan, records, recorded, progress, watch or (lambda record: None))
+        metrics = scrape_metrics(backends)
+        with session.sampling_memory():
+            ended = session.run()
+            levels = session.memory()
+        store_metrics(folder, metrics, scrape_metrics(backends) if metrics else {})
+        traces = session.add_traces()
+    finally:
+        records.close()
+    if session.compare_with_reference():
+        records.rewrite()
+    if recorded:
+        write_records(folder / STORED, recorded)  # with their checks
+    rows = [*records.rows, *read_unanswered(folder)]
+    aggregates = aggregate_records(rows, plan.config, session.identities, levels, ended, recorded, traces)
+    bench = Bench(
+        ended=ended,
+        requests=sum(not r.warmup for r in records.rows),
+        environment=environment(),
+        config=plan.config,
+        backends=session.identities,
+        memory=levels,
+        aggregates=aggregates,
+        verdict=judge.verdict(aggregates),
+    )
+    documents.write(folder / "bench.json", bench)
+    export(folder)
+    return bench

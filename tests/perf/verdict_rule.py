@@ -277,11 +277,12 @@ def main() -> None:
     start = time.monotonic()
     print(json.dumps(vars(options)))
     if options.power:
-        for level, change in itertools.product((0.05, 0.025), (0.01, 0.03, 0.10)):
-            text = ", ".join(f"{name} {power:.1%}" for name, power in powers(240, change, 0.10, level).items())
+        # 5 % / 6: five gates that fail together and the pooled verdict by Holm's method; 2.5 % by Hochberg's.
+        for n_prompts, level, change in itertools.product((240, 340), (0.05, 0.025, 0.05 / 6), (0.01, 0.03, 0.10)):
+            text = ", ".join(f"{name} {power:.1%}" for name, power in powers(n_prompts, change, 0.10, level).items())
             n = least_prompts(change, 0.10, level)
             print(
-                f"n 240, loss 10 points, {change:.0%} each way, level {level:.1%}: {text}; exact reaches 95 % at n = {n}"
+                f"n {n_prompts}, loss 10 points, {change:.0%} each way, level {level:.1%}: {text}; exact reaches 95 % at n = {n}"
             )
         return
     if options.same:

@@ -4,7 +4,7 @@
 
 Prints the processor seconds of imports and of each stage, and the number, tokens and seconds of the forward passes of prompts and
 of decode steps; a stage begins with its first message, so its first passes are counted in the stage before. On a GPU a replayed
-step (evaluate/decoding.py) is not counted; --synchronize waits for each pass, so that its seconds are its own.
+step (offline/decoding.py) is not counted; --synchronize waits for each pass, so that its seconds are its own.
 """
 
 from __future__ import annotations

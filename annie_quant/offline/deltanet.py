@@ -22,7 +22,13 @@ import transformers
 from torch.nn import functional
 
 from annie_quant.core.errors import EnvironmentFault
-from annie_quant.offline.deltanet_cpu import SERVED_CHUNK, gated_delta_rule_cpu, normalized_as_on_a_cpu, silu_on_a_cpu
+from annie_quant.offline.deltanet_cpu import (
+    SERVED_CHUNK,
+    gated_delta_rule_cpu,
+    in_chunks,
+    normalized_as_on_a_cpu,
+    silu_on_a_cpu,
+)
 from annie_quant.offline.emulation import Round, profile_of, rounding
 from annie_quant.offline.profiles import CPU_KERNELS
 
@@ -76,19 +82,8 @@ def gated_delta_rule(
         key = r(key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6))
     usual = CHUNK if query.device.type == "cpu" else CHUNK_GPU
     size = min(SERVED_CHUNK if to_operand else chunk or usual, steps)
-    pad = -steps % size
-
-    def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, ...] -> [B, H, T / size, size, ...]
-        x = functional.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, pad))
-        return x.reshape(batch, heads, -1, size, *x.shape[3:])
-
-    q, k, v, log_decay, b = (
-        chunks(query) * dk**-0.5,
-        chunks(key),
-        chunks(value),
-        chunks(g).cumsum(-1),
-        chunks(beta).unsqueeze(-1),
-    )
+    q, k, v, log_decay, b = (in_chunks(x, size) for x in (query, key, value, g, beta))
+    q, log_decay, b = q * dk**-0.5, log_decay.cumsum(-1), b.unsqueeze(-1)
     between = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).tril_().exp_().tril_()
     lower = (r(k * b) @ k.transpose(-1, -2)).mul_(between)
     right = r(torch.cat((v, k * log_decay.exp().unsqueeze(-1)), -1) * b)

@@ -53,13 +53,7 @@ def gated_delta_rule_cpu(
     kind, (batch, steps, heads, dk), dv = query.dtype, key.shape, value.shape[-1]
     if use_qk_l2norm_in_kernel:
         query, key = (x * (1 / (squared_length(x) + EPSILON).sqrt()) for x in (query, key))
-    size = min(SERVED_CHUNK, steps)
-    pad = -steps % size
-
-    def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, ...] -> [B, H, T / size, size, ...]
-        x = functional.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, pad))
-        return x.reshape(batch, heads, -1, size, *x.shape[3:])
-
+    chunks = functools.partial(in_chunks, size=min(SERVED_CHUNK, steps))
     q, k, v = r(chunks(query) * dk**-0.5), r(chunks(key)), chunks(value)
     log_decay, b = chunks(g).cumsum(-1).unsqueeze(-1), chunks(beta).unsqueeze(-1)
     k_t = k.transpose(-1, -2)
@@ -81,6 +75,12 @@ def gated_delta_rule_cpu(
         state = state * decay[:, :, c] + k_to_end[:, :, c] @ new
     out = out.reshape(batch, heads, -1, dv)[:, :, :steps].transpose(1, 2).to(kind)
     return out, state if output_final_state else None
+
+
+def in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return x [B, T, H, ...] as float32 [B, H, ceil(T / size), size, ...], padded with zeros."""
+    x = functional.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -x.shape[1] % size))
+    return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
 
 
 def squared_length(x: torch.Tensor) -> torch.Tensor:

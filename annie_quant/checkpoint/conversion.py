@@ -62,7 +62,7 @@ class ConversionOutput:
 
     path: a folder, or a file for gguf; None for the default in the parent folder of the source.
     shard_bytes: largest size of a shard.
-    progress: is told the bytes.
+    progress: receives the bytes that were written.
     force: replace an output that exists.
     """
 
@@ -122,12 +122,6 @@ def stored_format(linear: Linear, folder: ModelFolder) -> str:
     return "fp8_channel" if linear.per_channel(folder) else "fp8"
 
 
-def copy_of(folder: ModelFolder, name: str) -> Planned:
-    """Plan a tensor as it is."""
-    info = folder.info(name)
-    return Planned(name, info.dtype, info.shape, partial(folder.pieces, name))
-
-
 def write_folder(
     folder: ModelFolder, plan: list[Planned], settings: QuantSettings | None, to: str, out: ConversionOutput
 ) -> tuple[Path, int]:
@@ -153,7 +147,7 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
         return (weight[i : i + rows].astype(ml_dtypes.bfloat16) for i in range(0, len(weight), rows))
 
     plan = [Planned(f"{n}.weight", "BF16", x.shape(folder), partial(numbers, x)) for n, x in linears.items()]
-    plan += [copy_of(folder, n) for n in model.unowned if not n.endswith((*KV_ENDS, *QUANTIZER))]
+    plan += [writer.copied(folder, n) for n in model.unowned if not n.endswith((*KV_ENDS, *QUANTIZER))]
     target, size_bytes = write_folder(folder, plan, None, PLAIN, out)
     loss = [f"{len(linears)} quantized linears became bf16 numbers"]
     if scales := sum(n.endswith(KV_ENDS) for n in folder):
@@ -188,7 +182,7 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
             dropped.append(name)
         else:
             excluded |= {module} if (module := excluded_module(folder, name)) else set()
-            plan.append(copy_of(folder, name))
+            plan.append(writer.copied(folder, name))
     # Without scales, the scheme of compressed-tensors would promise calibrated ones.
     lost_cast = config.kv_cache == "FP8" and to == "compressed-tensors" and not kv_names
     formats = {n: stored_format(x, folder) for n, x in linears.items()}

@@ -6,16 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from annie_quant import nvfp4
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder
-
-if TYPE_CHECKING:
-    from annie_quant import nvfp4
-
 
 FP8_DYNAMIC = "FP8_PER_CHANNEL_PER_TOKEN"  # ModelOpt's name of FP8 with activations that are scaled while serving
 FP8_BLOCK = "FP8_BLOCK"  # FP8 with a scale per block of weights, activations scaled per token and block of columns
@@ -135,8 +132,6 @@ class Linear:
 
     def load(self, folder: ModelFolder) -> nvfp4.Tensor:
         """Return the codec's tensor of an NVFP4 linear."""
-        from annie_quant import nvfp4
-
         scale = self.tensor_scale(folder)
         return nvfp4.Tensor(
             folder.tensor(self.weight),
@@ -150,25 +145,26 @@ class Linear:
     def dequantize(self, folder: ModelFolder) -> np.ndarray:
         """Return float32 [out, in]: what the activations are multiplied with, a pre_quant_scale included."""
         if self.format == "fp8":
-            scale = folder.tensor(self.block_scale).astype(np.float32) if self.block_scale else np.float32(1)
-            weight = folder.tensor(self.weight).astype(np.float32)
-            if self.block and self.block_scale:
-                if scale.shape != self.scale_grid(folder):
-                    raise self.wrong_grid(folder)
-                # The settings may name blocks that are larger than the weight.
-                rows, columns = (min(b, n) for b, n in zip(self.block, weight.shape, strict=True))
-                for i, per_column in enumerate(np.repeat(scale, columns, axis=1)[:, : weight.shape[1]]):
-                    weight[i * rows : (i + 1) * rows] *= per_column
-                return weight
-            return weight * (scale.reshape(-1, 1) if np.size(scale) > 1 else np.reshape(scale, ()))
-        from annie_quant import nvfp4
-
+            return self._dequantize_fp8(folder)
         try:
             weight = nvfp4.unpack(self.load(folder), dtype="float32", nan="keep")
             if self.pre_quant:
                 weight *= folder.tensor(self.pre_quant).astype(np.float32).reshape(1, -1)
         except ValueError as error:  # shapes that do not fit each other
             raise ShardError("weight_shape", f"{self.name}: {error}", tensor=self.name) from None
+        return weight
+
+    def _dequantize_fp8(self, folder: ModelFolder) -> np.ndarray:
+        scale = folder.tensor(self.block_scale).astype(np.float32) if self.block_scale else np.float32(1)
+        weight = folder.tensor(self.weight).astype(np.float32)
+        if not (self.block and self.block_scale):
+            return weight * (scale.reshape(-1, 1) if np.size(scale) > 1 else np.reshape(scale, ()))
+        if scale.shape != self.scale_grid(folder):
+            raise self.wrong_grid(folder)
+        # The settings may name blocks that are larger than the weight.
+        rows, columns = (min(b, n) for b, n in zip(self.block, weight.shape, strict=True))
+        for i, per_column in enumerate(np.repeat(scale, columns, axis=1)[:, : weight.shape[1]]):
+            weight[i * rows : (i + 1) * rows] *= per_column
         return weight
 
     def wrong_grid(self, folder: ModelFolder) -> ShardError:

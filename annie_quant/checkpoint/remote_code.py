@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from annie_quant.checkpoint.shards import CLASS_FILES
 from annie_quant.core.errors import AnnieError, CheckpointError
 from annie_quant.core.text import printable
 
-FILES = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 MAX_FILE_BYTES = 100 << 20
 
 
@@ -55,7 +55,7 @@ def refused(folder: Path) -> Iterator[None]:
 def auto_map(folder: Path) -> list[str]:
     """Return the auto_map entries of the folder's JSON files as "file: class → code"."""
     entries = []
-    for name in FILES:
+    for name in ("config.json", *CLASS_FILES):
         try:
             if (folder / name).stat().st_size > MAX_FILE_BYTES:
                 continue

@@ -8,7 +8,7 @@ from what is on disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from annie_quant.checkpoint.linears import (
 )
 from annie_quant.checkpoint.runtime_names import Renaming
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
-from annie_quant.checkpoint.writer import Planned
+from annie_quant.checkpoint.writer import Planned, copied
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.documents import Audit
 
@@ -157,11 +157,11 @@ def group_size(model: QuantizedFolder, faulty: set[str]) -> int:
 
 def plan_repair(model: QuantizedFolder, source: ModelFolder | None, audit: Audit, naming: Renaming) -> RepairPlan:
     """Plan a repaired copy, whose names are those of `naming`, by the findings of an audit."""
-    return _Planner(model, source, audit, naming, diagnose(model, source, audit)).plan()
+    return _RepairPlanner(model, source, audit, naming, diagnose(model, source, audit)).plan()
 
 
 @dataclass(frozen=True)
-class _Planner:
+class _RepairPlanner:
     """Collects the tensors and the actions of one repair."""
 
     model: QuantizedFolder
@@ -189,7 +189,7 @@ class _Planner:
         plain = [n for n in self.folder if n not in quantizer and (not n.endswith(KV_ENDS) or n in kv_names)]
         tensors += [self.plain_tensor(n) for n in plain]
         lost = self.lost_tensors()
-        tensors += copies(source, lost) if source else []
+        tensors += [copied(source, n) for n in lost] if source else []
         excluded = {m for n in plain if (m := excluded_module(self.folder, n))}
         excluded |= {m for n in lost if (m := excluded_module(self.source, n))}
         four_bit = "nvfp4" if inputs else "w4a16"
@@ -299,8 +299,8 @@ class _Planner:
         diagnosis = self.diagnosis
         if module not in diagnosis.faulty | diagnosis.patched:
             tensors = modelopt.tensors(self.model.linears[module], self.folder)
-            kept = [t for t in tensors if not t.name.endswith(".input_scale")]
-            return kept + modelopt.input_scale_tensors(module, input_scale)
+            others = [t for t in tensors if not t.name.endswith(".input_scale")]
+            return others + modelopt.input_scale_tensors(module, input_scale)
         name = self.original(module)
         rows, columns = self.source.info(name).shape
         if module in diagnosis.patched:
@@ -346,10 +346,8 @@ class _Planner:
         original = self.optional_source.find(name) if self.optional_source else None
         if original is not None and self.is_faulty(name, original):
             self.actions.append(f"{name}: taken from the source")
-            theirs = self.source.info(original)
-            return Planned(name, theirs.dtype, theirs.shape, partial(self.source.tensor, original))
-        info = self.folder.info(name)
-        return Planned(name, info.dtype, info.shape, partial(self.folder.tensor, name))
+            return copied(self.source, original, name)
+        return copied(self.folder, name)
 
     def is_faulty(self, name: str, original: str) -> bool:
         """Return whether an unquantized tensor is to become the source's `original`."""
@@ -367,11 +365,6 @@ class _Planner:
 
 
 # ---- the source's MTP head and vision tower, for a checkpoint that lost them
-
-
-def copies(owner: ModelFolder, names: Iterable[str]) -> list[Planned]:
-    """Plan tensors as a folder has them."""
-    return [Planned(i.name, i.dtype, i.shape, partial(owner.pieces, i.name)) for i in map(owner.info, names)]
 
 
 def describe_lost(folder: ModelFolder, lost: Sequence[str]) -> list[str]:

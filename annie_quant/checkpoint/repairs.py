@@ -14,7 +14,7 @@ from annie_quant.checkpoint.dialects import Dialect, QuantizedFolder, compressed
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.inspection import audit
 from annie_quant.checkpoint.linears import covering_pattern, excluded_module
-from annie_quant.checkpoint.repair_plan import RepairPlan, copies, describe_lost, plan_repair, with_lost_settings
+from annie_quant.checkpoint.repair_plan import RepairPlan, describe_lost, plan_repair, with_lost_settings
 from annie_quant.checkpoint.runtime_names import is_multimodal, plan_renaming
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
@@ -102,7 +102,7 @@ def plan_restoration(model: QuantizedFolder, source: ModelFolder, lost: list[str
         actions += [f"config.json: {len(added)} linears of them added to ignore"] if added else []
     exported = folder.json(modelopt.HF_QUANT_CONFIG)
     files = {} if exported is None else {modelopt.HF_QUANT_CONFIG: exported}
-    tensors = [*copies(folder, folder), *copies(source, lost)]
+    tensors = [*(writer.copied(folder, n) for n in folder), *(writer.copied(source, n) for n in lost)]
     return RepairPlan(tensors, config, files, describe_lost(folder, lost) + actions)
 
 

@@ -15,15 +15,12 @@ from typing import Any
 from annie_quant import models
 from annie_quant.checkpoint.codes import fault
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.shards import CLASS_FILES, ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.documents import Finding
 from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX, Form
 
 STYLES = ("old", "new")
-CLASS_FILES = (
-    "tokenizer_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
-)  # fmt: skip
 PREPROCESSOR = "preprocessor_config.json"
 # Settings that a multimodal config.json keeps outside of text_config.
 OUTER = ("quantization_config", "transformers_version", "tie_word_embeddings", "dtype", "torch_dtype", "vision_config",

@@ -24,6 +24,10 @@ SINGLE = "model.safetensors"
 MAX_JSON_BYTES = 100_000_000  # of an index or a config; the index of a model of 400 B parameters has about 10 MB
 PIECE_BYTES = 1 << 25
 ROWS_ELEMENTS = 1 << 24
+# Files that name Python classes, next to config.json.
+CLASS_FILES = (
+    "tokenizer_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 MAX_EXPERTS = 1 << 14  # in one tensor; models have up to 512
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")

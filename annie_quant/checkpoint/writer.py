@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ class Planned:
 def planned(name: str, array: np.ndarray) -> Planned:
     """Plan a tensor that is in memory already (a scale, a small tensor)."""
     return Planned(name, header.NAMES[array.dtype], array.shape, lambda: array)
+
+
+def copied(folder: ModelFolder, name: str, new_name: str | None = None) -> Planned:
+    """Plan a tensor as a folder has it. new_name: None keeps its name."""
+    info = folder.info(name)
+    return Planned(new_name or name, info.dtype, info.shape, partial(folder.pieces, name))
 
 
 @dataclass(frozen=True)

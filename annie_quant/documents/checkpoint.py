@@ -88,18 +88,6 @@ class Audit(msgspec.Struct):
     def ok(self) -> bool:
         return not self.findings
 
-    def add(self, code: str, tensor: str, message: str) -> None:
-        """Append a finding."""
-        self.findings.append(Finding(code, tensor, message))
-
-    def fault(self, code: str, tensor: str, problem: str) -> None:
-        """Append a finding whose message is "TENSOR: PROBLEM"."""
-        self.add(code, tensor, f"{tensor}: {problem}")
-
-    def has(self, code: str, tensor: str) -> bool:
-        """Return whether this fault of this tensor was found already."""
-        return any(f.code == code and f.tensor == tensor for f in self.findings)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values, as `annie-quant audit --json` prints it."""
         fields: dict[str, Any] = msgspec.to_builtins(self)

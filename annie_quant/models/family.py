@@ -25,7 +25,10 @@ GGUF_MLP = {  # llama.cpp's names of a dense MLP's weights
 
 @dataclass(frozen=True)
 class Form:
-    """One form of a family's checkpoints: the class and the model type that config.json names."""
+    """One form of a family's checkpoints.
+
+    class_name, model_type: as config.json names them.
+    """
 
     class_name: str
     model_type: str
@@ -54,9 +57,12 @@ class LinearInput:
 class DeltaNet:
     """Tensors of a linear-attention layer whose value heads llama.cpp stores in another order.
 
-    mixed: rows are all queries and keys, then the value heads.  value_rows: rows are the value heads.
-    per_head: one row or element per value head.  output: columns are the value heads.
-    log_decay: holds log(A), where minus infinity means no decay.  convolution: [channels, 1, width].
+    mixed: rows are all queries and keys, then the value heads.
+    value_rows: rows are the value heads.
+    per_head: one row or element per value head.
+    output: columns are the value heads.
+    log_decay: holds log(A), where minus infinity means no decay.
+    convolution: [channels, 1, width].
     """
 
     mixed: tuple[str, ...]
@@ -141,8 +147,12 @@ class Experts:
 
 @dataclass(frozen=True, eq=False)
 class GGUFNames:
-    """llama.cpp's name of the architecture and of every tensor: outside of layers, per layer, and of MTP.
+    """llama.cpp's names of a family.
 
+    architecture: of the model.
+    top: tensor outside of layers → its name.
+    layer: tensor inside a layer → its name inside a block.
+    mtp: tensor of the MTP head outside of its layers → its name inside the head's first block.
     interleaved: linear → the field of config.json with its number of heads, where the rotary embedding turns neighbouring
         elements of a head, and not one of each half as in transformers: the rows of a head are stored in that order.
     window_pattern, window_rope_theta: constants of llama.cpp for a family with sliding windows: every layer of this number
@@ -177,7 +187,12 @@ class GGUFNames:
 
 @dataclass(frozen=True, eq=False)
 class ModelSize:
-    """A model's number of weights per kind of part, and its shape, for estimates. label: its name."""
+    """The size and the shape of a published model, for estimates.
+
+    label: its name.
+    counts: kind of part → number of weights.
+    layers: number of decoder layers.
+    """
 
     label: str
     counts: Mapping[str, int]
@@ -191,18 +206,22 @@ class Family:
     """What annie_quant knows about the models of one family.
 
     name: for messages.
-    text, multimodal: the forms of its checkpoints.
+    text, multimodal: the forms of its checkpoints; multimodal is None for a family of text models.
     inputs: the activations that a decoder layer's linears read.
     fused: the name of a matrix that servers merge → the linears that it is made of. Their scales must be equal.
     kinds: kind of part → patterns of the linears inside a layer, for sizes; "head", "embedding" and "rest" are added.
     unquantized: patterns (fnmatch over the full module name) that no strategy quantizes by default.
-    norms_add_one: the norms compute (1 + w) * x; `plain_norms` are those that compute w * x all the same.
+    norms_add_one: whether the norms compute (1 + w) * x.
+    plain_norms: those of them that compute w * x.
     position_axes: rows of the position ids that the rotary embedding takes (3 for multimodal RoPE).
     mtp_shapes: tensor of the MTP head outside of its layers → its shape in multiples of hidden_size.
-    mtp, vision: the parts for multi-token prediction and for images; both are loaded apart from the decoder.
+    mtp: beginning of the names of the head for multi-token prediction, after the form's prefix.
+    vision: part of the names of the vision tower. Head and tower are loaded apart from the decoder.
+    deltanet: the tensors of linear attention, or None for a family without.
     gguf: None where no GGUF file can be written.
     renamed_classes: field of a tokenizer's or processor's file → (transformers 4.57, transformers from 5.2).
     preprocessor_stub: preprocessor_config.json for a multimodal checkpoint that serves text only.
+    published: short name → size of a published model.
     experts: the routed experts of a mixture, or None for a dense model.
     keys_values: the linears whose modules hold the scales of the KV cache.
     row_parallel: ends of the linears whose columns tensor parallelism divides among ranks.
@@ -232,6 +251,7 @@ class Family:
 
     @property
     def forms(self) -> tuple[Form, ...]:
+        """The forms of the family's checkpoints, the text form first."""
         return (self.text,) if self.multimodal is None else (self.text, self.multimodal)
 
     @property

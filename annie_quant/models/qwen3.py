@@ -1,5 +1,6 @@
-"""Qwen3, dense: attention with normed queries and keys, plain norms, text only. Source: transformers' modeling_qwen3.py;
-llama.cpp's names from gguf's tensor_mapping.
+"""Qwen3, dense: attention with normed queries and keys, plain norms, text only.
+
+Sources: transformers' modeling_qwen3.py; llama.cpp's names from gguf's tensor_mapping.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""compressed-tensors' `nvfp4-pack-quantized` layout: weight_packed, weight_scale, and global scales as divisors; and its FP8 with
-a scale per tensor, per row or per block (llm-compressor's FP8_BLOCK).
+"""compressed-tensors' `nvfp4-pack-quantized` layout: weight_packed, weight_scale, and global scales as divisors.
+
+Also its FP8 with a scale per tensor, per row or per block (llm-compressor's FP8_BLOCK).
 
 Source: vllm-project/compressed-tensors, compressors/nvfp4/ and quantization/quant_scheme.py.
 """
@@ -8,18 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, Linear, QuantConfig, kv_format
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import Planned, QuantSettings, planned
+from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planned
 from annie_quant.models import attention_of
 
 NAME = "compressed-tensors"
-KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+# A scale per tensor, as its settings describe an FP8 weight, its activations or the KV cache.
+FP8_TENSOR: dict[str, object] = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
 NVFP4_FORMAT, FP8_FORMAT = "nvfp4-pack-quantized", "float-quantized"
 
 
@@ -118,12 +125,9 @@ def group_algo(group: dict[str, Any]) -> str:
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     """Plan the tensors of one linear in this layout; exact except for the reciprocal of the global scales."""
-    info = folder.info(linear.weight)
-    nvfp4 = linear.format == "nvfp4"
-    name = f"{linear.name}.weight_packed" if nvfp4 else f"{linear.name}.weight"
-    out = [Planned(name, info.dtype, info.shape, partial(folder.pieces, linear.weight))]
     input_scale = linear.input_scale(folder)
-    if not nvfp4:
+    if linear.format == "fp8":
+        out = [copied(folder, linear.weight, f"{linear.name}.weight")]
         if linear.block_scale:
             weight_scale = folder.tensor(linear.block_scale).astype(np.float32)
             shape = (-1, 1) if linear.per_channel(folder) else (-1,)
@@ -131,8 +135,8 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
         if input_scale:
             out.append(planned(f"{linear.name}.input_scale", np.array([input_scale.multiplier], np.float32)))
         return out
-    scales = folder.info(linear.block_scale or "")
-    out.append(Planned(f"{linear.name}.weight_scale", scales.dtype, scales.shape, partial(folder.pieces, scales.name)))
+    out = [copied(folder, linear.weight, f"{linear.name}.weight_packed")]
+    out.append(copied(folder, linear.block_scale or "", f"{linear.name}.weight_scale"))
     divisor = linear.tensor_scale(folder).divisor
     out.append(planned(f"{linear.name}.weight_global_scale", np.array([divisor], np.float32)))
     if input_scale:
@@ -146,11 +150,7 @@ def kv_scale(layer: str, end: str, value: np.ndarray) -> Planned:
 
 
 def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> QuantSettings:
-    """Return quantization_config for config.json.
-
-    formats: quantized module → "nvfp4" (activations too), "w4a16" "fp8" or "fp8_channel".  excluded: the other linears.
-    group: columns per block scale.  kv_cache: "FP8", or None for a cache in 16 bits.
-    """
+    """Return quantization_config for config.json. Parameters: those of WritableDialect."""
     kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8", "fp8_channel").index)
     groups: dict[str, dict[str, object]] = {}
     for i, kind in enumerate(kinds):
@@ -161,7 +161,7 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
         "config_groups": groups,
         "format": stored.pop() if len(stored) == 1 else "mixed-precision",
         "ignore": excluded,
-        "kv_cache_scheme": KV_SCHEME if kv_cache == "FP8" else None,
+        "kv_cache_scheme": FP8_TENSOR if kv_cache == "FP8" else None,
         "quant_method": NAME,
         "quantization_status": "compressed",
     }
@@ -170,26 +170,16 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
 
 def scheme(kind: str, group: int) -> dict[str, object]:
     """Return one config group's settings: weights, activations, format."""
+    weights, activations = FP8_TENSOR, FP8_TENSOR
     if kind == "fp8_channel":  # one scale per row; activations are scaled per token while serving
-        channel = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-        return {
-            "weights": channel,
-            "input_activations": channel | {"strategy": "token", "dynamic": True},
-            "format": FP8_FORMAT,
-        }
-    if kind == "fp8":
-        tensor = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-        return {"weights": tensor, "input_activations": dict(tensor), "format": FP8_FORMAT}
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "symmetric": True,
-        "dynamic": False,
-        "group_size": group,
-    }
+        weights = FP8_TENSOR | {"strategy": "channel"}
+        activations = FP8_TENSOR | {"strategy": "token", "dynamic": True}
+    if kind in ("fp8", "fp8_channel"):
+        return {"weights": weights, "input_activations": activations, "format": FP8_FORMAT}
+    weights = FP8_TENSOR | {"num_bits": 4, "strategy": "tensor_group", "group_size": group}
+    activations = weights | {"dynamic": "local"}
     return {
         "weights": weights,
-        "input_activations": weights | {"dynamic": "local"} if kind == "nvfp4" else None,
+        "input_activations": activations if kind == "nvfp4" else None,
         "format": NVFP4_FORMAT,
     }

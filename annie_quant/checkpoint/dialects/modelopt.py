@@ -1,5 +1,7 @@
 """NVIDIA ModelOpt's layout: weight U8, weight_scale F8_E4M3, weight_scale_2 and input_scale as multipliers.
 
+It is also the layout in which linears are quantized here (nvfp4_tensors, fp8_tensors).
+
 Source: NVIDIA/Model-Optimizer, modelopt/torch/export/{quant_utils,convert_hf_config}.py.
 """
 
@@ -7,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -17,12 +18,15 @@ from annie_quant import nvfp4
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, kv_format
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import Planned, QuantSettings, planned
+from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planned
 from annie_quant.models import attention_of
 
 NAME = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 KV_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}  # FP8 as config.json names it
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+LARGEST_E4M3 = 448.0
+LARGEST_NVFP4 = 6 * LARGEST_E4M3
 ALGORITHMS = {"nvfp4": "NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8", "fp8_channel": FP8_DYNAMIC}
 
 
@@ -118,38 +122,25 @@ def kv_scale(layer: str, end: str, value: np.ndarray) -> Planned:
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     """Plan the tensors of one linear in this layout; codes and block scales stay as they are."""
-    info = folder.info(linear.weight)
-    out = [Planned(f"{linear.name}.weight", info.dtype, info.shape, partial(folder.pieces, linear.weight))]
-    if linear.format == "fp8":
-        if linear.block_scale:
-            scale = folder.tensor(linear.block_scale).astype(np.float32)
-            out.append(
-                planned(f"{linear.name}.weight_scale", scale.reshape(()) if scale.size == 1 else scale.reshape(-1))
-            )
-    else:
-        scales = folder.info(linear.block_scale or "")
-        out.append(
-            Planned(f"{linear.name}.weight_scale", scales.dtype, scales.shape, partial(folder.pieces, scales.name))
-        )
+    out = [copied(folder, linear.weight, f"{linear.name}.weight")]
+    if linear.format == "nvfp4":
+        out.append(copied(folder, linear.block_scale or "", f"{linear.name}.weight_scale"))
         tensor_scale = linear.tensor_scale(folder).multiplier
         out.append(planned(f"{linear.name}.weight_scale_2", np.array(tensor_scale, np.float32)))
-    if input_scale := linear.input_scale(folder):
-        out.append(planned(f"{linear.name}.input_scale", np.array(input_scale.multiplier, np.float32)))
-    return out
+    elif linear.block_scale:
+        scale = folder.tensor(linear.block_scale).astype(np.float32)
+        out.append(planned(f"{linear.name}.weight_scale", scale.reshape(() if scale.size == 1 else -1)))
+    input_scale = linear.input_scale(folder)
+    return out + input_scale_tensors(linear.name, input_scale.multiplier if input_scale else None)
 
 
 def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> QuantSettings:
-    """Return quantization_config for config.json, and hf_quant_config.json.
-
-    formats: quantized module → "nvfp4" (activations too), "w4a16" "fp8" or "fp8_channel".  excluded: the other linears.
-    group: columns per block scale.  kv_cache: "FP8", or None for a cache in 16 bits.
-    """
+    """Return quantization_config for config.json, and hf_quant_config.json. Parameters: those of WritableDialect."""
     producer = {"name": NAME, "version": "annie_quant"}
     algorithms = {m: ALGORITHMS[f] for m, f in sorted(formats.items())}
     kinds = set(algorithms.values())
-    common = {"producer": producer, "quant_method": NAME} | (
-        {"kv_cache_scheme": KV_SCHEME} if kv_cache == "FP8" else {}
-    )
+    common: dict[str, Any] = {"producer": producer, "quant_method": NAME}
+    common |= {"kv_cache_scheme": KV_SCHEME} if kv_cache == "FP8" else {}
     inline: dict[str, Any]
     companion: dict[str, Any] = {"kv_cache_quant_algo": kv_cache}
     if len(kinds) > 1 or kinds & {"FP8", FP8_DYNAMIC}:
@@ -172,9 +163,7 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     return QuantSettings(inline, {HF_QUANT_CONFIG: {"producer": producer, "quantization": quantization}})
 
 
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-LARGEST_E4M3 = 448.0
-LARGEST_NVFP4 = 6 * LARGEST_E4M3
+# ---- linears that are quantized here; nothing is packed before it is written
 
 
 def nvfp4_tensors(

@@ -31,7 +31,8 @@ def written() -> str:
 class Heads:
     """DeltaNet's heads. On disk the value heads are grouped by key head; ggml repeats the key heads in turn (tiled).
 
-    keys, values: number of heads.  key_dim, value_dim: elements per head.
+    keys, values: number of heads.
+    key_dim, value_dim: elements per head.
     """
 
     keys: int

@@ -108,7 +108,7 @@ def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
         )
     has_mtp = any(map(folder.family.in_mtp, folder))
     mtp_layers = settings.mtp_num_hidden_layers or 0 if has_mtp else 0
-    planner = _Planner(model, kind, layout, layout.layers + mtp_layers)
+    planner = _GgufPlanner(model, kind, layout, layout.layers + mtp_layers)
     entries = list(planner.entries())
     if (factors := settings.frequency_factors()) is not None:
         entries.append(GgufTensor("rope_freqs.weight", "F32", factors.shape, partial(iter, [factors])))
@@ -117,7 +117,7 @@ def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
 
 
 @dataclass(frozen=True)
-class _Planner:
+class _GgufPlanner:
     """Collects the tensors of one file. blocks: number of llama.cpp's blocks, those of the MTP head included."""
 
     model: QuantizedFolder

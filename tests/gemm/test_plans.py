@@ -155,7 +155,10 @@ def test_the_planner_refuses_shapes_that_no_product_has(path):
 def test_another_tuple_is_refused_as_a_plan():
     with pytest.raises(TypeError, match="SkinnyPlan"):
         path_of((3, 64, 1, 2, 2, 50000, 0, 256, 1, 0))
-    for call in (lambda: module.plan_needs(1, 32, 64, "wide", (1,), DEVICES["H200"]), lambda: module.plan(1, 32, 64, "wide")):
+    for call in (
+        lambda: module.plan_needs(1, 32, 64, "wide", (1,), DEVICES["H200"]),
+        lambda: module.plan(1, 32, 64, "wide"),
+    ):
         with pytest.raises(ValueError, match="no path wide"):
             call()
     with pytest.raises(ValueError, match="no path auto"):

@@ -185,9 +185,9 @@ static bool is_before(const struct step *a, const struct step *b)
 
 static void exchange(struct step *a, struct step *b)
 {
-    struct step kept = *a;
+    struct step former = *a;
     *a = *b;
-    *b = kept;
+    *b = former;
 }
 
 void kernel_schedule(enum happening what, int64_t at_ns, int connection, const void *bytes, size_t size, int64_t value)
@@ -685,9 +685,9 @@ static int collect(struct epoll_event *events, int most)
             d->pending = false;
     }
     for (int i = count; i > 1; i--) {
-        int other = (int)random_below((uint32_t)i), kept = order[i - 1];
+        int other = (int)random_below((uint32_t)i), former = order[i - 1];
         order[i - 1] = order[other];
-        order[other] = kept;
+        order[other] = former;
     }
     if (count > 1 && one_in(8))
         count = 1 + (int)random_below((uint32_t)count);

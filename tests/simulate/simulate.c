@@ -272,16 +272,16 @@ static void check_stamps(size_t i)
     const struct event_row *events = (const struct event_row *)run.result.events.base;
     const size_t *ends = (const size_t *)o->events.base;
     int64_t before = row_of(i)->first_byte_ns;
-    size_t seen = 0;
+    size_t count = 0;
     for (size_t e = 0; e < run.result.events.size / sizeof *events; e++) {
         if (events[e].request != i)
             continue;
         if (events[e].user_ns < before || events[e].user_ns > row_of(i)->ended_ns)
             violated("the stamps of request %zu are not in order", i);
         before = events[e].user_ns;
-        if (!o->event_stream || events[e].kind == SSE_TAIL || seen >= o->events.size / sizeof *ends)
+        if (!o->event_stream || events[e].kind == SSE_TAIL || count >= o->events.size / sizeof *ends)
             continue;
-        int64_t arrived = arrival_of(&connections[o->connection], o->start + ends[seen++]), kernel = events[e].kernel_ns;
+        int64_t arrived = arrival_of(&connections[o->connection], o->start + ends[count++]), kernel = events[e].kernel_ns;
         totals.kernel_stamps += kernel != 0;
         if (events[e].user_ns + 1 < arrived || (kernel && (kernel + 2 * US < arrived || kernel > events[e].user_ns)))
             violated("an event of request %zu has the stamps %lld and %lld ns, and arrived at %lld", i, (long long)events[e].user_ns,
@@ -292,7 +292,7 @@ static void check_stamps(size_t i)
         for (size_t k = 0; k < c->arrivals.size / sizeof *a && !is_packets; k++)
             is_packets = a[k].at_ns <= kernel + 2 * US && a[k].at_ns + 2 * US >= kernel;
         if (!is_packets)
-            violated("the kernel stamp of an event of request %zu is no packet's", i);
+            violated("the kernel stamp of an event of request %zu is not a packet's", i);
     }
 }
 

@@ -63,7 +63,7 @@ def test_reset_mid_event() -> None:
     ("framing", "error"), [(b"Connection: close\r\n", errno.ECONNRESET), (b"Content-Length: %d\r\n", 0)]
 )
 def test_a_reset_while_the_request_is_sent(framing: bytes, error: int) -> None:
-    """An answer that only the connection's end completes is broken by a reset, also where the sending of the request finds it first."""
+    """A reset breaks an answer that only the connection's end completes, also if the sending of the request meets it first."""
     body = b"".join(HELLO)
     answer = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + framing.replace(b"%d", b"%d" % len(body))
 

@@ -1,5 +1,5 @@
-"""The client in a simulated kernel (tests/simulate): a few seconds of schedules, the same again from the same seed, and planted faults, each
-of which it finds. `make simulate SCHEDULES=1000000` runs more."""
+"""The client in a simulated kernel (tests/simulate): a few seconds of schedules, one of them again from its seed, and planted faults,
+each of which is found. `make simulate SCHEDULES=1000000` runs more."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def test_a_seed_gives_the_same_schedule_again(folder: Path) -> None:
     assert traces[0].stderr == traces[1].stderr and "connect(" in traces[0].stderr
 
 
-@pytest.mark.parametrize("seed", [30038730])  # the answer to another request, and a reset, between the look and the sending
+@pytest.mark.parametrize("seed", [30038730])
 def test_schedules_that_found_a_fault(seed: int, folder: Path) -> None:
+    """30038730: unasked bytes and a reset arrive between the look at a connection and the sending of a request."""
     process = simulate(folder / "simulate", 1, seed)
     assert process.returncode == 0, process.stderr
 
@@ -92,7 +93,7 @@ FAULTS = {
             "        } else if (fd == c->plan->cancel_fd) {\n",
             "        } else if (fd == c->plan->cancel_fd && read(fd, events, 1)) {\n",
         ),
-        "goes on after a cancel": (
+        "continues after a cancel": (
             "    while (c->active)\n        transfer_finish(c->active, CURLE_OK, cause);",
             "    while (c->active) {\n        transfer_finish(c->active, CURLE_OK, cause);\n"
             "        if (c->next < c->plan->count && cause == CAUSE_CANCELLED)\n            start_next(c);\n    }",

@@ -214,8 +214,9 @@ def _speed_gates(records: Sequence[RequestRecord], thinking: Collection[str], se
         high = median.p50 if median.high is None else median.high
         passes, fails = (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
         verdict: Outcome = "pass" if passes else "fail" if fails else "undecided"
-        figures = {"value": median.p50, "low": median.low, "high": median.high, "n": median.n}
-        gates[gate] = SpeedGate(metric=metric, limit=limit, verdict=verdict, **figures)
+        gates[gate] = SpeedGate(
+            metric=metric, value=median.p50, low=median.low, high=median.high, n=median.n, limit=limit, verdict=verdict
+        )
     return gates
 
 

@@ -429,7 +429,7 @@ class Session:
             raise BudgetEnded
         return left_s
 
-    def memory(self) -> dict[str, MemoryLevels]:
+    def measure_memory(self) -> dict[str, MemoryLevels]:
         """Measure the memory of each backend whose process id is known, unless memory.json has it already."""
         single = next((w for w in self.workloads if not w.cases[0].turns), None)
         path = self.folder / "memory.json"
@@ -503,7 +503,7 @@ def run(
         metrics = scrape_metrics(backends)
         with session.sampling_memory():
             ended = session.run()
-            levels = session.memory()
+            levels = session.measure_memory()
         store_metrics(folder, metrics, scrape_metrics(backends) if metrics else {})
         traces = session.add_traces()
     finally:

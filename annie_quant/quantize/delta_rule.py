@@ -1,6 +1,6 @@
 """Gated DeltaNet without flash-linear-attention, for rows that are all real: on a GPU, and on a CPU where gradients are needed.
 
-The recurrence of evaluate/deltanet.py in operations that autograd can follow and that take few launches: chunks of 64 steps, and
+The recurrence of offline/deltanet.py in operations that autograd can follow and that take few launches: chunks of 64 steps, and
 the triangular systems of a chunk by inverses of blocks of 2, 4, ... 64. transformers' own form solves them in 63 sequential
 steps, and copies each part for the backward pass. Products are in TF32 where the inputs are bfloat16, which is finer than the
 bfloat16 operands of servers' kernels; inverses, decays and sums are float32. Source of the rule: Yang et al., Gated Delta

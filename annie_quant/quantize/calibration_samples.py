@@ -18,7 +18,7 @@ import numpy as np
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize.strategy import Job, Options
+from annie_quant.quantize.strategy import Job, StrategyOptions
 
 PROMPT, CONTENT, TOOL_MARKUP, THINKING, END_OF_TURN = range(5)
 KINDS = 5
@@ -34,11 +34,14 @@ BATCH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class Sample:
+class CalibrationSample:
     """One answer after its prompt.
 
-    ids: the tokens that are fed (the answer's last token is only predicted).  kinds: of each position.
-    answer: the answer's tokens.  decides: of each, whether it decides (offline/prompts.py).
+    category: of its conversation.
+    ids: the tokens that are fed; the answer's last token is only predicted.
+    kinds: of each position.
+    answer: the answer's tokens.
+    decides: of each, whether it decides about a call or the end (offline/prompts.py).
     row: index of its conversation.
     """
 
@@ -55,11 +58,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """ids and kinds: int64 [B, T]; the kind of what follows a sample is PADDING.
+class TokenBatch:
+    """Rows of tokens that are computed together.
 
+    ids: int64 [B, T].
+    kinds: int64 [B, T]; the kind of what follows a sample is PADDING.
     start: index of an earlier batch whose rows these continue (shared_text.py); None: they begin the text.
-    rows, offsets: int64 [B], the row of that batch that each row continues, and the number of tokens before it; None without start.
+    rows: the row of that batch that each row continues, int64 [B]; None without start.
+    offsets: number of tokens before each row, int64 [B]; None without start.
     """
 
     ids: np.ndarray
@@ -74,12 +80,12 @@ class Batch:
         return (self.kinds != PADDING).sum(1)
 
 
-def read_samples(job: Job[Options]) -> list[Sample]:
+def read_samples(job: Job[StrategyOptions]) -> list[CalibrationSample]:
     """Return the assistant's answers in the job's conversations."""
     return samples_of_rows(job.model, read_conversations(job.conversations, job.calib_samples))
 
 
-def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[Sample]:
+def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[CalibrationSample]:
     """Return the assistant's answers in conversations. Answers beyond MAX_TOKENS are left out."""
     from annie_quant.offline.prompts import Template, conversation_answers
 
@@ -93,7 +99,7 @@ def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[Sample]
         answer_kinds = [k + 1 for k in template.classes(scored.target, scored.thinking)]
         kinds = (PROMPT,) * (len(scored.prompt) - 1) + tuple(answer_kinds)
         decides = tuple(template.decisions(scored.target, scored.thinking))
-        samples.append(Sample(scored.category, ids, kinds, scored.target, decides, row))
+        samples.append(CalibrationSample(scored.category, ids, kinds, scored.target, decides, row))
     if not samples:
         raise UsageError(
             f"no assistant's answer in the calibration data has at most {MAX_TOKENS:,} tokens", "annie-quant data"
@@ -101,10 +107,10 @@ def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[Sample]
     return samples
 
 
-def make_batches(samples: Sequence[Sample], tokens: int = BATCH_TOKENS) -> list[Batch]:
+def make_batches(samples: Sequence[CalibrationSample], tokens: int = BATCH_TOKENS) -> list[TokenBatch]:
     """Return batches of samples of similar length, at most `tokens` positions per batch."""
-    batches: list[Batch] = []
-    waiting: list[Sample] = []
+    batches: list[TokenBatch] = []
+    waiting: list[CalibrationSample] = []
     for sample in sorted(samples, key=lambda s: len(s.ids)):
         if waiting and (len(waiting) + 1) * len(sample.ids) > tokens:
             batches.append(padded(waiting))
@@ -113,14 +119,14 @@ def make_batches(samples: Sequence[Sample], tokens: int = BATCH_TOKENS) -> list[
     return [*batches, padded(waiting)] if waiting else batches
 
 
-def padded(samples: Sequence[Sample]) -> Batch:
+def padded(samples: Sequence[CalibrationSample]) -> TokenBatch:
     """Return samples as one batch, padded on the right to the longest."""
     width = max(len(s.ids) for s in samples)
     ids, kinds = np.zeros((len(samples), width), np.int64), np.full((len(samples), width), PADDING, np.int64)
     for i, sample in enumerate(samples):
         ids[i] = np.resize(sample.ids, width)
         kinds[i, : len(sample.kinds)] = sample.kinds
-    return Batch(ids, kinds)
+    return TokenBatch(ids, kinds)
 
 
 def template_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -28,21 +28,21 @@ from annie_quant.quantize.calibration_samples import (
     MANNERS_RESPONSE,
     PADDING,
     RESPONSE,
-    Sample,
+    CalibrationSample,
     TokenWeights,
     padded,
     read_samples,
 )
 from annie_quant.quantize.formats import NVFP4, choose
 from annie_quant.quantize.input_stats import collect_stats
-from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, four_bit_format
 
 if TYPE_CHECKING:
     from annie_quant.quantize.strategies.qad import QadOptions
 
 
-def distilled(job: Job[QadOptions], progress: Progress) -> Plan:
+def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     """Return the plan with the trained weights of all linears, and the scales that they were trained with."""
     folder, options = ModelFolder(job.model), job.options
     family, kind = folder.family, four_bit_format(options.activations)
@@ -76,7 +76,7 @@ def distilled(job: Job[QadOptions], progress: Progress) -> Plan:
     with quiet(progress):
         trainer.train(resume_from_checkpoint=saved)
     state = trainer.accelerator.get_state_dict(trainer.model)
-    plan = Plan(formats, inputs, coverage=stats.coverage)
+    plan = QuantizationPlan(formats, inputs, coverage=stats.coverage)
     if trainer.accelerator.is_main_process:  # the others may have parts of the weights only
         plan.weights = {f"{n}.weight": state[f"{m}.weight"].detach().float().cpu().numpy() for m, n in names.items()}
         plan.tensor_amax = {n: float(state[f"{m}.weight_amax"]) for m, n in names.items()}
@@ -140,7 +140,7 @@ class Distillation(Trainer):
         return (kl * counts).sum() / counts.sum()
 
 
-def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+def collate(samples: Sequence[CalibrationSample]) -> dict[str, torch.Tensor]:
     """Return a batch as the Trainer passes it on: input_ids and kinds, int64 [B, T]."""
     batch = padded(samples)
     return {"input_ids": torch.from_numpy(batch.ids), "kinds": torch.from_numpy(batch.kinds)}

@@ -60,7 +60,7 @@ HESSIAN_SHARE = 0.9
 FACTOR_SHARE = {True: 0.45, False: 0.01}  # on a CPU; on a GPU, of its float32 rate and with the copy to the host
 COLUMNS_SHARE = 0.75
 PER_COLUMN = 1500  # operations per weight that the rounding of columns takes at any width
-HESSIAN_TOKENS = 0.6  # share of the tokens that a Hessian multiplies (gptq_solver.Sampling)
+HESSIAN_TOKENS = 0.6  # share of the tokens that a Hessian multiplies (hessian.Sampling)
 START_S = {True: 8.0, False: 20.0}  # imports and tokenizer; on a GPU also CUDA
 ROW_S = 0.01  # template and tokens of a conversation
 BATCH_S = 2e-3  # of one layer and batch
@@ -72,10 +72,15 @@ BATCH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one strategy makes of one model.
+    """What one strategy makes of one model, and what that takes.
 
-    size_bytes, bits_per_weight: of the result.  read_bytes: per decoded token.  peak_bytes: memory.
+    weights: number of the model's weights.
+    size_bytes, bits_per_weight: of the result.
+    read_bytes: bytes that are read per decoded token.
+    peak_bytes: most memory in use.
+    layerwise: one layer is in memory at a time.
     seconds: step → duration.
+    rates: the machine's.
     """
 
     strategy: str

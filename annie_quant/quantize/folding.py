@@ -27,8 +27,8 @@ from annie_quant.quantize.calibration_samples import PROMPT, RESPONSE, make_batc
 from annie_quant.quantize.formats import NVFP4, choose
 from annie_quant.quantize.input_stats import Coverage, InputObserver, InputSampler
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
-from annie_quant.quantize.plan import Plan, announce_size
-from annie_quant.quantize.strategy import Job, Options
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.strategy import Job, StrategyOptions
 
 ALPHAS = tuple(i / 20 for i in range(21))
 SAMPLED_TOKENS = 512  # of prompts, and of responses, that a scale is judged on
@@ -38,13 +38,13 @@ MAX_CHANGE = 1e-3  # largest difference of a layer's outputs in float32, relativ
 MAX_ROUNDING = 1.25  # an element whose rounded norm divides by more or less than s by this factor takes no scale
 
 
-def folded_model(job: Job[Options], progress: Progress) -> Plan:
+def folded_model(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
     """Return the plan with all linears in NVFP4 (W4A4), of folded weights that are rounded to nearest."""
     folder = ModelFolder(job.model)
     formats = dict.fromkeys(choose(folder, job.exclude), NVFP4)
     announce_size(folder, formats, progress)
     weights: dict[str, np.ndarray] = {}
-    plan, coverage = Plan(formats), Coverage()
+    plan, coverage = QuantizationPlan(formats), Coverage()
     for layer in DecoderLayers(folder, make_batches(read_samples(job)), progress, "folding"):
         folded = fold_layer(layer, set(formats))
         weights |= folded.weights

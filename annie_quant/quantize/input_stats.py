@@ -3,8 +3,8 @@
 One pass, layer by layer; linears that read the same input share one measurement.
 
 Routed experts that saw no calibration token have no scales of their own: their activation scale is the layer's largest, which
-servers use for all experts anyway (Plan.all_input_scales), and their weights are rounded without statistics. The output folder
-gets expert_coverage.json with the number of tokens of every expert.
+servers use for all experts anyway, and their weights are rounded without statistics. The output folder gets
+expert_coverage.json with the number of tokens of every expert.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from annie_quant.quantize import shared_text
 from annie_quant.quantize.calibration_samples import (
     CONTENT,
     PROMPT,
-    Sample,
+    CalibrationSample,
     TokenWeights,
     make_batches,
     read_samples,
@@ -40,9 +40,9 @@ from annie_quant.quantize.calibration_samples import (
 )
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
-from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.shared_text import weight_table
-from annie_quant.quantize.strategy import Job, Options
+from annie_quant.quantize.strategy import Job, StrategyOptions
 
 COVERAGE_FILE = "expert_coverage.json"
 OF_EXPERT, NUMBER = re.compile(r"\.experts\.\d+\."), re.compile(r"\d+")
@@ -215,7 +215,7 @@ class InputSampler(InputObserver):
         return torch.cat(self.sampled)
 
 
-def collect_stats(job: Job[Options], token_weights: TokenWeights, progress: Progress) -> InputStats:
+def collect_stats(job: Job[StrategyOptions], token_weights: TokenWeights, progress: Progress) -> InputStats:
     """Return the statistics of every linear of every decoder layer over the answers in the job's conversations."""
     model = DecoderLayers(ModelFolder(job.model), make_batches(read_samples(job)), progress, "calibrating")
     stats = InputStats()
@@ -255,7 +255,7 @@ def fill_unseen(
             stats.second |= {f"{layer}.{name}": mean for name in group}
 
 
-def max_calibrated(job: Job[Options], linears: Sequence[str], progress: Progress) -> Plan:
+def max_calibrated(job: Job[StrategyOptions], linears: Sequence[str], progress: Progress) -> QuantizationPlan:
     """Return the plan with these linears in NVFP4 (W4A4), by the largest weights and inputs over whole conversations.
 
     This is ModelOpt's max calibration without ModelOpt. Weights, block scales and tensor scales are ModelOpt's bytes (its CPU
@@ -274,7 +274,7 @@ def max_calibrated(job: Job[Options], linears: Sequence[str], progress: Progress
         stats = largest_inputs(folder, linears, ids, progress)
     else:
         stats = largest_inputs_of_whole_model(folder, linears, ids, progress)
-    return Plan(formats, stats.amax, job.scale, coverage=stats.coverage)
+    return QuantizationPlan(formats, stats.amax, job.scale, coverage=stats.coverage)
 
 
 def largest_inputs(
@@ -284,7 +284,7 @@ def largest_inputs(
 
     ids: tokens of each conversation.
     """
-    samples = [Sample("", tuple(row), (CONTENT,) * len(row), ()) for row in ids]
+    samples = [CalibrationSample("", tuple(row), (CONTENT,) * len(row), ()) for row in ids]
     text = shared_text.arrange(samples, share=shared_text.can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
     chosen, stats = set(linears), InputStats()

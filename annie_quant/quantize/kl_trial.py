@@ -24,9 +24,9 @@ from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load as load_model
 from annie_quant.quantize import fake_quant
 from annie_quant.quantize.backend import device_and_dtype
-from annie_quant.quantize.calibration_samples import Sample, TokenWeights
+from annie_quant.quantize.calibration_samples import CalibrationSample, TokenWeights
 from annie_quant.quantize.formats import FP8, QUANTIZED_INPUTS
-from annie_quant.quantize.plan import Plan
+from annie_quant.quantize.plan import QuantizationPlan
 
 LEAST_ANSWERS = 8  # that share a trial's tokens
 
@@ -43,7 +43,7 @@ class Trial:
     def __init__(
         self,
         folder: ModelFolder,
-        samples: Sequence[Sample],
+        samples: Sequence[CalibrationSample],
         token_weights: TokenWeights,
         tokens: int,
         positions: float = math.inf,
@@ -91,7 +91,7 @@ class Trial:
         count = sum(int(d.sum()) for d in self.decides)
         return total / max(weight, 1e-30) + decisions / max(count, 1)
 
-    def divergence_of(self, plan: Plan, inputs: bool) -> list[list[float]]:
+    def divergence_of(self, plan: QuantizationPlan, inputs: bool) -> list[list[float]]:
         """Return per conversation its part of the mean KL with a plan's weights, and of that of tokens that decide.
 
         inputs: round them where the plan's formats do.
@@ -175,9 +175,9 @@ class Trial:
             yield
 
 
-def spread(samples: Sequence[Sample]) -> Iterator[Sample]:
+def spread(samples: Sequence[CalibrationSample]) -> Iterator[CalibrationSample]:
     """Yield samples of all categories in turn, so that any number of first ones holds them in equal parts."""
-    by_category: dict[str, list[Sample]] = {}
+    by_category: dict[str, list[CalibrationSample]] = {}
     for sample in samples:
         by_category.setdefault(sample.category, []).append(sample)
     for index in range(max(map(len, by_category.values()))):

@@ -24,7 +24,7 @@ from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
 
 if TYPE_CHECKING:
-    from annie_quant.quantize.strategy import Job, Options
+    from annie_quant.quantize.strategy import Job, StrategyOptions
 
 NONE, FP8, CAST = "none", "fp8", "fp8_cast"
 CHOICES = (NONE, FP8, CAST)
@@ -43,7 +43,7 @@ def check(kind: str) -> str:
     return kind
 
 
-def add(job: Job[Options], output: Path, kind: str, progress: Progress) -> None:
+def add(job: Job[StrategyOptions], output: Path, kind: str, progress: Progress) -> None:
     """Add the KV cache's settings, and for "fp8" its calibrated scales, to the finished checkpoint in the folder `output`."""
     if kind == FP8:
         from annie_quant.quantize import calibration_samples

@@ -30,7 +30,7 @@ from annie_quant.offline import caches, deltanet
 from annie_quant.offline.codec import to_torch
 from annie_quant.offline.experts import SingleExperts, separate
 from annie_quant.quantize.backend import device_and_dtype
-from annie_quant.quantize.calibration_samples import PADDING, Batch
+from annie_quant.quantize.calibration_samples import PADDING, TokenBatch
 from annie_quant.quantize.delta_rule import continue_ragged_rows, use_own_delta_rule
 
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
@@ -191,7 +191,7 @@ class DecoderLayers:
     """
 
     def __init__(
-        self, folder: ModelFolder, batches: Sequence[Batch], progress: Progress = SILENT, title: str = "reading"
+        self, folder: ModelFolder, batches: Sequence[TokenBatch], progress: Progress = SILENT, title: str = "reading"
     ) -> None:
         self.folder, self.batches, self.progress, self.title = folder, batches, progress, title
         self.device, self.dtype = device_and_dtype(folder)

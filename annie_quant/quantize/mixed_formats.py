@@ -21,7 +21,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family, in_layer
 from annie_quant.quantize.backend import device_and_dtype
-from annie_quant.quantize.calibration_samples import RESPONSE, Sample, TokenWeights, read_samples
+from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample, TokenWeights, read_samples
 from annie_quant.quantize.formats import (
     BITS,
     FP8,
@@ -35,8 +35,8 @@ from annie_quant.quantize.formats import (
 )
 from annie_quant.quantize.input_stats import InputStats, collect_stats
 from annie_quant.quantize.kl_trial import Trial
-from annie_quant.quantize.plan import Plan, announce_size
-from annie_quant.quantize.strategy import Job, Options
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.strategy import Job, StrategyOptions
 
 TIE = 1e-9  # sums of sizes that differ by less of the limit are equal
 TOKENS = 1024  # of answers, scored in each trial
@@ -93,7 +93,11 @@ def with_rounded_inputs(harm: Mapping[str, float], weights: Mapping[str, float],
 
 
 def formats_of_inputs(
-    job: Job[Options], chosen: Sequence[str], samples: Sequence[Sample], share: float, progress: Progress
+    job: Job[StrategyOptions],
+    chosen: Sequence[str],
+    samples: Sequence[CalibrationSample],
+    share: float,
+    progress: Progress,
 ) -> dict[str, str]:
     """Return "nvfp4" or "w4a16" for every chosen linear: rounded inputs for the most weights that leave `share` of the harm.
 
@@ -120,7 +124,7 @@ def formats_of_inputs(
 
 
 def measure_inputs(
-    job: Job[Options], units: Mapping[str, list[str]], samples: Sequence[Sample], progress: Progress
+    job: Job[StrategyOptions], units: Mapping[str, list[str]], samples: Sequence[CalibrationSample], progress: Progress
 ) -> dict[str, float]:
     """Return unit → divergence with its inputs rounded, in nats per response token; weights are the source's."""
     folder = ModelFolder(job.model)
@@ -161,7 +165,7 @@ class FormatSearch:
     inputs: float | None = None
 
 
-def mixed_model(job: Job[Options], search: FormatSearch, progress: Progress) -> Plan:
+def mixed_model(job: Job[StrategyOptions], search: FormatSearch, progress: Progress) -> QuantizationPlan:
     """Return the plan with the formats of the least summed divergence under the budget."""
     folder = ModelFolder(job.model)
     chosen = choose(folder, job.exclude)
@@ -176,7 +180,7 @@ def mixed_model(job: Job[Options], search: FormatSearch, progress: Progress) -> 
     progress.message(f"{effective_bits(folder, formats):.2f} bits per weight over the decoder's linears")
     announce_size(folder, formats, progress)
     importance = {n: stats.second[n] for n, f in formats.items() if f != FP8} if search.statistics else {}
-    return Plan(formats, stats.amax, job.scale, importance, coverage=stats.coverage)
+    return QuantizationPlan(formats, stats.amax, job.scale, importance, coverage=stats.coverage)
 
 
 def budget_bytes(folder: ModelFolder, chosen: Sequence[str], search: FormatSearch) -> float:
@@ -194,7 +198,11 @@ def budget_bytes(folder: ModelFolder, chosen: Sequence[str], search: FormatSearc
 
 
 def measure_formats(
-    job: Job[Options], units: Mapping[str, list[str]], stats: InputStats, search: FormatSearch, progress: Progress
+    job: Job[StrategyOptions],
+    units: Mapping[str, list[str]],
+    stats: InputStats,
+    search: FormatSearch,
+    progress: Progress,
 ) -> dict[str, dict[str, float]]:
     """Return unit → format → divergence. What an interrupted run measured is not measured again."""
     file = job.measurements("divergence.json")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Plan:
+class QuantizationPlan:
     """What a strategy decided. Keys are full names of linears, except in `weights`.
 
     formats: "nvfp4" (W4A4), "w4a16" or "fp8"; all other tensors stay as they are.
@@ -84,7 +84,7 @@ def announce_size(folder: ModelFolder, formats: Mapping[str, str], progress: Pro
 def export(
     folder: ModelFolder,
     output: Path,
-    plan: Plan,
+    plan: QuantizationPlan,
     shard_bytes: int = writer.DEFAULT_SHARD_BYTES,
     progress: Progress = SILENT,
     resume: bool = False,
@@ -96,7 +96,7 @@ def export(
     writer.write_settings(output, folder.config, modelopt.settings(plan.formats, excluded_names(folder, plan), GROUP))
 
 
-def excluded_names(folder: ModelFolder, plan: Plan) -> list[str]:
+def excluded_names(folder: ModelFolder, plan: QuantizationPlan) -> list[str]:
     """Return the names that settings list as excluded: modules with a matrix, and for the experts of a layer all of them at once.
 
     ModelOpt lists embeddings, convolutions and a tied head as well, and shortens names to prefixes ("model.layers.0.self_attn*").
@@ -118,7 +118,7 @@ def excluded_names(folder: ModelFolder, plan: Plan) -> list[str]:
     return sorted(names)
 
 
-def check(folder: ModelFolder, plan: Plan) -> None:
+def check(folder: ModelFolder, plan: QuantizationPlan) -> None:
     """Check that linears that are served together have one format, and that every quantized input has a scale."""
     for group in folder.family.served_groups(all_linears(folder)):
         if len({plan.formats.get(n) for n in group}) > 1:
@@ -134,7 +134,7 @@ def check(folder: ModelFolder, plan: Plan) -> None:
             )
 
 
-def planned_tensors(folder: ModelFolder, plan: Plan) -> list[Planned]:
+def planned_tensors(folder: ModelFolder, plan: QuantizationPlan) -> list[Planned]:
     """Return the output's tensors in the source's order: two to four per quantized linear, the others as they are."""
     scales, inputs = TensorScales(folder, plan), plan.all_input_scales(folder.family)
     planned: list[Planned] = []
@@ -158,7 +158,7 @@ def planned_tensors(folder: ModelFolder, plan: Plan) -> list[Planned]:
     return planned
 
 
-def names_to_write(folder: ModelFolder, plan: Plan) -> Iterator[str]:
+def names_to_write(folder: ModelFolder, plan: QuantizationPlan) -> Iterator[str]:
     """Yield the source's tensors in file order, merged experts that change in parts: one name per expert and linear."""
     for name in folder:
         parts = folder.parts_of(name)
@@ -166,17 +166,19 @@ def names_to_write(folder: ModelFolder, plan: Plan) -> Iterator[str]:
         yield from parts if changes else [name]
 
 
-def weight_of(folder: ModelFolder, name: str, plan: Plan) -> np.ndarray:
+def weight_of(folder: ModelFolder, name: str, plan: QuantizationPlan) -> np.ndarray:
     """Return a weight as the strategy changed it, or the source's."""
     return plan.weights[name] if name in plan.weights else folder.tensor(name)
 
 
-def rows_of(folder: ModelFolder, name: str, plan: Plan) -> Iterator[np.ndarray]:
+def rows_of(folder: ModelFolder, name: str, plan: QuantizationPlan) -> Iterator[np.ndarray]:
     """Yield a weight's rows in order, in one or more pieces."""
     return iter([plan.weights[name]]) if name in plan.weights else folder.rows(name)
 
 
-def pack_rows(folder: ModelFolder, module: str, plan: Plan, scale: Callable[[], np.float32]) -> Iterator[nvfp4.Tensor]:
+def pack_rows(
+    folder: ModelFolder, module: str, plan: QuantizationPlan, scale: Callable[[], np.float32]
+) -> Iterator[nvfp4.Tensor]:
     """Yield a linear's packed rows in order, in one or more pieces."""
     if module in plan.packed:
         yield plan.packed[module]
@@ -190,7 +192,7 @@ def pack_rows(folder: ModelFolder, module: str, plan: Plan, scale: Callable[[], 
 class TensorScales:
     """The multipliers of whole tensors, one per fused group, computed when they are first needed."""
 
-    def __init__(self, folder: ModelFolder, plan: Plan) -> None:
+    def __init__(self, folder: ModelFolder, plan: QuantizationPlan) -> None:
         self.folder, self.plan = folder, plan
         groups = folder.family.fused_groups(plan.formats.keys() - plan.packed.keys())
         self.group_of = {m: group for group in groups for m in group}

@@ -19,12 +19,12 @@ from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.documents import HeldOut, Ingredient
 from annie_quant.quantize.backend import device_and_dtype, device_kind
-from annie_quant.quantize.calibration_samples import RESPONSE, Sample
+from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_rounder import Method
 from annie_quant.quantize.rounding import round_model
-from annie_quant.quantize.strategy import Job, Options
+from annie_quant.quantize.strategy import Job, StrategyOptions
 
 LEAST_CONVERSATIONS = 8  # of which two are held out
 HELD_OUT = 4  # one of so many conversations at most
@@ -65,9 +65,9 @@ class RecipeChoice:
 
 
 def choose_method(
-    job: Job[Options],
+    job: Job[StrategyOptions],
     formats: Mapping[str, str],
-    samples: Sequence[Sample],
+    samples: Sequence[CalibrationSample],
     start: Method,
     tried: Iterable[tuple[str, dict[str, Any]]],
     progress: Progress,
@@ -108,12 +108,14 @@ def choose_method(
     return RecipeChoice(best.method, held_out, trace)
 
 
-def hold_out(samples: Sequence[Sample], positions: int) -> tuple[list[Sample], list[Sample]]:
+def hold_out(
+    samples: Sequence[CalibrationSample], positions: int
+) -> tuple[list[CalibrationSample], list[CalibrationSample]]:
     """Return the samples to round with and those to judge on, whole conversations of all categories in turn.
 
     Held out are conversations until DECISIONS tokens decide, at most one in HELD_OUT, `positions` tokens and TOKENS of answers.
     """
-    rows: dict[int, list[Sample]] = {}
+    rows: dict[int, list[CalibrationSample]] = {}
     for sample in samples:
         rows.setdefault(sample.row, []).append(sample)
     if len(rows) < LEAST_CONVERSATIONS:
@@ -159,10 +161,10 @@ class Trials:
 
     def __init__(
         self,
-        job: Job[Options],
+        job: Job[StrategyOptions],
         formats: Mapping[str, str],
-        samples: Sequence[Sample],
-        held: Sequence[Sample],
+        samples: Sequence[CalibrationSample],
+        held: Sequence[CalibrationSample],
         progress: Progress,
     ) -> None:
         self.job, self.formats, self.samples, self.held, self.progress = job, formats, samples, held, progress

@@ -19,14 +19,14 @@ from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
 from annie_quant.quantize import learned_rounding, shared_text
 from annie_quant.quantize.backend import device_and_dtype, device_kind
-from annie_quant.quantize.calibration_samples import Sample, make_batches
+from annie_quant.quantize.calibration_samples import CalibrationSample, make_batches
 from annie_quant.quantize.input_stats import Coverage, one_per_layer
 from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method
 from annie_quant.quantize.layer_stages import StagedRounder
 from annie_quant.quantize.layerwise import DecoderLayers
-from annie_quant.quantize.plan import Plan
+from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.shared_text import weight_table
-from annie_quant.quantize.strategy import Job, Options
+from annie_quant.quantize.strategy import Job, StrategyOptions
 from annie_quant.quantize.two_streams import SourceStream, StreamRounder
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,13 @@ MAX_BATCH_TOKENS = {"cpu": 16384, "cuda": 32768}  # positions of one forward pas
 
 
 def round_model(
-    job: Job[Options],
+    job: Job[StrategyOptions],
     formats: Mapping[str, str],
-    samples: Sequence[Sample],
+    samples: Sequence[CalibrationSample],
     method: Method,
     progress: Progress,
     name: str = "layers",
-) -> Plan:
+) -> QuantizationPlan:
     """Return the plan with every linear of `formats` rounded.
 
     name: of the folder inside the job's work folder where finished layers are stored.
@@ -50,7 +50,7 @@ def round_model(
     folder = ModelFolder(job.model)
     if outside := [n for n in formats if not folder.family.in_decoder(n)]:
         raise CheckpointError(f"{min(outside)} is in no decoder layer", f"--exclude-layers {min(outside)}")
-    plan = Plan(dict(formats), scale="amax" if method.plain else job.scale, coverage=Coverage())
+    plan = QuantizationPlan(dict(formats), scale="amax" if method.plain else job.scale, coverage=Coverage())
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
     rounder_of: Callable[..., LayerRounder]

@@ -22,8 +22,8 @@ from annie_quant.documents import RECIPE_FILE, Recipe
 from annie_quant.quantize import kv_cache as kv_cache_format
 from annie_quant.quantize import prompt_provenance, strategies
 from annie_quant.quantize.formats import expected_bytes
-from annie_quant.quantize.plan import Plan, export
-from annie_quant.quantize.strategy import Job, Options, Strategy, rank, sha256_of
+from annie_quant.quantize.plan import QuantizationPlan, export
+from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, rank, sha256_of
 
 # What a serving runtime needs besides the weights; ModelOpt's exporter omits some of it.
 COMPANIONS = (
@@ -131,7 +131,7 @@ def make_job(
     scale: str | None,
     seed: int,
     options: Mapping[str, Any],
-) -> Job[Options]:
+) -> Job[StrategyOptions]:
     """Return the job of a strategy. Raises CheckpointError without a model folder, UsageError for an invalid setting."""
     if not (model / "config.json").is_file():
         raise CheckpointError(
@@ -155,7 +155,7 @@ def make_job(
     )
 
 
-def write(part: Strategy, job: Job[Options], plan: Plan, progress: Progress) -> None:
+def write(part: Strategy, job: Job[StrategyOptions], plan: QuantizationPlan, progress: Progress) -> None:
     """Write the plan into job.output, with the reports and the files that a serving runtime needs besides the weights."""
     if plan.coverage:
         plan.coverage.report(job.output, progress)
@@ -180,7 +180,7 @@ def notes_on(model: Path) -> list[str]:
 
 
 def recipe_of(
-    job: Job[Options], strategy: str, prompts: prompt_provenance.Prompts, kv_cache: str, plan: Plan
+    job: Job[StrategyOptions], strategy: str, prompts: prompt_provenance.Prompts, kv_cache: str, plan: QuantizationPlan
 ) -> Recipe:
     return Recipe(
         version=__version__,

@@ -22,7 +22,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.offline.engine import common_prefix
 from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.backend import device_and_dtype
-from annie_quant.quantize.calibration_samples import KINDS, PADDING, Batch, Sample, TokenWeights
+from annie_quant.quantize.calibration_samples import KINDS, PADDING, CalibrationSample, TokenBatch, TokenWeights
 
 GROUP_COST = 64  # tokens: cost of one more forward pass of one layer on a CPU
 TOKENS = 4096  # of one forward pass: its activations stay in the caches of a CPU
@@ -40,7 +40,7 @@ class TokenSequence:
     """A token sequence, and the samples that are it or that it begins with."""
 
     ids: tuple[int, ...]
-    samples: list[Sample]
+    samples: list[CalibrationSample]
 
     def counts(self, start: int, end: int) -> np.ndarray:
         """Return how many samples have a position of each kind there, int64 [end - start, KINDS]."""
@@ -53,9 +53,13 @@ class TokenSequence:
 
 @dataclass
 class SharedText:
-    """batches: a batch comes after the one that it continues.  codes: counts of the kinds → code, which `kinds` of a batch hold."""
+    """Calibration text as batches.
 
-    batches: list[Batch] = field(default_factory=list)
+    batches: in an order in which each comes after the one that it continues.
+    codes: counts of the kinds of a position → code, which `kinds` of a batch hold.
+    """
+
+    batches: list[TokenBatch] = field(default_factory=list)
     codes: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def weight_table(self, token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:
@@ -78,7 +82,7 @@ def can_share(folder: ModelFolder) -> bool:
     return device_and_dtype(folder)[0] == "cpu" and types <= {"full_attention", "linear_attention"}
 
 
-def arrange(samples: Sequence[Sample], tokens: int = TOKENS, share: bool = True) -> SharedText:
+def arrange(samples: Sequence[CalibrationSample], tokens: int = TOKENS, share: bool = True) -> SharedText:
     """Return the samples as batches of at most `tokens` positions, or of one row.
 
     share: False gives batches of whole samples.
@@ -92,10 +96,10 @@ def arrange(samples: Sequence[Sample], tokens: int = TOKENS, share: bool = True)
     return text
 
 
-def sequences_of(samples: Sequence[Sample]) -> list[TokenSequence]:
+def sequences_of(samples: Sequence[CalibrationSample]) -> list[TokenSequence]:
     """Return the sequences that no other one begins with, in lexicographic order."""
     sequences: list[TokenSequence] = []
-    waiting: list[Sample] = []
+    waiting: list[CalibrationSample] = []
     ordered = sorted(samples, key=lambda s: s.ids)
     for sample, following in zip(ordered, [*(s.ids for s in ordered[1:]), ()], strict=True):
         waiting.append(sample)
@@ -185,7 +189,7 @@ def divide(lengths: Sequence[int], tokens: int, cost: int) -> list[slice]:
     return parts[::-1]
 
 
-def batch_of(text: SharedText, rows: Sequence[Continued], start: int | None) -> Batch:
+def batch_of(text: SharedText, rows: Sequence[Continued], start: int | None) -> TokenBatch:
     """Return the tokens of branches as one batch, padded on the right to the longest."""
     shape = len(rows), max(b.end - b.begin for _, b in rows)
     ids, kinds = np.zeros(shape, np.int64), np.full(shape, PADDING, np.int64)
@@ -195,5 +199,5 @@ def batch_of(text: SharedText, rows: Sequence[Continued], start: int | None) -> 
         ids[i] = np.resize(branch.sequences[0].ids[first:last], shape[1])
         kinds[i, : last - first] = text.encode(np.asarray(counts))
     if start is None:
-        return Batch(ids, kinds)
-    return Batch(ids, kinds, start, np.array([row for row, _ in rows]), np.array([b.begin for _, b in rows]))
+        return TokenBatch(ids, kinds)
+    return TokenBatch(ids, kinds, start, np.array([row for row, _ in rows]), np.array([b.begin for _, b in rows]))

@@ -19,7 +19,7 @@ from annie_quant.core.resume import KeyedJson, keyed_folder
 from annie_quant.quantize.formats import BITS, NVFP4, PLAIN_BITS, W4A16
 
 if TYPE_CHECKING:
-    from annie_quant.quantize.plan import Plan
+    from annie_quant.quantize.plan import QuantizationPlan
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
 KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
@@ -29,15 +29,15 @@ WAIT_FOR_FIRST_S = 60.0  # how long further processes wait for the first one's w
 
 
 @dataclass(frozen=True)
-class Options:
+class StrategyOptions:
     """Settings of a strategy (--set NAME=VALUE); a strategy that has some defines a subclass whose fields are option()s."""
 
 
-OptionsType = TypeVar("OptionsType", bound=Options, covariant=True)
+OptionsType = TypeVar("OptionsType", bound=StrategyOptions, covariant=True)
 
 
 def option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
-    """Return a field of Options. A value that a user gives takes the type of the default."""
+    """Return a field of StrategyOptions. A value that a user gives takes the type of the default."""
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
@@ -71,7 +71,7 @@ class Job(Generic[OptionsType]):
     calib_samples: int = 512
     exclude: tuple[str, ...] = ()
     scale: nvfp4.Scale = "amax"
-    options: OptionsType = field(default_factory=Options)  # type: ignore[assignment]
+    options: OptionsType = field(default_factory=StrategyOptions)  # type: ignore[assignment]
     seed: int = 0
     work: Path = Path(".work")
 
@@ -156,7 +156,7 @@ class Strategy:
         for size estimates. Other modules stay bf16.
     plan: decides formats, scales and weights. The plan is then written into job.output.
     options: type of its settings.
-    write: writes the plan in place of plan.export.
+    write: writes the plan instead of plan.export.
     scale: rule by which block scales are chosen unless --scale is given.
     requires: packages of the `quantize` extra that it imports.
     resume_key: returns what must be equal for an interrupted run's shards to be kept; None keeps none.
@@ -168,9 +168,9 @@ class Strategy:
     summary: str
     formats: Mapping[str, str | float]
     cost: Cost
-    plan: Callable[[Any, Progress], Plan]
-    options: type[Options] = Options
-    write: Callable[[Any, Plan, Progress], None] | None = None
+    plan: Callable[[Any, Progress], QuantizationPlan]
+    options: type[StrategyOptions] = StrategyOptions
+    write: Callable[[Any, QuantizationPlan, Progress], None] | None = None
     scale: nvfp4.Scale = "amax"
     requires: tuple[str, ...] = ("torch", "transformers")
     resume_key: Callable[[Any], dict[str, object]] | None = None
@@ -187,7 +187,7 @@ class Strategy:
         stored = self.formats.get(kind, PLAIN_BITS)
         return BITS[stored] if isinstance(stored, str) else stored
 
-    def settings(self, values: Mapping[str, Any]) -> Options:
+    def settings(self, values: Mapping[str, Any]) -> StrategyOptions:
         """Return the options with the given values. Raises UsageError for a name or a value that they do not take."""
         known = {f.name: f for f in fields(self.options)}
         parsed = {}

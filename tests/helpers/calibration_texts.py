@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, Sample
+from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, CalibrationSample
 
 
-def conversations(seed: int = 0) -> list[Sample]:
+def conversations(seed: int = 0) -> list[CalibrationSample]:
     """Return samples of conversations of one to three turns under two system prompts, one sample per conversation and turn.
 
     A sample ends with an answer in its own form: later turns have it without its first token, as chat templates drop thoughts.
@@ -25,6 +25,6 @@ def conversations(seed: int = 0) -> list[Sample]:
             text += tokens(20, 50)
             answer = tokens(5, 30)
             kinds = [PROMPT] * len(text) + [CONTENT] * (len(answer) + 1)
-            samples.append(Sample("chat", (*text, 7, *answer), tuple(kinds), ()))
+            samples.append(CalibrationSample("chat", (*text, 7, *answer), tuple(kinds), ()))
             text += answer
     return samples

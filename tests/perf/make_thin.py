@@ -30,7 +30,7 @@ from torch.nn import functional  # noqa: E402
 
 from annie_quant import data  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402
-from annie_quant.quantize.calibration_samples import PADDING, PROMPT, Sample, padded, samples_of_rows  # noqa: E402
+from annie_quant.quantize.calibration_samples import PADDING, PROMPT, CalibrationSample, padded, samples_of_rows  # noqa: E402
 
 CHUNK = 64
 WARM_UP = 10
@@ -97,7 +97,7 @@ def add_overlays(model: Any, rank: int, seed: int, target: Mapping[str, torch.Te
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def loss_of(model: Any, samples: list[Sample]) -> torch.Tensor:
+def loss_of(model: Any, samples: list[CalibrationSample]) -> torch.Tensor:
     """Return the mean cross entropy over the answers' tokens."""
     batch = padded(samples)
     ids, kinds = torch.from_numpy(batch.ids), torch.from_numpy(batch.kinds)
@@ -110,7 +110,13 @@ def loss_of(model: Any, samples: list[Sample]) -> torch.Tensor:
 
 
 def train(
-    model: Any, samples: list[Sample], parameters: list[nn.Parameter], steps: int, rate: float, rows: int, seed: int
+    model: Any,
+    samples: list[CalibrationSample],
+    parameters: list[nn.Parameter],
+    steps: int,
+    rate: float,
+    rows: int,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)

@@ -14,7 +14,7 @@ from paths import CALIBRATION, TINY_ANNIE
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import PADDING, Batch, Sample
+from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, TokenBatch
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
 from annie_quant.quantize import layer_stages, shared_text  # noqa: E402
@@ -24,11 +24,11 @@ LAYERS = 4  # of tiny-annie: three of DeltaNet and one of attention
 
 
 @pytest.fixture(scope="module")
-def samples() -> list[Sample]:
+def samples() -> list[CalibrationSample]:
     return calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::6][:5]
 
 
-def batches(samples: Sequence[Sample], kind: str) -> list[Batch]:
+def batches(samples: Sequence[CalibrationSample], kind: str) -> list[TokenBatch]:
     if kind == "shared":
         return shared_text.arrange(conversations()).batches
     return calibration_samples.make_batches(samples, tokens=600)
@@ -85,7 +85,7 @@ def real_rows(layers: DecoderLayers) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["whole", "shared"])
-def test_inputs_are_those_of_a_whole_pass(samples: list[Sample], kind: str) -> None:
+def test_inputs_are_those_of_a_whole_pass(samples: list[CalibrationSample], kind: str) -> None:
     text = batches(samples, kind)
     padded = {i for i, b in enumerate(text) if len(set(b.lengths)) > 1}
     assert padded and (kind == "whole" or padded & {b.start for b in text}), "rows of unequal length are continued, too"
@@ -104,7 +104,7 @@ def test_inputs_are_those_of_a_whole_pass(samples: list[Sample], kind: str) -> N
             break
 
 
-def test_each_token_is_multiplied_once(samples: list[Sample]) -> None:
+def test_each_token_is_multiplied_once(samples: list[CalibrationSample]) -> None:
     layers = DecoderLayers(ModelFolder(TINY_ANNIE), batches(samples, "whole"))
     positions = sum(b.ids.size for b in layers.batches)
     tokens = sum(int(b.lengths.sum()) for b in layers.batches)
@@ -120,7 +120,9 @@ def test_each_token_is_multiplied_once(samples: list[Sample]) -> None:
         assert tokens <= n <= positions + probe, name
 
 
-def test_nothing_is_stored_where_memory_is_scarce(samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_stored_where_memory_is_scarce(
+    samples: list[CalibrationSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
     states = []
     for most in (layer_stages.KEPT_INPUTS, 0):
         monkeypatch.setattr(layer_stages, "KEPT_INPUTS", most)
@@ -133,7 +135,7 @@ def test_nothing_is_stored_where_memory_is_scarce(samples: list[Sample], monkeyp
     assert torch.equal(*states)
 
 
-def test_a_layer_of_another_shape_runs_whole(samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_another_shape_runs_whole(samples: list[CalibrationSample], monkeypatch: pytest.MonkeyPatch) -> None:
     layers = DecoderLayers(ModelFolder(TINY_ANNIE), batches(samples, "whole"))
     forward = layers.forward
     monkeypatch.setattr(layers, "forward", lambda *args, **options: 1.1 * forward(*args, **options))

@@ -10,7 +10,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import Sample
+from annie_quant.quantize.calibration_samples import CalibrationSample
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
 from annie_quant.quantize import layerwise  # noqa: E402
@@ -19,7 +19,7 @@ from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def samples() -> list[Sample]:
+def samples() -> list[CalibrationSample]:
     return calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::4][:7]
 
 
@@ -29,7 +29,7 @@ def whole_model() -> object:
     return AutoModelForCausalLM.from_pretrained(TINY_ANNIE, dtype=torch.float32).eval()
 
 
-def test_kinds_are_those_of_the_predicted_tokens(samples: list[Sample]) -> None:
+def test_kinds_are_those_of_the_predicted_tokens(samples: list[CalibrationSample]) -> None:
     from annie_quant.offline.prompts import Template
 
     template = Template(TINY_ANNIE)
@@ -46,14 +46,14 @@ def test_kinds_are_those_of_the_predicted_tokens(samples: list[Sample]) -> None:
     assert calls and all("<tool_call>" in template.tokenizer.decode(t.answer) for t in calls)
 
 
-def test_batches_hold_every_text_once(samples: list[Sample]) -> None:
+def test_batches_hold_every_text_once(samples: list[CalibrationSample]) -> None:
     batches = calibration_samples.make_batches(samples, tokens=600)
     assert len(batches) > 1
     rows = [tuple(i[k != calibration_samples.PADDING]) for b in batches for i, k in zip(b.ids, b.kinds, strict=True)]
     assert sorted(rows) == sorted(t.ids for t in samples)
 
 
-def test_the_last_hidden_states_are_the_whole_model_s(samples: list[Sample]) -> None:
+def test_the_last_hidden_states_are_the_whole_model_s(samples: list[CalibrationSample]) -> None:
     batch = calibration_samples.padded(samples[:4])
     layers = DecoderLayers(ModelFolder(TINY_ANNIE), [batch])
     for layer in layers:
@@ -66,7 +66,7 @@ def test_the_last_hidden_states_are_the_whole_model_s(samples: list[Sample]) -> 
             assert (ours[i, : len(text.ids)] - alone).abs().max() < 1e-3
 
 
-def inputs_of(linear: object, model: object, samples: list[Sample]) -> list[np.ndarray]:
+def inputs_of(linear: object, model: object, samples: list[CalibrationSample]) -> list[np.ndarray]:
     rows: list[np.ndarray] = []
     handle = linear.register_forward_pre_hook(lambda module, args: rows.append(args[0][0].detach().numpy()))  # type: ignore[attr-defined]
     with torch.inference_mode():
@@ -76,7 +76,7 @@ def inputs_of(linear: object, model: object, samples: list[Sample]) -> list[np.n
     return rows
 
 
-def test_statistics_are_those_of_a_plain_forward_pass(samples: list[Sample]) -> None:
+def test_statistics_are_those_of_a_plain_forward_pass(samples: list[CalibrationSample]) -> None:
     stats = collect_stats(ModelFolder(TINY_ANNIE), samples, calibration_samples.RESPONSE, SILENT)
     model = whole_model()
     for name in (

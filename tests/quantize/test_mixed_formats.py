@@ -15,7 +15,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import RESPONSE, Sample
+from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample
 
 torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
@@ -28,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def samples(home: Path) -> list[Sample]:
+def samples(home: Path) -> list[CalibrationSample]:
     return calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 4))
 
 
@@ -63,7 +63,9 @@ def test_the_most_weights_of_all_choices_round_their_inputs() -> None:
     assert mixed_formats.with_rounded_inputs({"a": 0.1, "b": 0.0}, {"a": 1.0, "b": 2.0}, 0.0) == ["b"]
 
 
-def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(home: Path, samples: list[Sample]) -> None:
+def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(
+    home: Path, samples: list[CalibrationSample]
+) -> None:
     """Against transformers' own forward pass, answer by answer, with the C codec in front of the linears."""
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +103,7 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(hom
     assert measured == pytest.approx(total / count + decisions / deciding, rel=0.02)  # the trial's reference is float16
 
 
-def test_long_answers_share_the_tokens_of_a_trial(home: Path, samples: list[Sample]) -> None:
+def test_long_answers_share_the_tokens_of_a_trial(home: Path, samples: list[CalibrationSample]) -> None:
     """With answers longer than all the tokens a trial had no token, and every format was free."""
     folder = ModelFolder(home / "model")
     assert all(len(s.answer) > 2 for s in samples)

@@ -14,7 +14,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import HeldOut
 from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, RESPONSE, Sample
+from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, RESPONSE, CalibrationSample
 from annie_quant.quantize.strategy import Job
 
 torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
@@ -32,9 +32,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runtime_models.save_with_conversations(tmp_path_factory.mktemp("recipes"))
 
 
-def sample(row: int, category: str = "a", decides: int = 1, length: int = 10) -> Sample:
+def sample(row: int, category: str = "a", decides: int = 1, length: int = 10) -> CalibrationSample:
     kinds = (PROMPT,) * (length - 4) + (CONTENT,) * 4
-    return Sample(
+    return CalibrationSample(
         category, tuple(range(length)), kinds, (1, 2, 3, 4), (True,) * decides + (False,) * (4 - decides), row
     )
 

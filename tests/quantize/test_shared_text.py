@@ -15,7 +15,7 @@ from paths import CALIBRATION, TINY_ANNIE
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import PADDING, Batch, Sample
+from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, TokenBatch
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
 from annie_quant.quantize import shared_text  # noqa: E402
@@ -27,7 +27,7 @@ WEIGHTS = {**calibration_samples.MANNERS, calibration_samples.THINKING: 3.0}
 
 
 @pytest.fixture(scope="module", params=["answers", "conversations"])
-def samples(request: pytest.FixtureRequest) -> list[Sample]:
+def samples(request: pytest.FixtureRequest) -> list[CalibrationSample]:
     if request.param == "conversations":
         return conversations()
     rows = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))
@@ -35,7 +35,7 @@ def samples(request: pytest.FixtureRequest) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def text(samples: list[Sample]) -> SharedText:
+def text(samples: list[CalibrationSample]) -> SharedText:
     return shared_text.arrange(samples, tokens=500)
 
 
@@ -51,7 +51,7 @@ def paths(text: SharedText) -> list[tuple[list[int], list[int]]]:
     return positions
 
 
-def tokens_before(text: SharedText, batch: Batch, row: int) -> list[int]:
+def tokens_before(text: SharedText, batch: TokenBatch, row: int) -> list[int]:
     """Return the tokens that a row continues."""
     if batch.start is None or batch.rows is None:
         return []
@@ -60,7 +60,7 @@ def tokens_before(text: SharedText, batch: Batch, row: int) -> list[int]:
     return [*tokens_before(text, earlier, row), *map(int, own)]
 
 
-def test_it_is_shorter_and_batches_are_bounded(samples: list[Sample], text: SharedText) -> None:
+def test_it_is_shorter_and_batches_are_bounded(samples: list[CalibrationSample], text: SharedText) -> None:
     assert any(b.start is not None for b in text.batches)
     assert sum(b.ids.size for b in text.batches) < sum(len(s.ids) for s in samples)
     for i, batch in enumerate(text.batches):
@@ -68,7 +68,7 @@ def test_it_is_shorter_and_batches_are_bounded(samples: list[Sample], text: Shar
         assert batch.ids.size <= 500 or len(batch.ids) == 1
 
 
-def test_every_position_of_every_sample_counts_once(samples: list[Sample], text: SharedText) -> None:
+def test_every_position_of_every_sample_counts_once(samples: list[CalibrationSample], text: SharedText) -> None:
     counts = {code: counts for counts, code in text.codes.items()}
     positions: Counter[tuple[tuple[int, ...], int]] = Counter()
     for ids, codes in paths(text):
@@ -91,7 +91,7 @@ def hessians(layers: DecoderLayers, table: torch.Tensor) -> list[Hessian]:
     return every
 
 
-def test_hessians_are_those_of_the_samples(samples: list[Sample], text: SharedText) -> None:
+def test_hessians_are_those_of_the_samples(samples: list[CalibrationSample], text: SharedText) -> None:
     folder = ModelFolder(TINY_ANNIE)
     plain = DecoderLayers(folder, calibration_samples.make_batches(samples))
     shared = DecoderLayers(folder, text.batches)
@@ -102,7 +102,7 @@ def test_hessians_are_those_of_the_samples(samples: list[Sample], text: SharedTe
         assert ours.amax == pytest.approx(theirs.amax, rel=1e-4)
 
 
-def test_other_layers_and_gpus_get_whole_samples(samples: list[Sample], tmp_path: Path) -> None:
+def test_other_layers_and_gpus_get_whole_samples(samples: list[CalibrationSample], tmp_path: Path) -> None:
     text = shared_text.arrange(samples, share=False)
     assert all(b.start is None and b.offsets is None for b in text.batches)
     assert torch.equal(text.weight_table(WEIGHTS, "cpu"), weight_table(WEIGHTS, "cpu"))

@@ -21,12 +21,12 @@ import numpy as np
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.quantize.formats import FP8, choose
-from annie_quant.quantize.plan import Plan, announce_size
-from annie_quant.quantize.strategy import Cost, Options, Strategy, option
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.strategy import Cost, StrategyOptions, Strategy, option
 
 
 @dataclass(frozen=True)
-class NewOptions(Options):
+class NewOptions(StrategyOptions):
     scale: float = option(1.0, "of the inputs")
 
 
@@ -34,7 +34,7 @@ def plan(job, progress):
     folder = ModelFolder(job.model)
     formats = dict.fromkeys(choose(folder, job.exclude), FP8)
     announce_size(folder, formats, progress)
-    return Plan(formats, input_scales=dict.fromkeys(formats, np.float32(job.options.scale)))
+    return QuantizationPlan(formats, input_scales=dict.fromkeys(formats, np.float32(job.options.scale)))
 
 
 STRATEGY = Strategy("new", "every linear in FP8", dict.fromkeys(("mlp", "attention", "deltanet"), FP8),

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import FP8, NVFP4
-from annie_quant.quantize.plan import Plan
-from annie_quant.quantize.strategy import Cost, Job, Options, Strategy, option
+from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.strategy import Cost, Job, Strategy, StrategyOptions, option
 
 
 @dataclass(frozen=True)
-class AutoMixedOptions(Options):
+class AutoMixedOptions(StrategyOptions):
     bits: float = option(4.8, "bits per weight, over the linears that may be quantized")
     tokens: int = option(4096, "tokens of answers that are scored in each trial")
 
 
-def plan(job: Job[AutoMixedOptions], progress: Progress) -> Plan:
+def plan(job: Job[AutoMixedOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.calibration_samples import RESPONSE
     from annie_quant.quantize.mixed_formats import FormatSearch, mixed_model
 

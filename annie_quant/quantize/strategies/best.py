@@ -13,21 +13,21 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import choose
-from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
     SWEEP_TIME,
     Cost,
     Job,
-    Options,
     Strategy,
+    StrategyOptions,
     four_bit_format,
     option,
 )
 
 
 @dataclass(frozen=True)
-class BestOptions(Options):
+class BestOptions(StrategyOptions):
     recipe: str = option(
         "measured",
         "measured: what held-out conversations choose; fixed: that of the options below",
@@ -55,7 +55,7 @@ class BestOptions(Options):
         return 2.0 if self.activations == "mixed" or self.recipe == "measured" else 0.0
 
 
-def plan(job: Job[BestOptions], progress: Progress) -> Plan:
+def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.calibration_samples import read_samples
     from annie_quant.quantize.layer_rounder import Method
     from annie_quant.quantize.mixed_formats import formats_of_inputs

@@ -27,8 +27,8 @@ from annie_quant.core.files import read_json
 from annie_quant.core.progress import SILENT, ByteProgress, Progress
 from annie_quant.models import short_name
 from annie_quant.quantize.formats import NVFP4, W4A16, choose
-from annie_quant.quantize.plan import Plan, export, planned_tensors
-from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Options, Strategy, option
+from annie_quant.quantize.plan import QuantizationPlan, export, planned_tensors
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, option
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 RETRIES = 5  # of a shard whose worker died
@@ -36,18 +36,18 @@ CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
-class DirectOptions(Options):
+class DirectOptions(StrategyOptions):
     shard_size: str = option("5GB", "size of the output's files: 500MB, 5GB")
     input_scales: str = option("", "for W4A4: a JSON file {module: input_scale}, or a quantized checkpoint's folder")
     ray: str = option("", 'address of a Ray cluster that makes the shards ("local" starts one here)')
 
 
-def plan(job: Job[DirectOptions], progress: Progress) -> Plan:
+def plan(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
     """Return every chosen linear in one format, with its input scale if these are given."""
     folder, file = ModelFolder(job.model), job.options.input_scales
     chosen = choose(folder, job.exclude)
     if not file:
-        return Plan(dict.fromkeys(chosen, W4A16), scale=job.scale)
+        return QuantizationPlan(dict.fromkeys(chosen, W4A16), scale=job.scale)
     scales = {short_name(name): value for name, value in read_input_scales(file).items()}
     experts = folder.family.experts
     missing = next((m for m in chosen if short_name(m) not in scales and not (experts and experts.split(m))), None)
@@ -58,10 +58,10 @@ def plan(job: Job[DirectOptions], progress: Progress) -> Plan:
         )
     shared = folder.family.largest_of_input({m: scales.get(short_name(m), 0.0) for m in chosen})
     inputs = {m: np.float32(value) for m, value in shared.items()}
-    return Plan(dict.fromkeys(chosen, NVFP4), scale=job.scale, input_scales=inputs)
+    return QuantizationPlan(dict.fromkeys(chosen, NVFP4), scale=job.scale, input_scales=inputs)
 
 
-def write(job: Job[DirectOptions], plan: Plan, progress: Progress) -> None:
+def write(job: Job[DirectOptions], plan: QuantizationPlan, progress: Progress) -> None:
     """Write the shards here or on a cluster."""
     shard_bytes = parse_size(job.options.shard_size)
     write_shards = partial(write_on_cluster, job) if job.options.ray else None

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import choose
-from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
     KEPT_INPUTS,
     SWEEP_TIME,
     Cost,
     Job,
-    Options,
     Strategy,
+    StrategyOptions,
     activations_option,
     four_bit_format,
     option,
@@ -23,13 +23,13 @@ from annie_quant.quantize.strategy import (
 
 
 @dataclass(frozen=True)
-class GptqOptions(Options):
+class GptqOptions(StrategyOptions):
     damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
     prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
     activations: str = activations_option()
 
 
-def plan(job: Job[GptqOptions], progress: Progress) -> Plan:
+def plan(job: Job[GptqOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.calibration_samples import read_samples
     from annie_quant.quantize.layer_rounder import Method
     from annie_quant.quantize.rounding import round_model

@@ -5,11 +5,11 @@ from __future__ import annotations
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import choose
-from annie_quant.quantize.plan import Plan
-from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Options, Strategy
+from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions
 
 
-def plan(job: Job[Options], progress: Progress) -> Plan:
+def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.input_stats import max_calibrated
 
     return max_calibrated(job, choose(ModelFolder(job.model), job.exclude), progress)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.plan import Plan
-from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Options, Strategy, activations_option, option
+from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, activations_option, option
 
 
 @dataclass(frozen=True)
-class QadOptions(Options):
+class QadOptions(StrategyOptions):
     steps: int = option(300, "training steps")
     lr: float = option(1e-5, "learning rate")
     batch: int = option(8, "answers per step and process")
@@ -24,7 +24,7 @@ class QadOptions(Options):
     activations: str = activations_option()
 
 
-def plan(job: Job[QadOptions], progress: Progress) -> Plan:
+def plan(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.distillation import distilled
 
     return distilled(job, progress)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import FP8, W4A16
-from annie_quant.quantize.plan import Plan
-from annie_quant.quantize.strategy import SWEEP_TIME, Cost, Job, Options, Strategy, option
+from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.strategy import SWEEP_TIME, Cost, Job, Strategy, StrategyOptions, option
 
 
 @dataclass(frozen=True)
-class SensitivityOptions(Options):
+class SensitivityOptions(StrategyOptions):
     bits: float = option(
         5.5, "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count"
     )
@@ -23,7 +23,7 @@ class SensitivityOptions(Options):
     tokens: int = option(1024, "tokens of answers that are scored in each trial")
 
 
-def plan(job: Job[SensitivityOptions], progress: Progress) -> Plan:
+def plan(job: Job[SensitivityOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.calibration_samples import MANNERS, MANNERS_RESPONSE
     from annie_quant.quantize.mixed_formats import FormatSearch, mixed_model
 

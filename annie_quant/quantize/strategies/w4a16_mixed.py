@@ -10,11 +10,11 @@ from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import FP8, W4A16, choose, excluded
-from annie_quant.quantize.plan import Plan, announce_size
-from annie_quant.quantize.strategy import SWEEP_TIME, Cost, Job, Options, Strategy
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.strategy import SWEEP_TIME, Cost, Job, Strategy, StrategyOptions
 
 
-def plan(job: Job[Options], progress: Progress) -> Plan:
+def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.calibration_samples import RESPONSE
     from annie_quant.quantize.input_stats import collect_stats
 
@@ -25,7 +25,7 @@ def plan(job: Job[Options], progress: Progress) -> Plan:
     formats |= dict.fromkeys(head - excluded(job.exclude, all_linears(folder)), W4A16)
     announce_size(folder, formats, progress)
     stats = collect_stats(job, RESPONSE, progress)
-    return Plan(formats, stats.amax, job.scale, coverage=stats.coverage)
+    return QuantizationPlan(formats, stats.amax, job.scale, coverage=stats.coverage)
 
 
 STRATEGY = Strategy(

@@ -48,7 +48,6 @@ from annie_quant.judge.decision.run import (
     combined,
     deciding_gates,
     decision,
-    reference_side,
     standing_of,
     verdict,
 )

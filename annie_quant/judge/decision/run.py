@@ -34,7 +34,7 @@ from annie_quant.documents import (
 )
 from annie_quant.judge.decision import rule
 from annie_quant.judge.decision.coverage import LEAST_ANSWERS, answers_per_behaviour, describe_coverage
-from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, other_side, roles_of, sides
+from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, roles_of, sides
 from annie_quant.judge.decision.rule import (
     FAILING,
     NOTHING_TESTED,
@@ -248,13 +248,6 @@ def _verdict(aggregates: Aggregates, chosen: Decision) -> Verdict:
 
 def label_of(aggregates: Aggregates, name: str) -> str:
     return model_row(aggregates, name).label or name
-
-
-def reference_side(aggregates: Aggregates, name: str) -> str | None:
-    """Return the backend that the gates of backend `name` are compared with; None for the reference itself."""
-    roles = roles_of(aggregates)
-    served = replace(roles, reference=roles.reference if roles.reference in aggregates.served else None)
-    return other_side(served, name)
 
 
 def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:

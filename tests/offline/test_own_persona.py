@@ -17,7 +17,7 @@ pytest.importorskip("annie_quant.nvfp4", reason="the line needs the codec")
 
 from annie_quant.cli import cli  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
-from annie_quant.offline.evaluation import evaluate  # noqa: E402
+from annie_quant.offline.job import evaluate  # noqa: E402
 
 
 def command(*arguments):

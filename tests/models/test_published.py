@@ -14,6 +14,7 @@ import pytest
 import annie_quant as aq
 from annie_quant import models
 from annie_quant.checkpoint import ModelFolder, dialects, repair
+from annie_quant.core.errors import CheckpointError
 
 BYTES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 PLAIN = [n for n, r in published.RELEASES.items() if not r.dialect]
@@ -148,7 +149,7 @@ def test_lost_heads_and_towers_come_back_in_any_layout(small, tmp_path: Path, na
     assert any("visual" in n for n in restored) == ("text" not in name)
     assert all(after[n].tobytes() == original[n].tobytes() for n in restored)
     assert ModelFolder(result.path).text_config["mtp_num_hidden_layers"] == 1
-    with pytest.raises(aq.errors.AnnieError, match="no NVFP4 in ModelOpt's layout"):
+    with pytest.raises(CheckpointError, match="no NVFP4 in ModelOpt's layout"):
         repair(result.path, source)
 
 

@@ -86,8 +86,9 @@ class Run:
         return msgspec.structs.asdict(summary)
 
     def assert_no_loss(self, baseline: Run, least_loss: float = 0.02) -> None:
-        """Assert that no metric got significantly worse than in `baseline` by more than `least_loss` (a share of its
-        median), and that no gate was lost.
+        """Assert that no metric got significantly worse than in `baseline`, and that no gate was lost.
+
+        least_loss: the smallest loss that counts, a share of the metric's median.
         """
         from annie_quant import bench
 

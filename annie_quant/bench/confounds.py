@@ -113,7 +113,7 @@ def _short(value: Any) -> str:
 
 
 def _prompt_tokens(names: Sequence[str], records: Records) -> Findings:
-    """The same first-turn request must be the same number of tokens, else template or tokenizer differ."""
+    """Report first-turn requests with another number of tokens per side: template or tokenizer differ."""
     counts: dict[str, dict[tuple[str, str], int]] = defaultdict(dict)
     for record in records:
         if record.prompt_tokens and record.turn == 0:
@@ -215,8 +215,9 @@ def _smoke(records: Records) -> Findings:
 
 
 def _in_times(code: str, name: str, action: str, affected: Records, answers: Records, effect: str) -> Findings:
-    """Report answers that change what a time measures: a confound, or a note where they are so few that the median over all
-    answers is within 2.5 percentiles of the others'.
+    """Report answers that change what a time measures.
+
+    They are a confound, or a note where they are so few that the median over all answers is within 2.5 percentiles of the others'.
     """
     if affected:
         rare = len(affected) < RARE * len(answers)

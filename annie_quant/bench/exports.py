@@ -1,5 +1,6 @@
-"""A benchmark in forms that other tools read: vLLM's flat keys, reports of AIPerf and GuideLLM, and the layout of the original
-plan's benchmark script (R43).
+"""A benchmark in forms that other tools read.
+
+They are vLLM's flat keys, reports of AIPerf and GuideLLM, and the layout of the original plan's benchmark script (R43).
 
 All but the last have only the requests that were alone at the server, without cold starts. The backends take turns, so a backend's
 duration is the time that its own requests took. vLLM's keys are those of `vllm bench serve --save-result`; TTFT is that of content,

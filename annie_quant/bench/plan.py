@@ -1,5 +1,6 @@
-"""What a benchmark measures, and which prompts go to which backend in which order: randomised blocks that interleave the
-backends over the same prompts.
+"""What a benchmark measures, and which prompts go to which backend in which order.
+
+Randomised blocks interleave the backends over the same prompts.
 
 A block has two prompts. For the first the backends take turns in a random order, for the second in the reverse order (ABBA
 for two backends), so that a slow drift of the machine affects all of them alike.
@@ -129,7 +130,7 @@ class Visit:
     warmup: bool = False
 
     def ids(self, case: Case, repeat: int) -> list[str]:
-        """A record's id for each turn."""
+        """Return a record's id for each turn."""
         name = f"{self.backend}/{self.workload.name}{self.load.label}".replace("/s", "ps")
         return [f"{name}/{case.id}/{repeat}/{turn}" for turn in range(case.n_turns)]
 

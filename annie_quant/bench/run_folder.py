@@ -140,7 +140,7 @@ def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[RequestRecord]:
-    """The records of a records.jsonl, without a last line that a kill cut short; the file is not changed.
+    """Return the records of a records.jsonl, without a last line that a kill cut short; the file is not changed.
 
     Raises EnvironmentFault that names the line for one that is not a record.
     """

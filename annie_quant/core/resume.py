@@ -89,7 +89,7 @@ class JsonLines:
         self._content = content[:complete]
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """(number from 1, line without its end) of everything that earlier runs wrote. Can be read once."""
+        """Yield (number from 1, line without its end) of everything that earlier runs wrote. Can be read once."""
         content, self._content = self._content, b""
         yield from enumerate(content.splitlines(), 1)
 

@@ -116,7 +116,7 @@ class SecretForm(NamedTuple):
 
 
 def _token(name: str, prefix: str, characters: str, certain: int | None, likely: int) -> SecretForm:
-    """A token that begins with a prefix, and how many characters of the rest make it certain or likely."""
+    """Return the form of a token that begins with a prefix. certain, likely: how many characters of the rest make it so."""
     start = rf"\b(?:{prefix}){characters}"
     return SecretForm(name, "API key", None if certain is None else f"{start}{{{certain},}}", f"{start}{{{likely},}}")
 
@@ -185,7 +185,7 @@ def secret_in(path: Path) -> str:
 
 
 def readings(content: bytes) -> Iterator[str]:
-    """Yield the texts that a file's bytes may stand for: UTF-8, UTF-16, and both with \\u escapes decoded."""
+    """Yield the texts that a file's bytes may stand for: UTF-8, UTF-16, and both with \\u escapes decoded."""  # noqa: D301
     texts = [content.decode("utf-8", "replace")]
     if b"\0" in content:
         texts += [content[start:].decode(f"utf-16-{order}", "replace") for order in ("le", "be") for start in (0, 1)]
@@ -228,8 +228,10 @@ _FEWEST = 4  # further characters of a form that are masked in another text
 
 
 class Redactor:
-    """Finds secrets in a server's bytes, in any letter case, and also reversed, in base64, in hex or percent-encoded, with
-    spaces, line ends or invisible characters between their characters, and spread over several texts.
+    """Finds secrets in a server's bytes.
+
+    In any letter case, and also reversed, in base64, in hex or percent-encoded, with spaces, line ends or invisible characters
+    between their characters, and spread over several texts.
 
     The first half of a form (at least 8 bytes) counts as the form: a prefix of a key identifies it.
     """
@@ -266,8 +268,10 @@ class Redactor:
         return spans
 
     def spans_in(self, texts: Sequence[bytes]) -> list[tuple[int, int, int]]:
-        """Return (text, start, end) of every part of a secret: in one text, in consecutive ones, or at the end of one text
-        and the beginning of any other, as in a message's reasoning and content.
+        """Return (text, start, end) of every part of a secret.
+
+        It may be in one text, in consecutive ones, or at the end of one text and the beginning of any other, as in a message's
+        reasoning and content.
         """
         spans = set(_parts(texts, self.spans(b"".join(texts))))
         heads = [_FILLER.sub(_character, text[: self._reach].lower()) for text in texts]
@@ -294,8 +298,9 @@ class Redactor:
     def spans_in_events(
         self, events: Sequence[bytes], payload: Callable[[bytes], bytes]
     ) -> Iterator[tuple[int, int, int]]:
-        """Yield (event, start, end) of every part of a secret in one answer's events: in one piece, cut by network reads,
-        or spread over the texts of many events, one character per event.
+        """Yield (event, start, end) of every part of a secret in one answer's events.
+
+        It may be in one piece, cut by network reads, or spread over the texts of many events, one character per event.
 
         payload: returns the JSON document of an event
         """
@@ -307,8 +312,10 @@ class Redactor:
     def _spread(
         self, events: Sequence[bytes], payload: Callable[[bytes], bytes]
     ) -> Iterator[tuple[int, bytes, int, int]]:
-        """Yield (event, string, start, end) of the parts of JSON strings that form a secret when the strings at the same
-        path of successive events are joined, as a client does for display, also where it continues at another path.
+        """Yield (event, string, start, end) of the parts of JSON strings that form a secret when they are joined.
+
+        Joined are the strings at the same path of successive events, as a client does for display, also where a secret continues at
+        another path.
         """
         texts: dict[tuple[Any, ...], list[tuple[int, bytes]]] = {}
         for index, raw in enumerate(events):

@@ -40,7 +40,7 @@ def printable(text: str, most: int | None = None, lines: bool = False) -> str:
 
 
 def _replacement(character: str) -> str:
-    """A space for white space, nothing for format characters, U+FFFD for a surrogate or an unassigned one."""
+    """Return a space for white space, nothing for format characters, U+FFFD for a surrogate or an unassigned one."""
     category = unicodedata.category(character)
     if category.startswith("Z") or character in "\n\r\t\v\f\x85":
         return " "

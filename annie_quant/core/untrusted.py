@@ -54,8 +54,10 @@ def without_surrogates(value: Any) -> Any:
 
 
 def limited(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Return a copy of a decoded JSON value that can be stored: MAX_ENTRIES per list or object, MAX_TEXT characters per
-    text, finite numbers, integers up to MAX_INTEGER. What does not fit is cut, or None.
+    """Return a copy of a decoded JSON value that can be stored.
+
+    It has MAX_ENTRIES per list or object, MAX_TEXT characters per text, finite numbers, integers up to MAX_INTEGER. What does not
+    fit is cut, or None.
     """
     if isinstance(value, str):
         return value[:MAX_TEXT]

@@ -80,8 +80,10 @@ PairsBySplit = dict[str, tuple[tuple[str, str], ...]]
 
 
 class Phrases(msgspec.Struct):
-    """Templates. Placeholders: {s} subject, {a} answer, {t} topic, {d} device, {f} feeling, {c} cause; in sums {a} and {b} are
-    the numbers, {t} the things, {one} and {many} the container.
+    """Templates.
+
+    Placeholders: {s} subject, {a} answer, {t} topic, {d} device, {f} feeling, {c} cause; in sums {a} and {b} are the numbers, {t}
+    the things, {one} and {many} the container.
 
     greetings: (user's greeting, reply).
     greeting_additions, thanks: (user's sentence, reply).

@@ -54,8 +54,9 @@ def journal_path(output: Path) -> Path:
 
 
 class Journal:
-    """The log of an unfinished run, next to its output, so that a killed run loses at most one batch and a budget holds over
-    several runs. It is deleted when the output is complete.
+    """The log of an unfinished run, next to its output.
+
+    With it a killed run loses at most one batch, and a budget holds over several runs. It is deleted when the output is complete.
 
     output: None keeps rows and costs in memory only.
     key: the run's settings.

@@ -176,7 +176,7 @@ def _malformed(message: str, source: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy scalar or array as Python values."""
+    """Return a NumPy scalar or array as Python values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise NotImplementedError(f"a {type(value).__name__} cannot be stored as JSON")

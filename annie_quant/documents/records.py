@@ -34,8 +34,10 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """What is added to a workload's name: "" (one in flight), "@8" (eight in flight), "@2/s" (two per second), "@trace"
-        (as a trace has them), "@trace-x2" (twice as fast).
+        """Return what is added to a workload's name.
+
+        "" (one in flight), "@8" (eight in flight), "@2/s" (two per second), "@trace" (as a trace has them), "@trace-x2" (twice as
+        fast).
         """
         if self.trace_speed is not None:
             return "@trace" if self.trace_speed == 1 else f"@trace-x{self.trace_speed:g}"
@@ -200,8 +202,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def itl_token_ms(self) -> list[float]:
-        """ITL per token where an event may hold several: each gap is divided by the tokens of its event; where only the whole
-        answer was counted, by their mean. [] where the server counted none.
+        """Return the ITL per token where an event may hold several.
+
+        Each gap is divided by the tokens of its event; where only the whole answer was counted, by their mean. [] where the server
+        counted none.
         """
         if len(self.event_tokens) == len(self.itl_ms) and self.itl_ms:
             return [

@@ -137,7 +137,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _entries(value: Any) -> dict[ShortText, Any]:
-    """The first 100 entries of a mapping, each a scalar or a short list of texts."""
+    """Return the first 100 entries of a mapping, each a scalar or a short list of texts."""
     entries: dict[str, Any] = {}
     for key, item in list(value.items())[:100] if isinstance(value, dict) else ():
         if isinstance(item, list):

@@ -1,4 +1,4 @@
-"""One answer: a server's parsed message, or a model's raw text.
+r"""One answer: a server's parsed message, or a model's raw text.
 
 Raw text is parsed in the form of Qwen's chat templates: the generation prompt ends in `<think>\n` when thinking is on
 and in `<think>\n\n</think>\n\n` when it is off, a turn ends with `<|im_end|>`. The forms of tool calls: tool_markup.py.
@@ -121,7 +121,7 @@ def _types(name: str, tools: Tools) -> dict[str, str | list[str] | None]:
 
 
 def _typed(value: str, kind: Any) -> Any:
-    """A parameter's text as its schema's type; text that does not parse stays text (and fails the schema)."""
+    """Return a parameter's text as its schema's type; text that does not parse stays text (and fails the schema)."""
     kinds = kind if isinstance(kind, list) else [kind]
     if "string" in kinds or kinds == [None]:
         return value

@@ -180,7 +180,7 @@ def score_interval(lost: float, won: float, n: float, confidence: float = 0.9) -
 
 
 def _root(lost: float, won: float, n: float, low: float, high: float, target: float) -> float:
-    """The difference between low and high at which the score, which falls with the difference, has the value `target`."""
+    """Return the difference between low and high at which the score, which falls with the difference, has the value `target`."""
     for _ in range(60):
         middle = (low + high) / 2
         if _score(lost, won, n, middle) > target:
@@ -273,7 +273,7 @@ def detectable_loss(n: int, discordant: float, level: float, power: float = 0.8)
 
 
 def _power(n: int, discordant: float, loss: float, level: float) -> float:
-    """The probability that McNemar's exact test is significant towards a loss: lost and won are multinomial."""
+    """Return the probability that McNemar's exact test is significant towards a loss: lost and won are multinomial."""
     import numpy as np
     from scipy.stats import binom
 

@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """This process among `size` processes. gloo: the group of torch.distributed; None for a single process."""
+    """One process among `size` processes. gloo: the group of torch.distributed; None for a single process."""
 
     rank: int = 0
     size: int = 1

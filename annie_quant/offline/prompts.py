@@ -107,8 +107,9 @@ def _json_call(text: str, start: int) -> Iterator[int]:
 
 
 def _members(text: str, at: int) -> Iterator[tuple[str | None, int, int]]:
-    """Yield each member of a JSON object: its key, where that begins, and where its value begins; at last None and the closing
-    brace's place twice. Malformed JSON ends it before.
+    """Yield each member of a JSON object: its key, where that begins, and where its value begins.
+
+    At last None and the closing brace's place twice. Malformed JSON ends it before.
     """
     if not text.startswith("{", at):
         return

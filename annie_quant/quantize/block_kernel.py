@@ -32,7 +32,7 @@ def e2m1(x):
 
 @triton.jit
 def e4m3_code(x):
-    """The code of the nearest E4M3 value, ties to even, for x of 2^-9 to 448."""
+    """Return the code of the nearest E4M3 value, ties to even, for x of 2^-9 to 448."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     small = ((x * 512 + TO_INTEGER) - TO_INTEGER).to(tl.int32)
@@ -41,7 +41,7 @@ def e4m3_code(x):
 
 @triton.jit
 def e4m3_value(code):
-    """The value of an E4M3 code of 1 to 126."""
+    """Return the value of an E4M3 code of 1 to 126."""
     normal = ((((code >> 3) + 120) << 23) | ((code & 7) << 20)).to(tl.float32, bitcast=True)
     return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
 

@@ -1,5 +1,6 @@
-"""Gated DeltaNet of delta_rule.py in few launches on a GPU, in Triton: the chunks' parts, the scan over chunks and its gradients,
-and the causal convolution.
+"""Gated DeltaNet of delta_rule.py in few launches on a GPU, in Triton.
+
+It has the chunks' parts, the scan over chunks and its gradients, and the causal convolution.
 
 `prepare` makes the parts of every chunk at once, `scan_forward` passes a state [Dk, Dv] through the chunks of a head, and
 `scan_backward` passes its gradient back; all products of chunks that do not wait for another chunk stay batched torch products.

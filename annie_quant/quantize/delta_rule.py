@@ -160,8 +160,10 @@ def causal_conv(
 
 
 def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
-    """Let DeltaNet layers without flash-linear-attention compute faster: on a CPU as in evaluation where nothing is learned, which
-    halves the time, else with delta_rule.py, whose gradients take a quarter of the time of transformers' on a CPU.
+    """Let DeltaNet layers without flash-linear-attention compute faster.
+
+    On a CPU as in evaluation where nothing is learned, which halves the time; else with delta_rule.py, whose gradients take a
+    quarter of the time of transformers' on a CPU.
     """
     for layer in deltanet.delta_layers(model):
         theirs = layer.chunk_gated_delta_rule

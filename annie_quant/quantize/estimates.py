@@ -31,9 +31,15 @@ GB10_READ = 232e9  # bytes per second, measured (tests/perf/gemm.md)
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine. flop_s: operations per second of a large matmul in bf16.  float32_flop_s: in float32.
-    cpu_flop_s: in float32 on the CPU.  copy: bytes that a copy in the device's memory reads and writes per second.
-    encode: bytes of bf16 rounded to NVFP4 per second.  memory: free bytes.  description: one line.
+    """A machine.
+
+    flop_s: operations per second of a large matmul in bf16
+    float32_flop_s: in float32
+    cpu_flop_s: in float32 on the CPU
+    copy: bytes that a copy in the device's memory reads and writes per second
+    encode: bytes of bf16 rounded to NVFP4 per second
+    memory: free bytes
+    description: one line
     """
 
     flop_s: float

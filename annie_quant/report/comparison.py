@@ -1,5 +1,6 @@
-"""Candidate and incumbent by the dimensions of the original plan (R48), the memory budget (R50), the recommendation, the drop-in
-checklist and the decision tree.
+"""Candidate and incumbent by the dimensions of the original plan (R48).
+
+With the memory budget (R50), the recommendation, the drop-in checklist and the decision tree.
 
 What was not measured is shown as unknown; computed figures are named as such. judge.decision decides; nothing is decided here.
 """
@@ -157,7 +158,7 @@ def cache_bytes(config: TextConfig, tokens: int = CONTEXT) -> tuple[int, int] | 
 
 
 def container(side: ServedModel) -> str:
-    """ "vLLM" or "SGLang" where that serves the side from its container image, else ""."""
+    """Return "vLLM" or "SGLang" where that serves the side from its container image, else ""."""
     runtime = (side.data.runtime or "").lower()
     return next((title for key, title in CONTAINERS.items() if key in runtime), "")
 
@@ -319,7 +320,7 @@ def _model(run: LoadedRun, model: str, chosen: bool) -> DecisionStep:
 
 
 def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
-    """The further arithmetics of the ensemble as one step."""
+    """Return the further arithmetics of the ensemble as one step."""
     members = run.aggregates.members.get(model, {})
     if not members:
         return []
@@ -331,7 +332,7 @@ def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
 
 
 def _gates(run: LoadedRun, side: MeasuredSide) -> DecisionStep:
-    """A side's gates as one step that names the failing ones, else the undecided ones."""
+    """Return a side's gates as one step that names the failing ones, else the undecided ones."""
     gates = side.deciding
     verdict = decision.combined([r.verdict for r in gates.values()] or ["undecided"])
     named = [

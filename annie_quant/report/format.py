@@ -39,7 +39,7 @@ def count(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage: 100 %, 97.4 %, 0.31 %."""
+    """Return a share as a percentage: 100 %, 97.4 %, 0.31 %."""
     if value is None:
         return DASH
     if value in (0.0, 1.0):
@@ -49,7 +49,7 @@ def share(value: float | None) -> str:
 
 
 def size(size_bytes: float | None) -> str:
-    """A size in decimal units."""
+    """Return a size in decimal units."""
     if size_bytes is None:
         return DASH
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -76,10 +76,10 @@ def interval(low: float | None, high: float | None, write: Callable[[float], str
 
 
 def ends(values: list[int]) -> str:
-    """The smallest and the largest count: "12–15", or "12" where they are equal."""
+    """Return the smallest and the largest count: "12–15", or "12" where they are equal."""
     return "–".join(dict.fromkeys(count(v) for v in (min(values), max(values))))
 
 
 def name(key: str) -> str:
-    """An identifier as words."""
+    """Return an identifier as words."""
     return key.replace("_", " ")

@@ -25,7 +25,7 @@ def bullets(items: Iterable[object]) -> str:
 
 
 def grid(table: Table, left: int = 1) -> str:
-    """A pipe table with aligned columns: the first `left` to the left, others to the right. Spans become empty cells."""
+    """Return a pipe table with aligned columns: the first `left` to the left, others to the right. Spans become empty cells."""
     header = table.header
     if table.groups:
         groups = [label for label, span, _ in table.groups for _ in range(span)]
@@ -116,7 +116,7 @@ def _checklist(run: LoadedRun) -> list[str]:
 
 
 def _tree(steps: list[comparison.DecisionStep], depth: int = 0) -> list[str]:
-    """Steps as nested lists, each with the sign of its verdict."""
+    """Return steps as nested lists, each with the sign of its verdict."""
     lines = []
     for step in steps:
         lines += [f"{'  ' * depth}- {step.sign} {inert(step.text)}", *_tree(step.children, depth + 1)]

@@ -197,7 +197,7 @@ class LoadedRun:
         return next((m for m in self.models if m.name == model), ModelRow(name=model))
 
     def folder_of(self, model: str) -> Path | None:
-        """The folder of a model's checkpoint; None where it is not known or not there."""
+        """Return the folder of a model's checkpoint; None where it is not known or not there."""
         places = [self.folder / "models" / model]
         if recorded := self.model(model).checkpoint:
             places = [Path(recorded), self.folder / recorded, self.folder / "models" / Path(recorded).name, *places]
@@ -212,7 +212,7 @@ class LoadedRun:
         return self.model(model).label or name(model)
 
     def series(self, model: str) -> int:
-        """The colour of a model, from 0 to 7: the same in every chart."""
+        """Return the colour of a model, from 0 to 7: the same in every chart."""
         if model in COLOURS:
             return COLOURS[model]
         others = [m.name for m in self.models if m.name not in COLOURS]
@@ -389,8 +389,9 @@ def _served_from_records(run: LoadedRun) -> dict[str, ServedSide]:
 def _show_verdict(
     run: LoadedRun, added: Collection[str | None], stored: Mapping[str, PairedVerdict | None], chosen: str | None
 ) -> None:
-    """Show the verdict of a search's choice, or of the only evaluation, where run.json has none; withdraw a verdict that does
-    not cover an evaluation that was added later.
+    """Show the verdict of a search's choice, or of the only evaluation, where run.json has none.
+
+    A verdict that does not cover an evaluation that was added later is withdrawn.
 
     added: models with such an evaluation.
     stored: the verdicts of evaluations by model.

@@ -89,11 +89,11 @@ class Canvas:
         self.parts.append(f"<{opened}><title>{esc(tip)}</title></{opened.split()[0]}>" if tip else f"<{opened}/>")
 
     def inline(self) -> str:
-        """The drawing for a page that defines the colours."""
+        """Return the drawing for a page that defines the colours."""
         return self._open("") + "".join(self.parts) + "</svg>"
 
     def document(self) -> str:
-        """A complete SVG file in the theme that its viewer prefers."""
+        """Return a complete SVG file in the theme that its viewer prefers."""
         opened = self._open(' xmlns="http://www.w3.org/2000/svg"')
         body = f"<style>{STYLE}{MARKS}</style>" + "".join(self.parts)
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{opened}{body}</svg>\n'
@@ -129,7 +129,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def plain(value: float) -> str:
-    """A number without trailing zeros; below 0.001 with a power of ten."""
+    """Return a number without trailing zeros; below 0.001 with a power of ten."""
     if 0 < abs(value) < 1e-3:
         power = math.floor(math.log10(abs(value)) + 1e-9)
         mantissa = value / 10.0**power

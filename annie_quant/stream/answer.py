@@ -114,8 +114,9 @@ class StreamedAnswer:
 
 
 def usage_as_chat(usage: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return usage with chat completions' names added where an API names them otherwise: prompt_tokens, completion_tokens and
-    prompt_tokens_details.cached_tokens. The server's own fields stay.
+    """Return usage with chat completions' names added where an API names them otherwise.
+
+    These are prompt_tokens, completion_tokens and prompt_tokens_details.cached_tokens. The server's own fields stay.
 
     Responses and Anthropic's messages have input_tokens and output_tokens; Anthropic's input_tokens is without the tokens that
     were read from, or written to, its cache. Ollama has prompt_eval_count and eval_count.

@@ -60,7 +60,7 @@ class Teacher(Protocol):
 
 
 class BatchFailed(Exception):
-    """This batch failed; a retry may succeed. It may have cost something."""
+    """One batch failed; a retry may succeed. It may have cost something."""
 
     def __init__(self, message: str, cost_usd: float | None = None, tokens: int = 0) -> None:
         super().__init__(message)

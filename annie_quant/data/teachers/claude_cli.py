@@ -43,8 +43,10 @@ class Usage(msgspec.Struct):
 
 
 class Envelope(msgspec.Struct):
-    """The result object of --output-format json. is_error: any value that is not false is an error; a total_cost_usd or
-    output_tokens that is not an amount or a count is not known.
+    """The result object of --output-format json.
+
+    is_error: any value that is not false is an error.
+    total_cost_usd, output_tokens: not known where they are not an amount or a count.
     """
 
     result: str | None = None
@@ -155,8 +157,9 @@ def run(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
 
 
 def envelope(out: str) -> Envelope | None:
-    """Return the result object; with `verbose` in the user's settings it is the last of a list. Fields of
-    another type count as missing. None for output that is not a JSON object.
+    """Return the result object, or None for output that is not a JSON object.
+
+    With `verbose` in the user's settings it is the last of a list. Fields of another type count as missing.
     """
     try:
         value = json.loads(out)

@@ -325,7 +325,7 @@ def _unanswered(gate: str, pair: PairedGate) -> GateResult:
 
 
 def _concerns(confound: Confound, roles: Roles) -> bool:
-    """A finding about a pair counts for this pair alone; one about single sides, for each of them."""
+    """Return whether a finding is about these sides: one about a pair counts for it alone, one about single sides for each."""
     about, ours = set(confound.backends), set(roles.names)
     return about <= ours if len(about) == 2 else bool(about & ours)
 
@@ -426,7 +426,7 @@ def _speed(aggregates: Aggregates, chosen: Decision) -> str:
 
 
 def compared_with(aggregates: Aggregates, candidate: str, incumbent: str, metric: str) -> Comparison | None:
-    """The comparison over all workloads with a = incumbent and b = candidate; with one workload alone, that one's."""
+    """Return the comparison over all workloads with a = incumbent and b = candidate; with one workload alone, that one's."""
     rows = [r for r in aggregates.comparisons if {r.a, r.b} == {candidate, incumbent} and r.metric == metric]
     rows = [r for r in rows if r.workload == "all"] or (rows if len(rows) == 1 else [])
     row = next((r for r in rows if r.median_difference is not None), None)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROLES = ("candidate", "reference", "incumbent")
 
 
-class Run:
+class AssertedRun:
     """A finished run directory of `annie-quant bench`. candidate, reference, incumbent: sides, instead of the run's roles."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Run:
         assert summary, f"{self.folder}: workload {workload} has no metric {name}"
         return msgspec.structs.asdict(summary)
 
-    def assert_no_loss(self, baseline: Run, least_loss: float = 0.02) -> None:
+    def assert_no_loss(self, baseline: AssertedRun, least_loss: float = 0.02) -> None:
         """Assert that no metric got significantly worse than in `baseline`, and that no gate was lost.
 
         least_loss: the smallest loss that counts, a share of the metric's median.
@@ -116,21 +116,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def annie_run(request: pytest.FixtureRequest) -> Run:
+def annie_run(request: pytest.FixtureRequest) -> AssertedRun:
     return _read(request.config, "--annie-run")
 
 
 @pytest.fixture(scope="session")
-def annie_baseline(request: pytest.FixtureRequest) -> Run:
+def annie_baseline(request: pytest.FixtureRequest) -> AssertedRun:
     return _read(request.config, "--annie-baseline")
 
 
-def _read(config: pytest.Config, option: str) -> Run:
+def _read(config: pytest.Config, option: str) -> AssertedRun:
     folder = config.getoption(option)
     if folder is None:
         pytest.skip(f"no run directory was given ({option} DIR)")
     roles = {role: config.getoption(f"--annie-{role}") for role in ROLES}
-    return Run(Path(folder), **(roles if option == "--annie-run" else {}))
+    return AssertedRun(Path(folder), **(roles if option == "--annie-run" else {}))
 
 
 @pytest.hookimpl(tryfirst=True)

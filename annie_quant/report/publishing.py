@@ -158,8 +158,8 @@ def _uploadable(name: str) -> bool:
 def objections(run: LoadedRun, model: str) -> list[str]:
     """Return why this model should not be published.
 
-    Reasons are lost gates, no gates at all, a broken export, and figures that differ from the records or outcomes. Speed limits are not
-    among them, because they hold for one machine only.
+    Reasons are lost gates, no gates at all, a broken export, and figures that differ from the records or outcomes. Speed limits
+    are not among them, because they hold for one machine only.
     """
     sides = run.sides_of(model)
     problems = [

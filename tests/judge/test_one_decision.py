@@ -18,7 +18,7 @@ from annie_quant.documents import BenchConfig, Identity, ModelFiles, RequestReco
 from annie_quant.judge import decision
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks
-from annie_quant.pytest_plugin import Run
+from annie_quant.pytest_plugin import AssertedRun
 from annie_quant.report import card, comparison
 from annie_quant.report.publishing import objections
 from annie_quant.report.recheck import write_judgement
@@ -111,7 +111,7 @@ def card_verdict(run):
 def plugin(run):
     """A run whose backend "nv" is the evaluated model: its server answered nothing that is judged."""
     run.aggregates.served["nv"] = documents.ServedSide(model="nv")
-    loaded = Run.__new__(Run)
+    loaded = AssertedRun.__new__(AssertedRun)
     loaded.folder, loaded.aggregates, loaded.served = run.folder, run.aggregates, run.aggregates.served
     return loaded
 
@@ -189,7 +189,7 @@ def test_a_benchmark_decides_as_an_evaluation_does(counts, verdict, tmp_path):
     assert judge.verdict(aggregates).outcome == verdict
     assert judge.judge_evaluation(evaluation({"w4a4": counts})).verdict.verdict == verdict
     run = SimpleNamespace(folder=tmp_path, aggregates=aggregates)
-    loaded = Run.__new__(Run)
+    loaded = AssertedRun.__new__(AssertedRun)
     loaded.folder, loaded.aggregates, loaded.served = run.folder, aggregates, aggregates.served
     assert passes(lambda: loaded.assert_gates("nvfp4")) == (verdict == "keeps")
 

@@ -14,7 +14,7 @@ from paths import DATA
 from annie_quant import bench, documents, report
 from annie_quant.cli import cli
 from annie_quant.judge import decision
-from annie_quant.pytest_plugin import Run
+from annie_quant.pytest_plugin import AssertedRun
 from annie_quant.report import recheck
 from annie_quant.report.run import load
 
@@ -82,9 +82,9 @@ def test_the_same_answers_with_other_roles(run, tmp_path):
 
 
 def test_roles_of_the_plug_in(run):
-    Run(run, candidate="z", reference="y").assert_gates()
+    AssertedRun(run, candidate="z", reference="y").assert_gates()
     with pytest.raises(AssertionError, match="factual: loses"):
-        Run(run).assert_gates()
+        AssertedRun(run).assert_gates()
 
 
 def test_a_role_of_a_report_that_names_no_side(run, tmp_path):
@@ -100,4 +100,4 @@ def test_a_run_of_failed_requests_fails_the_plug_in(tmp_path):
         sides = [bench.Backend("a", a.url), bench.Backend("b", b.url)]
         bench.run(sides, [FACTS], tmp_path, warmup=0, runs=1, with_memory=False, reference="b")
     with pytest.raises(AssertionError, match="requests failed"):
-        Run(tmp_path).assert_gates()
+        AssertedRun(tmp_path).assert_gates()

@@ -76,7 +76,7 @@ def test_one_cancel_stops_every_run_that_has_it() -> None:
         assert [r.result().records()[0]["cause"] for r in runs] == ["cancelled"] * 4
         assert time.monotonic() - began < 2
         cancel.close()
-        with pytest.raises(aq.core.errors.UsageError, match="closed"):
+        with pytest.raises(aq.errors.UsageError, match="closed"):
             aq.stream.run([Request(server.url)], cancel=cancel)
 
 

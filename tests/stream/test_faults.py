@@ -418,13 +418,13 @@ def test_secrets_are_nowhere(tmp_path) -> None:
     ],
 )
 def test_invalid_requests(request_: Request, words: str) -> None:
-    with pytest.raises(aq.core.errors.UsageError, match=words):
+    with pytest.raises(aq.errors.UsageError, match=words):
         aq.stream.run([request_])
 
 
 def test_invalid_options() -> None:
     for options in ({"concurrency": 0}, {"http": "3"}):
-        with pytest.raises(aq.core.errors.UsageError):
+        with pytest.raises(aq.errors.UsageError):
             aq.stream.run([Request("http://x/")], **options)
     assert aq.stream.run([]).records() == []
 

@@ -154,7 +154,7 @@ def test_what_is_not_one_request_is_refused(carrier: str, fields: dict, words: s
         with pytest.raises(ValueError, match="request 1: "):  # before the warm-up
             aq.stream.run([good, Request(server.url, **fields)], warmup=[good], verify_tls=False)
         time.sleep(0.05)
-        assert isinstance(raised.value, aq.core.errors.UsageError) and "\n" not in str(raised.value)
+        assert isinstance(raised.value, aq.errors.UsageError) and "\n" not in str(raised.value)
         assert server.connections == 0, "nothing was sent"
 
 
@@ -185,7 +185,7 @@ def test_a_url_that_cannot_be_read_is_a_record() -> None:
 def test_times_that_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name}={value} is ") as raised:
         aq.stream.run([Request("http://127.0.0.1:9/", **{name: value})])
-    assert isinstance(raised.value, aq.core.errors.UsageError)
+    assert isinstance(raised.value, aq.errors.UsageError)
 
 
 def test_limits_that_are_refused() -> None:
@@ -266,7 +266,7 @@ def test_names_are_compared_in_ascii_in_every_locale(tmp_path: Path) -> None:
         for name in ("CONNECTION", "TRANSFER-ENCODING", "TRAILER"):
             try:
                 aq.stream.run([aq.stream.Request(sys.argv[1], headers={name: "x"})])
-            except aq.core.errors.UsageError:
+            except aq.errors.UsageError:
                 continue
             raise AssertionError(f"{name} was sent")
         record = aq.stream.run([aq.stream.Request(sys.argv[1], timeout_s=3)]).records()[0]

@@ -110,7 +110,7 @@ def test_arrivals() -> None:
         lambda: aq.stream.burst(1, 0, 1),
         lambda: aq.stream.trace([1, np.nan]),
     ):
-        with pytest.raises(aq.core.errors.UsageError):
+        with pytest.raises(aq.errors.UsageError):
             bad()
 
 
@@ -279,7 +279,7 @@ def test_save_and_load_give_the_same(tmp_path) -> None:
     assert loaded.body(0) == b"".join(HELLO) and loaded.headers(0) == timings.headers(0)
     assert (loaded.events == timings.events).all() and (loaded.reads == timings.reads).all()
     (tmp_path / "run" / "timings.npz").write_bytes(b"PK nonsense")
-    with pytest.raises(aq.core.errors.EnvironmentFault, match="not a recording"):
+    with pytest.raises(aq.errors.EnvironmentFault, match="not a recording"):
         aq.stream.Timings.load(tmp_path / "run")
 
 
@@ -312,7 +312,7 @@ def test_a_damaged_recording_is_refused(name: str, change, words: str, tmp_path)
     with np.load(saved) as held:
         arrays = dict(held)
     np.savez(saved, **{**arrays, name: change(arrays[name])})
-    with pytest.raises(aq.core.errors.EnvironmentFault, match=words):
+    with pytest.raises(aq.errors.EnvironmentFault, match=words):
         aq.stream.Timings.load(tmp_path)
 
 

@@ -1,5 +1,5 @@
-"""The client in a simulated kernel (tests/simulate): a few seconds of schedules, one of them again from its seed, and planted faults,
-each of which is found. `make simulate SCHEDULES=1000000` runs more."""
+"""The client in a simulated kernel (tests/simulate): some seconds of schedules, one of them again from its seed, and planted
+faults, each of which is found. `make simulate SCHEDULES=1000000` runs more."""
 
 from __future__ import annotations
 

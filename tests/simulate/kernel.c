@@ -233,7 +233,8 @@ static void arrive(struct connection_log *c, const struct step *s)
         return;
     size_t count = c->arrivals.size / sizeof(struct arrival);
     struct arrival *all = (struct arrival *)c->arrivals.base, next = {c->arrived.size + s->size, now_ns};
-    bool last_waits = count && c->read <= (count > 1 ? all[count - 2].end : 0);
+    size_t last = count > 1 ? all[count - 2].end : 0;
+    bool last_waits = count && c->read <= last && c->peeked <= last;
     if (vector_add(&c->arrived, s->bytes, s->size))
         abort();
     if (last_waits && one_in(4)) /* the kernel merges packets that wait; they have the last one's time */
@@ -504,7 +505,9 @@ static ssize_t receive(int fd, void *into, size_t size, int flags, int64_t *stam
     *stamp_ns = lookup(fd)->stamped ? stamp_of(c, c->read + most) : 0;
     if (tracing)
         trace("  %.*s", (int)(most < 400 ? most : 400), (const char *)c->arrived.base + c->read);
-    if (!peeks)
+    if (peeks)
+        c->peeked = c->read + most;
+    else
         c->read += most;
     return result(peeks ? "peek" : "recv", fd, (int64_t)most);
 }

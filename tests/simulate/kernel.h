@@ -35,6 +35,7 @@ struct connection_log {
     int64_t drained_ns;    /* when the last message had left the socket; 0: it has not */
     struct vector arrived; /* bytes, also those that were read */
     size_t read;
+    size_t peeked;          /* bytes of which a look has given the stamp */
     struct vector arrivals; /* struct arrival */
     int64_t ended_ns;       /* when its end or its reset arrived */
     size_t scheduled;       /* bytes that have arrived or will */

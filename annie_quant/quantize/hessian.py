@@ -72,7 +72,9 @@ class Hessian:
         self.amax = max(self.amax, float(largest.max()))
         weight = self.sampling(self.table[kinds])
         used = weight.nonzero()[:, 0]
-        if len(used):
+        # float32 sums with and without zeros round differently: each way of rounding keeps its own, and so its bytes.
+        self.weight += float((weight[used] if self.fast else weight).sum())
+        if len(used) or not self.fast:
             self.add(x.index_select(0, used), weight[used])
 
     def add(self, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -80,7 +82,6 @@ class Hessian:
 
         fast: inputs in bfloat16 that all weigh 1 are multiplied as they are, others in TF32; sums are float32 in both.
         """
-        self.weight += float(weight.sum())
         fast = self.fast and x.dtype == torch.bfloat16
         if fast and x.is_cuda and bool((weight == 1).all()):
             product = torch.mm(x.T, x, out_dtype=torch.float32)

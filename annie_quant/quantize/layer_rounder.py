@@ -161,5 +161,5 @@ class LayerRounder:
         module.load_state_dict(state, assign=True)
         for name, tensor in result.packed.items():
             linear = module.get_submodule(name)
-            linear.weight.data = codec.to_torch(nvfp4.unpack(tensor, "float32")).to(linear.weight)  # type: ignore[arg-type, union-attr]
+            linear.weight.data = codec.to_torch(nvfp4.unpack(tensor, "float32")).to(linear.weight)  # type: ignore[arg-type]
         self.amax = result.amax

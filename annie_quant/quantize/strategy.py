@@ -195,7 +195,8 @@ class Strategy:
             if name not in known:
                 listed = "; ".join(f"{n} (default {f.default!r}): {f.metadata['help']}" for n, f in known.items())
                 raise UsageError(f"{self.name} has no setting {name!r}", f"it has: {listed or 'none'}")
-            default, choices = known[name].default, known[name].metadata["choices"]
+            default: Any = known[name].default
+            choices = known[name].metadata["choices"]
             try:
                 parsed[name] = type(default)(value)
             except ValueError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from paths import CALIBRATION, TINY_ANNIE
@@ -13,9 +15,9 @@ from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.calibration_samples import CalibrationSample
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import layerwise  # noqa: E402
-from annie_quant.quantize.input_stats import collect_stats  # noqa: E402
+from annie_quant.quantize import delta_rule, input_stats  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
+from annie_quant.quantize.strategy import Job  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +78,12 @@ def inputs_of(linear: object, model: object, samples: list[CalibrationSample]) -
     return rows
 
 
-def test_statistics_are_those_of_a_plain_forward_pass(samples: list[CalibrationSample]) -> None:
-    stats = collect_stats(ModelFolder(TINY_ANNIE), samples, calibration_samples.RESPONSE, SILENT)
+def test_statistics_are_those_of_a_plain_forward_pass(
+    samples: list[CalibrationSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_stats, "read_samples", lambda job: samples)
+    job = Job(TINY_ANNIE, Path("out"))
+    stats = input_stats.collect_stats(job, calibration_samples.RESPONSE, SILENT)
     model = whole_model()
     for name in (
         "model.layers.2.mlp.down_proj",
@@ -100,7 +106,7 @@ def test_the_convolution_is_torchs(steps: int, contiguous: bool) -> None:
     padded = torch.nn.functional.pad(x.double(), (3, 0))
     expected = torch.nn.functional.conv1d(padded, weight[:, None].double(), bias.double(), groups=6)
     with torch.inference_mode():
-        plain = layerwise.conv_on_cpu(x, weight, bias, None)
-        active = layerwise.conv_on_cpu(x, weight, bias, "silu")
+        plain = delta_rule.conv_on_cpu(x, weight, bias, None)
+        active = delta_rule.conv_on_cpu(x, weight, bias, "silu")
     assert (plain - expected).abs().max() < 1e-5
     assert (active - torch.nn.functional.silu(expected)).abs().max() < 1e-5

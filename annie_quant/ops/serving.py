@@ -9,6 +9,7 @@ write_recipe(model, "annie.yaml", runtime="vllm")     the recipe as a file for s
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,13 +23,19 @@ __all__ = ["Server", "check", "command", "start", "write_recipe"]
 
 
 class Runtime(Protocol):
-    """A program that serves models. Options beyond those named here are the runtime's own."""
+    """A program that serves models.
+
+    start    (model, port, *, log, progress, **options of the runtime) -> the server, when it responds
+    command  (model, port, **options of the runtime) -> one line for a shell
+    """
 
     name: str
 
-    def start(self, model: Path, port: int = 0, *, progress: Progress = SILENT, **options: Any) -> Server: ...
+    @property
+    def start(self) -> Callable[..., Server]: ...
 
-    def command(self, model: Path, port: int = 8000, **options: Any) -> str: ...
+    @property
+    def command(self) -> Callable[..., str]: ...
 
     def check(self, model: Path, recipe: str | None = None) -> list[str]: ...
 

@@ -22,6 +22,7 @@ MAX_DEPTH = 8
 MAX_ENTRIES = 100
 MAX_TEXT = 1000
 MAX_INTEGER = 2**53  # beyond it JSON readers disagree
+MAX_COUNT = 10**14  # sums of a few such counts can be stored (documents.reading.Count)
 MAX_COST_USD = 1e9
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -78,8 +79,8 @@ def limited(value: Any, depth: int = MAX_DEPTH) -> Any:
 
 
 def integer(value: Any) -> int | None:
-    """Return a count: an integer from 0 to MAX_INTEGER; None for anything else (True is not a count)."""
-    return value if type(value) is int and 0 <= value <= MAX_INTEGER else None
+    """Return a count: an integer from 0 to MAX_COUNT; None for anything else (True is not a count)."""
+    return value if type(value) is int and 0 <= value <= MAX_COUNT else None
 
 
 def cost_usd(value: Any) -> float | None:

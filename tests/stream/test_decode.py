@@ -102,6 +102,13 @@ def test_llama_cpp_timings_count_where_usage_is_missing() -> None:
     assert (fields.completion_tokens, fields.tokens_estimated) == (9, False)
 
 
+@pytest.mark.parametrize("cached", [10**15 + 1, 2**53, 2**63, -1, True, 1.5])
+def test_a_count_that_no_record_can_hold_is_unknown(cached: object) -> None:
+    """A benchmark would otherwise write a record that it refuses to read again."""
+    usage = {"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": cached}}
+    assert decode.cached_tokens(answer_of(event({"content": "a"}), event(usage=usage), DONE)) is None
+
+
 def test_several_tokens_in_a_chunk_use_the_servers_count() -> None:
     answer = answer_of(
         event({"content": "a"}), event({"content": "b c d e"}), event(usage={"completion_tokens": 5}), DONE

@@ -134,7 +134,7 @@ def test_the_runtime_multiplies_as_servers_do(fp8: Path, plain: Path, monkeypatc
     assert np.abs(out - per_token @ weight.T).max() > 1e-4 * largest
 
     original = fp8_linear.BlockFP8Linear.dequantized
-    monkeypatch.setattr(fp8_linear, "fake_quant", lambda x, scale: x)
+    monkeypatch.setattr(fp8_linear, "fake_quant_fp8", lambda x, scale: x)
     monkeypatch.setattr(
         fp8_linear.BlockFP8Linear, "dequantized", lambda self, dtype: original(self, torch.bfloat16).to(dtype)
     )

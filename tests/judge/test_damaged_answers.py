@@ -277,10 +277,13 @@ def pair_of(tmp_path_factory):
     pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
     from paths import TINY_ANNIE
 
-    from annie_quant.offline.pair import ModelPair
+    from annie_quant.offline.pair import EvaluationJob, open_pair
 
     cache = tmp_path_factory.mktemp("cache")
-    return lambda: ModelPair(TINY_ANNIE, TINY_ANNIE, cache=cache, device="cpu")
+    job = EvaluationJob(
+        checkpoint=TINY_ANNIE, reference=TINY_ANNIE, numerics=["bf16"], ensemble=False, cache=cache, device="cpu"
+    )
+    return job, lambda: open_pair(job)
 
 
 def evaluated(monkeypatch, pair_of, chosen, damage):
@@ -299,8 +302,9 @@ def evaluated(monkeypatch, pair_of, chosen, damage):
         ]
 
     monkeypatch.setattr(ensemble, "answers_of", planted)
-    with pair_of() as pair:
-        return evaluate_pair(pair, chosen, ["bf16"], with_ensemble=False)
+    job, opened = pair_of
+    with opened() as pair:
+        return evaluate_pair(pair, job, chosen)
 
 
 def built_in(names, n, gates=None, labelled=True):

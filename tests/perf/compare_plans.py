@@ -8,6 +8,7 @@ shared memory and workspace, or the refusal; the same for the grouped products o
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from pathlib import Path
@@ -70,7 +71,9 @@ def grouped(module: ModuleType, shape: tuple, tile_tokens: int, device: tuple) -
 
 
 def main() -> None:
-    other = load(sys.argv[1], "_gemm")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", help="the other build: the file _gemm*.so")
+    other = load(parser.parse_args().other, "_gemm")
     by_name = isinstance(answer(other.plan, 1, 32, 64, "auto", DEVICES["H200"]), tuple)
     compared = refused = different = 0
     cases: list[tuple[Any, Any, Any]] = []

@@ -139,7 +139,7 @@ def template_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
                 try:
                     function["arguments"] = json.loads(function["arguments"] or "{}")
                 except (ValueError, RecursionError):
-                    function["arguments"] = {"arguments": function["arguments"]}  # as evaluate.prompts does
+                    function["arguments"] = {"arguments": function["arguments"]}  # as offline.prompts does
     return messages
 
 

@@ -2,7 +2,8 @@
 
     python tests/perf/own_answers.py DIR rows.jsonl own.jsonl --n 256 --max-tokens 256
 
-The last assistant's message of each of the first --n conversations is replaced. An answer that the limit cuts is left out.
+The last assistant's message of each of the first --n conversations is replaced by the answer's text, with its calls as the model
+writes them. An answer that the limit cuts is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 
 from annie_quant.data.rows import read_conversations
-from annie_quant.judge.answers import assistant_message, parse_raw
 from annie_quant.offline.decoding import generate
 from annie_quant.offline.engine import Engine
 from annie_quant.offline.loading import load
@@ -37,8 +37,7 @@ def own_rows(model: Path, rows: list[dict[str, Any]], max_tokens: int) -> list[d
         if not answer.finished:
             continue
         text = template.tokenizer.decode(answer.tokens, skip_special_tokens=False)
-        parsed = parse_raw(text, bool(row.get("thinking")), row.get("tools"), form=template.tool_form)
-        result.append({**row, "messages": [*row["messages"][:last], assistant_message(parsed.text, parsed.tool_calls)]})
+        result.append({**row, "messages": [*row["messages"][:last], {"role": "assistant", "content": text}]})
     return result
 
 

@@ -43,4 +43,4 @@ def pytest_configure(config):
 def shared_folder(tmp_path_factory):
     """One temporary folder for all workers: the parent of their own ones."""
     own = tmp_path_factory.getbasetemp()
-    shared.root = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    shared.set_root((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared")

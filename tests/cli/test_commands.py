@@ -105,7 +105,9 @@ def test_an_audit_of_an_empty_folder_names_it_and_counts_one_finding(tmp_path: P
 
 
 def test_a_quantize_prints_one_time(tmp_path: Path) -> None:
-    done = annie_quant("quantize", "--strategy", "direct", "--model", str(TINY_ANNIE), "--output", str(tmp_path / "out"))
+    done = annie_quant(
+        "quantize", "--strategy", "direct", "--model", str(TINY_ANNIE), "--output", str(tmp_path / "out")
+    )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"\d s\b", done.stderr)) == 1, done.stderr
 

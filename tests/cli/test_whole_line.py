@@ -25,7 +25,7 @@ SMALL = {"N_CONVERSATIONS": 100, "CALIBRATION_ROWS": 8, "KL_ROWS": 4, "SENSITIVI
 
 
 def words(output: Path) -> list[str]:
-    """Return the command with three workloads: words with and without earlier turns, and tools; the others are the same work again."""
+    """Return the command with words with and without earlier turns, and tools; the other workloads are the same work again."""
     return [
         "demo",
         "--output",

@@ -117,7 +117,9 @@ def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", 
 
     An export that another file or worker has made of the same weights in this session is copied.
     """
-    key = hashlib.sha256((source / "model.safetensors").read_bytes() + (source / "config.json").read_bytes()).hexdigest()
+    key = hashlib.sha256(
+        (source / "model.safetensors").read_bytes() + (source / "config.json").read_bytes()
+    ).hexdigest()
 
     def export(made: Path) -> None:
         export_anew(source, made, config, tokens)

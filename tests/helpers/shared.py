@@ -6,15 +6,20 @@ Each worker has its own module fixtures; what is slow to make and the same in al
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-root: Path  # of this session, the same for all workers; set by tests/conftest.py
+_root: list[Path] = []
+
+
+def set_root(folder: Path) -> None:
+    """Set the folder of this session, the same for all workers."""
+    _root[:] = [folder]
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """Return a folder that `make` has filled, in this process or another one. Tests must not change what is in it."""
+    (root,) = _root
     root.mkdir(exist_ok=True)
     folder, unfinished = root / name, root / f"{name}.part"
     with (root / f"{name}.lock").open("w") as lock:
@@ -22,5 +27,5 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
         if not folder.exists():
             unfinished.mkdir(exist_ok=True)
             make(unfinished)
-            os.rename(unfinished, folder)
+            unfinished.rename(folder)
     return folder

@@ -6,10 +6,10 @@ import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
+import command_line
 import pytest
 from paths import TESTS, TINY_ANNIE
 
@@ -147,8 +147,7 @@ def test_the_adapters_interface(adapter, bf16):
 def test_without_lm_eval_the_command_names_the_extra():
     if REAL:
         pytest.skip("lm-eval is installed here, so nothing is missing")
-    words = [sys.executable, "-m", "annie_quant", "lm-eval", "--model", "annie_quant"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = command_line.annie_quant("lm-eval", "--model", "annie_quant")
     assert done.returncode == 3 and "annie-quant[lm-eval]" in done.stderr and "Traceback" not in done.stderr
 
 

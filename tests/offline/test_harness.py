@@ -144,9 +144,12 @@ def test_the_adapters_interface(adapter, bf16):
     assert adapter.get_model_info()["profile"] == "bf16"
 
 
-def test_without_lm_eval_the_command_names_the_extra():
+def test_without_lm_eval_the_command_names_the_extra(monkeypatch):
     if REAL:
         pytest.skip("lm-eval is installed here, so nothing is missing")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != STAND_IN])
+    for name in [n for n in sys.modules if n.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
     done = command_line.annie_quant("lm-eval", "--model", "annie_quant")
     assert done.returncode == 3 and "annie-quant[lm-eval]" in done.stderr and "Traceback" not in done.stderr
 

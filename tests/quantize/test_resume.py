@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import runtime_models
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant import quantize
@@ -29,7 +30,6 @@ SETTINGS: dict[str, dict] = {
     "awq_lite": {"exclude": PART, "calib_samples": 3},
     "gptq": {"exclude": PART, "calib_samples": 3},
     "w4a16_mixed": {"exclude": PART, "calib_samples": 3},
-    "sensitivity": {"exclude": ALL_BUT_LAST, "bits": 14.8, "tokens": 30, "calib_samples": 3},
     "qad": {"exclude": ALL_BUT_LAST, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3},
 }
 
@@ -88,11 +88,19 @@ def test_measurements_before_an_interruption_are_not_repeated(tmp_path: Path, mo
     pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
     from annie_quant.quantize.kl_trial import Trial
 
+    runtime_models.save_with_conversations(tmp_path)
     measured: list[object] = []
     cost, save, saved = Trial.cost, KeyedJson.save, []
     monkeypatch.setattr(Trial, "cost", lambda *args: measured.append(args[1]) or cost(*args))
-    whole = make("sensitivity", tmp_path / "whole")
-    once = len(measured)
+
+    def run(name: str) -> dict[str, bytes]:
+        settings = {"exclude": "layers.0,layers.1,layers.2", "bits": 12.0, "tokens": 30, "calib_samples": 3}
+        quantize.run(
+            "sensitivity", tmp_path / "model", tmp_path / name, calib_data=tmp_path / "calib.jsonl", **settings
+        )
+        return contents(tmp_path / name)
+
+    whole, once = run("whole"), len(measured)
 
     def interrupted(self: KeyedJson, value: object) -> None:
         save(self, value)
@@ -102,9 +110,9 @@ def test_measurements_before_an_interruption_are_not_repeated(tmp_path: Path, mo
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(KeyedJson, "save", interrupted)
-        make("sensitivity", tmp_path / "out")
-    assert saved[1].is_file() and not (tmp_path / "out").exists()
-    assert make("sensitivity", tmp_path / "out") == whole
+        run("out")
+    assert saved[1].name == "divergence.json" and saved[1].is_file() and not (tmp_path / "out").exists()
+    assert run("out") == whole
     assert once > 2 and len(measured) == 2 * once
     assert not saved[1].exists(), "the work folder is removed after success"
 

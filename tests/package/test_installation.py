@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import command_line
 import pytest
 from paths import ROOT
 
@@ -175,12 +176,13 @@ def test_extras_are_read_from_the_metadata() -> None:
 
 @pytest.mark.parametrize("option", ["--verbose", "--json"])
 def test_options_of_version_alone_are_a_usage_error(option: str) -> None:
-    refused = annie(option)
+    refused = command_line.annie_quant(option)
     assert refused.returncode == 2 and "--version" in refused.stderr
 
 
 def test_no_command_prints_the_help() -> None:
-    assert annie().stdout.startswith("Usage:") and annie().returncode == 0
+    shown = command_line.annie_quant()
+    assert shown.stdout.startswith("Usage:") and shown.returncode == 0
 
 
 # ---- building

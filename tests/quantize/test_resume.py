@@ -25,17 +25,18 @@ from annie_quant.quantize import prompt_provenance
 
 PART = ",".join(f"layers.{i}" for i in range(6))
 ALL_BUT_LAST = f"{PART},layers.6"
-SETTINGS: dict[str, dict] = {
-    # one layer with DeltaNet, one with attention
-    "awq_lite": {"exclude": PART, "calib_samples": 3},
-    "gptq": {"exclude": PART, "calib_samples": 3},
-    "w4a16_mixed": {"exclude": PART, "calib_samples": 3},
-    "qad": {"exclude": ALL_BUT_LAST, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3},
-}
+TRAINING: dict = {"exclude": ALL_BUT_LAST, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3}
 
 
-def make(strategy: str, output: Path) -> dict[str, bytes]:
-    quantize.run(strategy, TINY_ANNIE, output, calib_data=CALIBRATION, **SETTINGS[strategy])
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of four layers and conversations to calibrate it with."""
+    pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
+    return runtime_models.save_with_conversations(tmp_path_factory.mktemp("small"))
+
+
+def make(strategy: str, small: Path, output: Path, **settings: object) -> dict[str, bytes]:
+    quantize.run(strategy, small / "model", output, calib_data=small / "calib.jsonl", calib_samples=3, **settings)
     return contents(output)
 
 
@@ -45,7 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def killed(output: Path) -> Path:
     """Start a training in its own process and kill it once it has stored something. Return the stored file."""
-    settings = {"calib_data": str(CALIBRATION), **SETTINGS["qad"]}
+    settings = {"calib_data": str(CALIBRATION), **TRAINING}
     code = (
         f"from annie_quant import quantize; quantize.run('qad', {str(TINY_ANNIE)!r}, {str(output)!r}, **{settings!r})"
     )
@@ -71,34 +72,30 @@ def alike(one: Path, other: Path) -> float:
 
 def test_a_killed_training_resumes_with_the_same_result(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
-    make("qad", tmp_path / "whole")
+    quantize.run("qad", TINY_ANNIE, tmp_path / "whole", calib_data=CALIBRATION, **TRAINING)
     stored = killed(tmp_path / "out")
     assert stored.is_file() and not (tmp_path / "out").exists(), (
         "killed before it stored anything, or after it was done"
     )
     lines: list[str] = []
-    quantize.run("qad", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, report=lines.append, **SETTINGS["qad"])
+    quantize.run("qad", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, report=lines.append, **TRAINING)
     assert any("resuming from checkpoint-" in line for line in lines)
     assert alike(tmp_path / "out", tmp_path / "whole") > 0.99  # sums of training may fall either way by a bit
     assert not stored.exists(), "the work folder is removed after success"
 
 
-def test_measurements_before_an_interruption_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_before_an_interruption_are_not_repeated(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """auto_mixed measures with the same function."""
-    pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
     from annie_quant.quantize.kl_trial import Trial
 
-    runtime_models.save_with_conversations(tmp_path)
     measured: list[object] = []
     cost, save, saved = Trial.cost, KeyedJson.save, []
     monkeypatch.setattr(Trial, "cost", lambda *args: measured.append(args[1]) or cost(*args))
 
     def run(name: str) -> dict[str, bytes]:
-        settings = {"exclude": "layers.0,layers.1,layers.2", "bits": 12.0, "tokens": 30, "calib_samples": 3}
-        quantize.run(
-            "sensitivity", tmp_path / "model", tmp_path / name, calib_data=tmp_path / "calib.jsonl", **settings
-        )
-        return contents(tmp_path / name)
+        return make("sensitivity", small, tmp_path / name, exclude="layers.0,layers.1,layers.2", bits=12.0, tokens=30)
 
     whole, once = run("whole"), len(measured)
 
@@ -118,9 +115,8 @@ def test_measurements_before_an_interruption_are_not_repeated(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("strategy", ["awq_lite", "gptq", "w4a16_mixed"])
-def test_same_seed_same_bytes(strategy: str, tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
-    assert make(strategy, tmp_path / "one") == make(strategy, tmp_path / "two")
+def test_same_seed_same_bytes(strategy: str, small: Path, tmp_path: Path) -> None:
+    assert make(strategy, small, tmp_path / "one") == make(strategy, small, tmp_path / "two")
 
 
 def test_what_was_stored_for_other_settings_is_not_used(tmp_path: Path) -> None:

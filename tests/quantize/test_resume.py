@@ -95,7 +95,7 @@ def test_measurements_before_an_interruption_are_not_repeated(
     monkeypatch.setattr(Trial, "cost", lambda *args: measured.append(args[1]) or cost(*args))
 
     def run(name: str) -> dict[str, bytes]:
-        return make("sensitivity", small, tmp_path / name, exclude="layers.0,layers.1,layers.2", bits=12.0, tokens=30)
+        return make("sensitivity", small, tmp_path / name, exclude="layers.0,layers.1,layers.2", bits=13.8, tokens=30)
 
     whole, once = run("whole"), len(measured)
 

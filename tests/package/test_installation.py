@@ -17,7 +17,7 @@ import annie_quant
 from annie_quant.cli import doctor
 from annie_quant.cli.pipeline.stages import RunDirectory
 from annie_quant.core import files, native
-from annie_quant.core.errors import EnvironmentFault, UsageError, need
+from annie_quant.core.errors import EnvironmentFault, need
 from annie_quant.stream.client import system_ca_file
 
 

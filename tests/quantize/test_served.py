@@ -42,6 +42,8 @@ def test_it_passes_the_audit_and_records_how_it_was_made(run: tuple[str, quantiz
     assert audit.ok, [f.message for f in audit.findings]
     written = json.loads((output / "annie_quant.json").read_text())
     assert written["strategy"] == strategy and len(written["prompt_sha256"]) == 1
+    algorithm = json.loads((output / "config.json").read_text())["quantization_config"]["quant_algo"]
+    assert algorithm in ("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"), "no format whose inputs a server has to scale"
     assert result.size_bytes < 0.95 * result.source_bytes
     assert result.expected_bytes == pytest.approx(ModelFolder(output).weight_bytes, rel=1e-4)
 

@@ -32,10 +32,16 @@ test-quick: setup
 	$(BIN)/python -m pytest -q $(PARALLEL) --quick
 
 lint: setup
+	$(MAKE) --jobs 2 --output-sync=target lint-python lint-native
+
+.PHONY: lint-python lint-native
+lint-python:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python tools/check_imports.py
 	$(BIN)/codespell $$(git ls-files)
+
+lint-native:
 	@test ! -x $(BIN)/clang-format || $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ARCHS=80 $(BIN)/python setup.py -q build_ext --force --parallel 2 --build-temp build/lint --build-lib build/lint
 

@@ -116,7 +116,12 @@ def missing_prerequisite() -> str | None:
 
 
 class Build(build_ext):
-    """build_ext with the flags of a file's first line, and nvcc for .cu files: `--parallel N` runs N at a time."""
+    """build_ext with the flags of a file's first line, and nvcc for .cu files. All processors compile, or `--parallel N`."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # pip has no option for it, and one processor needs minutes for the .cu files.
+        self.parallel = self.parallel or os.cpu_count()
 
     def build_extension(self, ext: Extension) -> None:
         rest = copy.copy(ext)
@@ -151,8 +156,7 @@ class Build(build_ext):
             if self.force or not obj.exists() or obj.stat().st_mtime < max(newest_header, Path(source).stat().st_mtime):
                 obj.parent.mkdir(parents=True, exist_ok=True)
                 commands.append([NVCC, *NVCC_FLAGS, "-c", source, "-o", str(obj)])
-        workers = 1 if self.parallel is None else os.cpu_count() if self.parallel is True else int(self.parallel)
-        with ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(os.cpu_count() if self.parallel is True else int(self.parallel)) as pool:
             list(pool.map(self.spawn, commands))
         return objects
 

@@ -13,6 +13,7 @@ import signal
 
 import pytest
 import run_groups
+import shared
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
@@ -36,3 +37,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     run_groups.register(config)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory):
+    """One temporary folder for all workers: the parent of their own ones."""
+    own = tmp_path_factory.getbasetemp()
+    shared.set_root((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared")

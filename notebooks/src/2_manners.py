@@ -26,7 +26,9 @@ audit.summary
 workloads = aq.judge.sample(
     aq.judge.load_workloads(["factual", "tool_memory", "tool_web"]), 4
 )  # use more than 4 for figures to quote
-result = aq.runtime.evaluate(folder / "w4a16", tiny, workloads, numerics=("w4a16",), cache=folder / "cache")
+result = aq.runtime.evaluate(
+    folder / "w4a16", tiny, workloads, numerics=("w4a16",), cache=folder / "cache", with_ensemble=False
+)
 kl = result["numerics"]["w4a16"]["kl"]
 sides = {"bf16": result["reference_gates"], "NVFP4, W4A16": result["numerics"]["w4a16"]["gates"]}
 pd.DataFrame({side: {gate: f"{g['passes']} of {g['n']}" for gate, g in gates.items()} for side, gates in sides.items()})

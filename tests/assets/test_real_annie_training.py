@@ -153,38 +153,18 @@ def test_markdown_and_thinking_are_recognized():
     assert [v["thinking"] for v in verdicts] == [False, False, False, True, False]
 
 
-def test_it_learns_and_the_written_overlay_makes_the_merged_model(model, rows, tmp_path):
-    command = [
-        sys.executable,
-        TRAINING / "train.py",
-        "--model",
-        model,
-        "--rows",
-        rows,
-        "--held-out",
-        "6",
-        "--batch",
-        "3",
-    ]
-    options = [
-        "--rank",
-        "4",
-        "--steps",
-        "12",
-        "--lr",
-        "5e-2",
-        "--tokens",
-        "3000",
-        "--shard-mb",
-        "0.01",
-        "--device",
-        "cpu",
-    ]
+def test_it_learns_and_the_written_overlay_makes_the_merged_model(model, rows, tmp_path, monkeypatch):
+    import train
+
+    def run(output, *options):
+        words = ["--model", model, "--rows", rows, "--held-out", 6, "--batch", 3, "--device", "cpu", "--output", output,
+                 "--merged", output / "merged", *options]  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+        train.main()  # in this process, which has imported torch, transformers and peft
+
     first, second = tmp_path / "first", tmp_path / "second"
-    subprocess.run([*command, *options, "--output", first, "--merged", first / "merged"], check=True)
-    subprocess.run(
-        [*command, "--adapter", first, "--output", second, "--merged", second / "merged", "--device", "cpu"], check=True
-    )
+    run(first, "--rank", 4, "--steps", 12, "--lr", 5e-2, "--tokens", 3000, "--shard-mb", 0.01)
+    run(second, "--adapter", first)
     report = json.loads((first / "report.json").read_text())
     assert len(report["losses"]) == 12 and sum(report["losses"][-3:]) < sum(report["losses"][:3]) - 0.6
     assert sum(g["n"] for g in report["held_out"].values()) == 6

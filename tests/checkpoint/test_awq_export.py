@@ -10,7 +10,7 @@ import pytest
 import annie_quant as aq
 
 pytest.importorskip("annie_quant.nvfp4", reason="the C codec is not built")
-pytest.importorskip("modelopt.torch.quantization", reason="ModelOpt is not installed (the quantize extra)")
+pytest.importorskip("modelopt", reason="ModelOpt is not installed (the quantize extra)")
 
 
 @pytest.fixture(scope="module")

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import checkpoint_zoo as zoo
 import numpy as np
 import pytest
-from paths import ROOT
+from command_line import annie_quant as run
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
     return zoo.source_and_nvfp4(tmp_path_factory.mktemp("checkpoints"))
-
-
-def run(*argv) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "annie_quant.cli", *map(str, argv)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
 def test_audit_lists_every_tensor_and_every_server(checkpoints):

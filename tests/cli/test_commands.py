@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import click
 import pytest
 from click.testing import CliRunner
+from command_line import annie_quant
 from paths import TINY_ANNIE
 
-import annie_quant
+from annie_quant import judge
 from annie_quant.cli import cli
 from annie_quant.core.errors import UsageError
 
@@ -32,7 +33,7 @@ COMMANDS = [
 ]
 
 
-def annie(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+def own_process(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "annie_quant.cli", *args], capture_output=True, text=True)
 
 
@@ -67,19 +68,19 @@ def test_the_list_of_commands_has_whole_sentences_in_80_columns() -> None:
 
 
 def test_an_unknown_option_is_a_usage_error_on_stderr() -> None:
-    done = annie("quantize", "--stratgy", "naive")
+    done = annie_quant("quantize", "--stratgy", "naive")
     assert done.returncode == 2 and done.stdout == "" and "--strategy" in done.stderr
 
 
 def test_a_folder_without_a_model_is_a_one_line_error_with_exit_3(tmp_path: Path) -> None:
-    done = annie("quantize", "--strategy", "naive", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
+    done = own_process("quantize", "--strategy", "naive", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
     assert done.returncode == 3
     assert "no config.json" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_strategy_lists_the_known_ones(tmp_path: Path) -> None:
-    done = annie("quantize", "--strategy", "magic", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
+    done = annie_quant("quantize", "--strategy", "magic", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
     assert done.returncode == 2 and "naive" in done.stderr and "mlp_only" in done.stderr
 
 
@@ -98,13 +99,15 @@ def test_an_unknown_part_lists_the_names_of_the_help(words: list[str], names: st
 
 
 def test_an_audit_of_an_empty_folder_names_it_and_counts_one_finding(tmp_path: Path) -> None:
-    done = annie("audit", str(tmp_path))
+    done = annie_quant("audit", str(tmp_path))
     assert done.returncode == 1 and done.stdout.splitlines()[0] == str(tmp_path)
     assert "1 finding;" in done.stdout
 
 
 def test_a_quantize_prints_one_time(tmp_path: Path) -> None:
-    done = annie("quantize", "--strategy", "direct", "--model", str(TINY_ANNIE), "--output", str(tmp_path / "out"))
+    done = annie_quant(
+        "quantize", "--strategy", "direct", "--model", str(TINY_ANNIE), "--output", str(tmp_path / "out")
+    )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"\d s\b", done.stderr)) == 1, done.stderr
 
@@ -114,7 +117,7 @@ def test_an_existing_output_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "keep.txt").write_text("mine")
-    done = annie(
+    done = annie_quant(
         "quantize", "--strategy", "naive", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")
     )
     assert done.returncode == 2 and "--force" in done.stderr
@@ -124,7 +127,7 @@ def test_an_existing_output_is_refused(tmp_path: Path) -> None:
 def test_doctor_prints_one_json_object_and_nothing_else() -> None:
     import json
 
-    done = annie("doctor", "--json")
+    done = own_process("doctor", "--json")
     findings = json.loads(done.stdout)["findings"]
     assert {f["check"] for f in findings} >= {"python", "_nvfp4", "_stream", "gpu", "memory", "disk"}
     assert all(f["fix"] for f in findings if f["level"] == "fault")
@@ -172,7 +175,7 @@ def test_no_prompts_are_an_error_and_no_empty_table(words: list[str]) -> None:
 
 def test_no_prompts_are_an_error_from_python() -> None:
     with pytest.raises(UsageError, match="1 or more, got 0"):
-        annie_quant.judge.sample(annie_quant.judge.load_workloads(["factual"]), 0)
+        judge.sample(judge.load_workloads(["factual"]), 0)
 
 
 def test_a_prompt_that_cannot_be_read_is_named_with_the_form_that_is_expected(tmp_path):

@@ -1,19 +1,14 @@
-"""The search on tiny-annie: the three negative controls with real models and data, and a killed search."""
+"""The search on tiny-annie: the three negative controls with real models and data, and an interrupted search."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from click.testing import CliRunner
+from command_line import annie_quant
 from paths import TINY_ANNIE
 from tiny_variants import save_variant
 
-from annie_quant.cli import cli
 from annie_quant.cli.pipeline import search, search_explanation
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import Stages
@@ -102,23 +97,27 @@ def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
     assert "stale prompt" in result.notes[0] and "stale prompt" in (tmp_path / "s" / "search.md").read_text()
 
 
-def test_a_killed_search_resumes_and_gives_the_same_result(calibration, tmp_path):
+def test_an_interrupted_search_resumes_and_gives_the_same_result(calibration, tmp_path, monkeypatch):
     def words(output):
         return ["search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration), "--output", str(output), "--n", "2",
                 "--strategies", "direct", "--require", "w4a16", "--workloads", WORKLOADS]  # fmt: skip
 
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    command = [sys.executable, "-m", "annie_quant.cli", *words(broken)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 300
-    while process.poll() is None and not (broken / "stages/eval-bf16.json").exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (broken / "search.json").exists()
+    stage = RunDirectory.stage
+
+    def interrupted(self, name, *rest):
+        finished = stage(self, name, *rest)
+        if name == "eval-bf16":
+            raise KeyboardInterrupt
+        return finished
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "stage", interrupted)
+        done = annie_quant(*words(broken))
+    assert done.returncode == 130 and "resume" in done.stderr and not (broken / "search.json").exists()
     first = (broken / "stages/eval-bf16.json").stat().st_mtime_ns
     for output in (broken, whole):
-        CliRunner().invoke(cli, words(output))  # its own process would import torch and transformers again
+        annie_quant(*words(output))
     assert (broken / "stages/eval-bf16.json").stat().st_mtime_ns == first, "a finished stage is not done again"
     tables = [json.loads((output / "search.json").read_text()) for output in (broken, whole)]
     rows = [[(r["strategy"], r["outcome"], r["why"], r["size_bytes"]) for r in table["strategies"]] for table in tables]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import shared
 from paths import TINY_ANNIE
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -111,7 +113,22 @@ def single_names(source: Path, folder: Path) -> Path:
 
 
 def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", tokens: int = 64) -> Path:
-    """Export the model in `source` with ModelOpt, calibrated with `max` on random tokens, on a CPU."""
+    """Export the model in `source` with ModelOpt, calibrated with `max` on random tokens, on a CPU.
+
+    An export that another file or worker has made of the same weights in this session is copied.
+    """
+    key = hashlib.sha256(
+        (source / "model.safetensors").read_bytes() + (source / "config.json").read_bytes()
+    ).hexdigest()
+
+    def export(made: Path) -> None:
+        export_anew(source, made, config, tokens)
+
+    shutil.copytree(shared.made_once(f"{config}-{tokens}-{key[:16]}", export), folder, dirs_exist_ok=True)
+    return folder
+
+
+def export_anew(source: Path, folder: Path, config: str, tokens: int) -> None:
     import modelopt.torch.quantization as mtq
     import torch
     from modelopt.torch.export import export_hf_checkpoint
@@ -125,7 +142,6 @@ def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", 
         export_hf_checkpoint(model, export_dir=folder)
     for name in TOKENIZER_FILES:
         shutil.copyfile(source / name, folder / name)
-    return folder
 
 
 SERVED_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))

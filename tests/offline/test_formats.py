@@ -11,9 +11,6 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
-import modelopt.torch.quantization as mtq  # noqa: E402
-from modelopt.torch.export import export_hf_checkpoint  # noqa: E402
-from modelopt.torch.quantization.tensor_quant import fp8_eager  # noqa: E402
 from runtime_models import dequantized, export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -48,6 +45,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quantized(reference: Path, config: dict, folder: Path):
     """ModelOpt's fake-quantized model, and its export in `folder`."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
     modelopt_backend.register()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -63,7 +63,9 @@ def quantized(reference: Path, config: dict, folder: Path):
 
 
 def test_awq_with_pre_quant_scale(reference: Path, tmp_path: Path) -> None:
-    inputs, outputs = quantized(reference, mtq.NVFP4_AWQ_LITE_CFG, tmp_path)
+    from modelopt.torch.quantization import NVFP4_AWQ_LITE_CFG
+
+    inputs, outputs = quantized(reference, NVFP4_AWQ_LITE_CFG, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_algo"] == "NVFP4_AWQ"
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     scaled = [n for n, m in nvfp4_linears(model).items() if m.pre_quant_scale is not None]
@@ -85,6 +87,8 @@ def test_awq_with_pre_quant_scale(reference: Path, tmp_path: Path) -> None:
 def test_mixed_precision_with_fp8_linears_and_an_fp8_cache(
     reference: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from modelopt.torch.quantization.tensor_quant import fp8_eager
+
     inputs, outputs = quantized(reference, MIXED, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["quant_algo"] == "MIXED_PRECISION" and config["kv_cache_scheme"]

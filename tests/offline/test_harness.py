@@ -6,10 +6,10 @@ import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
+import command_line
 import pytest
 from paths import TESTS, TINY_ANNIE
 
@@ -144,11 +144,13 @@ def test_the_adapters_interface(adapter, bf16):
     assert adapter.get_model_info()["profile"] == "bf16"
 
 
-def test_without_lm_eval_the_command_names_the_extra():
+def test_without_lm_eval_the_command_names_the_extra(monkeypatch):
     if REAL:
         pytest.skip("lm-eval is installed here, so nothing is missing")
-    words = [sys.executable, "-m", "annie_quant", "lm-eval", "--model", "annie_quant"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != STAND_IN])
+    for name in [n for n in sys.modules if n.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    done = command_line.annie_quant("lm-eval", "--model", "annie_quant")
     assert done.returncode == 3 and "annie-quant[lm-eval]" in done.stderr and "Traceback" not in done.stderr
 
 

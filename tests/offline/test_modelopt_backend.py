@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
-mtq = pytest.importorskip("modelopt.torch.quantization", reason="pip install annie-quant[quantize]")
+pytest.importorskip("modelopt", reason="pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from runtime_models import save_reference  # noqa: E402
@@ -27,17 +27,21 @@ def ids() -> "torch.Tensor":
     return torch.randint(0, 1000, (2, 32), generator=torch.Generator().manual_seed(0))
 
 
-def quantized(reference: Path, config: dict):
+def quantized(reference: Path, config: str):
+    import modelopt.torch.quantization as mtq
+
     modelopt_backend.register()
     model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return mtq.quantize(model, modelopt_backend.with_backend(config), lambda m: m(ids()))
+        return mtq.quantize(model, modelopt_backend.with_backend(getattr(mtq, config)), lambda m: m(ids()))
 
 
 def test_without_the_backend_modelopt_needs_a_gpu(reference: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
+    import modelopt.torch.quantization as mtq
+
     model = AutoModelForCausalLM.from_pretrained(reference).eval()
     mtq.quantize(model, mtq.NVFP4_DEFAULT_CFG, lambda m: m(ids()))
     with pytest.raises(Exception, match="CUDA"), torch.no_grad():
@@ -47,7 +51,7 @@ def test_without_the_backend_modelopt_needs_a_gpu(reference: Path) -> None:
 def test_simulated_linears_equal_those_of_modelopts_export(reference: Path, tmp_path: Path) -> None:
     from modelopt.torch.export import export_hf_checkpoint
 
-    model = quantized(reference, mtq.NVFP4_DEFAULT_CFG)
+    model = quantized(reference, "NVFP4_DEFAULT_CFG")
     # q/k/v, gate/up and qkv/z share one amax once exported; these three have their own before and after.
     names = [n for n, _ in model.named_modules() if n.endswith(("down_proj", "o_proj", "linear_attn.out_proj"))]
     torch.manual_seed(0)
@@ -64,7 +68,7 @@ def test_simulated_linears_equal_those_of_modelopts_export(reference: Path, tmp_
 
 
 def test_awq_lite_searches_on_a_cpu(reference: Path) -> None:
-    model = quantized(reference, mtq.NVFP4_AWQ_LITE_CFG)
+    model = quantized(reference, "NVFP4_AWQ_LITE_CFG")
     scales = [m.pre_quant_scale for m in model.modules() if getattr(m, "pre_quant_scale", None) is not None]
     assert len(scales) >= 12 and any((s != 1).any() for s in scales)
     with torch.inference_mode():
@@ -72,7 +76,7 @@ def test_awq_lite_searches_on_a_cpu(reference: Path) -> None:
 
 
 def test_gradients_pass_straight_through(reference: Path) -> None:
-    model = quantized(reference, mtq.NVFP4_MLP_ONLY_CFG)
+    model = quantized(reference, "NVFP4_MLP_ONLY_CFG")
     model(ids()).logits.square().mean().backward()
     gradient = model.model.layers[0].mlp.down_proj.weight.grad
     assert gradient is not None and gradient.isfinite().all() and gradient.abs().sum() > 0

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,20 +55,35 @@ def test_two_processes_count_as_one_does(
     threads = torch.get_num_threads()
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     arguments = [str(script), *map(str, folders), str(tmp_path)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0",
-              "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # as torchrun sets them
+    environment = {
+        **os.environ,
+        **group,
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     with (tmp_path / "two.err").open("w") as errors:
-        command = [*launch, *arguments, str(tmp_path / "two")]
-        two = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+        command = [sys.executable, *arguments, str(tmp_path / "two")]
+        second_process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
     try:
+        # Here: another process would import torch and transformers again.
         monkeypatch.setattr(sys, "argv", [*arguments, str(tmp_path / "one")])
-        runpy.run_path(str(script))  # here: its own process would import torch and transformers again
-        assert two.wait(timeout=300) == 0, (tmp_path / "two.err").read_text()[-2000:]
+        runpy.run_path(str(script))
+        assert second_process.poll() is None, (tmp_path / "two.err").read_text()[-2000:]
+        for name, value in {**group, "RANK": "0", "LOCAL_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", [*arguments, str(tmp_path / "two")])
+        runpy.run_path(str(script))
+        assert second_process.wait(timeout=300) == 0, (tmp_path / "two.err").read_text()[-2000:]
     finally:
         torch.set_num_threads(threads)
-        two.kill()
+        second_process.kill()
     alone, first, second = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("0-of-1", "0-of-2", "1-of-2"))
     for result in (alone, first, second):
         forget_time(result)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
-import subprocess
-import sys
 
 import pytest
+from command_line import annie_quant
 from fake_server import FakeServer, Script, words
 
 from annie_quant.core.errors import ServerError, UsageError
@@ -83,16 +82,10 @@ def test_a_server_that_fails_without_images_too_is_not_blamed_on_them() -> None:
 
 
 def test_the_command_prints_the_finding_and_its_exit_code() -> None:
-    def command(url: str) -> subprocess.CompletedProcess:
-        words = [sys.executable, "-m", "annie_quant", "doctor", "--server", url, "--images", "--json"]
-        return subprocess.run(words, capture_output=True, text=True, check=False)
-
     for name, code in (("sees", 0), ("refuses", 0), ("the same answer", 3)):
         with FakeServer(SERVERS[name][0]) as server:
-            done = command(server.url)
+            done = annie_quant("doctor", "--server", server.url, "--images", "--json")
         assert done.returncode == code, done.stderr
         assert json.loads(done.stdout)["findings"][0]["level"] == SERVERS[name][1]
-    alone = subprocess.run(
-        [sys.executable, "-m", "annie_quant", "doctor", "--images"], capture_output=True, text=True, check=False
-    )
+    alone = annie_quant("doctor", "--images")
     assert alone.returncode == 2 and "--images needs --server" in alone.stderr

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 
 import checkpoint_zoo as zoo
 import numpy as np
 import pytest
+from command_line import annie_quant
 from paths import TINY_ANNIE
 
 from annie_quant.core.errors import UsageError
@@ -23,8 +22,7 @@ def sound(tmp_path_factory):
 
 
 def dry_run(model, runtime, *words):
-    command = [sys.executable, "-m", "annie_quant", "serve", str(model), "--runtime", runtime, "--dry-run", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return annie_quant("serve", model, "--runtime", runtime, "--dry-run", *words)
 
 
 @pytest.mark.parametrize("runtime", ["vllm", "sglang"])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import command_line
 import pytest
 from paths import ROOT
 
@@ -16,7 +17,7 @@ import annie_quant
 from annie_quant.cli import doctor
 from annie_quant.cli.pipeline.stages import RunDirectory
 from annie_quant.core import files, native
-from annie_quant.core.errors import EnvironmentFault, UsageError, need
+from annie_quant.core.errors import EnvironmentFault, need
 from annie_quant.stream.client import system_ca_file
 
 
@@ -72,36 +73,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert [f.name for f in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_finished_stage_is_not_repeated_until_its_inputs_change(tmp_path: Path) -> None:
-    run, calls = RunDirectory(tmp_path / "run"), []
-
-    def work() -> dict:
-        calls.append(1)
-        (run / "out.bin").write_bytes(b"x")
-        return {"n": len(calls)}
-
-    first, before = run.stage("quantize", {"seed": 0}, ["out.bin"], work)
-    assert not before and first.result == {"n": 1}
-    again, before = run.stage("quantize", {"seed": 0}, ["out.bin"], work)
-    assert before and again.result == {"n": 1}
-    _, before = run.stage("quantize", {"seed": 1}, ["out.bin"], work)
-    assert not before
-    (run / "out.bin").unlink()
-    _, before = run.stage("quantize", {"seed": 1}, ["out.bin"], work)
-    assert not before and len(calls) == 3
-
-
 def test_a_stage_that_fails_leaves_no_stamp(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         run.stage("bench", {}, [], lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run.finished("bench", "") is None and not list((tmp_path / "run/stages").iterdir())
-
-
-def test_two_commands_in_one_run_directory_are_refused(tmp_path: Path) -> None:
-    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
-    with first.locked(), pytest.raises(UsageError, match="another annie-quant"), second.locked():
-        pass
 
 
 def test_a_run_directory_under_a_file_is_a_one_line_error(tmp_path: Path) -> None:
@@ -175,12 +151,13 @@ def test_extras_are_read_from_the_metadata() -> None:
 
 @pytest.mark.parametrize("option", ["--verbose", "--json"])
 def test_options_of_version_alone_are_a_usage_error(option: str) -> None:
-    refused = annie(option)
+    refused = command_line.annie_quant(option)
     assert refused.returncode == 2 and "--version" in refused.stderr
 
 
 def test_no_command_prints_the_help() -> None:
-    assert annie().stdout.startswith("Usage:") and annie().returncode == 0
+    shown = command_line.annie_quant()
+    assert shown.stdout.startswith("Usage:") and shown.returncode == 0
 
 
 # ---- building

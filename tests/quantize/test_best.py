@@ -1,4 +1,4 @@
-"""best: both streams, learned rounding that is never worse than its start, same seed same bytes, and a kill in every layer."""
+"""best: both streams, learned rounding that is never worse than its start, same seed same bytes, and a kill between layers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_same_seed_same_bytes_and_another_seed_other_bytes(home: Path) -> None:
     assert contents(run(home, "three", seed=4)) != one
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("layer", [1, LAYERS - 1])  # in the middle, and with nothing left but the export
 def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
     home: Path, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

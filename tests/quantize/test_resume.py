@@ -13,31 +13,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import runtime_models
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
+from annie_quant.core.resume import KeyedJson
 from annie_quant.quantize import prompt_provenance
 
 PART = ",".join(f"layers.{i}" for i in range(6))
 ALL_BUT_LAST = f"{PART},layers.6"
-SETTINGS: dict[str, dict] = {
-    "auto_mixed": {"exclude": ALL_BUT_LAST, "bits": 6.0, "tokens": 30, "calib_samples": 3},
-    "awq_lite": {"exclude": PART, "calib_samples": 3},  # one layer with DeltaNet, one with attention
-    "sensitivity": {"exclude": ALL_BUT_LAST, "bits": 14.8, "tokens": 30, "calib_samples": 3},
-    "qad": {"exclude": ALL_BUT_LAST, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3},
-}
-RESUMED_FROM = {
-    "auto_mixed": "divergence.json",
-    "sensitivity": "divergence.json",
-    "qad": "trainer/checkpoint-2/trainer_state.json",
-}
+TRAINING: dict = {"exclude": ALL_BUT_LAST, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3}
 
 
-def make(strategy: str, output: Path) -> dict[str, bytes]:
-    quantize.run(strategy, TINY_ANNIE, output, calib_data=CALIBRATION, **SETTINGS.get(strategy, {"calib_samples": 5}))
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of four layers and conversations to calibrate it with."""
+    pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
+    return runtime_models.save_with_conversations(tmp_path_factory.mktemp("small"))
+
+
+def make(strategy: str, small: Path, output: Path, **settings: object) -> dict[str, bytes]:
+    quantize.run(strategy, small / "model", output, calib_data=small / "calib.jsonl", calib_samples=3, **settings)
     return contents(output)
 
 
@@ -45,18 +44,18 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
-def killed(strategy: str, output: Path) -> Path:
-    """Start a run in its own process and kill it once it has stored something. Return the stored file."""
-    settings = {"calib_data": str(CALIBRATION), **SETTINGS[strategy]}
-    code = f"from annie_quant import quantize; quantize.run({strategy!r}, {str(TINY_ANNIE)!r}, {str(output)!r}, **{settings!r})"
+def killed(output: Path) -> Path:
+    """Start a training in its own process and kill it once it has stored something. Return the stored file."""
+    settings = {"calib_data": str(CALIBRATION), **TRAINING}
+    code = (
+        f"from annie_quant import quantize; quantize.run('qad', {str(TINY_ANNIE)!r}, {str(output)!r}, **{settings!r})"
+    )
     paths = os.pathsep.join([str(TINY_ANNIE.parent.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths}
     running = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
-    stored = output.with_name(f".{output.name}.work") / RESUMED_FROM[strategy]
+    stored = output.with_name(f".{output.name}.work") / "trainer/checkpoint-2/trainer_state.json"
     for _ in range(15000):  # counted, not timed: on a crowded machine both processes may be stopped for a while
-        if running.poll() is not None:
-            break
-        if stored.is_file() and (strategy == "qad" or len(json.loads(stored.read_text())["value"]) >= 2):
+        if running.poll() is not None or stored.is_file():
             break
         time.sleep(0.01)
     running.send_signal(signal.SIGKILL)
@@ -71,30 +70,53 @@ def alike(one: Path, other: Path) -> float:
     return float(np.mean(np.concatenate([(a.tensor(n) == b.tensor(n)).reshape(-1) for n in codes])))
 
 
-@pytest.mark.parametrize("strategy", ["auto_mixed", "qad", "sensitivity"])
-def test_a_killed_run_resumes_with_the_same_result(strategy: str, tmp_path: Path) -> None:
+def test_a_killed_training_resumes_with_the_same_result(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
-    whole = make(strategy, tmp_path / "whole")
-    stored = killed(strategy, tmp_path / "out")
+    quantize.run("qad", TINY_ANNIE, tmp_path / "whole", calib_data=CALIBRATION, **TRAINING)
+    stored = killed(tmp_path / "out")
     assert stored.is_file() and not (tmp_path / "out").exists(), (
         "killed before it stored anything, or after it was done"
     )
     lines: list[str] = []
-    quantize.run(
-        strategy, TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, report=lines.append, **SETTINGS[strategy]
-    )
-    if strategy == "qad":
-        assert any("resuming from checkpoint-" in line for line in lines)
-        assert alike(tmp_path / "out", tmp_path / "whole") > 0.99  # sums of training may fall either way by a bit
-    else:
-        assert contents(tmp_path / "out") == whole
+    quantize.run("qad", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, report=lines.append, **TRAINING)
+    assert any("resuming from checkpoint-" in line for line in lines)
+    assert alike(tmp_path / "out", tmp_path / "whole") > 0.99  # sums of training may fall either way by a bit
     assert not stored.exists(), "the work folder is removed after success"
 
 
+def test_measurements_before_an_interruption_are_not_repeated(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """auto_mixed measures with the same function."""
+    from annie_quant.quantize.kl_trial import Trial
+
+    measured: list[object] = []
+    cost, save, saved = Trial.cost, KeyedJson.save, []
+    monkeypatch.setattr(Trial, "cost", lambda *args: measured.append(args[1]) or cost(*args))
+
+    def run(name: str) -> dict[str, bytes]:
+        return make("sensitivity", small, tmp_path / name, exclude="layers.0,layers.1,layers.2", bits=13.8, tokens=30)
+
+    whole, once = run("whole"), len(measured)
+
+    def interrupted(self: KeyedJson, value: object) -> None:
+        save(self, value)
+        saved.append(self.path)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(KeyedJson, "save", interrupted)
+        run("out")
+    assert saved[1].name == "divergence.json" and saved[1].is_file() and not (tmp_path / "out").exists()
+    assert run("out") == whole
+    assert once > 2 and len(measured) == 2 * once
+    assert not saved[1].exists(), "the work folder is removed after success"
+
+
 @pytest.mark.parametrize("strategy", ["awq_lite", "gptq", "w4a16_mixed"])
-def test_same_seed_same_bytes(strategy: str, tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
-    assert make(strategy, tmp_path / "one") == make(strategy, tmp_path / "two")
+def test_same_seed_same_bytes(strategy: str, small: Path, tmp_path: Path) -> None:
+    assert make(strategy, small, tmp_path / "one") == make(strategy, small, tmp_path / "two")
 
 
 def test_what_was_stored_for_other_settings_is_not_used(tmp_path: Path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from command_line import annie_quant
 
 KEY = "planted0f3a9c77d1e8"
 URLS = [f"http://annie:{KEY}@127.0.0.1:9/v1", f"http://{KEY}@127.0.0.1:9", f"http://127.0.0.1:9/?api_key={KEY}"]
@@ -22,11 +19,8 @@ COMMANDS = [
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[:3]))
 def test_it_is_refused_and_not_shown(tmp_path, url, command):
-    env = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": ""}
     words = [word.format(url=url, out=tmp_path / "out") for word in command]
-    done = subprocess.run(
-        [sys.executable, "-m", "annie_quant", *words], env=env, capture_output=True, text=True, timeout=60
-    )
+    done = annie_quant(*words, env={"OPENAI_BASE_URL": url, "OPENAI_API_KEY": ""})
     assert done.returncode == 2, done.stderr
     assert KEY not in done.stdout + done.stderr
     assert "environment" in done.stderr

@@ -53,8 +53,9 @@ def read_workload(path: str | Path) -> Workload:
     except OSError as error:
         raise UsageError(f"workload file {path} cannot be read: {error.strerror}") from error
     document = documents.decode(WorkloadFile, raw, path.name, error=UsageError)
+    workload = _checked(document, path.name, hashlib.sha256(raw).hexdigest(), str(path))
     _check_labels(document, path.name)
-    return _checked(document, path.name, hashlib.sha256(raw).hexdigest(), str(path))
+    return workload
 
 
 def _check_labels(document: WorkloadFile, where: str) -> None:

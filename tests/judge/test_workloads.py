@@ -57,6 +57,16 @@ def test_broken_files(tmp_path):
         read_workload(tmp_path / "list.json")
 
 
+@pytest.mark.parametrize("turns", [3, [4], [None]])
+def test_expectations_of_turns_that_are_not_a_list_of_objects(turns, tmp_path):
+    """Seed 3902/2482 of the workloads' fuzzer: the search for labels iterated over a number."""
+    (tmp_path / "turns.json").write_text(
+        json.dumps(GOOD | {"cases": [{"id": "t", "turns": ["a"], "expect": {"turns": turns}}]})
+    )
+    with pytest.raises(UsageError, match=r"turns\.json: case 't': expect.*turns.* expected "):
+        read_workload(tmp_path / "turns.json")
+
+
 def test_loading_by_name_folder_and_path(tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.json").write_text(json.dumps(GOOD | {"name": name}))

@@ -30,6 +30,13 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"tools": "persona"}, "no persona is named"),
         ({"tools": "all"}, "tools: expected a list, null or 'persona', got 'all'"),
         ({"tools": 3}, "tools: expected str | array | null, got int"),
+        ({"tools": [{"function": {"name": ["f"]}}]}, "tools[0].name: expected str, got array"),
+        ({"tools": [{"function": 3}]}, "tools[0]: expected object, got int"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"properties": 3}}}]},
+            "properties: expected object, got int",
+        ),
+        ({"cases": [GOOD["cases"][0] | {"tools": [{}]}]}, "case 'a': tools[0]: object missing required field 'name'"),
         ({"max_tokens": "many"}, "max_tokens: expected int, got str"),
         ({"thinkng": True}, "unknown field 'thinkng'"),
     ],

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,15 +52,14 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
                 template.tokenizer.chat_template = program(hostile)
                 template.chat_template = chat_template.ChatTemplate(template.tokenizer, "x")
             for done in range(1, min(left, PER_PROGRAM) + 1):
-                start = time.monotonic()
                 with limited_time("a template"), one_line_errors():
                     text = template.render(
                         conversation(hostile), tools if hostile.random.random() < 0.3 else None, False
                     )
                     if not isinstance(text, str) or len(text) > chat_template.MAX_TEXT:
                         raise Finding(f"rendered {type(text).__name__}")
-                if time.monotonic() - start > SECONDS:  # the next conversation would need another process
-                    return done
+                if not all(worker.alive for worker in template.chat_template._workers.values()):
+                    return done  # the next conversation would need another process
             return done
         return 1
 

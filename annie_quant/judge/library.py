@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from annie_quant import documents
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
@@ -18,6 +20,21 @@ from annie_quant.judge.gates import GATES, check_names
 from annie_quant.judge.workloads import RESERVED, Case, Workload
 
 FOLDER = ASSETS / "workloads"
+
+
+class _Parameters(msgspec.Struct):
+    properties: dict[str, Any] = {}
+
+
+class _Function(msgspec.Struct):
+    """What the checks read of a tool on offer."""
+
+    name: str
+    parameters: _Parameters | None = None
+
+
+class _Tools(msgspec.Struct):
+    tools: list[_Function]
 
 
 def load_workloads(names: Iterable[str] | None = None, folder: str | Path | None = None) -> list[Workload]:
@@ -53,8 +70,9 @@ def read_workload(path: str | Path) -> Workload:
     except OSError as error:
         raise UsageError(f"workload file {path} cannot be read: {error.strerror}") from error
     document = documents.decode(WorkloadFile, raw, path.name, error=UsageError)
+    workload = _checked(document, path.name, hashlib.sha256(raw).hexdigest(), str(path))
     _check_labels(document, path.name)
-    return _checked(document, path.name, hashlib.sha256(raw).hexdigest(), str(path))
+    return workload
 
 
 def _check_labels(document: WorkloadFile, where: str) -> None:
@@ -85,6 +103,7 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
     if reserved := [key for key in RESERVED if key in extra]:
         raise UsageError(f"{where}: 'extra' must not contain {reserved[0]!r}: the workload has its own field for it")
     own_tools = tools if isinstance(tools, list) else []
+    _check_tools(where, own_tools)
     cases = tuple(_case(where, case, own_tools) for case in document.cases)
     if not cases:
         raise UsageError(f"{where}: there are no cases")
@@ -110,6 +129,11 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
     )
 
 
+def _check_tools(where: str, tools: Iterable[Mapping[str, Any]]) -> None:
+    functions = [tool.get("function", tool) for tool in tools]
+    documents.convert(_Tools, {"tools": functions}, where, error=UsageError)
+
+
 def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
     if bool(case.messages) == bool(case.turns):
         raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
@@ -122,6 +146,7 @@ def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
         if not 0 <= tools <= len(own_tools):
             raise UsageError(f"{where}: case {case.id!r} needs {tools} tools, the workload has {len(own_tools)}")
         tools = own_tools[:tools]
+    _check_tools(f"{where}: case {case.id!r}", tools or ())
     return Case(
         id=str(case.id),
         messages=tuple(case.messages or ()),

@@ -30,6 +30,13 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"tools": "persona"}, "no persona is named"),
         ({"tools": "all"}, "tools: expected a list, null or 'persona', got 'all'"),
         ({"tools": 3}, "tools: expected str | array | null, got int"),
+        ({"tools": [{"function": {"name": ["f"]}}]}, "tools[0].name: expected str, got array"),
+        ({"tools": [{"function": 3}]}, "tools[0]: expected object, got int"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"properties": 3}}}]},
+            "properties: expected object, got int",
+        ),
+        ({"cases": [GOOD["cases"][0] | {"tools": [{}]}]}, "case 'a': tools[0]: object missing required field 'name'"),
         ({"max_tokens": "many"}, "max_tokens: expected int, got str"),
         ({"thinkng": True}, "unknown field 'thinkng'"),
     ],
@@ -55,6 +62,16 @@ def test_broken_files(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(UsageError, match=r"list\.json: expected object, got array"):
         read_workload(tmp_path / "list.json")
+
+
+@pytest.mark.parametrize("turns", [3, [4], [None]])
+def test_expectations_of_turns_that_are_not_a_list_of_objects(turns, tmp_path):
+    """Seed 3902/2482 of the workloads' fuzzer: the search for labels iterated over a number."""
+    (tmp_path / "turns.json").write_text(
+        json.dumps(GOOD | {"cases": [{"id": "t", "turns": ["a"], "expect": {"turns": turns}}]})
+    )
+    with pytest.raises(UsageError, match=r"turns\.json: case 't': expect.*turns.* expected "):
+        read_workload(tmp_path / "turns.json")
 
 
 def test_loading_by_name_folder_and_path(tmp_path):

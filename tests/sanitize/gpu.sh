@@ -4,13 +4,13 @@
 # Usage: [STEPS="build tests"] bash tests/sanitize/gpu.sh [folder of the logs]
 #   build       _gemm and _nvfp4
 #   times       times of the kernels compared with tests/perf/gemm.md
-#   compare     times of this tree and of the one in OTHER in turn (tests/perf/compare_gemm.py); that tree is built, too
+#   compare     times of this tree and of the one in OTHER in turn (tests/perf/compare_gemm.py, which needs msgspec); that tree is built, too
 #   plans       times of all plans for PLAN_CELLS (tests/perf/bench_gemm.py --explore)
 #   tests       all of tests/gemm, several processes on the GPU
 #   threads     100,000 products from four threads
 #   sanitize    compute-sanitizer: memcheck and racecheck over some tests of each kernel, racecheck in another build
 # STEPS: build times tests threads sanitize if unset; they run in the order above. OTHER: a tree of another version.
-# TOKENS: of times and compare. COMPARE_CELLS: NxK:M,... instead. Seconds that a step may take: COMPARE_SECONDS,
+# TOKENS: of times and compare. COMPARE_CELLS: NxK:M,... instead. EXPERT_CELLS: the same of grouped products. Seconds that a step may take: COMPARE_SECONDS,
 # PLAN_SECONDS, TESTS_SECONDS; and all steps in the foreground: SECONDS_IN_ALL.
 # Each step writes its results while it runs, and a step that fails does not stop the next one. ANNIE_QUANT_ARCHS: 90a,121a if unset. PYTHON: the interpreter, python3 if unset.
 set -u
@@ -20,7 +20,8 @@ python=${PYTHON:-python3}
 steps=" ${STEPS:-build times tests threads sanitize} "
 other=${OTHER:+$(realpath "$OTHER")}
 mkdir -p "$logs"
-export PYTHONPATH=$PWD ANNIE_QUANT_ARCHS=${ANNIE_QUANT_ARCHS:-90a,121a} PYTHONUNBUFFERED=1
+carried=${PYTHONPATH:+:$PYTHONPATH} # packages that this machine lacks
+export PYTHONPATH=$PWD$carried ANNIE_QUANT_ARCHS=${ANNIE_QUANT_ARCHS:-90a,121a} PYTHONUNBUFFERED=1
 failed="" end=${SECONDS_IN_ALL:+$(($(date +%s) + SECONDS_IN_ALL))}
 for s in $steps; do
     case $s in build | times | compare | plans | tests | threads | sanitize) ;; *) echo "STEPS has $s; expected build, times, compare, plans, tests, threads, sanitize" && exit 2 ;; esac
@@ -58,7 +59,7 @@ join() {
 build() {
     modules=$1
     shift
-    PYTHONPATH=$PWD ANNIE_QUANT_ONLY=$modules "$python" setup.py -q build_ext --parallel 16 --build-temp build/gpu-temp "$@"
+    PYTHONPATH=$PWD$carried ANNIE_QUANT_ONLY=$modules "$python" setup.py -q build_ext --parallel 16 --build-temp build/gpu-temp "$@"
 }
 build_other() {
     cd "$other" && compile_for_older_setup && build _gemm --inplace
@@ -78,7 +79,7 @@ build_racecheck() {
         cp build/race/annie_quant/*.so build/race-copy/annie_quant/
 }
 export -f compile_for_older_setup build build_other build_racecheck
-export python other
+export python other carried
 
 race_build="" other_build=""
 if chosen sanitize; then
@@ -95,22 +96,25 @@ chosen build && step build 200 bash -c "build _gemm,_nvfp4 --inplace"
 # Alone on the GPU; the rest can share it.
 chosen times && tail=20 step times 170 "$python" tests/perf/bench_gemm.py --tokens "${TOKENS:-1,8,16,32,64,128,256,1024,4096}" --repeats 10 --output "$logs/times.json" --compare tests/perf/gemm.md
 chosen compare && tail=80 step compare "${COMPARE_SECONDS:-170}" "$python" tests/perf/compare_gemm.py "$other" --tokens "${TOKENS:-1,256,4096}" --cells "${COMPARE_CELLS:-}" --output "$logs/compare.json"
+chosen compare && tail=40 step experts 60 "$python" tests/perf/compare_gemm.py "$other" --experts "${EXPERT_CELLS:-1024x2048:1,1024x2048:4,1024x2048:32,2048x512:1,2048x512:4,2048x512:32}" --output "$logs/experts.json"
 chosen plans && tail=80 step plans "${PLAN_SECONDS:-120}" "$python" tests/perf/bench_gemm.py --explore --repeats 10 --cells "${PLAN_CELLS:-17408x5120:64,4096x12288:64}" --seconds "${PLAN_SECONDS:-120}" --output "$logs/plans.json"
 
 # A few tests of each kernel, the launcher's threads, and the reports.
 few="test_every_split or (test_every_shape_of_the_wgmma and 139-4-3) or (test_every_cluster and 61-528-1008) or (test_tiles_of_192 and 61-304-1008-3)"
 few="$few or (test_every_shape_of_the_few and 7-5) or test_first_call or reports or underflow or small_workspace or bad_plan or emulated"
-# check TOOL TESTS
+few_experts="test_each_pair and 528 and 2-8-dtype0"
+# check TOOL LOG TESTS FILES...
 check() {
-    timeout 110 compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 5 "$python" -m pytest -q -x -p no:cacheprovider tests/gemm/test_gpu.py \
-        tests/gemm/test_gpu_launch.py -k "$2" > "$logs/$1.txt" 2>&1
+    tool=$1 log=$2 tests=$3
+    shift 3
+    timeout 110 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 "$python" -m pytest -q -x -p no:cacheprovider "$@" -k "$tests" > "$logs/$log.txt" 2>&1
 }
 # Many processes: most of the time is the oracle's, on the CPU. With pytest-xdist each result is printed when it is known.
 all_tests() {
     files=$(ls tests/gemm/test_*.py)
     if ! "$python" -c "import msgspec" 2> /dev/null; then
-        echo "left out: tests/gemm/test_stack_check.py, because msgspec is not installed here, which the command line needs"
-        files=${files/tests\/gemm\/test_stack_check.py/}
+        echo "left out: tests/gemm/test_stack_*.py, because msgspec is not installed here, which the checkpoint package needs"
+        files=$(echo "$files" | grep -v test_stack_)
     fi
     export OMP_NUM_THREADS=2 OPENBLAS_NUM_THREADS=2
     if "$python" -c "import xdist" 2> /dev/null; then
@@ -121,21 +125,28 @@ all_tests() {
 export -f all_tests
 export logs
 
-memcheck="" racecheck=""
+checks=""
 if chosen sanitize; then
-    check memcheck "$few" &
-    memcheck=$!
-    (
-        cd build/race-copy && PYTHONPATH=$PWD check racecheck "(test_every_shape_of_the_wgmma and 7-4-3) or (test_every_cluster and 61-528-880-64) or (test_every_split and 2) or (test_every_shape_of_the_few and 7-5)"
-    ) &
-    racecheck=$!
+    products="tests/gemm/test_gpu.py tests/gemm/test_gpu_launch.py"
+    check memcheck memcheck "$few" $products &
+    checks="memcheck $!"
+    check memcheck memcheck_experts "$few_experts" tests/gemm/test_grouped_gpu.py &
+    checks="$checks memcheck_experts $!"
+    few="(test_every_shape_of_the_wgmma and 7-4-3) or (test_every_cluster and 61-528-880-64) or (test_every_split and 2) or (test_every_shape_of_the_few and 7-5)"
+    (cd build/race-copy && PYTHONPATH=$PWD$carried check racecheck racecheck "$few" $products) &
+    checks="$checks racecheck $!"
+    (cd build/race-copy && PYTHONPATH=$PWD$carried check racecheck racecheck_experts "$few_experts" tests/gemm/test_grouped_gpu.py) &
+    checks="$checks racecheck_experts $!"
 fi
 if chosen tests; then
     tail=0 step tests "${TESTS_SECONDS:-200}" bash -c all_tests
     grep -E "^left out|^FAILED|^ERROR|^=.*(passed|failed|skipped)|^[0-9]+ (passed|failed|skipped)|error" "$logs/tests.txt" | tail -n 60
 fi
 chosen threads && step threads 90 "$python" tests/sanitize/threads_gemm.py --products "${PRODUCTS:-100000}"
-[ "$memcheck" ] && join memcheck $memcheck
-[ "$racecheck" ] && join racecheck $racecheck
+set -- $checks
+while [ $# != 0 ]; do
+    join "$1" "$2"
+    shift 2
+done
 echo "failed:${failed:- none}"
 [ -z "$failed" ]

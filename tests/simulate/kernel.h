@@ -1,9 +1,9 @@
 /* A simulated kernel for the streaming client: sockets, epoll, timer and clocks of one process, without any other process.
  *
- * kernel.c defines the system calls that csrc/stream and libcurl use, so that the linker prefers them to the C library's. Time is virtual:
- * each system call takes a little of it, and a wait lasts until something happens. What happens is scheduled by the server (server.c).
- * A random generator with the schedule's seed decides about everything that a kernel leaves open: the order of ready sockets, how much of
- * a message is accepted, interrupted calls, and between which two calls something happens.
+ * syscalls.c defines the system calls that csrc/stream and libcurl use, so that the linker prefers them to the C library's. Time is
+ * virtual: each system call takes a little of it, and a wait lasts until something happens. What happens is scheduled by the server
+ * (server.c). A random generator with the schedule's seed decides about everything that a kernel leaves open: the order of ready sockets,
+ * how much of a message is accepted, interrupted calls, and between which two calls something happens.
  */
 #ifndef SIMULATE_KERNEL_H
 #define SIMULATE_KERNEL_H

@@ -1,6 +1,7 @@
 """Chat templates and tokenizer files: loading a folder's tokenizer and rendering conversations with its template.
 
-A template is a random program over the statements that templates use. Every PER_LOAD-th case loads changed tokenizer files.
+A template is a random program over the statements that templates use. It renders up to PER_PROGRAM conversations, each a case,
+since the start of its process takes most of the time. One of PER_LOAD programs is loaded with changed tokenizer files.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from fuzz.boundaries.grammar import Hostile, encode
 from fuzz.boundaries.harness import Finding, Sandbox, limited_time, one_line_errors
 from paths import TINY_ANNIE
 
-PER_LOAD = 20
-SECONDS = 0.5  # limit of one rendering here, so that endless ones do not fill the run
+PER_LOAD, PER_PROGRAM = 20, 20
+SECONDS = 0.2  # limit of one rendering here, so that endless ones do not fill the run
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "config.json")
 EXPRESSIONS = (
     "messages", "messages[0].content", "messages | tojson", "tools", "tools | tojson(indent=4)", "loop.index", "m", "m.role",
@@ -42,26 +43,36 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
 
     def case(seed: str, left: int) -> int:
         hostile = Hostile(seed)
-        with limited_time("a template"), one_line_errors():
-            if int(seed.partition("/")[2]) % PER_LOAD == PER_LOAD - 1:
+        with limited_time("loading a template"), one_line_errors():
+            if hostile.random.randrange(PER_LOAD) == 0:
                 change_files(hostile, folder)
                 template = Template(folder)
             else:
                 template = usual
                 template.tokenizer.chat_template = program(hostile)
                 template.chat_template = chat_template.ChatTemplate(template.tokenizer, "x")
-            changed = hostile.changed([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}])
-            messages = json.loads(json.dumps(changed, default=lambda raw: None))
-            messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-            text = template.render(messages, tools if hostile.random.random() < 0.3 else None, False)
-            if not isinstance(text, str) or len(text) > chat_template.MAX_TEXT:
-                raise Finding(f"rendered {type(text).__name__}")
+            for done in range(1, min(left, PER_PROGRAM) + 1):
+                with limited_time("a template"), one_line_errors():
+                    text = template.render(
+                        conversation(hostile), tools if hostile.random.random() < 0.3 else None, False
+                    )
+                    if not isinstance(text, str) or len(text) > chat_template.MAX_TEXT:
+                        raise Finding(f"rendered {type(text).__name__}")
+                if not all(worker.alive for worker in template.chat_template._workers.values()):
+                    return done  # the next conversation would need another process
+            return done
         return 1
 
     try:
         yield case
     finally:
         chat_template.MAX_SECONDS = before
+
+
+def conversation(hostile: Hostile) -> list[dict[str, Any]]:
+    changed = hostile.changed([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}])
+    messages = json.loads(json.dumps(changed, default=lambda raw: None))
+    return [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
 
 
 def copy_tokenizer(folder: Path) -> None:

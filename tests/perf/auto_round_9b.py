@@ -1,4 +1,4 @@
-"""Time AutoRound on the layers of a 9B's shape that best_9b.py makes, for `best`'s time at as many steps.
+"""Time AutoRound on the layers of a 9B's shape that best_9b.py makes.
 
     python tests/perf/best_9b.py DIR --layers 4 --set effort=normal             # writes model and text, and times ours
     PEER_VENV/bin/python tests/perf/auto_round_9b.py DIR --steps 100            # one JSON line
@@ -32,9 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
     parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument(
-        "--batch", type=int, default=8, help="sequences per step; `best` takes 4 of this length on a GPU"
-    )
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     arguments = parser.parse_args()
     import transformers
     from auto_round import AutoRound
@@ -42,7 +40,7 @@ def main() -> None:
 
     use_causal_attention()
     use_faster_deltanet()
-    modeling_qwen3_5.causal_conv1d_fn = delta_rule.causal_conv
+    modeling_qwen3_5.causal_conv1d_fn = delta_rule.conv_in_torch
     path, device = arguments.folder / "model", "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)

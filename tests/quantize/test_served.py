@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict] = {
     "sensitivity": {"exclude": ALL_BUT_LAST_TWO, "bits": 13.5, "tokens": 60},
     "auto_mixed": {"exclude": ALL_BUT_LAST_TWO, "bits": 6.0, "tokens": 60},
     "awq_lite": {"exclude": ALL_BUT_LAST_TWO},
-    "best": {"exclude": ALL_BUT_LAST_TWO, "steps": 1},
+    "best": {"exclude": ALL_BUT_LAST_TWO},
     "qad": {"steps": 2, "batch": 2, "save": 1, "lr": 1e-6},
 }
 

@@ -153,13 +153,6 @@ def causal_conv(
         from annie_quant.quantize import delta_kernel
 
         return delta_kernel.causal_conv(x, weight, bias, activation in ("silu", "swish"))
-    return conv_in_torch(x, weight, bias, activation)
-
-
-def conv_in_torch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any
-) -> torch.Tensor:
-    """Return causal_conv by torch operations, which autograd can follow."""
     width, steps = weight.shape[-1], x.shape[-1]
     padded = functional.pad(x, (width - 1, 0))
     total = torch.zeros_like(x, dtype=torch.float32) if bias is None else bias[:, None].float().expand_as(x)

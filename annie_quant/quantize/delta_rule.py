@@ -1,4 +1,4 @@
-"""Gated DeltaNet on a GPU without flash-linear-attention, for rows that are all real.
+"""Gated DeltaNet without flash-linear-attention, for rows that are all real.
 
 The recurrence of offline/deltanet.py in operations that take few launches: chunks of 64 steps, and the triangular systems of a
 chunk by inverses of blocks of 2, 4, ... 64. transformers' own form solves them in 63 sequential steps. Products are in TF32 where

@@ -73,10 +73,8 @@ def test_the_result_is_plain_nvfp4_and_passes_the_audit(home: Path) -> None:
         assert len(naive) == 3 * 6 + 7
 
 
-def test_same_seed_same_bytes_and_another_seed_other_bytes(home: Path) -> None:
-    one = contents(run(home, "one", seed=3))
-    assert contents(run(home, "two", seed=3)) == one
-    assert contents(run(home, "three", seed=4)) != one, "the document records the seed"
+def test_the_same_seed_gives_the_same_bytes(home: Path) -> None:
+    assert contents(run(home, "one", seed=3)) == contents(run(home, "two", seed=3))
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

@@ -38,7 +38,6 @@ class Rounded:
     step: block scale times tensor scale, float32 [N, K/16].
     values: the dequantized weight, float32 [N, K].
     loss: GPTQ's objective per row, float64 [N].
-    start: what each value was rounded from, with all corrections, float32 [N, K].
     """
 
     codes: torch.Tensor
@@ -46,7 +45,6 @@ class Rounded:
     step: torch.Tensor
     values: torch.Tensor
     loss: torch.Tensor
-    start: torch.Tensor
 
     def rows(self, part: slice) -> Rounded:
         """Return some of the rows."""
@@ -157,7 +155,7 @@ def sweep(
     blocks = torch.argsort(permutation.view(-1, GROUP)[:, 0] // GROUP)
     codes, step = result.codes[:, inverse], result.steps[blocks].T.contiguous()
     chosen = result.chosen[blocks].T.contiguous()
-    return Rounded(codes, chosen, step, dequantized(codes, step), result.loss, w[:, inverse])
+    return Rounded(codes, chosen, step, dequantized(codes, step), result.loss)
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ def round_column(
     errors: torch.Tensor,
     result: Columns,
 ) -> None:
-    """Round columns start .. start + 15 of w [N, K] with the best of the candidates; w then holds what they were rounded from.
+    """Round columns start .. start + 15 of w [N, K] with the best of the candidates.
 
     errors: float32 [N, 16], written.
     """
@@ -199,11 +197,10 @@ def round_column(
         nearest = amax_codes(block[:, None], tensor_scale[part]).T
         tried = (nearest + relative[:, None]).clamp(1, E4M3_CODES)
         step = table[tried] * tensor_scale[part]
-        q, error, total, work = round_block(block, corner, step)
+        q, error, total = round_block(block, corner, step)
         best = total.argmin(0)
         at = best[None, None, :].expand(GROUP, 1, -1)
         result.codes[part, start:end] = q.gather(1, at)[:, 0].T
-        w[part, start:end] = work.gather(1, at)[:, 0].T
         errors[part] = error.gather(1, at)[:, 0].T
         result.steps[index, part] = step.gather(0, best[None])[0]
         result.chosen[index, part] = tried.gather(0, best[None])[0].to(torch.uint8)
@@ -229,11 +226,10 @@ def round_column_in_one_launch(
 
 def round_block(
     block: torch.Tensor, corner: torch.Tensor, step: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round one block [N, 16] with every step [C, N], each column's error corrected in the block's later columns.
 
-    corner: the factor's 16 x 16 part.  Returns E2M1 values and errors [16, C, N], the loss [C, N], and what was
-    rounded [16, C, N].
+    corner: the factor's 16 x 16 part.  Returns E2M1 values and errors [16, C, N], and the loss [C, N].
     """
     work = block.T[:, None, :].repeat(1, step.shape[0], 1)
     codes, errors = torch.empty_like(work), torch.empty_like(work)
@@ -244,7 +240,7 @@ def round_block(
         total.addcmul_(errors[i], errors[i])
         if i + 1 < GROUP:
             work[i + 1 :] -= corner[i, i + 1 :, None, None] * errors[i]
-    return codes, errors, total, work
+    return codes, errors, total
 
 
 def dequantized(codes: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
@@ -259,4 +255,4 @@ def nearest(weight: torch.Tensor, tensor_scale: torch.Tensor) -> Rounded:
     step = e4m3_steps(w.device)[scale_codes] * tensor_scale[:, None]
     codes = e2m1((w.view(len(w), -1, GROUP) / step[..., None]).view_as(w))
     values = dequantized(codes, step)
-    return Rounded(codes, scale_codes.to(torch.uint8), step, values, (values - w).double().square().sum(-1), w)
+    return Rounded(codes, scale_codes.to(torch.uint8), step, values, (values - w).double().square().sum(-1))

@@ -1,12 +1,8 @@
 """Gated DeltaNet of delta_rule.py in few launches on a GPU, in Triton.
 
-It has the chunks' parts, the scan over chunks and its gradients, and the causal convolution.
-
 `prepare` makes the parts of every chunk at once, `scan_forward` passes a state [Dk, Dv] through the chunks of a head, and
-`scan_backward` passes its gradient back; all products of chunks that do not wait for another chunk stay batched torch products.
-With gradients the parts are made by delta_rule.chunk_parts, which autograd can follow. In torch operations a chunk of the scan
-takes 7 launches, and the parts write and read each value some ten times. Importing this module needs Triton, which torch for CUDA
-brings.
+`conv_forward` is the causal convolution. In torch operations a chunk of the scan takes 7 launches, and the parts write and read
+each value some ten times. Nothing here has gradients. Importing this module needs Triton, which torch for CUDA brings.
 """
 
 # mypy: ignore-errors
@@ -16,8 +12,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
-from annie_quant.quantize.backend import tensor_cores
 
 CHUNK = 64  # that of delta_rule
 VALUES = 64  # columns of a state in one program, at most
@@ -88,9 +82,8 @@ def prepare(
 
 @triton.jit
 def scan_forward(
-    q_in, w_in, u_in, within_in, k_in, decay_in, out, states, news, steps, heads, chunks, o_b, o_t, o_h,
-    keep: tl.constexpr, size: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr, part: tl.constexpr,
-    precision: tl.constexpr,
+    q_in, w_in, u_in, within_in, k_in, decay_in, out, steps, heads, chunks, o_b, o_t, o_h,
+    size: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr, part: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b, h = row // heads, row % heads
@@ -100,11 +93,7 @@ def scan_forward(
         place = row * chunks + chunk
         keys = place * size * dk + i[:, None] * dk + columns[None, :]
         values = place * size * dv + i[:, None] * dv + wide[None, :]
-        if keep:
-            tl.store(states + place * dk * dv + columns[:, None] * dv + wide[None, :], state)
         new = tl.load(u_in + values) - tl.dot(tl.load(w_in + keys), state, input_precision=precision)
-        if keep:
-            tl.store(news + values, new)
         within = tl.load(within_in + place * size * size + i[:, None] * size + i[None, :])
         result = tl.dot(tl.load(q_in + keys), state, input_precision=precision)
         result += tl.dot(within, new, input_precision=precision)
@@ -114,29 +103,6 @@ def scan_forward(
         state = state * tl.load(decay_in + place) + tl.dot(
             tl.trans(tl.load(k_in + keys)), new, input_precision=precision
         )
-
-
-@triton.jit
-def scan_backward(
-    q_in, w_in, within_in, k_in, decay_in, slopes, new_slopes, state_slopes, chunks,
-    size: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr, part: tl.constexpr, precision: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    i, columns, wide = tl.arange(0, size), tl.arange(0, dk), tl.program_id(1) * part + tl.arange(0, part)
-    state = tl.zeros((dk, part), tl.float32)  # the gradient of the state after the chunk
-    for step in range(0, chunks):
-        place = row * chunks + chunks - 1 - step
-        keys = place * size * dk + i[:, None] * dk + columns[None, :]
-        values = place * size * dv + i[:, None] * dv + wide[None, :]
-        tl.store(state_slopes + place * dk * dv + columns[:, None] * dv + wide[None, :], state)
-        slope = tl.load(slopes + values)
-        within = tl.load(within_in + place * size * size + i[:, None] * size + i[None, :])
-        new = tl.dot(tl.trans(within), slope, input_precision=precision)
-        new += tl.dot(tl.load(k_in + keys), state, input_precision=precision)
-        tl.store(new_slopes + values, new)
-        state = state * tl.load(decay_in + place)
-        state += tl.dot(tl.trans(tl.load(q_in + keys)), slope, input_precision=precision)
-        state -= tl.dot(tl.trans(tl.load(w_in + keys)), new, input_precision=precision)
 
 
 def precision_of(tf32: bool) -> str:
@@ -178,49 +144,10 @@ def outputs(
     out = torch.empty(batch, steps, heads, dv, dtype=query.dtype, device=query.device)
     part = min(VALUES, dv)
     scan_forward[(rows, dv // part)](
-        q, w, u, within, k, decay, out, out, out, steps, heads, chunks, out.stride(0), out.stride(1), out.stride(2),
-        keep=False, size=CHUNK, dk=dk, dv=dv, part=part, precision=precision_of(tf32), num_warps=8, num_stages=1,
+        q, w, u, within, k, decay, out, steps, heads, chunks, out.stride(0), out.stride(1), out.stride(2),
+        size=CHUNK, dk=dk, dv=dv, part=part, precision=precision_of(tf32), num_warps=8, num_stages=1,
     )  # fmt: skip
     return out
-
-
-class Scan(torch.autograd.Function):
-    """delta_rule.scan: outputs [B, H, C, CHUNK, Dv] of the parts of chunk_parts, all contiguous and float32."""
-
-    @staticmethod
-    def forward(ctx, q, w, u, within, k, decay, tf32):
-        parts = [x.contiguous() for x in (q, w, u, within, k, decay)]
-        batch, heads, chunks, size, dk = q.shape
-        dv = u.shape[-1]
-        out, news = torch.empty_like(parts[2]), torch.empty_like(parts[2])
-        states = q.new_empty(batch, heads, chunks, dk, dv)
-        part = min(VALUES, dv)
-        scan_forward[(batch * heads, dv // part)](
-            *parts, out, states, news, chunks * size, 1, chunks, chunks * size * dv, dv, 0,
-            keep=True, size=size, dk=dk, dv=dv, part=part, precision=precision_of(tf32), num_warps=8, num_stages=1,
-        )  # fmt: skip
-        ctx.save_for_backward(parts[0], parts[1], parts[3], parts[4], parts[5], states, news)
-        ctx.tf32 = tf32
-        return out
-
-    @staticmethod
-    def backward(ctx, slope):
-        q, w, within, k, decay, states, news = ctx.saved_tensors
-        batch, heads, chunks, size, dk = q.shape
-        dv, slope = news.shape[-1], slope.contiguous()
-        new_slopes, state_slopes = torch.empty_like(news), torch.empty_like(states)
-        part = min(VALUES, dv)
-        scan_backward[(batch * heads, dv // part)](
-            q, w, within, k, decay, slope, new_slopes, state_slopes, chunks,
-            size=size, dk=dk, dv=dv, part=part, precision=precision_of(ctx.tf32), num_warps=8, num_stages=1,
-        )  # fmt: skip
-        turned = states.transpose(-1, -2)
-        with tensor_cores(ctx.tf32):
-            q_slope, w_slope = slope @ turned, -(new_slopes @ turned)
-            within_slope = slope @ news.transpose(-1, -2)
-            k_slope = news @ state_slopes.transpose(-1, -2)
-        decay_slope = (states * state_slopes).sum((-1, -2))
-        return q_slope, w_slope, new_slopes, within_slope, k_slope, decay_slope.view_as(decay), None
 
 
 @triton.jit
@@ -245,61 +172,13 @@ def conv_forward(
     tl.store(out + b * o_b + t[:, None] * o_t + c[None, :] * o_c, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def conv_backward(
-    x, weight, bias, slope, out, steps, channels, x_b, x_c, x_t, s_b, s_c, s_t, o_b, o_c, o_t, w_c,
-    width: tl.constexpr, has_bias: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(2).to(tl.int64)
-    t = tl.program_id(0) * rows + tl.arange(0, rows)
-    c = tl.program_id(1) * columns + tl.arange(0, columns)
-    gradient = tl.zeros((rows, columns), tl.float32)
-    for later in tl.static_range(width):  # input t reaches the outputs t .. t + width - 1
-        at = t + later
-        mask = (at < steps)[:, None] & (c < channels)[None, :]
-        back = tl.load(slope + b * s_b + at[:, None] * s_t + c[None, :] * s_c, mask=mask, other=0.0).to(tl.float32)
-        if silu:
-            total = tl.zeros((rows, columns), tl.float32)
-            if has_bias:
-                total += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
-            for i in tl.static_range(width):
-                source = at - (width - 1) + i
-                there = ((source >= 0) & (source < steps))[:, None] & (c < channels)[None, :]
-                value = tl.load(x + b * x_b + source[:, None] * x_t + c[None, :] * x_c, mask=there, other=0.0)
-                factor = tl.load(weight + c * w_c + i, mask=c < channels, other=0.0).to(tl.float32)
-                total += value.to(tl.float32) * factor[None, :]
-            gate = 1 / (1 + tl.exp(-total))
-            back = back * gate * (1 + total * (1 - gate))
-        factor = tl.load(weight + c * w_c + (width - 1 - later), mask=c < channels, other=0.0).to(tl.float32)
-        gradient += back * factor[None, :]
-    mask = (t < steps)[:, None] & (c < channels)[None, :]
-    tl.store(out + b * o_b + t[:, None] * o_t + c[None, :] * o_c, gradient.to(out.dtype.element_ty), mask=mask)
-
-
-class CausalConv(torch.autograd.Function):
-    """delta_rule.causal_conv for a weight and bias that get no gradients."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, silu):
-        out, weight = torch.empty_like(x), rows_of_one(weight)
-        ctx.save_for_backward(x, weight, bias)
-        ctx.silu = silu
-        batch, channels, steps = x.shape
-        grid = (triton.cdiv(steps, CONV_STEPS), triton.cdiv(channels, CONV_CHANNELS), batch)
-        conv_forward[grid](
-            x, weight, bias, out, steps, channels, *x.stride(), *out.stride(), weight.stride(0),
-            width=weight.shape[-1], has_bias=bias is not None, silu=silu, rows=CONV_STEPS, columns=CONV_CHANNELS,
-        )  # fmt: skip
-        return out
-
-    @staticmethod
-    def backward(ctx, slope):
-        x, weight, bias = ctx.saved_tensors
-        out = torch.empty_like(x)
-        batch, channels, steps = x.shape
-        grid = (triton.cdiv(steps, CONV_STEPS), triton.cdiv(channels, CONV_CHANNELS), batch)
-        conv_backward[grid](
-            x, weight, bias, slope, out, steps, channels, *x.stride(), *slope.stride(), *out.stride(), weight.stride(0),
-            width=weight.shape[-1], has_bias=bias is not None, silu=ctx.silu, rows=CONV_STEPS, columns=CONV_CHANNELS,
-        )  # fmt: skip
-        return out, None, None, None
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
+    """Return delta_rule.causal_conv."""
+    out, weight = torch.empty_like(x), rows_of_one(weight)
+    batch, channels, steps = x.shape
+    grid = (triton.cdiv(steps, CONV_STEPS), triton.cdiv(channels, CONV_CHANNELS), batch)
+    conv_forward[grid](
+        x, weight, bias, out, steps, channels, *x.stride(), *out.stride(), weight.stride(0),
+        width=weight.shape[-1], has_bias=bias is not None, silu=silu, rows=CONV_STEPS, columns=CONV_CHANNELS,
+    )  # fmt: skip
+    return out

@@ -1,10 +1,9 @@
-"""Gated DeltaNet without flash-linear-attention, for rows that are all real: on a GPU, and on a CPU where gradients are needed.
+"""Gated DeltaNet without flash-linear-attention, for rows that are all real.
 
-The recurrence of offline/deltanet.py in operations that autograd can follow and that take few launches: chunks of 64 steps, and
-the triangular systems of a chunk by inverses of blocks of 2, 4, ... 64. transformers' own form solves them in 63 sequential
-steps, and copies each part for the backward pass. Products are in TF32 where the inputs are bfloat16, which is finer than the
-bfloat16 operands of servers' kernels; inverses, decays and sums are float32. Source of the rule: Yang et al., Gated Delta
-Networks (arXiv 2412.06464).
+The recurrence of offline/deltanet.py in operations that take few launches: chunks of 64 steps, and the triangular systems of a
+chunk by inverses of blocks of 2, 4, ... 64. transformers' own form solves them in 63 sequential steps. Products are in TF32 where
+the inputs are bfloat16, which is finer than the bfloat16 operands of servers' kernels; inverses, decays and sums are float32.
+Source of the rule: Yang et al., Gated Delta Networks (arXiv 2412.06464).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from annie_quant.offline import deltanet
 from annie_quant.quantize.backend import has_triton, tensor_cores
 
 CHUNK = 64  # a power of two
-CPU_CHUNK = 20  # steps, about, without gradients on a CPU; chunks of equal length leave little padding
+CPU_CHUNK = 20  # steps, about, on a CPU; chunks of equal length leave little padding
 
 
 def gated_delta_rule(
@@ -36,20 +35,23 @@ def gated_delta_rule(
 
     query, key: [B, T, H, Dk].  value: [B, T, H, Dv].  g: log decay [B, T, H].  beta: [B, T, H].
     """
-    inputs = (query, key, value, g, beta)
-    kind, steps, tf32 = query.dtype, key.shape[1], query.dtype == torch.bfloat16
     kernels = kernels_for(query, value)
-    if kernels and not with_gradients(*inputs):
-        return kernels.outputs(*inputs, use_qk_l2norm_in_kernel, tf32), None
-    parts = chunk_parts(*inputs, use_qk_l2norm_in_kernel, tf32)
-    result = kernels.Scan.apply(*parts, tf32) if kernels else scan(*parts, tf32=tf32)
-    result = result.flatten(2, 3)[:, :, :steps]
-    return result.transpose(1, 2).to(kind), None
+    rule = kernels.outputs if kernels else in_torch
+    return rule(query, key, value, g, beta, use_qk_l2norm_in_kernel, query.dtype == torch.bfloat16), None
 
 
-def with_gradients(*tensors: torch.Tensor | None) -> bool:
-    """Return whether autograd records what is computed from these tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def in_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    norm: bool,
+    tf32: bool,
+) -> torch.Tensor:
+    """Return the rule's outputs [B, T, H, Dv] in the query's dtype, by torch operations, which autograd can follow."""
+    result = scan(*chunk_parts(query, key, value, g, beta, norm, tf32), tf32=tf32)
+    return result.flatten(2, 3)[:, :, : key.shape[1]].transpose(1, 2).to(query.dtype)
 
 
 def kernels_for(*heads: torch.Tensor) -> Any:
@@ -147,10 +149,10 @@ def causal_conv(
 
     cuDNN's depthwise convolution of bfloat16 takes far longer.
     """
-    if x.is_cuda and has_triton() and not with_gradients(weight, bias):
-        from annie_quant.quantize.delta_kernel import CausalConv
+    if x.is_cuda and has_triton():
+        from annie_quant.quantize import delta_kernel
 
-        return CausalConv.apply(x, weight, bias, activation in ("silu", "swish"))
+        return delta_kernel.causal_conv(x, weight, bias, activation in ("silu", "swish"))
     width, steps = weight.shape[-1], x.shape[-1]
     padded = functional.pad(x, (width - 1, 0))
     total = torch.zeros_like(x, dtype=torch.float32) if bias is None else bias[:, None].float().expand_as(x)
@@ -162,8 +164,7 @@ def causal_conv(
 def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
     """Let DeltaNet layers without flash-linear-attention compute faster.
 
-    On a CPU as in evaluation where nothing is learned, which halves the time; else with delta_rule.py, whose gradients take a
-    quarter of the time of transformers' on a CPU.
+    On a CPU they compute as in evaluation, which halves the time.
     """
     for layer in deltanet.delta_layers(model):
         theirs = layer.chunk_gated_delta_rule
@@ -187,11 +188,9 @@ def continue_ragged_rows(model: torch.nn.Module, batch: deltanet.RaggedBatch) ->
 
 
 def conv_on_cpu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **more: Any
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any
 ) -> torch.Tensor:
-    """Return deltanet.causal_conv. Without gradients as shifted sums, which takes a fraction of the time of torch's conv1d."""
-    if torch.is_grad_enabled():
-        return deltanet.causal_conv(x, weight, bias, activation, **more)
+    """Return deltanet.causal_conv as shifted sums, which take a fraction of the time of torch's conv1d."""
     total = x * weight[:, -1:]
     for i in range(1, min(weight.shape[-1], x.shape[-1])):
         total[..., i:].addcmul_(x[..., :-i], weight[:, -1 - i, None])
@@ -200,9 +199,7 @@ def conv_on_cpu(
 
 
 def on_cpu(*args: Any, **options: Any) -> Any:
-    """Call delta_rule.py where gradients are recorded: the faster form of evaluation changes what the backward pass would read."""
-    if torch.is_grad_enabled():
-        return gated_delta_rule(*args, **options)
+    """Return deltanet.gated_delta_rule in chunks of about CPU_CHUNK steps."""
     steps = args[0].shape[1]
     chunks = math.ceil(steps / CPU_CHUNK)
     return deltanet.gated_delta_rule(*args, **options, chunk=math.ceil(steps / chunks))

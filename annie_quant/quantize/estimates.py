@@ -72,6 +72,7 @@ ROW_S = 0.01  # template and tokens of a conversation
 BATCH_S = 2e-3  # of one layer and batch
 DISK = 1e9  # bytes per second, assumed
 CHARACTERS = 6  # of a conversation's JSON per token
+HIDDEN_COPIES = 3  # of the text: a layer's inputs and outputs, and the gathered inputs or the second stream
 BASE_BYTES = 0.4e9  # Python, torch, the mapped shard that is being read
 BATCH_TOKENS = 4096
 
@@ -153,7 +154,7 @@ def estimate(
         conversations, text = text_of_file(calib_data, samples, share=rates.on_cpu)
     if layerwise:
         layer = cost.bytes_per_layer_weight * (body - counts.get("head", 0)) / max(1, size.layers)
-        peak = BASE_BYTES + (layer + cost.hidden_copies * text * size.hidden_size * 2 if cost.passes else 0)
+        peak = BASE_BYTES + (layer + HIDDEN_COPIES * text * size.hidden_size * 2 if cost.passes else 0)
         peak += cost.hessians * 4 * size.intermediate_size**2
         peak += size_bytes if cost.keeps_results else 0
         peak += min(2 * text * size.intermediate_size, cost.kept_inputs)

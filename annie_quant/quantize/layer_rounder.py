@@ -1,7 +1,7 @@
 """What both ways to round a decoder layer share: the settings, the groups of linears, and the result, which can be stored.
 
-layer_stages.py rounds a layer with the C loop, each token once per linear. two_streams.py rounds it in torch, on the inputs that a
-server computes. rounding.py calls them layer by layer.
+layer_stages.py rounds a layer with the C loop, each token once per linear. two_streams.py rounds it in torch. rounding.py calls
+them layer by layer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ class Method:
     damping: added to the Hessian's diagonal, relative to its mean.
     plain: round to nearest, as naive does; the other settings have no effect.
     layers: round by two_streams.py, on a GPU where there is one, else by layer_stages.py.
-    served: Hessians and learned rounding see inputs that are rounded as a server does (with `layers`).
-    steps: steps of learned rounding per layer (with `layers`).
     """
 
     prompt: float = 0.1
@@ -49,8 +47,6 @@ class Method:
     damping: float = 0.05
     plain: bool = False
     layers: bool = False
-    served: bool = False
-    steps: int = 0
 
     def token_weights(self) -> TokenWeights:
         marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), self.markup)

@@ -1,6 +1,6 @@
 """Round every decoder layer of a job's model, and keep each finished layer for an interrupted run.
 
-    job → samples → batches → per layer: fold, Hessians, columns, learned rounding → plan
+    job → samples → batches → per layer: fold, Hessians, columns → plan
 
 gptq and every recipe of best are one Method of this engine (layer_rounder.py).
 """
@@ -17,7 +17,7 @@ import torch
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
-from annie_quant.quantize import learned_rounding, shared_text
+from annie_quant.quantize import shared_text
 from annie_quant.quantize.backend import device_and_dtype, device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample, make_batches
 from annie_quant.quantize.input_stats import Coverage, one_per_layer
@@ -58,8 +58,7 @@ def round_model(
         tokens = MAX_BATCH_TOKENS[device_kind(device_and_dtype(folder)[0])]
         model = DecoderLayers(folder, make_batches(samples, tokens))
         table = weight_table(method.token_weights(), model.device)
-        learn = partial(learned_rounding.learn, steps=method.steps, seed=job.seed) if method.steps else None
-        rounder_of = partial(StreamRounder, source=SourceStream([s.clone() for s in model.states]), learn=learn)
+        rounder_of = partial(StreamRounder, source=SourceStream([s.clone() for s in model.states]))
     else:
         text = shared_text.arrange(samples, share=not method.fold and shared_text.can_share(folder))
         model = DecoderLayers(folder, text.batches)

@@ -127,7 +127,6 @@ class Cost:
     column_feedback: Hessians are accumulated and factored, and each rounded column corrects those after it.
     bytes_per_weight: memory where the whole model is loaded.
     bytes_per_layer_weight: memory where one layer is loaded, per weight of the layer.
-    hidden_copies: copies of the text's hidden states, by default a layer's inputs, outputs and gathered inputs.
     hessians: float32 matrices of the widest input.
     keeps_results: the rounded layers stay in memory until the last one is rounded.
     whole_model: options → bytes per weight of a step with the whole model, besides the layers; 0 without such a step.
@@ -141,7 +140,6 @@ class Cost:
     column_feedback: bool = False
     bytes_per_weight: float = 2.0
     bytes_per_layer_weight: float = 4.0
-    hidden_copies: int = 3
     hessians: int = 0
     keeps_results: bool = False
     whole_model: Callable[[Any], float] = lambda options: 0.0

@@ -1,8 +1,7 @@
-"""Round a model's layers with GPTQ on the inputs that the rounded model really has, in torch.
+"""Round a model's layers with GPTQ in torch, each linear on the inputs that the rounded linears before it give.
 
-Two streams of hidden states pass through the layers: those of the source, and those of the layers rounded so far, with rounded
-activations where the format has them. Inside a layer the linears are rounded in the order in which they run; each group that
-reads one input sees what the groups before it put out. learned_rounding.py can then learn the rounding of the whole layer.
+Two streams of hidden states pass through the layers. That of the source gives the largest input of each linear, and the order in
+which the linears run. That of the layers rounded so far gives the Hessians. No input is rounded in either.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from typing import Any
 import torch
 
 from annie_quant import nvfp4
-from annie_quant.quantize import column_sweep, fake_quant
-from annie_quant.quantize.formats import NVFP4
+from annie_quant.quantize import column_sweep
 from annie_quant.quantize.hessian import LEAST_WEIGHT, FactorError, Hessian
 from annie_quant.quantize.input_stats import by_input
 from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method
@@ -39,10 +37,7 @@ class SourceStream:
 
 
 class StreamRounder(LayerRounder):
-    """Rounds one decoder layer: a copy, `fake`, whose linears are rounded one group after the other.
-
-    learn: improves the rounding of the whole layer, given the source's outputs (learned_rounding.py).
-    """
+    """Rounds one decoder layer: a copy, `fake`, whose linears are rounded one group after the other."""
 
     def __init__(
         self,
@@ -51,12 +46,10 @@ class StreamRounder(LayerRounder):
         table: torch.Tensor,
         method: Method,
         source: SourceStream,
-        learn: Callable[[StreamRounder, Sequence[torch.Tensor]], object] | None = None,
     ) -> None:
         super().__init__(layer, formats, table, method)
-        self.source, self.learn = source, learn
-        self.rounded: dict[str, column_sweep.Rounded] = {}
-        self.tensor_scales: dict[str, float] = {}
+        self.source = source
+        self.packed: dict[str, nvfp4.Tensor] = {}
         # Block of `fake` of which everything is rounded → batch → its output, which later passes need again.
         self.outputs: dict[str, dict[int, Any]] = {}
         self.fake = self.copied()
@@ -66,24 +59,18 @@ class StreamRounder(LayerRounder):
         return DecoderLayer(self.layer.model, self.layer.index, copy.deepcopy(self.layer.module))
 
     def round(self) -> LayerResult:
-        outputs, folded = self.measure(), {}
-        self.source.states = outputs
+        self.source.states, folded = self.measure(), {}
         if self.method.fold:
             folded = self.fold()
             self.share_amax()
             self.fake = self.copied()
         self.quantize()
-        if self.learn:
-            self.learn(self, outputs)
-        packed = {n: r.packed(self.tensor_scales[n]) for n, r in self.rounded.items()}
         self.advance()
-        return LayerResult(packed, self.amax, self.tokens, folded)
+        return LayerResult(self.packed, self.amax, self.tokens, folded)
 
     def repeat(self, result: LayerResult) -> None:
         self.source.states = self.measure()
         self.restore(self.fake.module, result)
-        for group in self.groups:
-            self.round_inputs(group)
         self.advance()
 
     def advance(self) -> None:
@@ -167,7 +154,7 @@ class StreamRounder(LayerRounder):
         """Return the layer's blocks (attention, MLP) whose chosen linears are all rounded."""
         names = [n for g in self.groups for n in g]
         blocks = dict.fromkeys(n.partition(".")[0] for n in names)
-        return [b for b in blocks if all(n in self.rounded for n in names if n.startswith(f"{b}."))]
+        return [b for b in blocks if all(n in self.packed for n in names if n.startswith(f"{b}."))]
 
     @contextlib.contextmanager
     def finished_once(self, batch: int) -> Iterator[None]:
@@ -191,18 +178,10 @@ class StreamRounder(LayerRounder):
         """Return the Hessians of the inputs of these groups, by each one's first linear."""
         result = {g[0]: Hessian(self.table, LEAST_WEIGHT, fast=True) for g in groups}
         last = None if self.layer.experts_of(groups[0][0]) else groups[0][0]
-        for group in groups:
-            self.round_inputs(group)
         for i, (state, kinds) in enumerate(self.batches(self.layer.model.states)):
             with self.finished_once(i):
                 self.run(self.fake, state, kinds, result, last)
         return result
-
-    def round_inputs(self, group: Sequence[str]) -> None:
-        """Let the linears of a group round their inputs from now on, where a server does and the method follows it."""
-        for name in group if self.method.served else ():
-            if self.formats[f"{self.layer.name}.{name}"] == NVFP4 and (top := self.amax.get(name)):
-                self.fake.linears[name].register_forward_pre_hook(fake_quant.input_hook(fake_quant.nvfp4_input, top))
 
     def round_group(self, group: Sequence[str], hessian: Hessian, tops: Mapping[str, float]) -> None:
         """Round the linears that read one input together.
@@ -237,24 +216,11 @@ class StreamRounder(LayerRounder):
             result = column_sweep.nearest(weight, scale)
         start = 0
         for name, size in zip(group, sizes, strict=True):
-            self.tensor_scales[name] = float(scale[start])
-            self.set_rounded(name, result.rows(slice(start, start + size)))
+            rounded = result.rows(slice(start, start + size))
+            self.packed[name] = rounded.packed(float(scale[start]))
+            fake = self.fake.linears[name].weight
+            fake.data = rounded.values.to(fake)
             start += size
-
-    def set_rounded(self, name: str, rounded: column_sweep.Rounded) -> None:
-        """Replace the rounding of a linear."""
-        self.rounded[name] = rounded
-        self.outputs.pop(name.partition(".")[0], None)
-        weight = self.fake.linears[name].weight
-        weight.data = rounded.values.to(weight)
-
-    def forward_with(self, weights: Mapping[str, torch.Tensor], state: torch.Tensor) -> torch.Tensor:
-        """Return the rounded layer's outputs with other weights for some linears; gradients reach the weights."""
-        dtype = self.layer.model.dtype
-        named = {f"{n}.weight": w.to(dtype) for n, w in weights.items()}
-        return self.layer.model.forward(
-            lambda *args, **kwargs: torch.func.functional_call(self.fake.module, named, args, kwargs), state.clone()
-        )
 
 
 def row_scales(top: Sequence[float], sizes: Sequence[int], device: torch.device) -> torch.Tensor:

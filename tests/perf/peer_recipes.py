@@ -53,7 +53,8 @@ def use_faster_deltanet() -> None:
         repeats = value.shape[2] // key.shape[2]
         query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
         with torch.autocast(query.device.type, enabled=False):  # AutoRound's; the rule chooses each product's precision
-            return delta_rule.gated_delta_rule(query, key, value, **options)
+            norm, tf32 = options["use_qk_l2norm_in_kernel"], query.dtype == torch.bfloat16
+            return delta_rule.in_torch(query, key, value, options["g"], options["beta"], norm, tf32), None
 
     modeling.torch_chunk_gated_delta_rule = rule
 

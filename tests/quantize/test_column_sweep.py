@@ -137,7 +137,6 @@ def test_codes_say_what_the_values_are() -> None:
     w, _, hessian = problem(columns=128, seed=8)
     rounded, scale = run(w, hessian)
     np.testing.assert_array_equal(nvfp4.unpack(rounded.packed(scale), "float32"), rounded.values.numpy())
-    assert torch.equal(column_sweep.e2m1(rounded.start / rounded.step.repeat_interleave(16, 1)), rounded.codes)
 
 
 def test_e2m1_rounds_as_the_codec() -> None:
@@ -201,12 +200,10 @@ def test_one_launch_per_block_column_gives_the_same(
                 torch.zeros(10, 37, dtype=torch.uint8, device=device),
                 torch.zeros(37, dtype=torch.float64, device=device),
             )
-            values, errors = weight.clone(), torch.zeros(37, 48, device=device)
-            function(values, upper, scale, start, candidates, errors[:, 16:32], result)
-            results.append(
-                [t.cpu().numpy() for t in (values, errors, result.codes, result.steps, result.chosen, result.loss)]
-            )
-        same = results[0][4][start // 16] == results[1][4][start // 16]
+            errors = torch.zeros(37, 48, device=device)
+            function(weight, upper, scale, start, candidates, errors[:, 16:32], result)
+            results.append([t.cpu().numpy() for t in (errors, result.codes, result.steps, result.chosen, result.loss)])
+        same = results[0][3][start // 16] == results[1][3][start // 16]
         assert same.mean() > 0.97  # sums in another order: of two candidates with one loss, the other may be taken
         rows = np.flatnonzero(same)
         for expected, got in zip(*[[a[rows] if len(a) == 37 else a[:, rows] for a in r] for r in results], strict=True):

@@ -1,4 +1,4 @@
-"""Gated DeltaNet with gradients against a float64 recurrence step by step, and its convolution against torch's."""
+"""Gated DeltaNet against a float64 recurrence step by step, and its convolution against torch's."""
 
 from __future__ import annotations
 
@@ -35,16 +35,11 @@ def step_by_step(q, k, v, decay, beta) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("steps", [1, 63, 64, 65, 200])
-def test_outputs_and_gradients_are_those_of_single_steps(steps: int) -> None:
-    exact = [x.requires_grad_() for x in inputs(steps)]
-    rough = [x.detach().float().requires_grad_() for x in exact]
-    weight = torch.tensor(np.random.default_rng(1).normal(size=(2, steps, 3, 8)))
-    expected = step_by_step(*exact)
+def test_outputs_are_those_of_single_steps(steps: int) -> None:
+    exact = inputs(steps)
+    rough = [x.float() for x in exact]
     got, _ = delta_rule.gated_delta_rule(*rough[:3], g=rough[3], beta=rough[4], use_qk_l2norm_in_kernel=True)
-    np.testing.assert_allclose(got.detach().numpy(), expected.detach().numpy(), atol=2e-5)
-    slopes = torch.autograd.grad((expected * weight).sum(), exact)
-    for slope, other in zip(slopes, torch.autograd.grad((got * weight).sum(), rough), strict=True):
-        np.testing.assert_allclose(other.numpy(), slope.numpy(), atol=2e-4 * float(slope.abs().max()))
+    np.testing.assert_allclose(got.numpy(), step_by_step(*exact).numpy(), atol=2e-5)
 
 
 def test_repeated_keys_lose_no_digits() -> None:
@@ -97,37 +92,18 @@ def test_kernels_give_the_outputs_of_single_steps(kernels, steps: int, repeat: b
     assert torch.equal(kernel.outputs(*transposed, norm=True, tf32=False), got)
 
 
-@pytest.mark.parametrize("steps", [1, 130])
-def test_gradients_through_the_scan_s_kernels(kernels, steps: int) -> None:
-    kernel, device = kernels
-    exact = [x.requires_grad_() for x in inputs(steps, width=16)]
-    rough = [x.detach().float().to(device).requires_grad_() for x in exact]
-    parts = delta_rule.chunk_parts(*rough, norm=True, tf32=False)
-    got = kernel.Scan.apply(*parts, False).flatten(2, 3)[:, :, :steps].transpose(1, 2)
-    expected = step_by_step(*exact)
-    np.testing.assert_allclose(got.detach().cpu().numpy(), expected.detach().numpy(), atol=5e-5)
-    weight = torch.tensor(np.random.default_rng(1).normal(size=expected.shape))
-    slopes = torch.autograd.grad((expected * weight).sum(), exact)
-    others = torch.autograd.grad((got * weight.to(device)).sum(), rough)
-    for slope, other in zip(slopes, others, strict=True):
-        np.testing.assert_allclose(other.cpu().numpy(), slope.numpy(), atol=2e-4 * float(slope.abs().max()))
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("steps", [1, 3, 70])
 def test_conv_kernels_are_torch_s(kernels, steps: int, silu: bool, bias: bool) -> None:
     kernel, device = kernels
     rng = np.random.default_rng(0)
-    x, weight, shift, slope = (
-        torch.tensor(rng.normal(size=s), device=device).float()
-        for s in ((2, 70, steps), (70, 4), (70,), (2, 70, steps))
+    x, weight, shift = (
+        torch.tensor(rng.normal(size=s), device=device).float() for s in ((2, 70, steps), (70, 4), (70,))
     )
-    x = x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    x = x.transpose(1, 2).contiguous().transpose(1, 2)
     shift = shift if bias else None
     expected = torch.nn.functional.conv1d(x, weight[:, None], shift, padding=3, groups=70)[..., :steps]
     expected = torch.nn.functional.silu(expected) if silu else expected
-    got = kernel.CausalConv.apply(x, weight, shift, silu)
-    np.testing.assert_allclose(got.detach().cpu().numpy(), expected.detach().cpu().numpy(), atol=1e-5)
-    gradients = [torch.autograd.grad((y * slope).sum(), x)[0].cpu().numpy() for y in (got, expected)]
-    np.testing.assert_allclose(*gradients, atol=1e-5)
+    got = kernel.causal_conv(x, weight, shift, silu)
+    np.testing.assert_allclose(got.cpu().numpy(), expected.cpu().numpy(), atol=1e-5)

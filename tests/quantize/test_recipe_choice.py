@@ -133,7 +133,7 @@ RECIPES = {
     "plain": Method(plain=True),
     "awq": Method(fold=True),
     "layers": Method(layers=True),
-    "served": Method(layers=True, served=True, fold=True),
+    "layers, awq": Method(layers=True, fold=True),
 }
 
 
@@ -188,7 +188,7 @@ def test_a_killed_run_keeps_its_scores_and_the_document_lists_what_was_tried(
     document = json.loads((whole / "annie_quant.json").read_text())
     assert document["held_out"]["conversations"] == 2
     names = [i["name"] for i in document["ingredients"]]
-    assert names[0] == "GPTQ" and names[-1] == "plain rounding" and "AWQ folds" in names
+    assert names[0] == "GPTQ" and names[-1] == "plain rounding" and "prompt tokens at 0" in names
     divergence_of, calls = kl_trial.Trial.divergence_of, 0
 
     def dies(self, plan, inputs):

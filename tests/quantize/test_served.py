@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict] = {
     "sensitivity": {"exclude": ALL_BUT_LAST, "bits": 14.8, "tokens": 30, "calib_samples": 3},
     "auto_mixed": {"exclude": ALL_BUT_LAST, "bits": 6.0, "tokens": 30, "calib_samples": 3},
     "awq_lite": {"exclude": ALL_BUT_LAST},
-    "best": {"exclude": ALL_BUT_LAST, "steps": 1, "calib_samples": 3},
+    "best": {"exclude": ALL_BUT_LAST, "calib_samples": 3},
     "qad": {"steps": 2, "batch": 2, "save": 1, "lr": 1e-6},
 }
 

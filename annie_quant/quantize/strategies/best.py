@@ -34,11 +34,7 @@ class BestOptions(StrategyOptions):
         ("measured", "fixed"),
     )
     effort: str = option("normal", "how many recipes are compared", ("fast", "normal", "max"))
-    steps: int = option(0, "steps of learned rounding per layer, on inputs that are rounded as a server does")
     damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
-    inputs: str = option(
-        "served", "of a fixed recipe's Hessians: rounded as a server does, or unrounded", ("served", "unrounded")
-    )
     prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
     markup: float = option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens")
     fold: str = option("none", "fold activation-aware scales into the layer first", ("none", "awq"))
@@ -78,9 +74,7 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
         markup=options.markup,
         fold=options.fold == "awq",
         damping=options.damping,
-        layers=fixed or options.steps > 0,
-        served=options.inputs == "served" if fixed else options.steps > 0,
-        steps=options.steps,
+        layers=fixed,
     )
     choice = RecipeChoice(method)
     if not fixed:
@@ -96,16 +90,15 @@ STRATEGY = Strategy(
     name="best",
     summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
     formats=ALL_NVFP4,
-    # Memory as rounding.memory_needed counts it, with learned rounding. Of the passes (counted, not measured) 16 are trials of
-    # inputs, 22 the search of folds, 8 GPTQ's recipes and the final one, 18 layers on served inputs and learned rounding.
+    # Of the passes (counted, not measured) 16 are trials of inputs, 22 the search of folds, 18 the recipes, their scores and the
+    # final rounding. Of a layer's bytes per weight 4 are the layer and its copy in bf16, the others the sweep's.
     cost=Cost(
         rank=12,
         layerwise=True,
-        passes=64,
+        passes=56,
         encode=SWEEP_TIME,
         column_feedback=True,
-        bytes_per_layer_weight=44,
-        hidden_copies=4,
+        bytes_per_layer_weight=20,
         hessians=5,
         keeps_results=True,
         whole_model=lambda options: options.whole_model_bytes,

@@ -41,13 +41,17 @@ class ChatTemplate:
         generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation. Raises CheckpointError where the template fails or exceeds a limit."""
+        """Return the text of a conversation. Raises CheckpointError where the template fails or exceeds a limit.
+
+        messages: in OpenAI's form; arguments of tool calls are objects or JSON text.
+        """
         source = self._source(tools)
         worker = self._workers.get(source)
         if worker is None or not worker.alive:
             worker = self._workers[source] = _Worker(source)
         special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
-        fields = {"messages": list(messages), "tools": tools or None, "documents": None}
+        decoded = [with_decoded_calls(message) for message in messages]
+        fields = {"messages": decoded, "tools": tools or None, "documents": None}
         try:
             return worker.render(fields | {"add_generation_prompt": generation_prompt} | special | variables)
         except ValueError as error:
@@ -70,6 +74,27 @@ class ChatTemplate:
         if not isinstance(source, str) or len(source) > MAX_TEMPLATE:
             raise CheckpointError(f"{self._where}: its chat template is not text of at most {MAX_TEMPLATE} characters")
         return source
+
+
+def with_decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with the arguments of its tool calls as objects, which Qwen3.5's template needs.
+
+    Text that is not JSON becomes the object {"arguments": text}, empty text an empty object. A call that has its fields
+    directly also gets them as `function`, as other templates read it.
+    """
+    message = dict(message)
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function") or call)
+        if isinstance(text := function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(text or "{}")
+            except (ValueError, RecursionError):
+                function["arguments"] = {"arguments": text}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
 
 
 class _Worker:

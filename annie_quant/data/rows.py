@@ -30,6 +30,8 @@ THRESHOLD = 0.85
 CONTRACTIONS = {"'s": " is", "'m": " am", "'re": " are", "n't": " not", "'ll": " will", "'ve": " have", "'d": " would"}
 _CONTRACTION = re.compile(r"(?:'s|'m|'re|n't|'ll|'ve|'d)\b")
 Feature = str | tuple[str, str]
+Row = Mapping[str, Any]  # a conversation as its file has it; `rules.faults` checks it
+Rows = str | os.PathLike[str] | Sequence[Row]  # a file, or rows in memory
 
 
 def words(text: str) -> list[str]:
@@ -37,18 +39,18 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", _CONTRACTION.sub(lambda m: CONTRACTIONS[m[0]], text))
 
 
-def features(text: str) -> frozenset[Any]:
+def features(text: str) -> frozenset[Feature]:
     """Return the set of words and of pairs of neighbouring words."""
     sequence = words(text)
     return frozenset(sequence) | frozenset(itertools.pairwise(sequence))
 
 
-def user_text(row: Mapping[str, Any]) -> str:
+def user_text(row: Row) -> str:
     """Return all user messages of a conversation as one text."""
     return "\n".join(text_of(m.get("content")) for m in row["messages"] if m["role"] == "user")
 
 
-def text_of(content: Any) -> str:
+def text_of(content: object) -> str:
     """Return the text of a message's content: a string, or OpenAI's list of parts."""
     if isinstance(content, list):
         return "\n".join(str(p.get("text") or "") for p in content if isinstance(p, Mapping))
@@ -68,8 +70,8 @@ class DuplicateFinder:
     """
 
     def __init__(self, texts: Iterable[tuple[str, str]] = ()) -> None:
-        self._texts: list[tuple[str, frozenset[Any]]] = []
-        self._exact: dict[frozenset[Any], str] = {}
+        self._texts: list[tuple[str, frozenset[Feature]]] = []
+        self._exact: dict[frozenset[Feature], str] = {}
         self._index: defaultdict[Feature, list[int]] = defaultdict(list)  # feature of a prefix → indices in _texts
         for name, text in texts:
             self.add(name, text)
@@ -97,7 +99,7 @@ class DuplicateFinder:
         return None
 
 
-def _prefix(text_features: frozenset[Any]) -> list[Feature]:
+def _prefix(text_features: frozenset[Feature]) -> list[Feature]:
     """Return features of which a duplicate of the set must have one: pairs before words, because they are rarer."""
     # A larger duplicate's own prefix is longer, and shares its first common feature with this set's prefix as well.
     n = len(text_features) - math.ceil(THRESHOLD * len(text_features)) + 1
@@ -110,7 +112,6 @@ def _order(feature: Feature) -> tuple[bool, int, str]:
     return isinstance(feature, str), zlib.crc32(joined.encode()), joined
 
 
-Rows = str | os.PathLike[str] | Sequence[Mapping[str, Any]]  # a file, or rows in memory
 DATASET_SUFFIXES = (".parquet", ".arrow", ".gz")
 LOG_KEYS = {"conversations", "conversation", "prompt", "chosen", "request", "body"}
 

@@ -14,6 +14,7 @@ CUDA graph. nvfp4_experts_out writes into a given tensor and leaves rows of pair
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from annie_quant.core.errors import UsageError, need
@@ -59,7 +60,7 @@ class Alignment(NamedTuple):
     padded: Tensor
 
 
-def prepare_experts(codes: Tensor, block_scale: Tensor, tensor_scales: Tensor) -> PreparedExperts:
+def prepare_experts(codes: Tensor, block_scale: Tensor, tensor_scales: Tensor | Sequence[float]) -> PreparedExperts:
     """Repack the weights of all experts of a layer (CUDA tensors, a row per expert, as gemm.torch_op.prepare takes one)."""
     torch = need("torch", "quantize")
     scales = torch.as_tensor(tensor_scales, dtype=torch.float32).to(codes.device)

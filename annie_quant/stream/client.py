@@ -57,7 +57,9 @@ class Request:
         return f"Request({safe_url(self.url)!r}, tag={self.tag!r}, headers={sorted(self.headers or ())})"
 
 
-def chat(url: str, model: str | None, messages: Sequence[Mapping[str, Any]], tag: Any = None, **fields: Any) -> Request:
+def chat(
+    url: str, model: str | None, messages: Sequence[Mapping[str, object]], tag: object = None, **fields: Any
+) -> Request:
     """Return a request for a streamed chat completion that includes usage.
 
     url     of the server, with or without /v1/chat/completions

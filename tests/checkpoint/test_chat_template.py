@@ -68,8 +68,16 @@ def test_arguments_of_calls_become_objects_and_the_message_stays_as_it_is(tokeni
     """The expected text is that of the object, which transformers renders."""
     given, expected = ARGUMENTS[name]
     call = {"name": "search", "arguments": given}
-    message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} if nested else call]}
-    objects = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "search", "arguments": expected}}]}
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call} if nested else call],
+    }
+    objects = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "search", "arguments": expected}}],
+    }
     before = repr(message)
     text = ChatTemplate(tokenizer, "x").render([CONVERSATIONS[0][0], message])
     assert text == tokenizer.apply_chat_template([CONVERSATIONS[0][0], objects], tokenize=False)

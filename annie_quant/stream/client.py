@@ -21,6 +21,7 @@ from annie_quant import __version__
 from annie_quant.core import native
 from annie_quant.core.errors import UsageError
 from annie_quant.core.secrets import Redactor, safe_url, secrets_of
+from annie_quant.core.untrusted import decode_json
 from annie_quant.stream.errors import RequestError
 from annie_quant.stream.timings import PlannedRequest, Timings, transport_fault
 
@@ -381,3 +382,12 @@ def fetch(
     return HttpReply(
         int(timings.requests["status"][0]), timings.headers(0), timings.body(0), fault[1] if fault else None
     )
+
+
+def first_model(body: bytes) -> str | None:
+    """Return the name of the first model in an answer of /v1/models; None where there is none."""
+    try:
+        name = decode_json(body)["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) else None

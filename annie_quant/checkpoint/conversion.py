@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import msgspec
@@ -25,9 +24,6 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    pass
 
 PLAIN = "bf16"
 TARGETS = (*dialects.WRITTEN, "gguf", PLAIN)

@@ -21,9 +21,6 @@ from annie_quant.ops import vllm_experts, w4a16_layer
 if TYPE_CHECKING:
     from torch import Tensor
 
-if TYPE_CHECKING:
-    pass
-
 GROUP = 16
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from annie_quant import _nvfp4
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -65,7 +67,7 @@ def output_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> 
     return out
 
 
-def importance_weights(importance: npt.ArrayLike | None, columns: int) -> np.ndarray | None:
+def importance_weights(importance: ArrayLike | None, columns: int) -> np.ndarray | None:
     """Return the weights of a squared error as float32 [columns], or None. ValueError: negative, NaN or infinite."""
     if importance is None:
         return None

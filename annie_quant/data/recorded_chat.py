@@ -83,7 +83,7 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
             message, reason = answer_of_events(body) if exchange.is_stream else answer_of_body(body)
         except Unusable as error:
             fault = str(error)
-    record: dict[str, Any] = {"messages": request.get("messages"), "tools": _tools(request)}
+    record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
     if message is not None:
         # Before reasoning and content are joined, and before the scanner, which would mask a part of a secret and keep the rest.
         record["response"] = {"choices": [{"message": without(message, exchange.secrets)}]}
@@ -92,7 +92,7 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     if size > MAX_LINE_BYTES:  # checked first, because masking takes time in proportion to the size
         raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
     head: list[ChatMessage] = [{"role": "system", "content": conversation.system}] if conversation.system else []
-    parts: dict[str, Any] = {"messages": head + conversation.messages, "tools": conversation.tools, "reason": reason}
+    parts: JsonObject = {"messages": head + conversation.messages, "tools": conversation.tools, "reason": reason}
     parts["model"] = str(request.get("model") or "")[:MAX_MODEL]
     data = json.dumps(masked_row(without(parts, exchange.secrets), exchange.time, scanner), ensure_ascii=False).encode(
         "utf-8", "replace"
@@ -165,7 +165,7 @@ def answer_of_events(body: bytes) -> tuple[JsonObject, str | None]:
         raise Unusable("a stream that is broken")
     if answer.done_ns is None and answer.finish_reason is None:
         raise Unusable("a stream that does not end")
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(answer.text)}
+    message: JsonObject = {"role": "assistant", "content": "".join(answer.text)}
     if answer.reasoning:
         message["reasoning_content"] = "".join(answer.reasoning)
     if answer.calls:

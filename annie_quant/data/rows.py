@@ -23,7 +23,7 @@ import msgspec
 from annie_quant import judge
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import exists, is_folder, sha256_text
-from annie_quant.core.untrusted import decode_json
+from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.documents.persona import Persona, built_in, load_persona
 
 THRESHOLD = 0.85
@@ -120,8 +120,8 @@ class _RowFunction(msgspec.Struct):
     """The function of a tool or of a call; `arguments` is JSON text, or its value."""
 
     name: str | None = None
-    arguments: str | dict[str, Any] | None = None
-    parameters: dict[str, Any] | None = None
+    arguments: str | JsonObject | None = None
+    parameters: JsonObject | None = None
 
 
 class _RowTool(msgspec.Struct):
@@ -136,7 +136,7 @@ class _RowCall(_RowFunction):
 
 class _RowMessage(msgspec.Struct):
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[JsonObject] | None = None
     tool_calls: list[_RowCall] | None = None
 
 
@@ -155,7 +155,7 @@ class _Row(msgspec.Struct):
     category: str | int | None = None
 
 
-def read_rows(rows: Rows) -> list[dict[str, Any]]:
+def read_rows(rows: Rows) -> list[JsonObject]:
     """Return copies of the rows, or the rows of a file. Raises UsageError that names the file and the line."""
     if not isinstance(rows, (str, os.PathLike)):
         return [dict(row) for row in rows]
@@ -171,7 +171,7 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
     content = content.removeprefix(codecs.BOM_UTF8)
     if content.lstrip()[:1] == b"[":
         return dataset_rows(path)
-    result: list[dict[str, Any]] = []
+    result: list[JsonObject] = []
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
@@ -189,7 +189,7 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
     return result
 
 
-def dataset_rows(path: Path) -> list[dict[str, Any]]:
+def dataset_rows(path: Path) -> list[JsonObject]:
     """Return the rows of a chat dataset in another form: Parquet, Arrow, ShareGPT, a folder (see data/logs.py).
 
     Raises UsageError where it has no conversation with an answer.
@@ -198,14 +198,14 @@ def dataset_rows(path: Path) -> list[dict[str, Any]]:
     from annie_quant.data.logs import Problems, read_logs
 
     problems = Problems()
-    rows: list[dict[str, Any]] = [{**row_of(c, i)} for i, c in enumerate(read_logs([path], problems)) if c.has_answer]
+    rows: list[JsonObject] = [{**row_of(c, i)} for i, c in enumerate(read_logs([path], problems)) if c.has_answer]
     if not rows:
         reasons = "; ".join(problems.lines()) or "it is empty"
         raise UsageError(f"{path} has no conversation with an answer: {reasons}", "annie-quant data --persona annie")
     return rows
 
 
-def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -> list[dict[str, Any]]:
+def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -> list[JsonObject]:
     """Return the rows of a file, at most `limit`, taken evenly over it. Raises UsageError for a file without rows.
 
     Evenly, because such files are sorted by category: the first 100 rows would all be greetings.

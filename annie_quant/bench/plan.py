@@ -131,7 +131,8 @@ class Visit:
 
     def ids(self, case: Case, repeat: int) -> list[str]:
         """Return a record's id for each turn."""
-        name = f"{self.backend}/{self.workload.name}{self.load.label}".replace("/s", "ps")
+        load = self.load.label.replace("/", "p")  # "@2ps" of "@2/s": a "/" separates the parts of an id
+        name = f"{self.backend}/{self.workload.name}{load}"
         return [f"{name}/{case.id}/{repeat}/{turn}" for turn in range(case.n_turns)]
 
 

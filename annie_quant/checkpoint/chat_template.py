@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.text import printable
@@ -21,16 +18,26 @@ from annie_quant.core.text import printable
 WORKER = Path(__file__).with_name("template_worker.py")
 # Of the processor, for one rendering; Qwen3.5's template needs less than 10 ms for a long conversation.
 MAX_SECONDS = 10.0
-WAIT_SECONDS = 60.0  # on the clock, on a busy machine; the first rendering includes the start of the process
 MAX_MEMORY_BYTES = 1_000_000_000
 MAX_TEMPLATE = 1_000_000  # characters
 MAX_TEXT = 4_000_000  # characters of a rendered conversation
+MAX_REPLY_BYTES = 6 * MAX_TEXT + 1000  # a character is at most six bytes of JSON
+
+
+class TemplateTokenizer(Protocol):
+    """What is needed of a tokenizer of transformers."""
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, object]: ...
+
+    def get_chat_template(self, chat_template: None, tools: Any, /) -> str:
+        """Return the source of the template for a conversation with these tools. Raises ValueError where there is none."""
 
 
 class ChatTemplate:
     """A tokenizer's chat template. where: names the checkpoint in messages."""
 
-    def __init__(self, tokenizer: Any, where: str) -> None:
+    def __init__(self, tokenizer: TemplateTokenizer, where: str) -> None:
         self._tokenizer, self._where = tokenizer, where
         self._workers: dict[str, _Worker] = {}
 
@@ -39,15 +46,19 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         generation_prompt: bool = False,
-        **variables: Any,
+        **variables: object,
     ) -> str:
-        """Return the text of a conversation. Raises CheckpointError where the template fails or exceeds a limit."""
+        """Return the text of a conversation. Raises CheckpointError where the template fails or exceeds a limit.
+
+        messages: in OpenAI's form; arguments of tool calls are objects or JSON text.
+        """
         source = self._source(tools)
         worker = self._workers.get(source)
         if worker is None or not worker.alive:
             worker = self._workers[source] = _Worker(source)
         special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
-        fields = {"messages": list(messages), "tools": tools or None, "documents": None}
+        decoded = [with_decoded_calls(message) for message in messages]
+        fields = {"messages": decoded, "tools": tools or None, "documents": None}
         try:
             return worker.render(fields | {"add_generation_prompt": generation_prompt} | special | variables)
         except ValueError as error:
@@ -62,7 +73,7 @@ class ChatTemplate:
         except CheckpointError:
             return ""
 
-    def _source(self, tools: Any) -> str:
+    def _source(self, tools: object) -> str:
         try:
             source = self._tokenizer.get_chat_template(None, tools or None)
         except ValueError as error:
@@ -70,6 +81,27 @@ class ChatTemplate:
         if not isinstance(source, str) or len(source) > MAX_TEMPLATE:
             raise CheckpointError(f"{self._where}: its chat template is not text of at most {MAX_TEMPLATE} characters")
         return source
+
+
+def with_decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with the arguments of its tool calls as objects, which Qwen3.5's template needs.
+
+    Text that is not JSON becomes the object {"arguments": text}, empty text an empty object. A call that has its fields
+    directly also gets them as `function`, as other templates read it.
+    """
+    message = dict(message)
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function") or call)
+        if isinstance(text := function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(text or "{}")
+            except (ValueError, RecursionError):
+                function["arguments"] = {"arguments": text}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
 
 
 class _Worker:
@@ -87,7 +119,7 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: Mapping[str, object]) -> str:
         """Return the text. Raises ValueError with the end of a sentence that begins with "its chat template"."""
         with self._lock:
             lines = json.dumps(variables, default=str) + "\n"
@@ -95,7 +127,7 @@ class _Worker:
                 lines = json.dumps(self._settings) + "\n" + lines
                 self._settings = {}
             try:
-                reply = json.loads(self._exchange(lines.encode(), WAIT_SECONDS))
+                reply = json.loads(self._answer(lines.encode()))
             except (OSError, ValueError) as error:
                 self._finish()
                 raise ValueError(str(error) or "ended its process") from None
@@ -105,27 +137,17 @@ class _Worker:
             raise ValueError(f"renders {len(reply['text'])} characters, expected at most {MAX_TEXT}")
         return str(reply["text"])
 
-    def _exchange(self, request: bytes, limit_s: float) -> bytes:
-        """Write a request and return the line that answers it, both within limit_s."""
+    def _answer(self, request: bytes) -> bytes:
+        """Write a request and return the line that answers it. The process ends itself at its limits of time and memory."""
         assert self._process.stdin and self._process.stdout
-        incoming, outgoing = self._process.stdout.fileno(), self._process.stdin.fileno()
-        deadline, reply, left = time.monotonic() + limit_s, bytearray(), memoryview(request)
-        os.set_blocking(outgoing, False)
-        while not reply.endswith(b"\n"):
-            remaining = deadline - time.monotonic()
-            ready = select.select([incoming], [outgoing] if left else [], [], max(0.0, remaining))
-            if remaining <= 0 or not (ready[0] or ready[1]):
-                raise ValueError(f"did not finish within {limit_s:g} s")
-            if ready[1]:
-                left = left[os.write(outgoing, left[:65536]) :]
-            if ready[0]:
-                piece = os.read(incoming, 1 << 16)
-                if not piece:
-                    raise ValueError(f"needs more than {MAX_SECONDS:g} s or {MAX_MEMORY_BYTES // 1_000_000} MB")
-                reply += piece
-                if len(reply) > 6 * MAX_TEXT + 1000:  # a character is at most six bytes of JSON
-                    raise ValueError(f"renders more than {MAX_TEXT} characters")
-        return bytes(reply)
+        self._process.stdin.write(request)
+        self._process.stdin.flush()
+        reply = self._process.stdout.readline(MAX_REPLY_BYTES)
+        if len(reply) == MAX_REPLY_BYTES:
+            raise ValueError(f"renders more than {MAX_TEXT} characters")
+        if not reply.endswith(b"\n"):
+            raise ValueError(f"needs more than {MAX_SECONDS:g} s or {MAX_MEMORY_BYTES // 1_000_000} MB")
+        return reply
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

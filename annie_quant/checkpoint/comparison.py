@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from annie_quant.checkpoint.linears import label_of
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.core.errors import CheckpointError, UsageError, need
+from annie_quant.core.untrusted import JsonObject
 
 
 class ComparedTensor(msgspec.Struct):
@@ -76,10 +77,10 @@ class FormComparison(msgspec.Struct):
     rows: list[ComparedTensor] = msgspec.field(default_factory=list)
     summary: dict[str, FormSummary] = msgspec.field(default_factory=dict)
 
-    def to_dict(self, worst: int = 5) -> dict[str, Any]:
+    def to_dict(self, worst: int = 5) -> JsonObject:
         """Return the comparison as JSON values, with the names of each form's `worst` tensors."""
         names = {form: [r.tensor for r in self.worst(form, worst)] for form in self.summary}
-        fields: dict[str, Any] = msgspec.to_builtins(self)
+        fields: JsonObject = msgspec.to_builtins(self)
         return {"source": self.source, "summary": fields["summary"], "worst": names, "tensors": fields["rows"]}
 
     def worst(self, form: str, n: int = 5) -> list[ComparedTensor]:

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to another dialect, to GGUF and back, or to 16-bit numbers.
+"""Convert a checkpoint to another dialect, to GGUF, or to 16-bit numbers.
 
 Between dialects codes and block scales never change; names, global scales and settings do.
 """
@@ -10,26 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import msgspec
 import numpy as np
 
-from annie_quant import models, nvfp4
+from annie_quant import models
 from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.checks.settings import KV_ENDS, scales_to_keep
-from annie_quant.checkpoint.dialects import QuantizedFolder, modelopt
-from annie_quant.checkpoint.gguf.names import Layout
-from annie_quant.checkpoint.gguf.reader import open_gguf
-from annie_quant.checkpoint.linears import QUANTIZER, Linear, excluded_module, is_linear
+from annie_quant.checkpoint.dialects import QuantizedFolder
+from annie_quant.checkpoint.linears import QUANTIZER, Linear, excluded_module
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings
-from annie_quant.core.errors import CheckpointError, UsageError, need
+from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    from gguf import ReaderTensor
 
 PLAIN = "bf16"
 TARGETS = (*dialects.WRITTEN, "gguf", PLAIN)
@@ -79,25 +73,20 @@ def convert(
     type: str | None = None,
     shard_bytes: int = writer.DEFAULT_SHARD_BYTES,
     progress: Progress = SILENT,
-    like: str | os.PathLike | None = None,
     force: bool = False,
 ) -> Conversion:
-    """Write `src` in another dialect.
+    """Write the model folder `src` in another dialect.
 
-    src: a model folder, or a GGUF file (to modelopt).
     to: modelopt, compressed-tensors, gguf, or bf16 (a folder with plain weights).
     output: a folder, or a file for gguf; by default in the parent folder of `src`.
     type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M, Q5_K_M, Q6_K.
     shard_bytes: largest size of a shard.
-    like: if `src` is a GGUF file, a folder of the same model for its config.json and tokenizer.
     force: replace an output that exists. An interrupted conversion to a folder resumes after its last complete
     shard.
     """
     if to not in TARGETS:
         raise UsageError(f"unknown dialect {to!r}", f"choose one of: {', '.join(TARGETS)}")
     out = ConversionOutput(Path(output) if output else None, shard_bytes, progress, force)
-    if Path(src).is_file():
-        return from_gguf(Path(src), to, like, out)
     folder = ModelFolder(src)
     dialects.refuse_unread(folder)
     model = dialects.read(folder)
@@ -204,8 +193,7 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
 
 def to_gguf(model: QuantizedFolder, type: str | None, out: ConversionOutput) -> Conversion:
     """Write a folder as a GGUF file."""
-    from annie_quant.checkpoint.gguf.plan import type_of
-    from annie_quant.checkpoint.gguf.writer import write_gguf
+    from annie_quant.checkpoint.gguf.writer import type_of, write_gguf
 
     folder = model.folder
     kind = type_of(type, model)
@@ -224,123 +212,3 @@ def to_gguf(model: QuantizedFolder, type: str | None, out: ConversionOutput) -> 
         loss.append(f"{len(plan.left_out)} tensors are not part of a text model's file (vision, KV scales)")
     size_bytes = target.stat().st_size
     return Conversion(str(target), size_bytes, len(plan.entries), loss, kind, plan.left_out, plan.dequantized)
-
-
-# ---- from GGUF. NVFP4 is read bit for bit, other quantized types as bf16 numbers; llama.cpp's changes of values and order
-# are reversed. The file holds no config.json and no tokenizer.json, so a folder of the same model gives those.
-
-
-def from_gguf(path: Path, to: str, like: str | os.PathLike | None, out: ConversionOutput) -> Conversion:
-    """Write a GGUF file as a folder in ModelOpt's layout."""
-    if to != "modelopt":
-        raise UsageError(
-            f"a GGUF file becomes a ModelOpt folder or a bf16 one, not {to}", "use --to modelopt or --to hf"
-        )
-    if like is None:
-        raise UsageError(
-            "a GGUF file holds no config.json and no tokenizer.json",
-            "give a folder of the same model, --like DIR, or use --to hf, which makes them from the file",
-        )
-    target = out.path or path.with_suffix("")
-    with writer.staged(target, force=out.force, inputs=(path, like)) as part:
-        model = ModelFolder(like)
-        plan = plan_restored(path, model)
-        writer.write(part, plan.tensors, out.shard_bytes)
-        writer.copy_small_files(model, part)
-        config = {k: v for k, v in model.config.items() if k != "quantization_config"}
-        writer.write_settings(part, config, plan.settings)
-    loss = [f"{len(plan.rounded)} quantized tensors became bf16 numbers"] if plan.rounded else []
-    return Conversion(str(target), sum(t.size_bytes for t in plan.tensors), len(plan.tensors), loss)
-
-
-@dataclass(frozen=True)
-class RestoredFile:
-    """A GGUF file as a model folder.
-
-    tensors: to write.
-    settings: of quantization; None where nothing is quantized.
-    rounded: names in the file of quantized tensors that become bf16 numbers.
-    """
-
-    tensors: list[Planned]
-    settings: QuantSettings | None
-    rounded: list[str]
-
-
-def plan_restored(path: Path, like: ModelFolder) -> RestoredFile:
-    """Plan a GGUF file as a model folder. like: a folder of the same model, quantized or not."""
-    tensors = open_gguf(path)
-    layout = Layout.of(like)
-    if like.family.experts:
-        raise CheckpointError(
-            f"{path}: the experts of a GGUF file are not read back", "convert or quantize the folder it was made from"
-        )
-    hint = f"is {like.path} of the same model?"
-    plan, quantized, excluded = list[Planned](), list[str](), list[str]()
-    rounded, weight_only = list[str](), False
-    for name, shape in plain_shapes(like).items():
-        stored = layout.name(name)
-        if stored is None:
-            continue
-        if stored not in tensors:
-            raise CheckpointError(f"{path}: {stored} is missing", hint)
-        tensor, module = tensors[stored], name.removesuffix(".weight")
-        stored_shape = tuple(int(n) for n in reversed(tensor.shape))
-        if stored_shape != (shape if len(shape) < 3 else (shape[0], int(np.prod(shape[1:])))):
-            problem = f"{stored} has shape {list(stored_shape)}, {name} has {list(shape)}"
-            raise CheckpointError(f"{path}: {problem}", hint)
-        if tensor.tensor_type.name == "NVFP4":
-            input_scale = scalar(tensors, stored, ".input_scale")
-            quantized.append(module)
-            weight_only |= input_scale is None
-            plan += modelopt.nvfp4_tensors(
-                module,
-                (stored_shape[0], stored_shape[1]),
-                partial(unpack_blocks, tensor, name, layout),
-                partial(scalar, tensors, stored, ".scale", np.float32(1)),
-                input_scale=input_scale,
-            )
-            continue
-        if tensor.tensor_type.name not in ("F32", "F16", "BF16"):
-            rounded.append(stored)
-        plan.append(Planned(name, "BF16", shape, partial(plain, name, tensor, shape, layout)))
-        if is_linear(name, shape):
-            excluded.append(module)
-    formats = dict.fromkeys(quantized, "w4a16" if weight_only else "nvfp4")
-    return RestoredFile(plan, modelopt.settings(formats, sorted(excluded), 16) if formats else None, rounded)
-
-
-def plain_shapes(like: ModelFolder) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the model's tensors as if none was quantized."""
-    model = dialects.read(like)
-    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": x.shape(like) for n, x in model.linears.items()}
-    return shapes | {n: like.info(n).shape for n in model.unowned}
-
-
-def unpack_blocks(tensor: ReaderTensor, name: str, layout: Layout) -> Iterator[nvfp4.Tensor]:
-    """Yield codes and block scales of an NVFP4 tensor with the heads in the checkpoint's order."""
-    packed = nvfp4.from_ggml(np.ascontiguousarray(tensor.data))
-    rows, columns = layout.rows(name, len(packed.codes)), layout.columns(name)
-    if rows is not None:
-        order = np.argsort(rows)
-        packed.codes, packed.block_scale = packed.codes[order], packed.block_scale[order]
-    if columns is not None:
-        order = np.argsort(columns)
-        packed.codes = packed.codes[:, order[::2] // 2]
-        packed.block_scale = packed.block_scale[:, order[::16] // 16]
-    yield packed
-
-
-def scalar(tensors: dict[str, ReaderTensor], stored: str, suffix: str, default: Any = None) -> Any:
-    """Return a float32 that is stored next to a weight, or `default`: llama.cpp omits a scale of 1."""
-    tensor = tensors.get(stored.removesuffix(".weight") + suffix)
-    return default if tensor is None else np.float32(tensor.data[0])
-
-
-def plain(name: str, tensor: ReaderTensor, shape: tuple[int, ...], layout: Layout) -> np.ndarray:
-    """Return one tensor's numbers with llama.cpp's changes reversed, in bf16."""
-    gguf = need("gguf", "serve")
-    kind = tensor.tensor_type
-    array = tensor.data if kind.name in ("F32", "F16") else gguf.quants.dequantize(tensor.data, kind)
-    array = layout.undo(name, np.asarray(array, np.float32))
-    return array.reshape(shape).astype(ml_dtypes.bfloat16)

@@ -13,7 +13,6 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -135,11 +134,11 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
-def _info(name: str, entry: Any, data_start: int, file: str) -> TensorInfo:
+def _info(name: str, entry: object, data_start: int, file: str) -> TensorInfo:
     def invalid(reason: str) -> ShardError:
         return ShardError("invalid_header", f"{file}: {name[:120]}: {reason}", tensor=name)
 
@@ -182,7 +181,7 @@ def _check_extent(infos: list[TensorInfo], data_start: int, file_size: int, file
 
 def build(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
     """Return prefix and header for tensors (name, dtype, shape) stored in this order, padded with spaces to 8 bytes."""
-    table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     begin = 0
     for name, dtype, shape in entries:
         end = begin + DTYPES[dtype].itemsize * int(np.prod(shape, dtype=object))

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.untrusted import JsonObject
+from annie_quant.documents import salvage_value
 
+Size = Annotated[int, Meta(ge=1)]
+Settings = TypeVar("Settings", bound=msgspec.Struct)
 FP8_DYNAMIC = "FP8_PER_CHANNEL_PER_TOKEN"  # ModelOpt's name of FP8 with activations that are scaled while serving
 FP8_BLOCK = "FP8_BLOCK"  # FP8 with a scale per block of weights, activations scaled per token and block of columns
 # Ends of the names of tensors that belong to a quantizer and not to the model; each dialect writes its own.
@@ -194,7 +200,7 @@ class QuantConfig:
     excluded: list[str]
     layers: dict[str, str] = field(default_factory=dict)
     kv_cache: str | None = None
-    raw: dict[str, Any] = field(default_factory=dict)
+    raw: JsonObject = field(default_factory=dict)
 
     def algo_of(self, module: str) -> str:
         """Return the algorithm that the settings of mixed precision give a linear, or "".
@@ -215,13 +221,29 @@ def is_per_token(config: QuantConfig, module: str) -> bool:
     return (config.algo_of(module) if config.layers else config.algo) == FP8_DYNAMIC
 
 
-def kv_format(quant: Mapping[str, Any]) -> str | None:
+class KvScheme(msgspec.Struct):
+    """How the KV cache is quantized, as config.json names it."""
+
+    type: str | None = None
+    num_bits: int | None = None
+
+
+class KvSettings(msgspec.Struct):
+    """What quantization settings have about the KV cache; the name is hf_quant_config.json's."""
+
+    kv_cache_scheme: KvScheme | None = None
+    kv_cache_quant_algo: str | None = None
+
+
+def kv_format(quant: JsonObject) -> str | None:
     """Return the KV cache's format that quantization settings ask for: a name, or "FP8" for type float and 8 bits."""
-    scheme = quant.get("kv_cache_scheme")
-    if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
-        return "FP8"
-    named = quant.get("kv_cache_quant_algo")
-    return named if isinstance(named, str) else None
+    settings = read_struct(KvSettings, quant)
+    return "FP8" if settings.kv_cache_scheme == KvScheme("float", 8) else settings.kv_cache_quant_algo
+
+
+def read_struct(kind: type[Settings], value: JsonObject) -> Settings:
+    """Return a JSON object as settings whose fields all have defaults; one of another type than its own counts as absent."""
+    return salvage_value(kind, value) or kind()
 
 
 def label_of(module: str) -> str:

@@ -11,24 +11,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from annie_quant.checkpoint.chat_template import ChatTemplate
-from annie_quant.checkpoint.shards import ShardError, inside, read_object
+from annie_quant.checkpoint.shards import (
+    GENERATION,
+    PROMPT_FILES,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_SETTINGS,
+    ShardError,
+    inside,
+    read_object,
+)
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.text import printable
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Finding, ModelFiles
 
-TOKENIZER, SETTINGS, TEMPLATE, GENERATION = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 MAX_TEMPLATE_BYTES = 4_000_000
 # Settings of generation_config.json by which servers sample, with transformers' value where the file has none.
-SAMPLING: dict[str, Any] = {
+SAMPLING: JsonObject = {
     "do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "typical_p": 1.0,
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1,
 }  # fmt: skip
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")  # of an added token
 STEPS = ("normalizer", "pre_tokenizer", "decoder")  # how text becomes pieces, and pieces text
-TOOL: dict[str, Any] = {
+TOOL: JsonObject = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -36,17 +43,17 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     },
 }
-SYSTEM: dict[str, Any] = {"role": "system", "content": "You are brief."}
-USER: dict[str, Any] = {"role": "user", "content": "Is it raining in Rome?"}
+SYSTEM: JsonObject = {"role": "system", "content": "You are brief."}
+USER: JsonObject = {"role": "user", "content": "Is it raining in Rome?"}
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"place": "Rome"}}}
-ANSWERS: list[dict[str, Any]] = [
+ANSWERS: list[JsonObject] = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "name": "get_weather", "content": "Rain."},
     {"role": "assistant", "content": "It is."},
     {"role": "user", "content": "And tomorrow?"},
 ]
 # What a template must render as the source's does: messages, tools, other variables.
-CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]]] = {
+CONVERSATIONS: dict[str, tuple[list[JsonObject], list[JsonObject] | None, JsonObject]] = {
     "a question": ([USER], None, {}),
     "a system prompt": ([SYSTEM, USER], None, {}),
     "an earlier answer": ([USER, ANSWERS[2], ANSWERS[3]], None, {}),
@@ -104,13 +111,12 @@ def differences(folder: Path, source: Path) -> list[FileDifference]:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has its own tokenizer."""
-    return any((folder / name).is_file() for name in (TOKENIZER, SETTINGS))
+    return any((folder / name).is_file() for name in (TOKENIZER, TOKENIZER_SETTINGS))
 
 
 def same_bytes(folder: Path, source: Path) -> bool:
     """Return whether tokenizer, template and generation settings are the source's byte for byte."""
-    names = (TOKENIZER, SETTINGS, TEMPLATE, GENERATION)
-    return all(_bytes(folder / name) == _bytes(source / name) for name in names)
+    return all(_bytes(folder / name) == _bytes(source / name) for name in PROMPT_FILES)
 
 
 def model_files(folder: Path, sha256: str) -> ModelFiles:
@@ -154,20 +160,20 @@ def _tokenizer(folder: Path, source: Path) -> Iterator[FileDifference]:
             yield FileDifference("tokenizer_differs", TOKENIZER, f"its {step} is not the source's")
 
 
-def vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+def vocabulary(tokenizer: JsonObject) -> dict[str, int]:
     """Return token → id of a tokenizer.json, added tokens included."""
     vocab = (tokenizer.get("model") or {}).get("vocab") or {}
     pairs = vocab.items() if isinstance(vocab, dict) else ((row[0], i) for i, row in enumerate(vocab))
     return {**dict(pairs), **{token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}}
 
 
-def merges(tokenizer: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def merges(tokenizer: JsonObject) -> list[tuple[str, ...]]:
     """Return the merges in order; older files have "a b" instead of a pair."""
     rows = (tokenizer.get("model") or {}).get("merges") or ()
     return [tuple(row.split(" ")) if isinstance(row, str) else tuple(row) for row in rows]
 
 
-def added_tokens(tokenizer: Mapping[str, Any]) -> dict[str, list[bool]]:
+def added_tokens(tokenizer: JsonObject) -> dict[str, list[bool]]:
     return {t["content"]: [bool(t.get(flag)) for flag in FLAGS] for t in tokenizer.get("added_tokens") or ()}
 
 
@@ -223,7 +229,9 @@ def templates(folder: Path) -> dict[str, str]:
         for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
             sources[other.stem] = other.read_text(encoding="utf-8", errors="replace")
         return sources
-    value = (read_object(folder / "chat_template.json") or read_object(folder / SETTINGS) or {}).get("chat_template")
+    value = (read_object(folder / "chat_template.json") or read_object(folder / TOKENIZER_SETTINGS) or {}).get(
+        "chat_template"
+    )
     if isinstance(value, list):
         return {row["name"]: row["template"] for row in value}
     return {"default": value} if isinstance(value, str) else {}
@@ -234,12 +242,12 @@ class _Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.sources = templates(folder)
-        settings = read_object(folder / SETTINGS) or {}
+        settings = read_object(folder / TOKENIZER_SETTINGS) or {}
         tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
         self.special_tokens_map = {name: text for name, text in texts.items() if isinstance(text, str)}
 
-    def get_chat_template(self, name: None, tools: Any) -> str:
+    def get_chat_template(self, name: None, tools: object) -> str:
         source = self.sources.get("tool_use") if tools else None
         source = source or self.sources.get("default")
         if source is None:
@@ -268,7 +276,7 @@ def _template(folder: Path, source: Path) -> Iterator[FileDifference]:
 
 
 def _rendered(
-    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]
+    template: ChatTemplate, messages: list[JsonObject], tools: list[JsonObject] | None, variables: JsonObject
 ) -> str | None:
     """Return the text, or None where the template refuses the conversation."""
     try:
@@ -284,7 +292,7 @@ def _generation(folder: Path, source: Path) -> Iterator[FileDifference]:
     own, expected = (_settings(path) for path in (folder, source))
     for name, value in expected.items():
         if name not in SAMPLING and value and own[name] and own[name] != value:
-            where = SETTINGS if name.endswith("_token") else GENERATION
+            where = TOKENIZER_SETTINGS if name.endswith("_token") else GENERATION
             problem = f"{name} is {_text(own[name])}, in the source {_text(value)}"
             yield FileDifference("end_tokens_differ", where, problem)
     for name in SAMPLING:
@@ -293,13 +301,13 @@ def _generation(folder: Path, source: Path) -> Iterator[FileDifference]:
             yield FileDifference("sampling_differs", GENERATION, problem)
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _settings(folder: Path) -> JsonObject:
     """Return the ids that begin and end answers (generation_config.json's, else config.json's), their texts, and the sampling."""
     config, generation = read_object(folder / "config.json") or {}, read_object(folder / GENERATION) or {}
     text = config.get("text_config")
     inner = {**config, **text} if isinstance(text, dict) else config
-    tokenizer = read_object(folder / SETTINGS) or {}
-    values: dict[str, Any] = {}
+    tokenizer = read_object(folder / TOKENIZER_SETTINGS) or {}
+    values: JsonObject = {}
     for name in ("eos_token_id", "bos_token_id"):
         ids = generation.get(name) if generation.get(name) is not None else inner.get(name)
         values[name] = sorted(ids) if isinstance(ids, list) else [] if ids is None else [ids]
@@ -312,5 +320,5 @@ def _settings(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return printable(", ".join(map(str, value)) if isinstance(value, list) else str(value), 60)

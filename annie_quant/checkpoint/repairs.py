@@ -1,25 +1,405 @@
-"""Write a repaired copy of a checkpoint. The checkpoint itself is not changed."""
+"""Repair a checkpoint in ModelOpt's layout, into a copy: exact where that is possible, else quantized again from the source.
+
+Sound tensors keep their bytes, those of a sound fold (AWQ) too. A linear is packed again from the source when its own tensors
+are faulty, when its error shows that they are not the source's, or when its layer was folded and the fold or a linear of it is
+faulty: the norms then become the source's, too, so that the model computes what the source does. Settings are always written
+from what is on disk.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
+from annie_quant import models, nvfp4
 from annie_quant.checkpoint import dialects, writer
+from annie_quant.checkpoint.checks import folds
+from annie_quant.checkpoint.checks import source as source_checks
 from annie_quant.checkpoint.checks.completeness import missing_tensors
+from annie_quant.checkpoint.checks.settings import KV_ENDS, scales_to_keep
+from annie_quant.checkpoint.checks.tensors import filled_blocks
 from annie_quant.checkpoint.dialects import Dialect, QuantizedFolder, compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.inspection import audit
-from annie_quant.checkpoint.linears import covering_pattern, excluded_module
-from annie_quant.checkpoint.repair_plan import RepairPlan, describe_lost, plan_repair, with_lost_settings
-from annie_quant.checkpoint.runtime_names import is_multimodal, plan_renaming
+from annie_quant.checkpoint.inspection import audit as audit_folder
+from annie_quant.checkpoint.linears import (
+    LARGEST_INPUT_SCALE,
+    NAN,
+    QUANTIZER,
+    Linear,
+    covering_pattern,
+    excluded_module,
+    plain_linears,
+)
+from annie_quant.checkpoint.runtime_names import Renaming, is_multimodal, plan_renaming
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.core.errors import CheckpointError
+from annie_quant.checkpoint.writer import Planned, copied
+from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.files import write_json
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Audit, Finding
+
+# Findings about single blocks: the tensor's other blocks may stay.
+BLOCK_FAULTS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}
+# Beginnings of the codes that concern no linear's codes and scales: settings, names, input scales, plain tensors.
+UNRELATED = (
+    "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "not_finite",
+    "differs_from_source", "group_size", "nothing_", "names_", "prefix_",
+    "expert_count", "expert_scale", "experts_", "kv_", "columns_", "router_", "mtp_", "vision_",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RepairPlan:
+    """A repaired copy.
+
+    tensors: what is written, under the copy's names.
+    config: config.json.
+    files: further JSON files by name.
+    actions: what is done, one sentence each.
+    """
+
+    tensors: list[Planned]
+    config: JsonObject
+    files: dict[str, JsonObject]
+    actions: list[str]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The quantized linears of a checkpoint by what a repair does with them. All others stay as they are.
+
+    modules: all that the repaired copy quantizes.
+    faulty: packed again from the source.
+    patched: only their bad blocks are.
+    restored: of the MTP head, in NVFP4; they become the source's 16-bit weights again.
+    folded: layers with moved scales that do not cancel, or with a linear that is packed again: they get the source's norms.
+    group: columns per block scale of the repaired copy.
+    """
+
+    modules: set[str]
+    faulty: set[str]
+    patched: set[str]
+    restored: set[str]
+    folded: set[str]
+    group: int
+
+
+def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -> Diagnosis:
+    """Return what is to be done, by the findings of an audit. Raises UsageError where the source is needed and not given."""
+    folder, linears, family = model.folder, model.linears, model.folder.family
+    faulty, modules = faulty_modules(model, audit)
+    group = group_size(model, faulty)
+    if source is None:
+        if faulty:
+            raise UsageError(
+                f"{len(faulty)} linears can only be repaired from the bf16 checkpoint, such as {min(faulty)}",
+                "give it with --source",
+            )
+        return Diagnosis(modules, faulty, set(), set(), set(), group)
+    patched = {n for n in faulty if n in linears and codes_of(audit, n) <= BLOCK_FAULTS}
+    faulty -= patched
+    # Such a layer is packed again as a whole: nothing is known of a fold's scales but what its tensors show.
+    folded = {models.layer_of(n) for n in source_checks.changed_norms(folder, source)}
+    folded |= {models.layer_of(r.name) for r in audit.tensors if r.rel_l2 is not None and r.name not in faulty
+               and not r.rel_l2 < source_checks.SUSPICIOUS_ERROR}  # fmt: skip
+    folded &= {models.layer_of(m) for m in faulty | patched}
+    # A linear that is faulty itself explains that its scales do not cancel.
+    explained = {models.layer_of(m) for m in faulty if not all(c.startswith("fold_") for c in codes_of(audit, m))}
+    folded |= {models.layer_of(f.tensor) for f in audit.findings if f.code.startswith("fold_")} - explained
+    folded |= {models.layer_of(x.name) for x in linears.values() if x.pre_quant}
+    faulty |= {m for m in modules if models.layer_of(m) in folded}
+    patched -= faulty
+    for fused in family.fused_groups(modules):  # they share a tensor scale
+        if faulty & set(fused):
+            faulty |= set(fused)
+    plain = {n.removesuffix(".weight") for n in source if n.endswith(".weight")}
+    head = {m for m in modules & plain if family.in_mtp(m)}
+    restored = {m for m in head if m not in linears or linears[m].format != "fp8"}
+    return Diagnosis(modules - restored, faulty - restored, patched - restored, restored, folded, group)
+
+
+def faulty_modules(model: QuantizedFolder, audit: Audit) -> tuple[set[str], set[str]]:
+    """Return the modules whose codes or scales cannot stay, and all that are to be quantized.
+
+    The latter have all or some of a linear's tensors on disk, or are fused with one that has.
+    """
+    folder = model.folder
+    scales = {n.rpartition(".")[0] for n in folder if n.endswith((".weight_scale", ".weight_scale_2"))}
+    codes = {n.removesuffix(".weight") for n in folder if n.endswith(".weight") and folder.info(n).dtype == "U8"}
+    modules, faulty = set(model.linears) | scales | codes, set[str]()
+    groups = folder.family.fused_groups(modules | set(plain_linears(folder)))
+    for finding in audit.findings:
+        if finding.code.startswith(UNRELATED):
+            continue
+        names = [n for n in modules if finding.tensor == n or finding.tensor.startswith(n + ".")]
+        if finding.code.startswith("fused_"):
+            names = next((g for g in groups if finding.tensor in g), names)
+            modules |= set(names)
+        faulty |= set(names)
+    return faulty, modules
+
+
+def codes_of(audit: Audit, module: str) -> set[str]:
+    """Return the codes of the findings about a module; one that nothing names has an unknown fault."""
+    about = {f.code for f in audit.findings if f.tensor == module or f.tensor.startswith(f"{module}.")}
+    return about or {"unknown"}
+
+
+def group_size(model: QuantizedFolder, faulty: set[str]) -> int:
+    """Return the columns per block scale: those of the sound linears, else those of the settings, else 16."""
+    folder = model.folder
+    sizes = {x.group(folder) for n, x in model.linears.items() if x.format == "nvfp4" and n not in faulty}
+    if len(sizes) > 1:
+        raise CheckpointError(
+            f"{folder.path}: group sizes {sorted(sizes)} in one checkpoint cannot be repaired",
+            "quantize again: annie-quant quantize --strategy direct",
+        )
+    return sizes.pop() if sizes else model.config.group or 16
+
+
+def plan_repair(model: QuantizedFolder, source: ModelFolder | None, audit: Audit, naming: Renaming) -> RepairPlan:
+    """Plan a repaired copy, whose names are those of `naming`, by the findings of an audit."""
+    return _RepairPlanner(model, source, audit, naming, diagnose(model, source, audit)).plan()
+
+
+@dataclass(frozen=True)
+class _RepairPlanner:
+    """Collects the tensors and the actions of one repair."""
+
+    model: QuantizedFolder
+    optional_source: ModelFolder | None
+    audit: Audit
+    naming: Renaming
+    diagnosis: Diagnosis
+    actions: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> ModelFolder:
+        return self.model.folder
+
+    @property
+    def source(self) -> ModelFolder:
+        assert self.optional_source is not None  # diagnose() refuses what needs it
+        return self.optional_source
+
+    def plan(self) -> RepairPlan:
+        modules, source = self.diagnosis.modules, self.optional_source
+        scales, inputs = self.tensor_scales(), self.input_scales()
+        tensors = [t for m in sorted(modules) for t in self.linear_tensors(m, scales.get(m), inputs.get(m))]
+        quantizer = {m + suffix for m in modules | self.diagnosis.restored for suffix in (".weight", *QUANTIZER)}
+        kv_names = scales_to_keep(self.folder, self.model.config)
+        plain = [n for n in self.folder if n not in quantizer and (not n.endswith(KV_ENDS) or n in kv_names)]
+        tensors += [self.plain_tensor(n) for n in plain]
+        lost = self.lost_tensors()
+        tensors += [copied(source, n) for n in lost] if source else []
+        excluded = {m for n in plain if (m := excluded_module(self.folder, n))}
+        excluded |= {m for n in lost if (m := excluded_module(self.source, n))}
+        four_bit = "nvfp4" if inputs else "w4a16"
+        settings = modelopt.settings(
+            {self.naming.name(m): self.fp8_format(m) if self.is_fp8(m) else four_bit for m in modules},
+            sorted({self.naming.name(m) for m in excluded}),
+            self.diagnosis.group,
+            self.model.config.kv_cache,
+        )
+        if self.folder.config.get("quantization_config") != settings.quantization_config:
+            self.actions.append("config.json and hf_quant_config.json written from what is on disk")
+        config = self.naming.config
+        if source is not None:
+            config, actions = with_lost_settings(source, config, self.naming.multimodal)
+            self.actions.extend(actions)
+        return RepairPlan(
+            [replace(t, name=self.naming.name(t.name)) for t in tensors],
+            config | {"quantization_config": settings.quantization_config},
+            settings.files | self.naming.files,
+            self.actions + self.naming.actions,
+        )
+
+    def original(self, module: str) -> str:
+        """Return the source's name of a module's weight."""
+        name = self.source.find(f"{module}.weight")
+        if name is None:
+            raise CheckpointError(f"{module}: the source has no such linear", "is this the right --source?")
+        return name
+
+    def is_fp8(self, module: str) -> bool:
+        linear = self.model.linears.get(module)
+        return linear is not None and linear.format == "fp8"
+
+    def fp8_format(self, module: str) -> str:
+        """Return "fp8_channel" for a linear that keeps one scale per row, else "fp8"."""
+        kept_rows = module not in self.diagnosis.faulty and self.model.linears[module].per_channel(self.folder)
+        return "fp8_channel" if kept_rows else "fp8"
+
+    # ---- scales
+
+    def tensor_scales(self) -> dict[str, np.float32]:
+        """Return the tensor scale of each linear that is packed again, one per fused group."""
+        amax = {m: float(nvfp4.amax(self.source.tensor(self.original(m)))) for m in self.diagnosis.faulty}
+        return {
+            m: modelopt.fp8_scale(top) if self.is_fp8(m) else np.float32(nvfp4.tensor_scale(top))
+            for m, top in self.folder.family.largest_of_group(amax).items()
+        }
+
+    def input_scales(self) -> dict[str, np.float32]:
+        """Return an input scale for every linear, or none at all: without one for each, only the weights are quantized."""
+        modules = self.diagnosis.modules
+        scales = {m: scale for m in sorted(modules) if (scale := self.input_scale(m)) is not None}
+        for group in self.folder.family.fused_groups(modules):
+            present = [scales[m] for m in group if m in scales]
+            if present and (len(present) < len(group) or len(set(present)) > 1):
+                self.actions.append(f"{group[0]}: input scale of the fused group set to its largest")
+                scales |= dict.fromkeys(group, max(present))
+        missing = sorted(modules - set(scales))
+        if scales and missing:
+            reason = f"{missing[0]} has none, and only calibration gives one"
+            self.actions.append(f"input scales removed, only the weights are quantized: {reason}")
+            return {}
+        return scales
+
+    def input_scale(self, module: str) -> np.float32 | None:
+        """Return the input scale on disk if it is valid, enlarged by the largest factor that a fold took from it."""
+        name = f"{module}.input_scale"
+        if name not in self.folder or self.folder.info(name).elements != 1:
+            return None
+        scale = self.folder.scalar(name)
+        if not np.isfinite(scale) or scale <= 0 or scale > LARGEST_INPUT_SCALE:
+            return None
+        linear = self.model.linears.get(module)
+        if linear is None or models.layer_of(module) not in self.diagnosis.folded:
+            return scale
+        if linear.pre_quant:
+            least = np.abs(self.folder.tensor(linear.pre_quant).astype(np.float32)).min()
+            return np.float32(scale / least) if least > 0 else None
+        return np.float32(scale * self.fold_factor(linear))
+
+    def fold_factor(self, linear: Linear) -> float:
+        """Return the largest column factor of a folded linear; 1 where its own tensors are too faulty to fit one."""
+        try:
+            ours = linear.dequantize(self.folder)
+            theirs = source_checks.float32(self.source, self.original(linear.name))
+        except ShardError:
+            return 1.0
+        if ours.shape != theirs.shape or not np.isfinite(ours).all():
+            return 1.0
+        if source_checks.rel_l2(ours, theirs) <= source_checks.SUSPICIOUS_ERROR:
+            return 1.0
+        return max(1.0, float(folds.fit(ours, theirs)[1].max()))
+
+    # ---- tensors
+
+    def lost_tensors(self) -> list[str]:
+        """Return the source's names of the MTP head's and the vision tower's tensors that the copy takes from it."""
+        if self.optional_source is None:
+            return []
+        lost, restored = missing_tensors(self.folder, self.source), sorted(self.diagnosis.restored)
+        self.actions.extend(describe_lost(self.folder, lost))
+        self.actions.extend(f"{module}: taken from the source, in 16 bits" for module in restored)
+        return lost + [f"{module}.weight" for module in restored]
+
+    def linear_tensors(self, module: str, scale: np.float32 | None, input_scale: np.float32 | None) -> list[Planned]:
+        """Plan the tensors of one quantized linear: packed again under `scale`, patched, or as they are."""
+        diagnosis = self.diagnosis
+        if module not in diagnosis.faulty | diagnosis.patched:
+            tensors = modelopt.tensors(self.model.linears[module], self.folder)
+            others = [t for t in tensors if not t.name.endswith(".input_scale")]
+            return others + modelopt.input_scale_tensors(module, input_scale)
+        name = self.original(module)
+        rows, columns = self.source.info(name).shape
+        if module in diagnosis.patched:
+            linear = self.model.linears[module]
+            scale = linear.tensor_scale(self.folder).multiplier
+            count = int(self.bad_blocks(linear).sum())
+            self.actions.append(f"{module}: {count} blocks quantized again from the source, the others kept")
+            pack = partial(self.pack_bad_blocks, linear, name, scale)
+        else:
+            assert scale is not None  # tensor_scales() has every faulty linear
+            self.actions.append(f"{module}: quantized again from the source")
+            if self.is_fp8(module):
+                weight = partial(self.source.tensor, name)
+                return modelopt.fp8_tensors(module, (rows, columns), weight, lambda: scale, input_scale)
+            pack = partial(self.pack, name, scale)
+        group, final_scale = diagnosis.group, scale
+        return modelopt.nvfp4_tensors(
+            module, (rows, columns), pack, lambda: final_scale, group, input_scale=input_scale
+        )
+
+    def pack(self, name: str, scale: np.float32) -> Iterator[nvfp4.Tensor]:
+        """Yield a source tensor, packed under a tensor scale."""
+        yield nvfp4.pack(self.source.tensor(name), tensor_scale=float(scale), group=self.diagnosis.group)
+
+    def pack_bad_blocks(self, linear: Linear, name: str, scale: np.float32) -> Iterator[nvfp4.Tensor]:
+        """Yield the checkpoint's codes with its bad blocks packed again from the source."""
+        bad = self.bad_blocks(linear)
+        block_scale = self.folder.tensor(linear.block_scale or "").view(np.uint8)
+        (packed,) = self.pack(name, scale)
+        bad_codes = np.repeat(bad, self.diagnosis.group // 2, axis=1)
+        packed.codes = np.where(bad_codes, packed.codes, self.folder.tensor(linear.weight))
+        packed.block_scale = np.where(bad, packed.block_scale.view(np.uint8), block_scale).view(nvfp4.E4M3)
+        yield packed
+
+    def bad_blocks(self, linear: Linear) -> np.ndarray:
+        """Return which blocks have a scale that is NaN, negative, or zero where the block has values: bool [N, K/group]."""
+        filled = filled_blocks(self.folder.tensor(linear.weight), self.diagnosis.group)
+        scale = self.folder.tensor(linear.block_scale or "").view(np.uint8)
+        return (scale >= NAN) | ((scale == 0) & filled)
+
+    def plain_tensor(self, name: str) -> Planned:
+        """Plan a tensor that is not quantized: the source's where it differs and is at fault."""
+        original = self.optional_source.find(name) if self.optional_source else None
+        if original is not None and self.is_faulty(name, original):
+            self.actions.append(f"{name}: taken from the source")
+            return copied(self.source, original, name)
+        return copied(self.folder, name)
+
+    def is_faulty(self, name: str, original: str) -> bool:
+        """Return whether an unquantized tensor is to become the source's `original`."""
+        family = self.folder.family
+        same_shape = self.source.info(original).shape == self.folder.info(name).shape
+        if family.in_vision(name) and not source_checks.same_tensor(self.folder, name, self.source, original):
+            return True
+        if not same_shape:
+            return family.in_mtp(name)
+        at_fault = any(f.tensor == name for f in self.audit.findings)
+        if not at_fault and models.layer_of(name) not in self.diagnosis.folded:
+            return False
+        ours, theirs = source_checks.float32(self.folder, name), source_checks.float32(self.source, original)
+        return not source_checks.rel_l2(ours, theirs) < source_checks.SAME_VALUES
+
+
+# ---- the source's MTP head and vision tower, for a checkpoint that lost them
+
+
+def describe_lost(folder: ModelFolder, lost: Sequence[str]) -> list[str]:
+    """Return one sentence for the MTP head and one for the vision tower, where tensors of them are lost."""
+    family = folder.family
+    parts = ((family.mtp, sum(map(family.in_mtp, lost))), (family.vision, sum(map(family.in_vision, lost))))
+    return [f"{part}*: {count} missing tensors taken from the source" for part, count in parts if count]
+
+
+def with_lost_settings(source: ModelFolder, config: JsonObject, multimodal: bool) -> tuple[JsonObject, list[str]]:
+    """Return config.json with what it lost of the head and, in a multimodal form, of the tower, and what was done."""
+    config, actions = dict(config), list[str]()
+    inner = config.get("text_config")
+    text = config
+    if isinstance(inner, dict):
+        text = config["text_config"] = dict(inner)
+    lost = [("mtp_num_hidden_layers", source.text_config, text)]
+    lost += [("vision_config", source.config, config)] if multimodal else []
+    for name, values, target in lost:
+        if target.get(name) in (None, 0) and values.get(name) not in (None, target.get(name)):
+            target[name] = values[name]
+            actions.append(f"config.json: {name} taken from the source")
+    return config, actions
+
+
+# ---- the repaired copy
 
 # Beginnings of the codes of findings about settings, names and input scales, which are fixed without the source.
 WITHOUT_SOURCE = (
@@ -71,11 +451,11 @@ def repair(
     with writer.staged(target, force=force, inputs=(path, source)) as part:
         if is_modelopt or original is None:
             naming = plan_renaming(folder, names, original)
-            plan = plan_repair(model, original, audit(path, source=source), naming)
+            plan = plan_repair(model, original, audit_folder(path, source=source), naming)
         else:
             plan = plan_restoration(model, original, lost)
         apply_repair(plan, folder, part)
-    return RepairResult(str(target), plan.actions, audit(target, source=source).findings)
+    return RepairResult(str(target), plan.actions, audit_folder(target, source=source).findings)
 
 
 def apply_repair(plan: RepairPlan, folder: ModelFolder, target: Path) -> None:
@@ -102,7 +482,7 @@ def plan_restoration(model: QuantizedFolder, source: ModelFolder, lost: list[str
         actions += [f"config.json: {len(added)} linears of them added to ignore"] if added else []
     exported = folder.json(modelopt.HF_QUANT_CONFIG)
     files = {} if exported is None else {modelopt.HF_QUANT_CONFIG: exported}
-    tensors = [*(writer.copied(folder, n) for n in folder), *(writer.copied(source, n) for n in lost)]
+    tensors = [*(copied(folder, n) for n in folder), *(copied(source, n) for n in lost)]
     return RepairPlan(tensors, config, files, describe_lost(folder, lost) + actions)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from annie_quant import models
 from annie_quant.checkpoint.codes import fault
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import CLASS_FILES, ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Finding
 from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX, Form
 
@@ -102,8 +102,8 @@ class Renaming:
     family: models.Family
     forms: tuple[Form, ...]
     multimodal: bool
-    config: dict[str, Any]
-    files: dict[str, dict[str, Any]]
+    config: JsonObject
+    files: dict[str, JsonObject]
     actions: list[str]
 
     def name(self, name: str) -> str:
@@ -139,7 +139,7 @@ def plan_renaming(folder: ModelFolder, style: str | None, source: ModelFolder | 
     return replace(renaming, files=files, actions=renaming.actions + actions)
 
 
-def config_in_form(renaming: Renaming, source: ModelFolder | None) -> tuple[dict[str, Any], list[str]]:
+def config_in_form(renaming: Renaming, source: ModelFolder | None) -> tuple[JsonObject, list[str]]:
     """Return config.json in the form of the copy, and what was changed."""
     config, actions, multimodal = renaming.config, list[str](), renaming.multimodal
     text, form = renaming.forms[0], renaming.forms[multimodal]
@@ -162,9 +162,9 @@ def config_in_form(renaming: Renaming, source: ModelFolder | None) -> tuple[dict
 
 def renamed_files(
     folder: ModelFolder, multimodal: bool, style: str | None, source: ModelFolder | None
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
+) -> tuple[dict[str, JsonObject], list[str]]:
     """Return the files with renamed classes, and the processor's settings that a multimodal form needs."""
-    files, actions = dict[str, dict[str, Any]](), list[str]()
+    files, actions = dict[str, JsonObject](), list[str]()
     if multimodal and not (folder.path / PREPROCESSOR).exists():
         original = source.json(PREPROCESSOR) if source else None
         files[PREPROCESSOR] = original or dict(folder.family.preprocessor_stub)

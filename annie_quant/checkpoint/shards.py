@@ -11,22 +11,32 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint import header
 from annie_quant.checkpoint.header import Shard, ShardError, TensorInfo
+from annie_quant.core.untrusted import JsonObject
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_JSON_BYTES = 100_000_000  # of an index or a config; the index of a model of 400 B parameters has about 10 MB
 PIECE_BYTES = 1 << 25
 ROWS_ELEMENTS = 1 << 24
-# Files that name Python classes, next to config.json.
+# The small files of a model folder besides config.json: those that make prompts and end answers, those that name Python classes,
+# and all that a copy of the model needs.
+PROMPT_FILES = GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS = (
+    "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
+)  # fmt: skip
 CLASS_FILES = (
-    "tokenizer_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    TOKENIZER_SETTINGS, "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+COMPANIONS = tuple(
+    dict.fromkeys((
+        *PROMPT_FILES, *CLASS_FILES, "chat_template.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+        "added_tokens.json", "tokenizer.model", "LICENSE",
+    ))
 )  # fmt: skip
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 MAX_EXPERTS = 1 << 14  # in one tensor; models have up to 512
@@ -45,7 +55,7 @@ class ModelFolder:
         if not self.path.is_dir():
             kind, hint = ("a file" if self.path.exists() else "not there"), "give a checkpoint's folder"
             if self.path.suffix == ".gguf":
-                hint = f"convert it: annie-quant convert {self.path} --to modelopt --like SOURCE"
+                hint = f"convert it: annie-quant convert {self.path} --to hf"
             raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", hint)
         self.shards: dict[str, Shard] = {}
         self.tensors: dict[str, TensorInfo] = {}
@@ -168,12 +178,12 @@ class ModelFolder:
 
     # ---- the small files
 
-    def json(self, name: str) -> dict[str, Any] | None:
+    def json(self, name: str) -> JsonObject | None:
         """Return the JSON object of a file in this folder, or None if the file is missing."""
         return read_object(self.path / name)
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         """config.json, which every model folder has."""
         config = self.json("config.json")
         if config is None:
@@ -181,13 +191,13 @@ class ModelFolder:
         return config
 
     @property
-    def quantization(self) -> dict[str, Any]:
+    def quantization(self) -> JsonObject:
         """quantization_config of config.json; {} where there is none."""
         quant = self.config.get("quantization_config")
         return quant if isinstance(quant, dict) else {}
 
     @property
-    def text_config(self) -> dict[str, Any]:
+    def text_config(self) -> JsonObject:
         """The language model's settings of config.json: those of `text_config` where there is one."""
         config = self.config
         inner = config.get("text_config")
@@ -258,7 +268,7 @@ class ModelFolder:
         return inside(self.path, path)
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> JsonObject | None:
     """Return the JSON object of a file, or None if the file is missing. Raises ShardError for other content."""
     if not path.is_file():
         return None

@@ -61,10 +61,10 @@ def make_environment() -> Any:
             return caller()
 
     def tojson(
-        value: Any,
+        value: object,
         ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

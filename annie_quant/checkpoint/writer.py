@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from annie_quant.core.errors import DiskFull, EnvironmentFault, UsageError
 from annie_quant.core.files import replacing, take_lock, write_json
 from annie_quant.core.progress import SILENT, ByteProgress, Progress
 from annie_quant.core.resume import KEY_FILE, keyed_folder
+from annie_quant.core.untrusted import JsonObject
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -200,11 +200,11 @@ def copy_small_files(folder: ModelFolder, target: Path) -> None:
 class QuantSettings:
     """A dialect's quantization settings: config.json's quantization_config, and further JSON files by name."""
 
-    quantization_config: dict[str, Any]
-    files: dict[str, dict[str, Any]]
+    quantization_config: JsonObject
+    files: dict[str, JsonObject]
 
 
-def write_settings(target: Path, config: dict[str, Any], settings: QuantSettings | None) -> None:
+def write_settings(target: Path, config: JsonObject, settings: QuantSettings | None) -> None:
     """Write config.json with the quantization settings, and the dialect's other files. None: for plain weights."""
     if settings is None:
         write_json(target / "config.json", {k: v for k, v in config.items() if k != "quantization_config"})

@@ -131,12 +131,12 @@ def validate_gpu(stack: str | None, container: str | None, dry_run: bool, as_jso
         validation = annie_quant.gemm.validate(stack=stack)
         emit(validation.to_dict()) if as_json else print_validation(validation)
         sys.exit(0 if validation.ok else 1)
-    from annie_quant.gemm import container_check
+    from annie_quant.gemm import stack_check
 
     if dry_run:
-        echo(shlex.join(container_check.plan(container, stack or "all")))
+        echo(shlex.join(stack_check.plan_container(container, stack or "all")))
         return
-    result = container_check.examine(container, stack or "all")
+    result = stack_check.examine_container(container, stack or "all")
     emit(result) if as_json else print_stack(result)
     sys.exit(1 if result.wrong else 0)
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from annie_quant import _nvfp4
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT_KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, BFLOAT16: 2}  # _nvfp4's numbers
 
 
-def float_array(w: Any, name: str) -> tuple[np.ndarray, int]:
+def float_array(w: object, name: str) -> tuple[np.ndarray, int]:
     """Return (w as a contiguous, aligned float array, its kind in FLOAT_KINDS). A copy is made only where w is neither.
 
     ValueError: not an array, another dtype, or not on the CPU. `name` is used in its message.
@@ -64,7 +67,7 @@ def output_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> 
     return out
 
 
-def importance_weights(importance: Any, columns: int) -> np.ndarray | None:
+def importance_weights(importance: ArrayLike | None, columns: int) -> np.ndarray | None:
     """Return the weights of a squared error as float32 [columns], or None. ValueError: negative, NaN or infinite."""
     if importance is None:
         return None

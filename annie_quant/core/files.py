@@ -44,7 +44,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         file.write(text)
 
 
-def write_json(path: str | os.PathLike, value: Any) -> None:
+def write_json(path: str | os.PathLike, value: object) -> None:
     """Write a value as indented JSON; numbers that are not finite become null."""
     write_text(path, json.dumps(finite(value), indent=1, ensure_ascii=False, sort_keys=False) + "\n")
 

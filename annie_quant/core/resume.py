@@ -21,12 +21,12 @@ from annie_quant.core.files import read_whole_json, take_lock, write_json
 KEY_FILE = "key.json"
 
 
-def plain_key(key: Any) -> Any:
+def plain_key(key: object) -> object:
     """Return `key` as JSON reads it back, so that a tuple and a list, or a Path and its text, are equal."""
     return json.loads(json.dumps(key, sort_keys=True, default=str))
 
 
-def keyed_folder(folder: Path, key: Any, wait_s: float = 0.0) -> Path:
+def keyed_folder(folder: Path, key: object, wait_s: float = 0.0) -> Path:
     """Return `folder`, emptied first unless it was made for the same `key`.
 
     wait_s: seconds to wait for another process, which makes the folder for this key.
@@ -46,7 +46,7 @@ def keyed_folder(folder: Path, key: Any, wait_s: float = 0.0) -> Path:
 class KeyedJson:
     """One JSON value in a file, valid for one key. A missing, torn or foreign file counts as no value."""
 
-    def __init__(self, path: Path, key: Any) -> None:
+    def __init__(self, path: Path, key: object) -> None:
         self.path, self._key = path, plain_key(key)
 
     def load(self, default: Any = None) -> Any:
@@ -55,7 +55,7 @@ class KeyedJson:
             return default
         return stored["value"]
 
-    def save(self, value: Any) -> None:
+    def save(self, value: object) -> None:
         write_json(self.path, {"key": self._key, "value": value})
 
 

@@ -317,7 +317,7 @@ class Redactor:
         Joined are the strings at the same path of successive events, as a client does for display, also where a secret continues at
         another path.
         """
-        texts: dict[tuple[Any, ...], list[tuple[int, bytes]]] = {}
+        texts: dict[tuple[object, ...], list[tuple[int, bytes]]] = {}
         for index, raw in enumerate(events):
             for path, string in _strings(payload(raw)):
                 texts.setdefault(path, []).append((index, string.encode("utf-8", "surrogatepass")))
@@ -376,13 +376,13 @@ def _forms(secret: bytes) -> Iterator[bytes]:
         yield whole.translate(bytes.maketrans(b"+/", b"-_"))
 
 
-def _strings(data: bytes) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _strings(data: bytes) -> Iterator[tuple[tuple[object, ...], str]]:
     """Yield (path, string) of each string value and property name of a JSON document; nothing if `data` is not JSON."""
     try:
         document = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
-    stack: list[tuple[tuple[Any, ...], Any]] = [((), document)]
+    stack: list[tuple[tuple[object, ...], Any]] = [((), document)]
     while stack:
         path, value = stack.pop()
         if isinstance(value, str):

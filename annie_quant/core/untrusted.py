@@ -18,6 +18,8 @@ import msgspec
 
 from annie_quant.core.text import printable
 
+# A decoded JSON object of another party: the type of a field is checked where it is read.
+JsonObject = dict[str, Any]
 MAX_DEPTH = 8
 MAX_ENTRIES = 100
 MAX_TEXT = 1000
@@ -78,11 +80,13 @@ def limited(value: Any, depth: int = MAX_DEPTH) -> Any:
     return None
 
 
-def integer(value: Any) -> int | None:
+def integer(value: object) -> int | None:
     """Return a count: an integer from 0 to MAX_COUNT; None for anything else (True is not a count)."""
     return value if type(value) is int and 0 <= value <= MAX_COUNT else None
 
 
-def cost_usd(value: Any) -> float | None:
+def cost_usd(value: object) -> float | None:
     """Return an amount of money: a number from 0 to MAX_COST_USD; None for anything else (NaN and True are no amounts)."""
-    return float(value) if type(value) in (int, float) and 0 <= value < MAX_COST_USD else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if 0 <= value < MAX_COST_USD else None

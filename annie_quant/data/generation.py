@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,6 +24,7 @@ from annie_quant.core.errors import AnnieError, ServerError, UsageError
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.data import teachers
 from annie_quant.data.rows import DuplicateFinder, gate_texts, read_rows, user_text
 from annie_quant.data.rules import MIN_VALID, ValidatedRows, faults, validate
@@ -44,9 +44,9 @@ class JournalBatch(msgspec.Struct):
 class JournalLine(msgspec.Struct, omit_defaults=True):
     """One line: the run's settings (the first line), or a batch and the rows of it that were kept."""
 
-    key: dict[str, Any] | None = None
+    key: dict[str, object] | None = None
     batch: JournalBatch | None = None
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
 
 
 def journal_path(output: Path) -> Path:
@@ -64,8 +64,8 @@ class Journal:
     Raises UsageError if another process writes the same output, or if an unfinished run had other settings.
     """
 
-    def __init__(self, output: Path | None, key: dict[str, Any], restart: bool = False) -> None:
-        self.rows: list[dict[str, Any]] = []
+    def __init__(self, output: Path | None, key: dict[str, object], restart: bool = False) -> None:
+        self.rows: list[JsonObject] = []
         self.batches: Counter[str] = Counter()  # category → number of requested batches
         self.cost_usd, self.tokens = 0.0, 0
         self._log: JsonLines | None = None
@@ -94,16 +94,14 @@ class Journal:
                     f"{log.path}, line {number}: {error}", "add --force to start again without its conversations"
                 ) from error
 
-    def add(
-        self, category: str, rows: list[dict[str, Any]], cost_usd: float | None, tokens: int, failed: str = ""
-    ) -> None:
+    def add(self, category: str, rows: list[JsonObject], cost_usd: float | None, tokens: int, failed: str = "") -> None:
         """Record one batch: the rows of it that are kept, and its cost."""
         batch = JournalBatch(category, cost_usd, tokens, failed)
         if self._log is not None:
             self._log.append(msgspec.json.encode(JournalLine(batch=batch, rows=rows)))
         self._count(batch, rows)
 
-    def _count(self, batch: JournalBatch, rows: list[dict[str, Any]]) -> None:
+    def _count(self, batch: JournalBatch, rows: list[JsonObject]) -> None:
         self.rows += rows
         self.batches[batch.category] += 1
         self.cost_usd += batch.cost_usd or 0.0
@@ -210,7 +208,7 @@ class _Job:
     limits: Limits
     sleep: Callable[[float], None]
 
-    def key(self, model: str) -> dict[str, Any]:
+    def key(self, model: str) -> dict[str, object]:
         """Return the settings on which the rows depend. model: the teacher's."""
         return {
             "version": __version__,
@@ -272,7 +270,7 @@ class _Run:
                 f"--n {len(self.job.persona.categories) * min(self.exhausted.values())}, or --teacher claude-cli or openai",
             )
 
-    def rows_of(self, category: Category) -> list[dict[str, Any]]:
+    def rows_of(self, category: Category) -> list[JsonObject]:
         return [row for row in self.journal.rows if row["category"] == category.name]
 
     def fill(self, category: Category, count: int, progress: Progress) -> None:
@@ -336,9 +334,9 @@ class _Run:
         }
         finder = self.finder(category.name)
         first = len(self.rows_of(category))
-        rows: list[dict[str, Any]] = []
+        rows: list[JsonObject] = []
         for conversation in batch.rows:
-            row: dict[str, Any] = {
+            row: JsonObject = {
                 "id": f"{category.name}-{first + len(rows):04d}",
                 "category": category.name,
                 **conversation,
@@ -354,7 +352,7 @@ class _Run:
         self.journal.add(category.name, rows, batch.cost_usd, batch.tokens)
         return len(rows)
 
-    def drop_reason(self, row: dict[str, Any], finder: DuplicateFinder) -> str | None:
+    def drop_reason(self, row: JsonObject, finder: DuplicateFinder) -> str | None:
         if row_faults := faults(row, self.job.persona):
             return row_faults[0]
         text = user_text(row)

@@ -14,6 +14,9 @@ from typing import Any
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.judge.answers import parse_raw
 
+Record = Mapping[str, Any]  # a JSON object of a log, whose fields may have any type
+Tool = dict[str, Any]  # a tool in OpenAI's form; its parameters are a JSON schema
+
 
 class Unusable(Exception):
     """A record is not a conversation that can be used. The message is the reason, the same for all such records."""
@@ -34,7 +37,7 @@ class Conversation:
 
     messages: list[ChatMessage]
     system: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     thinking: bool = False
     format: str = ""
     source: str = ""
@@ -60,7 +63,7 @@ def row_of(
     conversation: Conversation,
     index: int,
     system: str | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
 ) -> ChatRow:
     """Return the conversation up to its last answer, as a calibration row. system, tools: used where the log has none."""
     last = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
@@ -111,7 +114,7 @@ _TOOLS = re.compile(r"<tools>\s*(.*?)\s*</tools>", re.DOTALL)
 _THINK = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
-def conversation_of(record: Any) -> Conversation:
+def conversation_of(record: object) -> Conversation:
     """Return the conversation in a record. Raises Unusable with the reason where there is none."""
     if isinstance(record, list):
         record = {"messages": record}
@@ -130,7 +133,7 @@ def conversation_of(record: Any) -> Conversation:
     return conversation
 
 
-def _time(record: Mapping[str, Any]) -> float | None:
+def _time(record: Record) -> float | None:
     """Return when a record was logged, in seconds since 1970: ISO 8601, or a number of seconds or milliseconds."""
     for key in TIME_KEYS:
         value = record.get(key)
@@ -144,7 +147,7 @@ def _time(record: Mapping[str, Any]) -> float | None:
     return None
 
 
-def finished(messages: list[ChatMessage], tools: list[dict[str, Any]] | None, system: Any = None) -> Conversation:
+def finished(messages: list[ChatMessage], tools: list[Tool] | None, system: object = None) -> Conversation:
     """Return a conversation without what a template could not render. Raises Unusable where nothing is left."""
     systems = [m["content"] for m in messages if m["role"] == "system"]
     prompt = "\n".join(s for s in [str(system)] * bool(system) + systems if s.strip()) or None
@@ -160,7 +163,7 @@ def finished(messages: list[ChatMessage], tools: list[dict[str, Any]] | None, sy
     return Conversation(_linked(messages), prompt, tools, thinking)
 
 
-def _request(record: Mapping[str, Any], depth: int) -> tuple[Mapping[str, Any], str]:
+def _request(record: Record, depth: int) -> tuple[Record, str]:
     """Return the object that has the messages, and their key."""
     for key in MESSAGE_KEYS:
         value = record.get(key)
@@ -179,7 +182,7 @@ def _request(record: Mapping[str, Any], depth: int) -> tuple[Mapping[str, Any], 
     raise Unusable("no messages in the record")
 
 
-def _object_in(record: Mapping[str, Any], key: str) -> Any:
+def _object_in(record: Record, key: str) -> Any:
     """Return a field's value, decoded where it is the text of a JSON object; None where such text cannot be decoded."""
     value = record.get(key)
     if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -190,7 +193,7 @@ def _object_in(record: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _answer(record: Mapping[str, Any]) -> Any:
+def _answer(record: Record) -> Any:
     """Return the message of a response that is logged with its request."""
     for key in ("response", "response_body", "output", "completion", "result"):
         value = _object_in(record, key)
@@ -207,7 +210,7 @@ def _answer(record: Mapping[str, Any]) -> Any:
     return choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
 
 
-def parsed_message(raw: Any) -> Iterator[ChatMessage]:
+def parsed_message(raw: object) -> Iterator[ChatMessage]:
     """Yield one logged message as messages of OpenAI's form. Raises Unusable for an unknown role or an image."""
     if not isinstance(raw, Mapping):
         raise Unusable("a message is not an object")
@@ -239,7 +242,7 @@ def parsed_message(raw: Any) -> Iterator[ChatMessage]:
             yield {"role": role, "content": text}
 
 
-def _content(content: Any) -> tuple[str, str, list[ChatCall], list[ChatMessage]]:
+def _content(content: object) -> tuple[str, str, list[ChatCall], list[ChatMessage]]:
     """Return text, thinking, calls and results of a content: a text, or a list of blocks."""
     if content is None or isinstance(content, str):
         return content or "", "", [], []
@@ -285,7 +288,7 @@ def _parsed(text: str) -> tuple[str, str, list[ChatCall]]:
     return text.strip(), thoughts, calls
 
 
-def _call(raw: Mapping[str, Any]) -> ChatCall:
+def _call(raw: Record) -> ChatCall:
     function = raw.get("function") if isinstance(raw.get("function"), Mapping) else raw
     assert isinstance(function, Mapping)
     arguments = function.get("arguments", function.get("parameters"))
@@ -311,7 +314,7 @@ def _decoded(text: str) -> Any:
         raise Unusable("tool arguments that are not JSON") from None
 
 
-def tools_of(raw: Any) -> list[dict[str, Any]] | None:
+def tools_of(raw: Any) -> list[Tool] | None:
     """Return tools in OpenAI's form; None where there are none, or none that can be read."""
     if isinstance(raw, str):
         try:
@@ -348,7 +351,7 @@ def _assistant(text: str, thoughts: str, calls: list[ChatCall]) -> ChatMessage:
     return message
 
 
-def _result(text: str, name: Any, identity: Any) -> ChatMessage:
+def _result(text: str, name: object, identity: object) -> ChatMessage:
     message: ChatMessage = {"role": "tool", "content": text}
     if name:
         message["name"] = str(name)

@@ -23,7 +23,7 @@ from annie_quant.core.progress import Progress
 from annie_quant.data.log_records import Conversation, row_of, with_text_arguments
 from annie_quant.data.logs import Problems, read_logs
 from annie_quant.data.masking import Scanner
-from annie_quant.data.rows import DuplicateFinder, user_text
+from annie_quant.data.rows import DuplicateFinder, Row, user_text
 from annie_quant.data.rules import form_faults
 from annie_quant.documents import CaseFile, ChatMessage, ChatRow, WorkloadFile
 from annie_quant.documents.persona import Persona
@@ -152,7 +152,7 @@ def inferred_tools(sample: LogSample) -> list[dict[str, Any]]:
     ]
 
 
-def _schema(values: Sequence[Any]) -> dict[str, Any]:
+def _schema(values: Sequence[object]) -> dict[str, Any]:
     kinds = {
         "boolean" if isinstance(v, bool) else "integer" if isinstance(v, int) else "number" if isinstance(v, float)
         else "string" if isinstance(v, str) else "array" if isinstance(v, list) else "object"
@@ -188,7 +188,7 @@ class GateCases:
     shared: number of cases that are left out because the calibration rows have nearly the same prompt.
     """
 
-    def __init__(self, persona: Persona, calibration: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, persona: Persona, calibration: Sequence[Row]) -> None:
         self.persona = persona
         self.behaviours: Counter[str] = Counter()
         self.shared = 0
@@ -282,7 +282,7 @@ def calibration_row(conversation: Conversation, persona: Persona, index: int) ->
     return None if form_faults(row) else row
 
 
-def prompts_of(row: Mapping[str, Any]) -> Iterator[str]:
+def prompts_of(row: Row) -> Iterator[str]:
     """Yield the prompt before each answer of a row."""
     messages = [m for m in row["messages"] if m["role"] != "system"]
     for at, message in enumerate(messages):
@@ -290,7 +290,7 @@ def prompts_of(row: Mapping[str, Any]) -> Iterator[str]:
             yield prompt_text(messages[:at])
 
 
-def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
+def prompt_text(messages: Sequence[Mapping[str, object]]) -> str:
     """Return what identifies a prompt: the users' texts, and the last result where the answer follows one."""
     texts = [str(m["content"]) for m in messages if m["role"] == "user"]
     return "\n".join(texts + [str(m["content"]) for m in messages[-1:] if m["role"] == "tool"])

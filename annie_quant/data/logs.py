@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from annie_quant.core.errors import UsageError, need
-from annie_quant.core.untrusted import decode_json
+from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.data.log_records import (
     ROLES,
     Conversation,
+    Tool,
     Unusable,
     conversation_of,
     finished,
@@ -112,7 +113,7 @@ def _read_file(path: Path, problems: Problems) -> Iterator[Conversation]:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _records(records: Iterable[tuple[str, Any]], problems: Problems) -> Iterator[Conversation]:
+def _records(records: Iterable[tuple[str, object]], problems: Problems) -> Iterator[Conversation]:
     for where, record in records:
         try:
             conversation = conversation_of(record)
@@ -123,7 +124,7 @@ def _records(records: Iterable[tuple[str, Any]], problems: Problems) -> Iterator
         yield conversation
 
 
-def _whole(path: Path) -> list[Any] | None:
+def _whole(path: Path) -> list[object] | None:
     """Return the entries of a JSON file; None where it has JSON lines after all."""
     try:
         document = decode_json(_open(path).read())
@@ -204,7 +205,7 @@ def _open(path: Path) -> IO[bytes]:
     return file
 
 
-def _columns(path: Path, suffix: str) -> Iterator[tuple[int, Any]]:
+def _columns(path: Path, suffix: str) -> Iterator[tuple[int, object]]:
     """Yield (row number, row) of a Parquet or Arrow file."""
     need("pyarrow", "notebooks")
     import pyarrow
@@ -237,7 +238,7 @@ def _without_none(value: Any) -> Any:
     return [_without_none(v) for v in value] if isinstance(value, list) else value
 
 
-def _format(record: Any) -> str:
+def _format(record: object) -> str:
     if isinstance(record, dict):
         if "conversations" in record or "conversation" in record:
             return "ShareGPT"
@@ -254,7 +255,7 @@ class Transcript:
         self._fault = ""
 
     @staticmethod
-    def takes(record: dict[str, Any]) -> bool:
+    def takes(record: JsonObject) -> bool:
         """Return whether a line is an event of a transcript."""
         if any(key in record for key in ("messages", "conversations", "conversation", "request", "response", "body")):
             return False
@@ -262,7 +263,7 @@ class Transcript:
             str(record.get("role")).lower() in ROLES and "content" in record
         )
 
-    def add(self, record: dict[str, Any]) -> Iterator[Conversation]:
+    def add(self, record: JsonObject) -> Iterator[Conversation]:
         if record.get("type") == "session":
             yield from self.rest()
             return
@@ -302,7 +303,7 @@ class ServerLog:
     def __init__(self) -> None:
         self.format = ""
         self._prompts: OrderedDict[str, str] = OrderedDict()  # vLLM: request → prompt
-        self._request: dict[str, Any] | None = None  # llama.cpp
+        self._request: JsonObject | None = None  # llama.cpp
 
     def add(self, line: str) -> Iterator[Conversation]:
         """Yield the conversations that a line completes. Raises Unusable for a prompt or body that cannot be parsed."""
@@ -363,7 +364,7 @@ def chatml(prompt: str, answer: str) -> Conversation:
     return conversation
 
 
-def _system(text: str) -> tuple[str, list[dict[str, Any]] | None]:
+def _system(text: str) -> tuple[str, list[Tool] | None]:
     """Return the system prompt and the tools of a rendered system message."""
     block = _TOOL_BLOCK.search(text)
     if block is None:

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.core.files import take_lock
 from annie_quant.core.secrets import Redactor
-from annie_quant.core.untrusted import decode_json
+from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.data.log_records import Unusable, conversation_of, with_text_arguments
 from annie_quant.data.masking import MASK, Scanner
 from annie_quant.documents import ChatMessage, LoggedChat
@@ -83,7 +83,7 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
             message, reason = answer_of_events(body) if exchange.is_stream else answer_of_body(body)
         except Unusable as error:
             fault = str(error)
-    record: dict[str, Any] = {"messages": request.get("messages"), "tools": _tools(request)}
+    record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
     if message is not None:
         # Before reasoning and content are joined, and before the scanner, which would mask a part of a secret and keep the rest.
         record["response"] = {"choices": [{"message": without(message, exchange.secrets)}]}
@@ -92,7 +92,7 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     if size > MAX_LINE_BYTES:  # checked first, because masking takes time in proportion to the size
         raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
     head: list[ChatMessage] = [{"role": "system", "content": conversation.system}] if conversation.system else []
-    parts: dict[str, Any] = {"messages": head + conversation.messages, "tools": conversation.tools, "reason": reason}
+    parts: JsonObject = {"messages": head + conversation.messages, "tools": conversation.tools, "reason": reason}
     parts["model"] = str(request.get("model") or "")[:MAX_MODEL]
     data = json.dumps(masked_row(without(parts, exchange.secrets), exchange.time, scanner), ensure_ascii=False).encode(
         "utf-8", "replace"
@@ -102,7 +102,7 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     return ChatLine(data, message is not None, fault)
 
 
-def masked_row(parts: Mapping[str, Any], time: str, scanner: Scanner) -> LoggedChat:
+def masked_row(parts: JsonObject, time: str, scanner: Scanner) -> LoggedChat:
     """Return a chat's row without secrets, and without personal data where the scanner masks it."""
     row: LoggedChat = {"time": time, "model": scanner.masked(parts["model"])}
     row["messages"] = [with_text_arguments(m) for m in scanner.conversation(parts["messages"])]
@@ -113,12 +113,12 @@ def masked_row(parts: Mapping[str, Any], time: str, scanner: Scanner) -> LoggedC
     return row
 
 
-def _tools(request: Mapping[str, Any]) -> Any:
+def _tools(request: JsonObject) -> Any:
     """Return the tools on offer; none where the request forbids calls."""
     return None if request.get("tool_choice") == "none" else request.get("tools") or request.get("functions")
 
 
-def _object(body: bytes) -> Mapping[str, Any] | None:
+def _object(body: bytes) -> JsonObject | None:
     try:
         document = decode_json(body, lenient=True)
     except ValueError:
@@ -147,7 +147,7 @@ def decompressed(body: bytes, coding: str) -> bytes:
     raise Unusable("an answer that cannot be decompressed")
 
 
-def answer_of_body(body: bytes) -> tuple[dict[str, Any], str | None]:
+def answer_of_body(body: bytes) -> tuple[JsonObject, str | None]:
     """Return message and finish reason of a chat completion. Raises Unusable where there is none."""
     document = _object(body)
     choices = document.get("choices") if document is not None else None
@@ -158,14 +158,14 @@ def answer_of_body(body: bytes) -> tuple[dict[str, Any], str | None]:
     return {**message, "role": "assistant"}, _reason(first.get("finish_reason"))
 
 
-def answer_of_events(body: bytes) -> tuple[dict[str, Any], str | None]:
+def answer_of_events(body: bytes) -> tuple[JsonObject, str | None]:
     """Return message and finish reason of a stream of chunks. Raises Unusable where it is broken or does not end."""
     answer = decode.read_answer(frames(body))
     if answer.fault is not None:
         raise Unusable("a stream that is broken")
     if answer.done_ns is None and answer.finish_reason is None:
         raise Unusable("a stream that does not end")
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(answer.text)}
+    message: JsonObject = {"role": "assistant", "content": "".join(answer.text)}
     if answer.reasoning:
         message["reasoning_content"] = "".join(answer.reasoning)
     if answer.calls:
@@ -189,7 +189,7 @@ def frames(body: bytes) -> Iterator[decode.Frame]:
         yield decode.Frame(0, kind, flags, 0, raw, data)
 
 
-def _reason(value: Any) -> str | None:
+def _reason(value: object) -> str | None:
     return value[: decode.MAX_NAME] if isinstance(value, str) else None
 
 
@@ -210,7 +210,7 @@ def without(value: Any, secrets: Redactor) -> Any:
     return _changed(value, masked)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Yield the names and texts of a JSON value in the order in which they are written."""
     if isinstance(value, str):
         yield value

@@ -23,13 +23,15 @@ import msgspec
 from annie_quant import judge
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import exists, is_folder, sha256_text
-from annie_quant.core.untrusted import decode_json
+from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.documents.persona import Persona, built_in, load_persona
 
 THRESHOLD = 0.85
 CONTRACTIONS = {"'s": " is", "'m": " am", "'re": " are", "n't": " not", "'ll": " will", "'ve": " have", "'d": " would"}
 _CONTRACTION = re.compile(r"(?:'s|'m|'re|n't|'ll|'ve|'d)\b")
 Feature = str | tuple[str, str]
+Row = Mapping[str, Any]  # a conversation as its file has it; `rules.faults` checks it
+Rows = str | os.PathLike[str] | Sequence[Row]  # a file, or rows in memory
 
 
 def words(text: str) -> list[str]:
@@ -37,18 +39,18 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", _CONTRACTION.sub(lambda m: CONTRACTIONS[m[0]], text))
 
 
-def features(text: str) -> frozenset[Any]:
+def features(text: str) -> frozenset[Feature]:
     """Return the set of words and of pairs of neighbouring words."""
     sequence = words(text)
     return frozenset(sequence) | frozenset(itertools.pairwise(sequence))
 
 
-def user_text(row: Mapping[str, Any]) -> str:
+def user_text(row: Row) -> str:
     """Return all user messages of a conversation as one text."""
     return "\n".join(text_of(m.get("content")) for m in row["messages"] if m["role"] == "user")
 
 
-def text_of(content: Any) -> str:
+def text_of(content: object) -> str:
     """Return the text of a message's content: a string, or OpenAI's list of parts."""
     if isinstance(content, list):
         return "\n".join(str(p.get("text") or "") for p in content if isinstance(p, Mapping))
@@ -68,8 +70,8 @@ class DuplicateFinder:
     """
 
     def __init__(self, texts: Iterable[tuple[str, str]] = ()) -> None:
-        self._texts: list[tuple[str, frozenset[Any]]] = []
-        self._exact: dict[frozenset[Any], str] = {}
+        self._texts: list[tuple[str, frozenset[Feature]]] = []
+        self._exact: dict[frozenset[Feature], str] = {}
         self._index: defaultdict[Feature, list[int]] = defaultdict(list)  # feature of a prefix → indices in _texts
         for name, text in texts:
             self.add(name, text)
@@ -97,7 +99,7 @@ class DuplicateFinder:
         return None
 
 
-def _prefix(text_features: frozenset[Any]) -> list[Feature]:
+def _prefix(text_features: frozenset[Feature]) -> list[Feature]:
     """Return features of which a duplicate of the set must have one: pairs before words, because they are rarer."""
     # A larger duplicate's own prefix is longer, and shares its first common feature with this set's prefix as well.
     n = len(text_features) - math.ceil(THRESHOLD * len(text_features)) + 1
@@ -110,7 +112,6 @@ def _order(feature: Feature) -> tuple[bool, int, str]:
     return isinstance(feature, str), zlib.crc32(joined.encode()), joined
 
 
-Rows = str | os.PathLike[str] | Sequence[Mapping[str, Any]]  # a file, or rows in memory
 DATASET_SUFFIXES = (".parquet", ".arrow", ".gz")
 LOG_KEYS = {"conversations", "conversation", "prompt", "chosen", "request", "body"}
 
@@ -119,8 +120,8 @@ class _RowFunction(msgspec.Struct):
     """The function of a tool or of a call; `arguments` is JSON text, or its value."""
 
     name: str | None = None
-    arguments: str | dict[str, Any] | None = None
-    parameters: dict[str, Any] | None = None
+    arguments: str | JsonObject | None = None
+    parameters: JsonObject | None = None
 
 
 class _RowTool(msgspec.Struct):
@@ -135,7 +136,7 @@ class _RowCall(_RowFunction):
 
 class _RowMessage(msgspec.Struct):
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[JsonObject] | None = None
     tool_calls: list[_RowCall] | None = None
 
 
@@ -154,7 +155,7 @@ class _Row(msgspec.Struct):
     category: str | int | None = None
 
 
-def read_rows(rows: Rows) -> list[dict[str, Any]]:
+def read_rows(rows: Rows) -> list[JsonObject]:
     """Return copies of the rows, or the rows of a file. Raises UsageError that names the file and the line."""
     if not isinstance(rows, (str, os.PathLike)):
         return [dict(row) for row in rows]
@@ -170,7 +171,7 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
     content = content.removeprefix(codecs.BOM_UTF8)
     if content.lstrip()[:1] == b"[":
         return dataset_rows(path)
-    result: list[dict[str, Any]] = []
+    result: list[JsonObject] = []
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
@@ -188,7 +189,7 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
     return result
 
 
-def dataset_rows(path: Path) -> list[dict[str, Any]]:
+def dataset_rows(path: Path) -> list[JsonObject]:
     """Return the rows of a chat dataset in another form: Parquet, Arrow, ShareGPT, a folder (see data/logs.py).
 
     Raises UsageError where it has no conversation with an answer.
@@ -197,14 +198,14 @@ def dataset_rows(path: Path) -> list[dict[str, Any]]:
     from annie_quant.data.logs import Problems, read_logs
 
     problems = Problems()
-    rows: list[dict[str, Any]] = [{**row_of(c, i)} for i, c in enumerate(read_logs([path], problems)) if c.has_answer]
+    rows: list[JsonObject] = [{**row_of(c, i)} for i, c in enumerate(read_logs([path], problems)) if c.has_answer]
     if not rows:
         reasons = "; ".join(problems.lines()) or "it is empty"
         raise UsageError(f"{path} has no conversation with an answer: {reasons}", "annie-quant data --persona annie")
     return rows
 
 
-def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -> list[dict[str, Any]]:
+def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -> list[JsonObject]:
     """Return the rows of a file, at most `limit`, taken evenly over it. Raises UsageError for a file without rows.
 
     Evenly, because such files are sorted by category: the first 100 rows would all be greetings.

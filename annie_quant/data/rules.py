@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from annie_quant.core.untrusted import decode_json
-from annie_quant.data.rows import DuplicateFinder, text_of, user_text
+from annie_quant.data.rows import DuplicateFinder, Row, text_of, user_text
 from annie_quant.documents.persona import Persona, load_persona
 from annie_quant.documents.tool_schema import mismatch
 from annie_quant.judge.checks.text import leaked, markdown_in
@@ -51,7 +51,7 @@ class ValidatedRows(msgspec.Struct):
     ok: bool
 
 
-def faults(row: Mapping[str, Any], persona: Persona | None = None) -> list[str]:
+def faults(row: Row, persona: Persona | None = None) -> list[str]:
     """Return a description of each rule that a conversation breaks. persona: default: annie."""
     persona = persona or load_persona("annie")
     result = form_faults(row, persona.tools)
@@ -75,13 +75,13 @@ def faults(row: Mapping[str, Any], persona: Persona | None = None) -> list[str]:
     return result + ([] if row.get("category") is None or teacher_of(row) == "log" else _category_faults(row, persona))
 
 
-def teacher_of(row: Mapping[str, Any]) -> str | None:
+def teacher_of(row: Row) -> str | None:
     """Return who wrote a row: a teacher's name, "log" for production (annie-quant init), None where it is not known."""
     provenance = row.get("provenance")
     return str(provenance["teacher"]) if isinstance(provenance, Mapping) and provenance.get("teacher") else None
 
 
-def form_faults(row: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None = ()) -> list[str]:
+def form_faults(row: Row, tools: Sequence[Mapping[str, Any]] | None = ()) -> list[str]:
     """Return a description of each rule of the form that a row breaks; a row without faults can be rendered and scored.
 
     tools: offered where the row names none; None: not known, and calls of rows without tools are not checked.
@@ -110,7 +110,7 @@ def form_faults(row: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | Non
     return result
 
 
-def _tools_faults(tools: Any) -> list[str]:
+def _tools_faults(tools: object) -> list[str]:
     valid = isinstance(tools, Sequence) and all(
         isinstance(t, Mapping)
         and isinstance(t.get("function"), Mapping)
@@ -121,7 +121,7 @@ def _tools_faults(tools: Any) -> list[str]:
     return [] if valid else ['tools are not a list of {"type": "function", "function": {"name": ...}}']
 
 
-def _category_faults(row: Mapping[str, Any], persona: Persona) -> list[str]:
+def _category_faults(row: Row, persona: Persona) -> list[str]:
     category = persona.category(str(row.get("category")))
     if category is None:
         return [f"{persona.name} has no category {row.get('category')!r}"]
@@ -153,7 +153,7 @@ def _style_faults(text: str, persona: Persona, limited: bool) -> list[str]:
     return result
 
 
-def _call_faults(call: Any, schemas: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
+def _call_faults(call: object, schemas: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         return ['a tool call is not {"function": {"name": ..., "arguments": ...}}']
@@ -173,9 +173,7 @@ def _call_faults(call: Any, schemas: Mapping[str, Mapping[str, Any]] | None) -> 
     return [f"arguments of {name} do not match its schema: {misfit}"] if misfit else []
 
 
-def validate(
-    rows: Iterable[Mapping[str, Any]], persona: Persona | None = None, requested: int | None = None
-) -> ValidatedRows:
+def validate(rows: Iterable[Row], persona: Persona | None = None, requested: int | None = None) -> ValidatedRows:
     """Check all rows and the set as a whole. Rows without a category are counted under "none".
 
     requested: number of conversations that were requested, if that is more than there are.
@@ -208,7 +206,7 @@ def validate(
     return ValidatedRows(total, valid, tools, dict(by_category), dict(counts), bool(enough))
 
 
-def form_report(rows: Iterable[Mapping[str, Any]], persona: Persona | None = None) -> str | None:
+def form_report(rows: Iterable[Row], persona: Persona | None = None) -> str | None:
     """Return one line about the rows whose form is invalid; None where all are valid."""
     counts: Counter[str] = Counter()
     total = invalid = 0

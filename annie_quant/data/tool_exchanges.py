@@ -37,11 +37,14 @@ NAMES = {
 FIRST_ORDER = {"train": 10000, "calibration": 40000, "gate": 70000}
 
 
+Schema = Mapping[str, Any]  # a JSON schema, or an OpenAI tool with one
+
+
 class NoValue(Exception):
     """No value was drawn that fits the schema."""
 
 
-def draw_arguments(schema: Mapping[str, Any], rng: random.Random, split: str) -> dict[str, Any]:
+def draw_arguments(schema: Schema, rng: random.Random, split: str) -> dict[str, Any]:
     """Return arguments that fit a tool's parameters.
 
     Raises NoValue where none is drawn in MAX_DRAWS attempts, also because the schema refers to another document, which is
@@ -57,7 +60,7 @@ def draw_arguments(schema: Mapping[str, Any], rng: random.Random, split: str) ->
     raise NoValue(f"no arguments that fit {json.dumps(schema)[:120]}" + (f": {reason}" if reason else ""))
 
 
-def _draw(node: Any, root: Mapping[str, Any], rng: random.Random, split: str, name: str, depth: int) -> Any:
+def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str, depth: int) -> Any:
     if not isinstance(node, Mapping):
         return _text({}, rng, split, name)
     if "$ref" in node:
@@ -91,7 +94,7 @@ def _draw(node: Any, root: Mapping[str, Any], rng: random.Random, split: str, na
     return None if kind == "null" else _text(node, rng, split, name)
 
 
-def _object(node: Mapping[str, Any], root: Mapping[str, Any], rng: random.Random, split: str, depth: int) -> dict:
+def _object(node: Schema, root: Schema, rng: random.Random, split: str, depth: int) -> dict:
     required = set(node.get("required") or ())
     properties = node.get("properties") or {}
     chosen = [key for key in properties if key in required or (depth < MAX_DEPTH and rng.random() < OPTIONAL_SHARE)] + [
@@ -100,7 +103,7 @@ def _object(node: Mapping[str, Any], root: Mapping[str, Any], rng: random.Random
     return {key: _draw(properties.get(key, {}), root, rng, split, key, depth + 1) for key in chosen}
 
 
-def _number(node: Mapping[str, Any], rng: random.Random, kind: str) -> int | float:
+def _number(node: Schema, rng: random.Random, kind: str) -> int | float:
     low = node.get("minimum", node.get("exclusiveMinimum"))
     high = node.get("maximum", node.get("exclusiveMaximum"))
     if low is None:
@@ -115,7 +118,7 @@ def _number(node: Mapping[str, Any], rng: random.Random, kind: str) -> int | flo
     return int(value) if kind == "integer" else float(value)
 
 
-def _text(node: Mapping[str, Any], rng: random.Random, split: str, name: str) -> str:
+def _text(node: Schema, rng: random.Random, split: str, name: str) -> str:
     kind, key = node.get("format"), name.lower()
     day, month, hour, minute = rng.randint(1, 28), rng.randint(1, 12), rng.randint(6, 22), rng.choice((0, 15, 30, 45))
     who = rng.choice(NAMES[split])
@@ -146,7 +149,7 @@ def _text(node: Mapping[str, Any], rng: random.Random, split: str, name: str) ->
     return text[:high].strip() if low <= len(text[:high].strip()) else text[:high]
 
 
-def _resolved(node: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolved(node: object, root: Schema) -> Schema:
     """Return a schema with its local reference (#/$defs/NAME) replaced by what it refers to."""
     for _ in range(MAX_DEPTH):
         if not isinstance(node, Mapping) or "$ref" not in node:
@@ -158,7 +161,7 @@ def _resolved(node: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return node if isinstance(node, Mapping) else {}
 
 
-def _merged(nodes: Sequence[Any], root: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(nodes: Sequence[object], root: Schema) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for node in (_resolved(n, root) for n in nodes):
         properties = {**result.get("properties", {}), **node.get("properties", {})}
@@ -171,11 +174,11 @@ def _merged(nodes: Sequence[Any], root: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _without(node: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _without(node: Schema, key: str) -> dict[str, Any]:
     return {k: v for k, v in node.items() if k != key}
 
 
-def _distinct(items: Sequence[Any]) -> list[Any]:
+def _distinct(items: Sequence[object]) -> list[object]:
     return list({json.dumps(item, sort_keys=True): item for item in items}.values())
 
 
@@ -324,7 +327,7 @@ def _from_exchange(exchange: Exchange, persona: Persona) -> ToolExchange:
     return ToolExchange(exchange.user.replace("Annie", persona.name), (call,), exchange.reply, "")
 
 
-def _from_grammar(grammar: Grammar, tool: Mapping[str, Any], rng: random.Random, split: str) -> ToolExchange:
+def _from_grammar(grammar: Grammar, tool: Schema, rng: random.Random, split: str) -> ToolExchange:
     phrases = grammar.tools[tool["name"]]
     properties = tool["parameters"].get("properties", {})
     values: dict[str, Any] = {name: _slot(slot, rng, split) for name, slot in grammar.slots.items()}
@@ -353,7 +356,7 @@ def _slot(slot: Slot, rng: random.Random, split: str) -> Any:
     return rng.choice(slot.values[split] if slot.values else MY_TOPICS[split])
 
 
-def _from_schema(tool: Mapping[str, Any], rng: random.Random, split: str) -> ToolExchange:
+def _from_schema(tool: Schema, rng: random.Random, split: str) -> ToolExchange:
     schema = {"type": "object", **(tool.get("parameters") or {})}
     try:
         arguments = draw_arguments(schema, rng, split)
@@ -374,7 +377,7 @@ def _from_schema(tool: Mapping[str, Any], rng: random.Random, split: str) -> Too
     )
 
 
-def action_of(tool: Mapping[str, Any]) -> str:
+def action_of(tool: Schema) -> str:
     """Return what a tool does, to follow "please": the first sentence of its description, else its name in words."""
     sentence = str(tool.get("description") or "").split(". ")[0].strip().rstrip(".")
     if not sentence or len(sentence) > 160 or "\n" in sentence:
@@ -382,7 +385,7 @@ def action_of(tool: Mapping[str, Any]) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
-def flattened(arguments: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flattened(arguments: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
     """Return (name, value) in words of all arguments, nested ones included."""
     pairs: list[tuple[str, str]] = []
     for name, value in arguments.items():
@@ -400,7 +403,7 @@ def flattened(arguments: Mapping[str, Any], prefix: str = "") -> list[tuple[str,
     return pairs
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

@@ -226,14 +226,14 @@ def _talk_case(persona: Persona, rng: random.Random, index: int) -> CaseFile:
     return CaseFile(id=0, turns=[_named(turn.user, persona) for turn in exchanges.conversation(rng, SPLIT)])
 
 
-def _allowed(value: Any) -> Any:
+def _allowed(value: object) -> object:
     """Return a value in the form of judge/checks/calls.py: each member of an object has a list of allowed values."""
     if isinstance(value, dict):
         return {key: [_allowed(item)] for key, item in value.items()}
     return [_allowed(item) for item in value] if isinstance(value, list) else value
 
 
-def _prompt(text: str, expect: dict[str, Any]) -> CaseFile:
+def _prompt(text: str, expect: dict[str, object]) -> CaseFile:
     """Return a case of one user message; its id is set later, by its position in the workload."""
     return CaseFile(id=0, messages=[{"role": "user", "content": text}], expect=expect)
 

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
@@ -31,6 +31,13 @@ class CudaArrayInterface(TypedDict):
     version: int
     strides: tuple[int, ...] | None
     stream: int | None
+
+
+class CudaArray(Protocol):
+    """An array on a GPU, of any library: a torch tensor, a CuPy array, a DeviceArray."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
 
 
 def native() -> Any:

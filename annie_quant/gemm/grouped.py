@@ -14,13 +14,18 @@ CUDA graph. nvfp4_experts_out writes into a given tensor and leaves rows of pair
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from annie_quant.core.errors import UsageError, need
 from annie_quant.gemm import torch_op
 from annie_quant.gemm.arrays import CurrentDevice, native
 from annie_quant.gemm.plans import GroupedPlan
-from annie_quant.gemm.torch_op import BF16, F16
+from annie_quant.gemm.torch_op import BF16, F16, Operator
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SCHEMA = (
     "(Tensor x, Tensor packed, Tensor scales, int n, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
@@ -37,8 +42,8 @@ BLOCK_ROWS = 256  # rows whose repacked bytes are contiguous (kBlockTiles in csr
 class PreparedExperts(NamedTuple):
     """The repacked weights [experts, n, k]. packed: uint8 [experts, bytes]; scales: float32 [experts]; both on the GPU."""
 
-    packed: Any
-    scales: Any
+    packed: Tensor
+    scales: Tensor
     n: int
 
 
@@ -50,12 +55,12 @@ class Alignment(NamedTuple):
     padded        [1]: the entries of sorted_pairs that are used
     """
 
-    sorted_pairs: Any
-    tile_experts: Any
-    padded: Any
+    sorted_pairs: Tensor
+    tile_experts: Tensor
+    padded: Tensor
 
 
-def prepare_experts(codes: Any, block_scale: Any, tensor_scales: Any) -> PreparedExperts:
+def prepare_experts(codes: Tensor, block_scale: Tensor, tensor_scales: Tensor | Sequence[float]) -> PreparedExperts:
     """Repack the weights of all experts of a layer (CUDA tensors, a row per expert, as gemm.torch_op.prepare takes one)."""
     torch = need("torch", "quantize")
     scales = torch.as_tensor(tensor_scales, dtype=torch.float32).to(codes.device)
@@ -69,7 +74,7 @@ def prepare_experts(codes: Any, block_scale: Any, tensor_scales: Any) -> Prepare
     return PreparedExperts(packed, scales, n)
 
 
-def align(top_k_index: Any, experts: int, tile_tokens: int) -> Alignment:
+def align(top_k_index: Tensor, experts: int, tile_tokens: int) -> Alignment:
     """Sort the pairs of a router's choice [tokens, top_k] by expert. Does not wait for the GPU."""
     import torch
 
@@ -109,16 +114,16 @@ def plan_tokens(pairs: int, experts: int, top_k: int, n: int, k: int, device: in
 
 
 def product(
-    x: Any,
-    packed: Any,
-    scales: Any,
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
     n: int,
-    sorted_pairs: Any,
-    tile_experts: Any,
-    padded: Any,
+    sorted_pairs: Tensor,
+    tile_experts: Tensor,
+    padded: Tensor,
     top_k: int,
     tile_tokens: int,
-) -> Any:
+) -> Tensor:
     """Return [rows of x * top_k, n] in x's dtype. Rows of experts that tile_experts gives as -1 are zeros."""
     import torch
 
@@ -128,13 +133,13 @@ def product(
 
 
 def write(
-    out: Any,
-    x: Any,
-    packed: Any,
-    scales: Any,
-    sorted_pairs: Any,
-    tile_experts: Any,
-    padded: Any,
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    sorted_pairs: Tensor,
+    tile_experts: Tensor,
+    padded: Tensor,
     top_k: int,
     tile_tokens: int,
 ) -> None:
@@ -163,7 +168,7 @@ def write(
         )  # fmt: skip
 
 
-def check_operands(out: Any, x: Any, packed: Any, scales: Any, top_k: int) -> None:
+def check_operands(out: Tensor, x: Tensor, packed: Tensor, scales: Tensor, top_k: int) -> None:
     """Raise UsageError for tensors that the kernel would read or write beyond their ends, or take for others."""
     import torch
 
@@ -180,7 +185,9 @@ def check_operands(out: Any, x: Any, packed: Any, scales: Any, top_k: int) -> No
         raise UsageError("out and x overlap in memory", "torch.empty_like(out)")
 
 
-def check_alignment(sorted_pairs: Any, tile_experts: Any, padded: Any, tile_tokens: int, device: Any) -> None:
+def check_alignment(
+    sorted_pairs: Tensor, tile_experts: Tensor, padded: Tensor, tile_tokens: int, device: torch.device
+) -> None:
     """Raise UsageError for arrays that the kernel would read beyond their ends or take for others."""
     import torch
 
@@ -195,22 +202,22 @@ def check_alignment(sorted_pairs: Any, tile_experts: Any, padded: Any, tile_toke
 
 
 def fake(
-    x: Any,
-    packed: Any,
-    scales: Any,
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
     n: int,
-    sorted_pairs: Any,
-    tile_experts: Any,
-    padded: Any,
+    sorted_pairs: Tensor,
+    tile_experts: Tensor,
+    padded: Tensor,
     top_k: int,
     tile_tokens: int,
-) -> Any:
+) -> Tensor:
     """Return an empty result of the right shape and dtype, for tracing."""
     return x.new_empty((x.shape[0] * top_k, n))
 
 
 @functools.cache
-def register() -> Any:
+def register() -> Operator:
     """Define both operators once and return nvfp4_experts."""
     torch_op.define("nvfp4_experts_out", OUT_SCHEMA, write, lambda *arguments: None)
     return torch_op.define("nvfp4_experts", SCHEMA, product, fake)

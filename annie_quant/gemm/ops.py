@@ -11,7 +11,17 @@ from typing import Any, NoReturn
 import numpy as np
 
 from annie_quant.core.errors import EnvironmentFault, UsageError
-from annie_quant.gemm.arrays import CODES, CurrentDevice, DeviceArray, View, launch_stream, native, need_device, view
+from annie_quant.gemm.arrays import (
+    CODES,
+    CudaArray,
+    CurrentDevice,
+    DeviceArray,
+    View,
+    launch_stream,
+    native,
+    need_device,
+    view,
+)
 from annie_quant.gemm.plans import PATHS, TYPES, Plan, path_of
 
 GROUP = 16
@@ -46,7 +56,7 @@ def _disjoint(written: dict[str, View], read: dict[str, View]) -> None:
 
 
 def _matrix(
-    array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, int | None], align: int = 16
+    array: CudaArray, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, int | None], align: int = 16
 ) -> View:
     v = view(array, name)
     if v.dtype not in dtypes:
@@ -59,7 +69,7 @@ def _matrix(
     return v
 
 
-def _codes_and_scales(codes: Any, block_scale: Any, name: str) -> tuple[View, View, int, int]:
+def _codes_and_scales(codes: CudaArray, block_scale: CudaArray, name: str) -> tuple[View, View, int, int]:
     c = _matrix(codes, f"{name}codes", ("uint8",), (None, None))
     n, k = c.shape[0], c.shape[1] * 2
     if k == 0 or n == 0 or k % GROUP:
@@ -73,7 +83,7 @@ def _codes_and_scales(codes: Any, block_scale: Any, name: str) -> tuple[View, Vi
     return c, s, n, k
 
 
-def _wrote(out: Any, stream: int) -> None:
+def _wrote(out: CudaArray, stream: int) -> None:
     """Record that the last write to `out` is on this stream."""
     if isinstance(out, DeviceArray):
         out.stream = stream
@@ -89,11 +99,11 @@ class Weight:
 
     def __init__(
         self,
-        codes: Any,
-        block_scale: Any,
+        codes: CudaArray,
+        block_scale: CudaArray,
         tensor_scale: float,
         *,
-        memory: Any = None,
+        memory: CudaArray | None = None,
         stream: int | None = None,
         fault: str | None = None,
     ) -> None:
@@ -145,14 +155,14 @@ def _refuse_plan(plan: Plan, m: int, weight: Weight, problem: Exception) -> NoRe
 
 
 def w4a16(
-    x: Any,
+    x: CudaArray,
     weight: Weight,
-    out: Any = None,
+    out: CudaArray | None = None,
     *,
     path: str = "auto",
     pdl: bool = False,
     plan: Plan | None = None,
-    workspace: Any = None,
+    workspace: CudaArray | None = None,
     stream: int | None = None,
 ) -> Any:
     """Launch out[M, N] = x[M, K] @ W[N, K].T: bf16 or fp16 x, exact products, fp32 accumulation, one rounding at the end.
@@ -224,7 +234,7 @@ def w4a16(
     return out
 
 
-def _workspace(workspace: Any) -> View:
+def _workspace(workspace: CudaArray) -> View:
     v = view(workspace, "workspace")
     if v.dtype != "uint8" or not v.contiguous or v.ptr % 16:
         raise UsageError(f"workspace is {v.dtype} {list(v.shape)}; expected contiguous, aligned uint8 memory")
@@ -238,13 +248,13 @@ def fp4_native() -> bool:
 
 
 def w4a4(
-    a_codes: Any,
-    a_scale: Any,
+    a_codes: CudaArray,
+    a_scale: CudaArray,
     a_tensor_scale: float,
-    w_codes: Any,
-    w_scale: Any,
+    w_codes: CudaArray,
+    w_scale: CudaArray,
     w_tensor_scale: float,
-    out: Any = None,
+    out: CudaArray | None = None,
     *,
     mode: str = "auto",
     fault: str | None = None,
@@ -283,7 +293,7 @@ def w4a4(
     return out
 
 
-def _blocks(x: Any, name: str) -> tuple[View, int]:
+def _blocks(x: CudaArray, name: str) -> tuple[View, int]:
     v = view(x, name)
     if v.dtype not in CODES:
         raise UsageError(f"{name} has dtype {v.dtype}; expected {', '.join(CODES)}")
@@ -294,7 +304,7 @@ def _blocks(x: Any, name: str) -> tuple[View, int]:
     return v, math.prod(v.shape) // GROUP
 
 
-def fake_quant(x: Any, tensor_scale: float, out: Any = None, *, stream: int | None = None) -> Any:
+def fake_quant(x: CudaArray, tensor_scale: float, out: CudaArray | None = None, *, stream: int | None = None) -> Any:
     """Quantize and dequantize x [..., K] per 16 columns in its own dtype: ModelOpt's dynamic activation op, to the bit."""
     need_device()
     v, blocks = _blocks(x, "x")

@@ -7,15 +7,18 @@ gemm.oracle, which a swapped nibble or a neighbouring scale exceeds; the decodin
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from annie_quant.gemm.oracle import GROUP, MAGNITUDES
 from annie_quant.gemm.torch_op import Prepared
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from annie_quant.gemm.grouped import PreparedExperts
 
-Align = Callable[[Any, int], "tuple[Any, Any, Any]"]
+Align = Callable[["Tensor", int], "tuple[Tensor, Tensor, Tensor]"]
 
 TOKENS = (1, 3, 9, 17, 64, 150)  # each kernel and each of its tile sizes for few tokens, and sizes between them
 EXPERT_TOKENS = (1, 19, 150)  # pairs of a mixture: few per expert
@@ -24,7 +27,7 @@ SPAN = 1 << 23  # weights that are dequantized at a time
 MANTISSA = {"torch.bfloat16": 7, "torch.float16": 10}
 
 
-def dequantize(codes: Any, block_scale: Any, tensor_scale: float) -> Any:
+def dequantize(codes: Tensor, block_scale: Tensor, tensor_scale: float) -> Tensor:
     """Return float64 [N, K] of codes uint8 [N, K/2] and scales float8_e4m3fn [N, K/16]."""
     import torch
 
@@ -34,7 +37,7 @@ def dequantize(codes: Any, block_scale: Any, tensor_scale: float) -> Any:
     return table[nibbles.int()] * scales.repeat_interleave(GROUP, 1)
 
 
-def ratio_to_bound(result: Any, exact: Any, magnitude: Any, k: int, dtype: Any) -> float:
+def ratio_to_bound(result: Tensor, exact: Tensor, magnitude: Tensor, k: int, dtype: torch.dtype) -> float:
     """Return the largest |result - exact| in units of what float32 sums of K products and one rounding to dtype allow."""
     import torch
 
@@ -44,7 +47,7 @@ def ratio_to_bound(result: Any, exact: Any, magnitude: Any, k: int, dtype: Any) 
     return float(torch.nan_to_num((result.double() - exact).abs() / limit, nan=float("inf")).max().item())
 
 
-def worst_error(weight: Prepared, codes: Any, block_scale: Any, tensor_scale: float, dtype: Any) -> float:
+def worst_error(weight: Prepared, codes: Tensor, block_scale: Tensor, tensor_scale: float, dtype: torch.dtype) -> float:
     """Return the largest error of torch.ops.annie_quant.nvfp4_linear in units of its bound: above 1 it is wrong.
 
     weight: codes, block_scale and tensor_scale, repacked; dtype: of x, torch.bfloat16 or torch.float16
@@ -70,7 +73,13 @@ def worst_error(weight: Prepared, codes: Any, block_scale: Any, tensor_scale: fl
 
 
 def worst_experts_error(
-    weights: PreparedExperts, codes: Any, block_scale: Any, tensor_scales: Any, dtype: Any, top_k: int, align: Align
+    weights: PreparedExperts,
+    codes: Tensor,
+    block_scale: Tensor,
+    tensor_scales: Tensor,
+    dtype: torch.dtype,
+    top_k: int,
+    align: Align,
 ) -> float:
     """Return the largest error of torch.ops.annie_quant.nvfp4_experts_out in units of its bound: above 1 it is wrong.
 

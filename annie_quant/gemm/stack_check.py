@@ -5,20 +5,28 @@ bound that fp32 accumulation allows (times a small factor for other orders of sc
 which a loose tolerance hides (swapped nibbles, a neighbouring scale, a dropped tail) are found. Each backend runs in a
 separate process: an illegal instruction or a crash ends that process only.
 
-Run inside a container: python -m annie_quant.gemm.stack_check all
+In a container: one command as a list of arguments, the code on its standard input. A running container is entered (`docker exec`);
+any other name is an image that is started for the check (`docker run --rm`). Nothing is mounted or installed there: the few pure
+Python files that this module needs are a zip archive in the script that Python reads. It needs Python 3.10 with NumPy, which all
+serving stacks have.
 """
 
 from __future__ import annotations
 
+import base64
 import inspect
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +34,11 @@ from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import known_failures, oracle, torch_op
 from annie_quant.gemm.arrays import device_count, native, need_device
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Product = Callable[["GemmCase"], np.ndarray]
+Backend = tuple[str, Product | None, str]  # its name, its product, and why it is missing
 STACKS = ("torch", "vllm", "flashinfer")
 SWITCHES = {  # the server's option that selects a backend
     "vllm cutlass_scaled_fp4_mm": "--linear-backend cutlass",
@@ -107,7 +120,7 @@ def cases() -> list[GemmCase]:
     return result
 
 
-def judge(name: str, call: Callable[[GemmCase], Any], only: list[GemmCase] | None = None) -> BackendResult:
+def judge(name: str, call: Product, only: list[GemmCase] | None = None) -> BackendResult:
     """Run one backend over the cases (all, or `only` these) and return its verdict.
 
     One wrong case makes the backend wrong whatever the others give: an error is visible to a user, a wrong result is not.
@@ -142,14 +155,14 @@ def swizzled(scales: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(padded.reshape(m // 128, 4, 32, c // 4, 4).transpose(0, 3, 2, 1, 4)).reshape(m, c)
 
 
-def backends(stack: str) -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
+def backends(stack: str) -> Iterator[Backend]:
     """Yield (name, call or None, reason why it is missing) of each FP4 GEMM in the stack."""
     if stack not in STACKS:
         raise UsageError(f"there is no stack called {stack!r}", f"choose one of: {', '.join(STACKS)}, all")
     yield from {"torch": _torch, "vllm": _vllm, "flashinfer": _flashinfer}[stack]()
 
 
-def _tensors(case: GemmCase) -> tuple[Any, ...]:
+def _tensors(case: GemmCase) -> tuple[Tensor, ...]:
     """Return codes and scales of both operands as W4A4 kernels take them: codes unchanged, scales swizzled."""
     import torch
 
@@ -158,18 +171,18 @@ def _tensors(case: GemmCase) -> tuple[Any, ...]:
     return _device_tensor(case.a), sa, _device_tensor(case.w), sw
 
 
-def _device_tensor(array: np.ndarray) -> Any:
+def _device_tensor(array: np.ndarray) -> Tensor:
     """Return the array as a tensor on the GPU, or on the CPU if there is none (tests replace the kernels)."""
     import torch
 
     return torch.from_numpy(np.ascontiguousarray(array)).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _host(tensor: Any) -> np.ndarray:
+def _host(tensor: Tensor) -> np.ndarray:
     return tensor.float().cpu().numpy()
 
 
-def _torch() -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
+def _torch() -> Iterator[Backend]:
     name = "torch._scaled_mm"
     try:
         import torch
@@ -180,7 +193,7 @@ def _torch() -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
         yield name, None, f"torch {torch.__version__} has no float4_e2m1fn_x2"
         return
 
-    def call(case: GemmCase) -> Any:
+    def call(case: GemmCase) -> np.ndarray:
         a, sa, w, sw = _tensors(case)
         fp4 = torch.float4_e2m1fn_x2
         out = torch._scaled_mm(a.view(fp4), w.view(fp4).t(), sa.flatten(), sw.flatten(), out_dtype=torch.bfloat16)
@@ -189,7 +202,7 @@ def _torch() -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
     yield name, call, ""
 
 
-def _vllm() -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
+def _vllm() -> Iterator[Backend]:
     cutlass, marlin, ours = "vllm cutlass_scaled_fp4_mm", "vllm marlin (W4A16)", "vllm annie_quant (W4A16)"
     try:
         from vllm import _custom_ops as ops
@@ -198,7 +211,7 @@ def _vllm() -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
         yield from ((cutlass, None, why), (ours, None, why), (marlin, None, why))
         return
 
-    def call(case: GemmCase) -> Any:
+    def call(case: GemmCase) -> np.ndarray:
         import torch
 
         a, sa, w, sw = _tensors(case)
@@ -226,7 +239,7 @@ def _operator_missing() -> str:
     return ""
 
 
-def _annie_quant(case: GemmCase) -> Any:
+def _annie_quant(case: GemmCase) -> np.ndarray:
     """Run the operator that our plug-in gives vLLM."""
     import torch
 
@@ -236,7 +249,7 @@ def _annie_quant(case: GemmCase) -> Any:
     return _host(torch.ops.annie_quant.nvfp4_linear(x, *weight)) * case.alpha
 
 
-def _marlin(utils: Any, case: GemmCase) -> Any:
+def _marlin(utils: Any, case: GemmCase) -> np.ndarray:
     """Run vLLM's weight-only kernel after its own preparation of a layer. The activations are exact in bf16."""
     import torch
 
@@ -257,7 +270,7 @@ def _marlin(utils: Any, case: GemmCase) -> Any:
     return _host(out) * case.alpha
 
 
-def _flashinfer() -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]:
+def _flashinfer() -> Iterator[Backend]:
     try:
         import flashinfer
         import torch
@@ -266,7 +279,7 @@ def _flashinfer() -> Iterator[tuple[str, Callable[[GemmCase], Any] | None, str]]
         return
     for backend in ("cutlass", "cudnn", "trtllm"):
 
-        def call(case: GemmCase, backend: str = backend) -> Any:
+        def call(case: GemmCase, backend: str = backend) -> np.ndarray:
             a, sa, w, sw = _tensors(case)
             alpha = torch.tensor([case.alpha], dtype=torch.float32, device="cuda")
             return _host(flashinfer.mm_fp4(a, w.T, sa, sw.T, alpha, torch.bfloat16, backend=backend))
@@ -339,6 +352,73 @@ def _failed(name: str, reason: str, output: str) -> BackendResult:
     known = known_failures.find_failure(output)
     row = CaseResult("all", False, error=reason)
     return BackendResult(name, "failed", known.cause if known else reason, known.fix if known else "", [row])
+
+
+# ---- in a container
+
+PROGRAMS = ("docker", "podman")
+PACKAGE = Path(__file__).parents[1]
+# Of annie_quant.gemm in the rest of the package.
+DEPENDENCIES = ("__init__", "core/__init__", "core/errors", "core/native", "core/text")
+SCRIPT = """import base64, os, runpy, sys, tempfile
+folder = tempfile.mkdtemp()
+archive = os.path.join(folder, "annie.zip")
+with open(archive, "wb") as f:
+    f.write(base64.b64decode("{archive}"))
+sys.path.insert(0, archive)
+sys.argv = ["stack", "{stack}"]
+runpy.run_module("annie_quant.gemm.stack_check", run_name="__main__")
+"""
+
+
+def container_script(stack: str) -> str:
+    """Return the program for the container's Python: the archive, then the check of `stack`."""
+    if stack not in (*STACKS, "all"):
+        raise UsageError(f"there is no stack called {stack!r}", f"choose one of: {', '.join(STACKS)}, all")
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in [*(PACKAGE / f"{name}.py" for name in DEPENDENCIES), *sorted((PACKAGE / "gemm").glob("*.py"))]:
+            archive.write(path, Path("annie_quant") / path.relative_to(PACKAGE))
+    return SCRIPT.format(archive=base64.b64encode(content.getvalue()).decode("ascii"), stack=stack)
+
+
+def container_command(target: str, program: str, running: bool) -> list[str]:
+    """Return the command as a list of arguments (no shell). target: a running container's name or an image."""
+    if not target or target.startswith("-"):
+        raise UsageError(f"{target!r} is not the name of a container or an image", "docker ps; docker images")
+    if running:
+        return [program, "exec", "-i", target, "python3", "-"]
+    return [program, "run", "--rm", "-i", "--gpus", "all", "--entrypoint", "python3", target, "-"]
+
+
+def plan_container(target: str, stack: str) -> list[str]:
+    """Return the command for `target` on this machine. Runs the container program only to check what is running."""
+    container_script(stack)
+    program = next((p for p in PROGRAMS if shutil.which(p)), None)
+    if program is None:
+        return container_command(target, PROGRAMS[0], running=False)
+    start = container_command(target, program, running=False)  # checks the name before it is passed to the program
+    state = subprocess.run(
+        [program, "container", "inspect", "--format", "{{.State.Running}}", target], capture_output=True, text=True
+    )
+    return container_command(target, program, running=True) if state.stdout.strip() == "true" else start
+
+
+def examine_container(target: str, stack: str, timeout_s: float = 1800.0) -> StackResult:
+    """Run `examine` in the container. EnvironmentFault: no result, with the last line of its output."""
+    argv = plan_container(target, stack)
+    if shutil.which(argv[0]) is None:
+        raise EnvironmentFault("neither docker nor podman is on the PATH", "validate-gpu --stack without --container")
+    try:
+        process = subprocess.run(argv, input=container_script(stack), capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFault(f"{target} gave no result within {timeout_s:.0f} s", "docker logs") from error
+    if (result := last_json_line(process.stdout)) is not None:
+        return replace(StackResult.from_dict(json.loads(result)), container=target)
+    output = (process.stderr or process.stdout).strip().splitlines()
+    last = output[-1] if output else f"exit code {process.returncode} without output"
+    known = known_failures.find_failure(process.stderr)
+    raise EnvironmentFault(f"{target}: {last[:300]}", known.fix if known else "docker run --gpus all … nvidia-smi")
 
 
 def main(argv: list[str]) -> None:

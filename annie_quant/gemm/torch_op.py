@@ -19,27 +19,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from annie_quant.core.errors import UsageError, need
 from annie_quant.gemm.arrays import CODES, CurrentDevice, native
 from annie_quant.gemm.ops import Weight
 
-_libraries: list[Any] = []  # the operator exists as long as its library
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_libraries: list[torch.library.Library] = []  # the operator exists as long as its library
 
 F16, BF16 = CODES["float16"], CODES["bfloat16"]
+Operator = Callable[..., "Tensor | None"]
 SCHEMA = "(Tensor x, Tensor packed, Tensor tensor_scale, int n) -> Tensor"
 
 
 class Prepared(NamedTuple):
     """A repacked weight [n, k]. packed: uint8 tensor on the GPU; tensor_scale: float32 [] on the CPU."""
 
-    packed: Any
-    tensor_scale: Any
+    packed: Tensor
+    tensor_scale: Tensor
     n: int
 
 
-def prepare(codes: Any, block_scale: Any, tensor_scale: float, *, fault: str | None = None) -> Prepared:
+def prepare(codes: Tensor, block_scale: Tensor, tensor_scale: float, *, fault: str | None = None) -> Prepared:
     """Repack a checkpoint's weight (CUDA tensors: uint8 [N, K/2], float8_e4m3fn [N, K/16]) into a torch uint8 tensor.
 
     fault: as in gemm.ops.Weight, for negative controls
@@ -51,7 +56,9 @@ def prepare(codes: Any, block_scale: Any, tensor_scale: float, *, fault: str | N
     return Prepared(memory, torch.tensor(weight.tensor_scale, dtype=torch.float32, device="cpu"), weight.n)
 
 
-def check_operand(name: str, tensor: Any, dtype: Any, device: Any, size: int | None = None, align: int = 16) -> None:
+def check_operand(
+    name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, size: int | None = None, align: int = 16
+) -> None:
     """Raise UsageError unless a kernel can read a tensor: its dtype, device and number of elements, contiguous and aligned."""
     well_formed = tensor.dtype is dtype and tensor.device == device and tensor.is_contiguous()
     if not well_formed or tensor.data_ptr() % align or (size is not None and tensor.numel() != size):
@@ -62,7 +69,7 @@ def check_operand(name: str, tensor: Any, dtype: Any, device: Any, size: int | N
         )
 
 
-def product(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
+def product(x: Tensor, packed: Tensor, tensor_scale: Tensor, n: int) -> Tensor:
     """Return x [..., K] times the transpose of the packed weight [n, K], [..., n] in x's dtype (bfloat16 or float16)."""
     import torch
 
@@ -103,12 +110,12 @@ def product(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
     return out
 
 
-def fake(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
+def fake(x: Tensor, packed: Tensor, tensor_scale: Tensor, n: int) -> Tensor:
     """Return an empty result of the right shape and dtype, for tracing."""
     return x.new_empty((*x.shape[:-1], n))
 
 
-def define(name: str, schema: str, product: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(name: str, schema: str, product: Operator, fake: Operator) -> Operator:
     """Define the operator annie_quant::name for CUDA devices, which may be done once, and return it."""
     torch = need("torch", "quantize")
     # Not torch.library.custom_op: its wrappers take longer than the launch.
@@ -121,6 +128,6 @@ def define(name: str, schema: str, product: Callable[..., Any], fake: Callable[.
 
 
 @functools.cache
-def register() -> Any:
+def register() -> Operator:
     """Define the operator once and return it."""
     return define("nvfp4_linear", SCHEMA, product, fake)

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
 
 from annie_quant.core.errors import CheckpointError
 from annie_quant.models.family import (
@@ -48,7 +47,7 @@ def families() -> tuple[Family, ...]:
     return tuple(import_module(f"{__name__}.{name}").FAMILY for name in names)
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, object]) -> Family:
     """Return the family that a config.json's model_type names. Raises CheckpointError for an unknown model type."""
     kind = config.get("model_type")
     for family in families():
@@ -60,12 +59,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
-def is_known(config: Mapping[str, Any]) -> bool:
+def is_known(config: Mapping[str, object]) -> bool:
     """Return whether a config.json's model_type names a family."""
     return any(config.get("model_type") in family.model_types for family in families())
 
 
-def family_or_default(config: Mapping[str, Any]) -> Family:
+def family_or_default(config: Mapping[str, object]) -> Family:
     """Return the family of a config.json, or for an unknown model type one with the names of every known layer.
 
     The default is enough to read, audit and round without calibration.

@@ -133,12 +133,12 @@ class Experts:
         part = rest.removeprefix(f"{self.module}.")
         return (layer, part) if rest != part and part in self.merged else None
 
-    def with_count(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def with_count(self, config: Mapping[str, object]) -> dict[str, Any]:
         """Return a text model's settings with the number of experts under the name `count`."""
         saved = {self.count: config[self.count_saved]} if self.count_saved in config else {}
         return saved | dict(config)
 
-    def active_share(self, config: Mapping[str, Any]) -> float:
+    def active_share(self, config: Mapping[str, object]) -> float:
         """Return the share of the experts that a token passes, by a text model's settings; 1 where they do not say it."""
         active, count = config.get(self.active), config.get(self.count)
         valid = isinstance(active, int) and isinstance(count, int) and 0 < active <= count

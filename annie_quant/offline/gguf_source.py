@@ -118,7 +118,7 @@ def check(path: Path, reader: GGUFReader) -> str:
     if architecture not in readable:
         raise CheckpointError(
             f"{path}: transformers {transformers.__version__} does not read {architecture} from GGUF",
-            "give a folder of the same model: annie-quant convert FILE --to modelopt --like DIR",
+            served,
         )
     for tensor in reader.tensors:
         kind = tensor.tensor_type

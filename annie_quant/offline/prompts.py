@@ -225,8 +225,7 @@ class Template:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, thinking: bool, generation_prompt: bool = True
     ) -> str:
-        decoded = [with_decoded_calls(m) for m in messages]
-        return self.chat_template.render(decoded, tools, generation_prompt, enable_thinking=thinking)
+        return self.chat_template.render(messages, tools, generation_prompt, enable_thinking=thinking)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -274,23 +273,6 @@ class Template:
         points = deciding(opened + "".join(pieces), self.tool_form) | {len(opened)}
         covered = covers(points, pieces, len(opened))
         return [c or t in self.end_tokens for c, t in zip(covered, target, strict=True)]
-
-
-def with_decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with its tool calls' arguments as dicts, which Qwen3.5's template needs."""
-    message = dict(message)
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = dict(call.get("function") or call)
-        if isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except ValueError:
-                function["arguments"] = {"arguments": function["arguments"]}
-        calls.append({**call, "function": function})
-    if calls:
-        message["tool_calls"] = calls
-    return message
 
 
 def conversation_answers(template: Template, rows: Iterable[Mapping[str, Any]]) -> list[ScoredAnswer]:

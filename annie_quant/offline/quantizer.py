@@ -41,8 +41,10 @@ from annie_quant.checkpoint.linears import (
     MAGNITUDE,
     NAN,
     is_per_token,
+    read_struct,
 )
 from annie_quant.core.errors import CheckpointError
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import aliases
 from annie_quant.offline import codec
 from annie_quant.offline.experts import SingleExperts, separate
@@ -389,10 +391,8 @@ def register() -> None:
     AUTO_QUANTIZER_MAPPING[name] = quantizer  # type: ignore[assignment]
 
 
-def is_nvfp4(config: dict[str, Any]) -> bool:
+def is_nvfp4(config: JsonObject) -> bool:
     """Return whether compressed-tensors' settings have a group of packed NVFP4 and no group of another 4-bit format."""
-    groups = [g for g in (config.get("config_groups") or {}).values() if isinstance(g, dict)]
-    nvfp4_groups = [g for g in groups if "NVFP4" in compressed_tensors.group_algo(g)]
-    return bool(nvfp4_groups) and all(
-        (g.get("format") or config.get("format")) == compressed_tensors.NVFP4_FORMAT for g in nvfp4_groups
-    )
+    settings = read_struct(compressed_tensors.CompressedSettings, config)
+    formats = {g.format or settings.format for g in settings.config_groups.values() if "NVFP4" in g.algorithm}
+    return formats == {compressed_tensors.NVFP4_FORMAT}

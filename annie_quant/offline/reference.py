@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from annie_quant.checkpoint.shards import PROMPT_FILES
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
@@ -26,7 +27,7 @@ from annie_quant.offline.process_group import SINGLE, ProcessGroup
 from annie_quant.offline.prompts import Answered, Template, TurnRequest
 from annie_quant.offline.verification import answer_workloads
 
-FILES = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
+FILES = ("config.json", *PROMPT_FILES)
 DIRECT_BYTES = 256 << 20  # the content of larger files is hashed in parallel, and enters the model's hash by its own
 MAX_LOGITS_BYTES = 1 << 30  # of the reference's logits in memory
 ANSWERS_PER_WRITE = 512

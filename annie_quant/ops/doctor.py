@@ -1,6 +1,8 @@
-"""Checks of this machine: what is missing for which stage, and the one command that fixes it. Nothing is changed.
+"""Checks of this machine and of a checkpoint: what is missing for which stage, and the one command that fixes it.
 
-examine()                          the machine: installation, GPU, containers
+Nothing is changed.
+
+examine()                          the machine: installation, memory, disk, file owners, GPU, containers
 examine(model=folder)              also a checkpoint before it is served
 examine(log=file)                  also a server's log against the known errors
 fix_plan(findings)                 the commands alone, faults first
@@ -9,6 +11,7 @@ fix_plan(findings)                 the commands alone, faults first
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,8 +19,10 @@ import msgspec
 from msgspec import UNSET, UnsetType, field
 
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import salvage, salvage_or_default
-from annie_quant.ops import machine_checks
+from annie_quant.core.host import smi_command, smi_rows
+from annie_quant.core.native import BUILDS
+from annie_quant.documents import salvage, salvage_line, salvage_or_default
+from annie_quant.ops.known_errors import PARSER_FLAGS
 from annie_quant.ops.probe import CheckResult, Probe, fault, note, ok
 from annie_quant.ops.recipes import TokenizerConfig
 
@@ -29,7 +34,7 @@ def examine(
 ) -> list[CheckResult]:
     """Run all checks, in the order in which a run needs them. Raises UsageError for a log that cannot be read."""
     probe = probe or Probe()
-    findings = [f for check in machine_checks.CHECKS for f in check(probe)]
+    findings = [f for check in CHECKS for f in check(probe)]
     if model is not None:
         findings += check_model(Path(model))
     if log is not None:
@@ -56,6 +61,266 @@ def fix_plan(findings: Iterable[CheckResult]) -> list[str]:
     rows = [f for f in findings if f.fix and f.level != "ok"]
     return list(dict.fromkeys(f.fix for level in ("fault", "note") for f in rows if f.level == level))
 
+
+# ---- the machine
+
+EXTRAS = {
+    "quantize": ("torch", "transformers", "modelopt", "accelerate", "gguf"),
+    "serve": ("xllamacpp", "gguf"),
+    "plots": ("matplotlib",),
+}
+DISTRIBUTIONS = {"modelopt": "nvidia-modelopt"}
+MACHINES = ("x86_64", "aarch64")
+MIN_MEMORY_BYTES, MIN_DISK_BYTES, LARGE_CACHE_SHARE = 2_000_000_000, 2_000_000_000, 0.4
+
+
+def check_python(probe: Probe) -> list[CheckResult]:
+    version, machine = probe.python(), probe.machine()
+    message = f"Python {'.'.join(map(str, version))} on {machine}"
+    if version < (3, 10):
+        findings = [fault("python", message, "the oldest supported version is 3.10", "install Python 3.10 or newer")]
+    else:
+        findings = [ok("python", message)]
+    if machine not in MACHINES:
+        findings.append(note("processor", machine, "the codec uses its portable form there, which is slower"))
+    if probe.externally_managed() and not probe.in_venv():
+        findings.append(
+            note(
+                "environment",
+                "the system's Python, which refuses pip (PEP 668)",
+                "pip install fails here",
+                "python3 -m venv .venv && . .venv/bin/activate",
+            )
+        )
+    return findings
+
+
+def check_modules(probe: Probe) -> list[CheckResult]:
+    """Check the three C modules. Without _gemm only the GPU kernels are missing."""
+    return [
+        ok(name, "built")
+        if probe.installed(f"annie_quant.{name}")
+        else CheckResult("note" if name == "_gemm" else "fault", name, "not built", build.without, build.fix)
+        for name, build in BUILDS.items()
+    ]
+
+
+def check_extras(probe: Probe) -> list[CheckResult]:
+    findings = []
+    for extra, modules in EXTRAS.items():
+        missing = [module for module in modules if not probe.installed(module)]
+        if missing:
+            message, why = f"missing: {', '.join(missing)}", f"stages that need `{extra}` will not run"
+            findings.append(note(f"extra {extra}", message, why, f'pip install "annie-quant[{extra}]"'))
+        else:
+            versions = [f"{m} {probe.version(DISTRIBUTIONS.get(m, m)) or ''}".strip() for m in modules]
+            findings.append(ok(f"extra {extra}", ", ".join(versions)))
+    return findings
+
+
+def check_memory(probe: Probe) -> list[CheckResult]:
+    """Available memory, and the page cache, which on unified memory can block large allocations."""
+    memory = probe.memory()
+    if memory is None:
+        return [note("memory", "the system does not report its memory")]
+    message = f"{memory.available_bytes / 1e9:.1f} GB available of {memory.total_bytes / 1e9:.1f}"
+    if memory.available_bytes < MIN_MEMORY_BYTES:
+        return [note("memory", message, "even the embedded model needs 2 GB", "stop other servers")]
+    findings = [ok("memory", message)]
+    unified = "GB10" in probe.run(*smi_command("gpu", ["name"])).text
+    if unified and memory.cached_bytes > LARGE_CACHE_SHARE * memory.total_bytes:
+        findings.append(
+            note(
+                "page cache",
+                f"{memory.cached_bytes / 1e9:.0f} GB of the unified memory hold cached files",
+                "a server that allocates most of the memory at once may be killed although the cache could be freed",
+                "sync; echo 3 | sudo tee /proc/sys/vm/drop_caches",
+            )
+        )
+    return findings
+
+
+def check_disk(probe: Probe) -> list[CheckResult]:
+    free = probe.disk_free()
+    message = f"{free / 1e9:.0f} GB free here"
+    if free < MIN_DISK_BYTES:
+        return [fault("disk", message, "a run directory and its models need at least 2 GB", "free some disk space")]
+    return [ok("disk", message)]
+
+
+def check_ownership(probe: Probe) -> list[CheckResult]:
+    """Folders that a container created as root."""
+    folders = (Path("runs"), Path("data"), Path("models"), _hub_folder(probe), Path("~/.cache/vllm").expanduser())
+    return [
+        fault(
+            "ownership",
+            f"{folder} is not writable for this user",
+            "containers that run as root create such folders",
+            f"sudo chown -R $(id -u):$(id -g) {folder}",
+        )
+        for folder in folders
+        if folder.exists() and not probe.writable(folder)
+    ]
+
+
+def check_token(probe: Probe) -> list[CheckResult]:
+    if probe.env("HF_TOKEN") or (_hub_folder(probe) / "token").is_file():
+        return [ok("hub token", "present")]
+    return [note("hub token", "none", "needed only to publish or to load a private model", "hf auth login")]
+
+
+def _hub_folder(probe: Probe) -> Path:
+    return Path(probe.env("HF_HOME") or "~/.cache/huggingface").expanduser()
+
+
+CUDA_13_DRIVER = 580
+MIN_CAPABILITY = (8, 0)
+GPU_FIELDS = ("name", "compute_cap", "driver_version")
+PROCESS_FIELDS = ("pid", "process_name", "used_memory")
+
+
+def check_gpu(probe: Probe) -> list[CheckResult]:
+    answer = probe.run(*smi_command("gpu", GPU_FIELDS))
+    if answer.code == 127:
+        why = "quantizing, auditing, evaluating and the embedded servers run on the CPU"
+        return [note("gpu", "no nvidia-smi, so no usable NVIDIA GPU", why)]
+    if answer.code != 0:
+        message = f"nvidia-smi fails: {answer.first_line or f'exit code {answer.code}'}"
+        return [fault("gpu", message, "the driver does not respond", "reboot, or reinstall the NVIDIA driver")]
+    findings = []
+    for gpu in smi_rows(answer.text, GPU_FIELDS):
+        capability, driver = gpu["compute_cap"], gpu["driver_version"]
+        findings.append(ok("gpu", f"{gpu['name']}, compute capability {capability}, driver {driver}"))
+        if capability.startswith("12.") and (_major(driver) or CUDA_13_DRIVER) < CUDA_13_DRIVER:
+            findings.append(
+                fault(
+                    "driver",
+                    f"driver {driver} is older than CUDA 13's ({CUDA_13_DRIVER})",
+                    "SM 12.x needs CUDA 13",
+                    f"update the NVIDIA driver to {CUDA_13_DRIVER} or newer",
+                )
+            )
+        numbers = tuple(int(x) for x in capability.split(".") if x.isdigit())
+        if numbers and numbers < MIN_CAPABILITY:
+            why = "this package's kernels need 8.0 or newer"
+            findings.append(note("kernels", f"compute capability {capability}", why))
+    return [*findings, _check_processes(probe), _check_nvcc(probe), *_check_torch(probe), *_check_kernels(probe)]
+
+
+def _check_processes(probe: Probe) -> CheckResult:
+    answer = probe.run(*smi_command("compute-apps", PROCESS_FIELDS))
+    processes = smi_rows(answer.text, PROCESS_FIELDS) if answer.code == 0 else []
+    if not processes:
+        return ok("gpu processes", "none")
+    names = "; ".join(", ".join(p.values()) for p in processes[:3])
+    why = "they use memory and disturb every timing"
+    return note("gpu processes", f"{len(processes)}: {names}", why, "stop them before serving or measuring")
+
+
+def _check_nvcc(probe: Probe) -> CheckResult:
+    answer = probe.run("nvcc", "--version")
+    if answer.code == 127:
+        return note("nvcc", "not installed", "needed only to build the GPU kernels from source")
+    release = next((part for part in answer.text.replace(",", " ").split() if part.startswith("V")), "")
+    if (_major(release[1:]) or 13) < 13:
+        why = "CUDA before 13 cannot build for sm_121a"
+        return note("nvcc", release, why, "install CUDA 13 and put its nvcc first on the PATH")
+    return ok("nvcc", release or "responds")
+
+
+def _check_torch(probe: Probe) -> list[CheckResult]:
+    if not probe.installed("torch"):
+        return []
+    version = probe.torch_cuda_version()
+    if version is None:
+        why = "quantizing and evaluating would run on the CPU"
+        return [note("torch", "a build without CUDA on a machine with a GPU", why, "install torch for cu130")]
+    if (_major(version) or 13) < 13:
+        why = "wheels before cu130 have no machine code for GB10"
+        return [note("torch", f"built for CUDA {version}", why, "install torch for cu130 (not needed for other GPUs)")]
+    return [ok("torch", f"built for CUDA {version}")]
+
+
+def _check_kernels(probe: Probe) -> list[CheckResult]:
+    """Run this package's own kernels in another process, because a driver fault ends the process."""
+    if not probe.installed("annie_quant._gemm"):
+        return []
+    answer = probe.run(sys.executable, "-m", "annie_quant", "validate-gpu", "--json", timeout_s=120)
+    if answer.code == 0:
+        return [ok("NVFP4 kernels", "right on this GPU")]
+    if answer.code == 3:
+        return [note("NVFP4 kernels", "cannot run here", answer.first_line)]
+    why = "a wrong kernel gives plausible but wrong answers"
+    return [fault("NVFP4 kernels", "wrong on this GPU", why, "annie-quant validate-gpu --stack all")]
+
+
+def _major(version: str) -> int | None:
+    """Return the first number of a dotted version, or None."""
+    first = version.split(".")[0]
+    return int(first) if first.isdigit() else None
+
+
+class DockerInfo(msgspec.Struct, rename="pascal"):
+    """`docker info`."""
+
+    server_version: str | None = None
+    runtimes: dict[str, object] | None = None
+
+
+def check_docker(probe: Probe) -> list[CheckResult]:
+    if probe.which("docker") is None:
+        why = "vLLM and SGLang recipes run in containers; llama.cpp and the recipe `cpu` do not"
+        return [note("docker", "not installed", why, "https://docs.docker.com/engine/install")]
+    answer = probe.run("docker", "info", "--format", "{{json .}}")
+    if answer.code != 0:
+        if "permission denied" in answer.text.lower():
+            fix = "sudo usermod -aG docker $USER, then log in again"
+            return [fault("docker", "this user may not use docker", "recipes would need sudo", fix)]
+        message = (answer.first_line or "no answer")[:160]
+        return [note("docker", message, "no container can be started", "sudo systemctl start docker")]
+    try:
+        info = salvage_line(DockerInfo, answer.text.encode())
+    except (ValueError, msgspec.MsgspecError):
+        info = DockerInfo()
+    findings = [ok("docker", info.server_version or "responds")]
+    if probe.which("nvidia-smi") and "nvidia" not in (info.runtimes or ()):
+        findings.append(
+            fault(
+                "docker's NVIDIA runtime",
+                "not configured",
+                "containers would not have the GPU",
+                "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker",
+            )
+        )
+    return [*findings, *_check_servers(probe)]
+
+
+def _check_servers(probe: Probe) -> list[CheckResult]:
+    """Check running vLLM and SGLang containers: without parsers, tool calls fail with HTTP 400 or are returned as text."""
+    answer = probe.run("docker", "ps", "--no-trunc", "--format", "{{.Names}}\t{{.Image}}\t{{.Command}}")
+    findings = []
+    for line in answer.text.splitlines() if answer.code == 0 else ():
+        name, image, command = [*line.split("\t"), "", ""][:3]
+        if not any(server in image for server in ("vllm", "sglang")):
+            continue
+        flags = ["--reasoning-parser", "--tool-call-parser"]
+        flags += ["--enable-auto-tool-choice"] if "vllm" in image else []
+        missing = [flag for flag in flags if flag not in command]
+        if missing:
+            message = f"the server {name} runs without {', '.join(missing)}"
+            why = "tool calls fail with HTTP 400 or are in the text, thinking leaks: a fault of the server, not of the model"
+            findings.append(fault("parsers", message, why, f"start it with {PARSER_FLAGS}"))
+        else:
+            findings.append(ok("parsers", f"the server {name} has them"))
+    return findings
+
+
+CHECKS = (
+    check_python, check_modules, check_extras, check_memory, check_disk, check_ownership, check_token, check_gpu, check_docker,
+)  # fmt: skip
+
+
+# ---- a checkpoint
 
 TEXT_TYPE = "qwen3_5_text"
 DOWNLOAD = "hf download REPO --local-dir DIR"

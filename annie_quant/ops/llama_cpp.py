@@ -11,7 +11,6 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from annie_quant.checkpoint.gguf.reader import check_header
 from annie_quant.core.errors import EnvironmentFault, UsageError, need
@@ -73,7 +72,7 @@ class LlamaCpp:
             address.unlink(missing_ok=True)
         return server
 
-    def command(self, model: Path, port: int = 8000, drafts: int = 0, **_: Any) -> str:
+    def command(self, model: Path, port: int = 8000, drafts: int = 0, **_: object) -> str:
         """Return the same server as a llama-server command, for a machine where that is installed."""
         words = ["llama-server", "--model", str(model), "--port", str(port), "--jinja", "--reasoning-format", "auto"]
         if drafts:

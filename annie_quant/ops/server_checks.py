@@ -8,7 +8,6 @@ without a working vision tower answers both alike, and a server for text alone r
 from __future__ import annotations
 
 import base64
-import json
 import re
 import struct
 import urllib.parse
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from annie_quant.core.errors import ServerError, UsageError
+from annie_quant.core.untrusted import decode_json
 from annie_quant.ops.probe import CheckResult, fault, note, ok
-from annie_quant.stream.client import Request, chat, run
+from annie_quant.stream.client import Request, chat, fetch, first_model, run
 from annie_quant.stream.timings import transport_fault
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def served_answers(
                 f"{root}{path}: status {reply.status} {reply.fault or ''}".rstrip(),
                 "pass the server's root as --server",
             )
-        answers.append(read_answer(reply.json, root + path))
+        answers.append(read_answer(reply.body, root + path))
     return Served("llama.cpp" if path == NATIVE else "vllm", answers)
 
 
@@ -96,56 +96,44 @@ class CompletionReply:
     """One answer of /completions. fault: why it cannot be used."""
 
     status: int
-    json: Any
+    body: bytes
     fault: str | None
 
 
-def post(url: str, bodies: Sequence[Mapping[str, Any]], headers: Mapping[str, str] | None) -> list[CompletionReply]:
+def post(url: str, bodies: Sequence[Mapping[str, object]], headers: Mapping[str, str] | None) -> list[CompletionReply]:
     """POST the bodies one after another."""
     if not bodies:
         return []
     requests = [Request(url, json=dict(body), headers=headers, timeout_s=TIMEOUT_S) for body in bodies]
     timings = run(requests, 1, max_event_bytes=MAX_BYTES, max_answer_bytes=MAX_BYTES)
-    replies = []
-    for i in range(len(bodies)):
-        fault = transport_fault(timings, i)
-        replies.append(
-            CompletionReply(int(timings.requests["status"][i]), decoded(timings.body(i)), fault[1] if fault else None)
-        )
-    return replies
-
-
-def decoded(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except ValueError:
-        return None
+    faults = [transport_fault(timings, i) for i in range(len(bodies))]
+    return [
+        CompletionReply(int(timings.requests["status"][i]), timings.body(i), fault[1] if fault else None)
+        for i, fault in enumerate(faults)
+    ]
 
 
 def model_name(root: str, headers: Mapping[str, str] | None) -> str:
     """Return the name of the first model that the server lists, which vLLM needs in a request."""
-    from annie_quant.stream.client import fetch
-
     reply = fetch(root + "/v1/models", headers)
     if reply.status == 0:
         raise ServerError(
             f"{root} does not answer: {reply.fault or 'no connection'}", "start the server, or check --server"
         )
-    listed = decoded(reply.body)
-    rows = listed.get("data") if isinstance(listed, dict) else None
-    name = rows[0].get("id") if isinstance(rows, list) and rows and isinstance(rows[0], dict) else None
-    if not isinstance(name, str):
+    name = first_model(reply.body)
+    if name is None:
         raise ServerError(f"{root}/v1/models lists no model (status {reply.status})", "check --server and the key")
     return name
 
 
-def read_answer(body: Any, where: str) -> ServedAnswer:
+def read_answer(reply: bytes, where: str) -> ServedAnswer:
     """Return the tokens and log-probabilities of one reply.
 
     Three formats: llama.cpp's `completion_probabilities` and its /v1/completions (`logprobs.content`), both lists of
     {"id", "logprob", "top_logprobs": [{"id", "logprob"}]}; vLLM's `logprobs` with "token_id:N" as tokens.
     """
     try:
+        body = decode_json(reply, lenient=True)
         if "completion_probabilities" in body:
             return from_steps(body["completion_probabilities"])
         logprobs = body["choices"][0]["logprobs"]

@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
 
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
@@ -57,7 +57,7 @@ def main() -> None:
     leave(status)
 
 
-def start(command: list[str], process_control: Any) -> int:
+def start(command: list[str], process_control: Callable[..., int]) -> int:
     """Start the server and return its process id."""
     supervisor = os.getpid()
 

@@ -15,12 +15,16 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import annie_quant
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.gemm import grouped, torch_op
 from annie_quant.ops import vllm_experts, w4a16_layer
+from annie_quant.ops.w4a16_layer import LoadedLinear
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SWITCH, EXPERTS_SWITCH = "ANNIE_QUANT_VLLM_KERNEL", "ANNIE_QUANT_VLLM_EXPERTS"
 NAME = "AnnieQuantNvFp4LinearKernel"
@@ -101,7 +105,7 @@ def kernel(marlin: type[Any]) -> type[Any]:
     class AnnieQuantNvFp4LinearKernel(marlin):
         """NVFP4 weights times bf16 or fp16 activations by annie_quant's kernels; Marlin for layers that they do not take."""
 
-        def process_weights_after_loading(self, layer: Any) -> None:
+        def process_weights_after_loading(self, layer: LoadedLinear) -> None:
             name = getattr(layer, "prefix", "") or f"{type(layer).__name__} {list(layer.weight.shape)}"
             _on_marlin.pop(name, None)
             layer.annie_scale = None
@@ -113,7 +117,7 @@ def kernel(marlin: type[Any]) -> type[Any]:
                 )
                 marlin.process_weights_after_loading(self, layer)
 
-        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        def apply_weights(self, layer: LoadedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
             if layer.annie_scale is None:
                 return marlin.apply_weights(self, layer, x, bias)
             return w4a16_layer.product(layer, x, bias)
@@ -125,7 +129,7 @@ def kernel(marlin: type[Any]) -> type[Any]:
 KEY_LENGTH = 10  # as vLLM's own hash
 
 
-def extend_compile_key(config_class: Any, part: Callable[[], str]) -> None:
+def extend_compile_key(config_class: type[Any], part: Callable[[], str]) -> None:
     """Make config_class.compute_hash depend on part(), which is called each time. Does nothing when called again.
 
     vLLM keeps compiled graphs by a hash of its configuration, which does not know what a plug-in does: a graph with Marlin's calls
@@ -136,7 +140,7 @@ def extend_compile_key(config_class: Any, part: Callable[[], str]) -> None:
     if hasattr(original, "annie_quant_part"):
         return
 
-    def compute_hash(self: Any) -> str:
+    def compute_hash(self: object) -> str:
         return hashlib.sha256(f"{original(self)} {part()}".encode()).hexdigest()[:KEY_LENGTH]
 
     compute_hash.annie_quant_part = part  # type: ignore[attr-defined]

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from annie_quant.ops import w4a16_layer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAME = "AnnieQuantNvFp4Experts"
 CONVERT = "convert_to_nvfp4_moe_kernel_format"
@@ -27,14 +30,14 @@ on_marlin: dict[str, str] = {}  # the reason of each layer whose experts stay on
 class Converted(NamedTuple):
     """What vLLM's conversion returns: of both weights the data, the block scales, the tensor scales, the input scales."""
 
-    w13: Any
-    w13_scale: Any
-    w13_scale_2: Any
-    a13_scale: Any
-    w2: Any
-    w2_scale: Any
-    w2_scale_2: Any
-    a2_scale: Any
+    w13: Tensor
+    w13_scale: Tensor
+    w13_scale_2: Tensor
+    a13_scale: Tensor | None
+    w2: Tensor
+    w2_scale: Tensor
+    w2_scale_2: Tensor
+    a2_scale: Tensor | None
 
 
 def install(logger: str) -> None:
@@ -62,7 +65,7 @@ def stand_for(marlin: type[Any], ours: list[type[Any]], converter: Callable[[Any
     replace_everywhere(CONVERT, convert, converter(convert))
 
 
-def replace_everywhere(name: str, old: Any, new: Any, *, but: str = "") -> None:
+def replace_everywhere(name: str, old: object, new: object, *, but: str = "") -> None:
     """Replace a name in those of vLLM's modules that imported it, and in the one that defines it unless it is `but`."""
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("vllm.model_executor.") and vars(module).get(name) is old and module_name != but:
@@ -100,7 +103,7 @@ def unsupported(layer: Any, is_act_and_mul: bool) -> str:
     return "experts are moved between GPUs (EPLB)" if config.moe_parallel_config.enable_eplb else ""
 
 
-def take(layer: Any, tensors: dict[str, Any], logger: str) -> Converted | str:
+def take(layer: Any, tensors: Mapping[str, Any], logger: str) -> Converted | str:
     """Repack both weights of a layer for our kernel. Returns them, or why they stay as they are.
 
     tensors: as loaded, with the names of Converted: w13 uint8 [experts, 2 width, K/2], w2 uint8 [experts, K, width/2], block scales
@@ -129,7 +132,9 @@ def take(layer: Any, tensors: dict[str, Any], logger: str) -> Converted | str:
     return Converted(first.packed, nothing, first.scales, None, second.packed, nothing.clone(), second.scales, None)
 
 
-def align(chosen: Any, tile_tokens: int, *, experts: int, expert_map: Any = None) -> tuple[Any, Any, Any]:
+def align(
+    chosen: Tensor, tile_tokens: int, *, experts: int, expert_map: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs by expert with vLLM's kernel. chosen: int [tokens, top_k]; experts: of all ranks; expert_map: which are here."""
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 
@@ -151,12 +156,14 @@ def experts_class(marlin: type[Any]) -> type[Any]:
             super().process_weights_after_loading(layer)
             self.annie_width = layer.annie_width
 
-        def moe_problem_size(self, a1: Any, w1: Any, w2: Any, topk_ids: Any) -> Any:
+        def moe_problem_size(
+            self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor
+        ) -> tuple[int, int, int, int, int]:
             if self.annie_width is None:
                 return super().moe_problem_size(a1, w1, w2, topk_ids)
             return w1.shape[0], a1.shape[0], self.annie_width, a1.shape[1], topk_ids.shape[1]
 
-        def apply(self, **arguments: Any) -> Any:
+        def apply(self, **arguments: Any) -> None:
             if self.annie_width is None:
                 return super().apply(**arguments)
             return compute(self, self.annie_width, **arguments)
@@ -169,18 +176,18 @@ def compute(
     experts: Any,
     width: int,
     *,
-    output: Any,
-    hidden_states: Any,
-    w1: Any,
-    w2: Any,
-    topk_weights: Any,
-    topk_ids: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
     activation: Any,
     global_num_experts: int,
-    expert_map: Any,
-    workspace13: Any,
-    workspace2: Any,
-    **unused: Any,
+    expert_map: Tensor | None,
+    workspace13: Tensor,
+    workspace2: Tensor,
+    **unused: object,
 ) -> None:
     """Write the weighted sums of the experts' outputs into `output` [tokens, hidden]; the other names are vLLM's.
 

@@ -1,10 +1,11 @@
-"""The plug-in for vLLM, which loads it itself (entry point vllm.general_plugins).
+"""The plug-in for vLLM, which loads it itself (entry point vllm.general_plugins): linears and experts in NVFP4 on CPUs.
 
-For CPUs it has linear kernels and experts in NVFP4 (vllm_cpu); on GPUs, if asked for, our kernels instead of Marlin (vllm_cuda).
+On GPUs, if asked for, it takes our kernels instead of Marlin (vllm_cuda).
 
-vLLM's table of NVFP4 kernels has no entry for CPUs. This plug-in adds W4A4 (activations rounded to NVFP4 by the C codec,
-exact weights) and W4A16. Up to nvfp4_linear.FEW_ROWS rows are multiplied with the packed weights; for more, weights are
-dequantized part by part, so that a checkpoint stays 4-bit in memory.
+vLLM's table of NVFP4 kernels has no entry for CPUs, and it has no class for a mixture's experts there. This plug-in adds W4A4
+(activations rounded to NVFP4 by the C codec, exact weights) and W4A16. Up to nvfp4_linear.FEW_ROWS rows are multiplied with the
+packed weights; for more, weights are dequantized part by part, so that a checkpoint stays 4-bit in memory. Experts are computed
+one after the other, and their weighted outputs are added in float32.
 
     vllm serve CHECKPOINT --quantization modelopt --reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser qwen3_coder
 """
@@ -12,10 +13,41 @@ dequantized part by part, so that a checkpoint stays 4-bit in memory.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from annie_quant.ops import vllm_cpu, w4a16_layer
-from annie_quant.ops.vllm_cpu import multiply
+from annie_quant.ops import vllm_experts, w4a16_layer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUP = 16
+
+
+def multiply(x: Tensor, codes: Tensor, block_scale: Tensor, tensor_scale: float, input_scale: float) -> Tensor:
+    """Multiply x [..., K] by the transpose of packed weights [N, K]. Returns [..., N] in x's dtype.
+
+    Both sides are exact, sums are float32, and each sum is rounded once, for any number of rows: the arithmetic of CUTLASS's and
+    Marlin's kernels. (Rounding dequantized values to bfloat16 first would make an answer depend on the batch that it is in.)
+
+    input_scale: tensor scale that x is rounded with; 0: x is not rounded
+    """
+    import torch
+
+    from annie_quant.offline import codec, nvfp4_linear
+
+    rows = x.reshape(-1, x.shape[-1]).float().contiguous()
+    if input_scale:
+        rows = codec.fake_quant_eager(rows, input_scale, GROUP)
+    n, k = codes.shape[0], rows.shape[1]
+    if rows.shape[0] <= nvfp4_linear.FEW_ROWS:
+        y = codec.packed_matmul(rows, codes, block_scale, tensor_scale, GROUP, divides=False)
+    else:
+        step = max(1, nvfp4_linear.BLOCK_BYTES // (k * rows.element_size()))
+        spans = [slice(i, i + step) for i in range(0, n, step)]
+        parts = (codec.dequantize(codes[s], block_scale[s], tensor_scale, GROUP, rows.dtype) for s in spans)
+        y = torch.cat([rows @ part.t() for part in parts], -1)
+    return y.reshape(*x.shape[:-1], n).to(x.dtype)
 
 
 def register() -> None:
@@ -38,7 +70,7 @@ def register() -> None:
         # For weight-only checkpoints vLLM uses Marlin by name, which exists for GPUs only.
         linear.MarlinNvFp4LinearKernel = w4a16
     try:
-        vllm_cpu.install()
+        install_experts()
     except (ImportError, AttributeError) as error:  # a vLLM with other names serves dense models all the same
         line = f"vLLM's experts have other interfaces here, so mixtures in NVFP4 are not served: {error}"
         w4a16_layer.log_once("vllm.annie_quant", logging.WARNING, line)
@@ -58,11 +90,11 @@ def kernels() -> tuple[type, type]:
             return (True, None) if current_platform.is_cpu() else (False, "annie_quant's kernel is for CPUs")
 
         @classmethod
-        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        def can_implement(cls, config: object) -> tuple[bool, str | None]:
             return True, None
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            _operator()  # must be defined before torch.compile traces the model
+            _linear_operator()  # must be defined before torch.compile traces the model
             layer.annie_scale = float(layer.weight_global_scale)
             layer.annie_input_scale = self.input_scale(layer)
 
@@ -70,7 +102,7 @@ def kernels() -> tuple[type, type]:
         def input_scale(layer: Any) -> float:
             return float(layer.input_global_scale)
 
-        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             import torch
 
             y = torch.ops.annie_quant.vllm_nvfp4_linear(
@@ -88,7 +120,7 @@ def kernels() -> tuple[type, type]:
     return AnnieNvFp4LinearKernel, AnnieNvFp4W4A16LinearKernel
 
 
-def _operator() -> None:
+def _linear_operator() -> None:
     """Define torch.ops.annie_quant.vllm_nvfp4_linear once, so that torch.compile sees one opaque call."""
     import torch
 
@@ -97,3 +129,158 @@ def _operator() -> None:
     schema = "(Tensor x, Tensor codes, Tensor block_scale, float tensor_scale, float input_scale) -> Tensor"
     operator = torch.library.custom_op("annie_quant::vllm_nvfp4_linear", multiply, mutates_args=(), schema=schema)
     operator.register_fake(lambda x, codes, *_: x.new_empty((*x.shape[:-1], codes.shape[0])))
+
+
+# ---- experts
+
+
+def install_experts() -> None:
+    """Let vLLM take our classes on a CPU. Raises what a vLLM with other names gives."""
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+
+    ours = experts_classes()
+
+    def converter(convert: Any) -> Any:
+        def convert_or_keep(nvfp4_backend: Any, layer: Any, **tensors: Any) -> Any:
+            if getattr(getattr(layer, "quant_method", None), "experts_cls", None) not in ours:
+                return convert(nvfp4_backend=nvfp4_backend, layer=layer, **tensors)
+            return vllm_experts.Converted(*(tensors[name] for name in vllm_experts.Converted._fields))
+
+        return convert_or_keep
+
+    vllm_experts.stand_for(MarlinExperts, ours, converter)
+
+
+def experts_classes() -> list[type[Any]]:
+    """Return the classes for W4A4 and W4A16, of which vLLM takes the one that fits a checkpoint."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
+    from vllm.platforms import current_platform
+
+    class AnnieNvFp4Experts(modular_kernel.FusedMoEExpertsModular):
+        """Activations rounded to NVFP4 with the checkpoint's input scales."""
+
+        activation_key: Any = kNvfp4Dynamic
+
+        @staticmethod
+        def activation_format() -> Any:
+            return modular_kernel.FusedMoEActivationFormat.Standard
+
+        @staticmethod
+        def _supports_current_device() -> bool:
+            return bool(current_platform.is_cpu())
+
+        @staticmethod
+        def _supports_no_act_and_mul() -> bool:
+            return False
+
+        @classmethod
+        def _supports_quant_scheme(cls, weight_key: object, activation_key: object) -> bool:
+            return bool(weight_key == kNvfp4Static and activation_key == cls.activation_key)
+
+        @staticmethod
+        def _supports_activation(activation: Any) -> bool:
+            return bool(activation.name == "SILU")
+
+        @staticmethod
+        def _supports_parallel_config(config: object) -> bool:
+            return True
+
+        @property
+        def expects_unquantized_inputs(self) -> bool:
+            return True
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            _experts_operator()  # must be defined before torch.compile traces the model
+            import torch
+
+            one = torch.zeros(len(layer.w2_weight))
+            rounds = self.activation_key is not None
+            self.input_scales = [
+                scale.data.float().view(len(one), -1).amax(1) if rounds else one
+                for scale in (layer.w13_input_scale, layer.w2_input_scale)
+            ]
+
+        def workspace_shapes(
+            self, M: int, N: int, K: int, *unused: object
+        ) -> tuple[Sequence[int], ...]:  # vLLM's names
+            return (0,), (0,), (M, K)
+
+        def finalize_weight_and_reduce_impl(self) -> Any:
+            return TopKWeightAndReduceNoOP()
+
+        def apply(
+            self,
+            *,
+            output: Tensor,
+            hidden_states: Tensor,
+            w1: Tensor,
+            w2: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            expert_map: Tensor | None,
+            **unused: object,
+        ) -> None:
+            import torch
+
+            chosen = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+            torch.ops.annie_quant.vllm_nvfp4_experts(
+                output, hidden_states, topk_weights, chosen, w1, self.w1_scale, self.g1_alphas, self.input_scales[0],
+                w2, self.w2_scale, self.g2_alphas, self.input_scales[1],
+            )  # fmt: skip
+
+    class AnnieNvFp4W4A16Experts(AnnieNvFp4Experts):
+        """Unrounded activations, as Marlin does."""
+
+        activation_key = None
+
+    return [AnnieNvFp4Experts, AnnieNvFp4W4A16Experts]
+
+
+def compute(
+    out: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    codes: Tensor,
+    block_scale: Tensor,
+    tensor_scales: Tensor,
+    input_scales: Tensor,
+    down_codes: Tensor,
+    down_block_scale: Tensor,
+    down_tensor_scales: Tensor,
+    down_input_scales: Tensor,
+) -> None:
+    """Write the weighted sums of the experts' outputs into out [tokens, hidden].
+
+    x: [tokens, hidden].  weights and chosen: of a token's experts [tokens, top_k]; -1: an expert of another rank.
+    The rest has a row per expert: of gate and up [2 width, hidden], then of down. An input scale of 0: x is not rounded.
+    """
+    import torch
+
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for e in chosen.unique().tolist():
+        if e < 0:
+            continue
+        rows, place = torch.where(chosen == e)
+        both = multiply(x[rows], codes[e], block_scale[e], float(tensor_scales[e]), float(input_scales[e]))
+        gate, up = both.chunk(2, -1)
+        inner = torch.nn.functional.silu(gate) * up
+        scales = float(down_tensor_scales[e]), float(down_input_scales[e])
+        y = multiply(inner, down_codes[e], down_block_scale[e], *scales)
+        total.index_add_(0, rows, y.float() * weights[rows, place, None].float())
+    out.copy_(total)
+
+
+def _experts_operator() -> None:
+    """Define torch.ops.annie_quant.vllm_nvfp4_experts once, so that torch.compile sees one opaque call."""
+    import torch
+
+    if hasattr(torch.ops.annie_quant, "vllm_nvfp4_experts"):
+        return
+    names = "weights chosen codes block_scale tensor_scales input_scales down_codes down_block_scale down_tensor_scales"
+    tensors = ", ".join(f"Tensor {name}" for name in f"x {names} down_input_scales".split())
+    schema = f"(Tensor(a!) out, {tensors}) -> ()"
+    operator = torch.library.custom_op("annie_quant::vllm_nvfp4_experts", compute, mutates_args=("out",), schema=schema)
+    operator.register_fake(lambda *arguments: None)

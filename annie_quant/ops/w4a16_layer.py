@@ -7,10 +7,30 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
-_checked: dict[tuple[Any, ...], str] = {}  # by device, shape and dtype: why the kernel is not used, "" if it is
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_checked: dict[tuple[object, ...], str] = {}  # by device, shape and dtype: why the kernel is not used, "" if it is
 _logged: set[str] = set()
+
+
+class LoadedLinear(Protocol):
+    """A linear layer of vLLM with an NVFP4 weight, under vLLM's names.
+
+    weight: uint8 [N, K/2]; repacked: uint8 [bytes].
+    weight_scale: float8_e4m3fn [N, K/16]; gone once it is repacked.
+    annie_scale: tensor scale of the repacked weight; None: the weight is as vLLM loaded it.
+    """
+
+    weight: torch.nn.Parameter
+    weight_scale: torch.nn.Parameter
+    weight_global_scale: torch.nn.Parameter
+    params_dtype: torch.dtype
+    output_size_per_partition: int
+    annie_scale: Tensor | None
 
 
 def switched_on(switch: str) -> bool:
@@ -26,7 +46,7 @@ def log_once(logger: str, level: int, line: str, kind: str = "") -> None:
         logging.getLogger(logger).log(level, "annie_quant: %s", line)
 
 
-def refused(key: tuple[Any, ...], dtype: Any) -> str:
+def refused(key: tuple[object, ...], dtype: torch.dtype) -> str:
     """Return why a layer like this one is left as it is without another check, "" if nothing is known against it."""
     from annie_quant.gemm import self_check
 
@@ -35,7 +55,7 @@ def refused(key: tuple[Any, ...], dtype: Any) -> str:
     return _checked.get(key, "")
 
 
-def checked(key: tuple[Any, ...], worst: Callable[[], float], what: str, device: Any, logger: str) -> str:
+def checked(key: tuple[object, ...], worst: Callable[[], float], what: str, device: torch.device, logger: str) -> str:
     """Return why a kernel is not used for layers of this key: "" if its product is right. Checks the first layer of a key.
 
     worst: compute the largest error in units of its bound.  what: the layers, for the log
@@ -58,11 +78,9 @@ def in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def take(layer: Any, logger: str) -> str:
+def take(layer: LoadedLinear, logger: str) -> str:
     """Repack a layer's weight for our kernel. Returns why it stays as it is, "" if it was repacked.
 
-    layer: with vLLM's names: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_global_scale,
-    params_dtype. Repacked, it has weight uint8 [bytes] and annie_scale, and no weight_scale.
     logger: whose handlers the server prints
     """
     import torch
@@ -88,7 +106,7 @@ def take(layer: Any, logger: str) -> str:
     return reason
 
 
-def product(layer: Any, x: Any, bias: Any = None) -> Any:
+def product(layer: LoadedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the product of x with a layer that `take` repacked, plus the bias. Its output_size_per_partition is N."""
     import torch
 

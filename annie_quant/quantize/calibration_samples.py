@@ -7,8 +7,6 @@ kinds meets natural activations only.
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,20 +127,6 @@ def padded(samples: Sequence[CalibrationSample]) -> TokenBatch:
     return TokenBatch(ids, kinds)
 
 
-def template_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row's messages as chat templates expect them: tool arguments as a dict (on disk a JSON string)."""
-    messages = copy.deepcopy(row["messages"])
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            function = call.get("function") or call
-            if isinstance(function.get("arguments"), str):
-                try:
-                    function["arguments"] = json.loads(function["arguments"] or "{}")
-                except (ValueError, RecursionError):
-                    function["arguments"] = {"arguments": function["arguments"]}  # as offline.prompts does
-    return messages
-
-
 def token_ids(tokenizer: Any, rows: Sequence[Mapping[str, Any]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
     """Return one list of token ids per conversation, cut at max_tokens."""
     from annie_quant.checkpoint.chat_template import ChatTemplate
@@ -150,6 +134,6 @@ def token_ids(tokenizer: Any, rows: Sequence[Mapping[str, Any]], max_tokens: int
     template, ids = ChatTemplate(tokenizer, str(tokenizer.name_or_path)), []
     for row in rows:
         thinking = bool(row.get("thinking", False))
-        text = template.render(template_messages(row), row.get("tools"), enable_thinking=thinking)
+        text = template.render(row["messages"], row.get("tools"), enable_thinking=thinking)
         ids.append(tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens])
     return ids

@@ -29,7 +29,7 @@ def gated_delta_rule(
     beta: torch.Tensor,
     *,
     use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Return (outputs [B, T, H, Dv], None), from a state of zeros.
 
@@ -143,7 +143,7 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
 
 
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: object
 ) -> torch.Tensor:
     """Return the depthwise causal convolution [B, C, T] of x [B, C, T] with weight [C, K], as K shifted sums in float32.
 

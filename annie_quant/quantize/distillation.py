@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.remote_code import refused
@@ -126,7 +126,9 @@ class Distillation(Trainer):
         self.teacher = teacher.eval().requires_grad_(False)
         self.table = torch.tensor([token_weights.get(k, 0.0) for k in (*range(KINDS), PADDING)])
 
-    def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], *args: object, **kwargs: object
+    ) -> torch.Tensor:
         ids, kinds = inputs["input_ids"], inputs["kinds"]
         weight = self.table.to(ids.device)[kinds]  # PADDING is -1, the table's last element
         positions = (weight > 0).any(0).nonzero().squeeze(-1)
@@ -150,7 +152,14 @@ def loss_callback(progress: Progress, steps: int) -> TrainerCallback:
     """Return a callback that reports the loss whenever the Trainer logs it."""
 
     class LossCallback(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        def on_log(
+            self,
+            args: TrainingArguments,
+            state: TrainerState,
+            control: TrainerControl,
+            logs: Mapping[str, float] | None = None,
+            **more: object,
+        ) -> None:
             if logs and "loss" in logs:
                 done = state.global_step
                 progress.update(done, steps, f"distilling: step {done} of {steps}, loss {float(logs['loss']):.4g}")

@@ -7,7 +7,6 @@ tests/offline/test_linear.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,8 @@ import torch
 from annie_quant import nvfp4
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.offline import codec
+
+InputHook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
 def nvfp4_weight(
@@ -42,10 +43,10 @@ def fp8(x: torch.Tensor, amax: float) -> torch.Tensor:
     return codec.fake_quant_fp8(x, scale.to(x.device))
 
 
-def input_hook(rounder: Callable[[Any, float], Any], amax: float) -> Callable[..., tuple[Any, ...]]:
+def input_hook(rounder: Callable[[torch.Tensor, float], torch.Tensor], amax: float) -> InputHook:
     """Return a forward pre-hook that rounds a linear's input. rounder: nvfp4_input or fp8."""
 
-    def before(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def before(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (rounder(args[0], amax), *args[1:])
 
     return before

@@ -140,7 +140,7 @@ class Trial:
         """Return linear → its largest |input| over the scored answers and their prompts, if it had any."""
         largest: dict[str, float] = {}
 
-        def observe(name: str, module: Any, args: tuple[Any, ...]) -> None:
+        def observe(name: str, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             if args[0].numel():
                 largest[name] = max(largest.get(name, 0.0), float(args[0].detach().abs().max()))
 

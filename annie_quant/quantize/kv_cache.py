@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,11 @@ from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from transformers import PreTrainedConfig
+
+    from annie_quant.quantize.calibration_samples import CalibrationSample
     from annie_quant.quantize.strategy import Job, StrategyOptions
 
 NONE, FP8, CAST = "none", "fp8", "fp8_cast"
@@ -64,7 +69,9 @@ def add(job: Job[StrategyOptions], output: Path, kind: str, progress: Progress) 
     add_settings(output)
 
 
-def largest(folder: ModelFolder, samples: Any, progress: Progress) -> dict[str, tuple[float, float]]:
+def largest(
+    folder: ModelFolder, samples: Sequence[CalibrationSample], progress: Progress
+) -> dict[str, tuple[float, float]]:
     """Return layer → the largest |key| and |value| that enter the cache, of every full-attention layer."""
     from annie_quant.quantize.calibration_samples import make_batches
     from annie_quant.quantize.layerwise import DecoderLayers
@@ -73,7 +80,7 @@ def largest(folder: ModelFolder, samples: Any, progress: Progress) -> dict[str, 
     tops: dict[str, tuple[float, float]] = {}
     current = ""
 
-    def record(key: Any, value: Any) -> None:
+    def record(key: Tensor, value: Tensor) -> None:
         before = tops.get(current, (0.0, 0.0))
         tops[current] = (max(before[0], float(key.abs().max())), max(before[1], float(value.abs().max())))
 
@@ -85,12 +92,14 @@ def largest(folder: ModelFolder, samples: Any, progress: Progress) -> dict[str, 
 
 
 @contextlib.contextmanager
-def observed_attention(config: Any, record: Callable[[Any, Any], None]) -> Iterator[None]:
+def observed_attention(config: PreTrainedConfig, record: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Call `record` with the keys and values, after the rotary embedding, of every attention of this config."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    def attention(
+        module: Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+    ) -> tuple[Tensor, None]:
         record(key, value)
         return sdpa_attention_forward(module, query, key, value, *args, **options)
 

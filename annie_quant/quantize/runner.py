@@ -13,7 +13,7 @@ from typing import Any, get_args
 import msgspec
 
 from annie_quant import __version__, models, nvfp4
-from annie_quant.checkpoint.shards import ModelFolder, inside, read_object
+from annie_quant.checkpoint.shards import COMPANIONS, ModelFolder, inside, read_object
 from annie_quant.checkpoint.writer import check_name, check_output, staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
 from annie_quant.core.files import write_json
@@ -24,22 +24,6 @@ from annie_quant.quantize import prompt_provenance, strategies
 from annie_quant.quantize.formats import expected_bytes
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, rank, sha256_of
-
-# What a serving runtime needs besides the weights; ModelOpt's exporter omits some of it.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "LICENSE",
-)
 
 
 class QuantizeResult(msgspec.Struct):
@@ -200,10 +184,7 @@ def recipe_of(
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, template and processor files from the source, over those that an exporter wrote.
-
-    An exporter's re-serialised copy may differ.
-    """
+    """Copy tokenizer, template, processor and licence files from the source."""
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(inside(source, source / name), target / name)

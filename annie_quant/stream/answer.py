@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from annie_quant.core.text import printable
-from annie_quant.core.untrusted import integer
+from annie_quant.core.untrusted import JsonObject, integer
 
 MAX_TOOL_CALLS = 1000
 MAX_NAME = 200  # characters of an id, a name, a reason
@@ -43,8 +42,8 @@ class StreamedAnswer:
     calls: dict[int, StreamedCall] = field(default_factory=dict)
     arguments: dict[int, list[str]] = field(default_factory=dict)  # pieces of each call's arguments
     finish_reason: str | None = None
-    usage: dict[str, Any] | None = None
-    server_timings: dict[str, Any] | None = None
+    usage: JsonObject | None = None
+    server_timings: JsonObject | None = None
     model: str | None = None
     first: dict[str, int] = field(default_factory=dict)  # event, reasoning, content, tool
     token_stamps: list[int] = field(default_factory=list)
@@ -88,7 +87,7 @@ class StreamedAnswer:
             self.reasoning.append(content)
         return bool(content)
 
-    def add_call(self, index: int, call_id: str | None, name: str | None, arguments: Any, stamp: int) -> bool:
+    def add_call(self, index: int, call_id: str | None, name: str | None, arguments: object, stamp: int) -> bool:
         """Add one piece of the tool call `index`. arguments: text, or a whole object. Returns whether it has any content.
 
         Raises ValueError for more than MAX_TOOL_CALLS calls.
@@ -107,13 +106,13 @@ class StreamedAnswer:
             self.first.setdefault("tool", stamp)
         return has_content
 
-    def add_usage(self, usage: dict[str, Any]) -> None:
+    def add_usage(self, usage: JsonObject) -> None:
         """Add what an event reports of usage: later figures replace earlier ones, null does not."""
         if usage:
             self.usage = {**(self.usage or {}), **{k: v for k, v in usage.items() if v is not None}}
 
 
-def usage_as_chat(usage: dict[str, Any] | None) -> dict[str, Any] | None:
+def usage_as_chat(usage: JsonObject | None) -> JsonObject | None:
     """Return usage with chat completions' names added where an API names them otherwise.
 
     These are prompt_tokens, completion_tokens and prompt_tokens_details.cached_tokens. The server's own fields stay.
@@ -141,7 +140,7 @@ def usage_as_chat(usage: dict[str, Any] | None) -> dict[str, Any] | None:
 # ---- fields of a server's JSON, which may have any type
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """Return the text of a string or of OpenAI's list of parts; "" for any other value."""
     if isinstance(value, str):
         return value
@@ -150,7 +149,7 @@ def text_of(value: Any) -> str:
     return ""
 
 
-def object_field(parent: dict[str, Any], name: str) -> dict[str, Any]:
+def object_field(parent: JsonObject, name: str) -> JsonObject:
     """Return a field that is an object; {} if it is missing or null. Raises ValueError for any other type."""
     value = parent.get(name)
     if value is None or isinstance(value, dict):
@@ -158,7 +157,7 @@ def object_field(parent: dict[str, Any], name: str) -> dict[str, Any]:
     raise ValueError(f"{name} is not an object: {printable(str(value)[:200], 60)}")
 
 
-def object_list(parent: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def object_list(parent: JsonObject, name: str) -> list[JsonObject]:
     """Return a field that is a list of objects, as `object_field` does."""
     value = parent.get(name)
     if value is None:
@@ -168,7 +167,7 @@ def object_list(parent: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return value
 
 
-def name_field(parent: dict[str, Any], name: str) -> str | None:
+def name_field(parent: JsonObject, name: str) -> str | None:
     """Return a field that is a short text: an id, a name, a reason. Numbers are read as text."""
     value = parent.get(name)
     if value is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
-from annie_quant.core.untrusted import integer, limited
+from annie_quant.core.untrusted import JsonObject, integer, limited
 from annie_quant.stream import errors
 from annie_quant.stream.answer import MAX_NAME, Frame, StreamedAnswer, name_field, object_field, object_list, text_of
 
@@ -14,10 +14,10 @@ from annie_quant.stream.answer import MAX_NAME, Frame, StreamedAnswer, name_fiel
 class Api(Protocol):
     """One API's events."""
 
-    def is_event(self, chunk: dict[str, Any]) -> bool:
+    def is_event(self, chunk: JsonObject) -> bool:
         """Whether an event is one of this API, by its own fields."""
 
-    def read(self, answer: StreamedAnswer, event: dict[str, Any], frame: Frame) -> None:
+    def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
         """Add one event to the answer. Raises ValueError for a field of another type."""
 
 
@@ -83,10 +83,10 @@ class ChatApi:
     Dialects: vLLM (delta.reasoning), older vLLM and llama.cpp (delta.reasoning_content), completions (choices.text).
     """
 
-    def is_event(self, chunk: dict[str, Any]) -> bool:
+    def is_event(self, chunk: JsonObject) -> bool:
         return True  # asked last: what no other API recognises
 
-    def read(self, answer: StreamedAnswer, event: dict[str, Any], frame: Frame) -> None:
+    def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
         usage, timings = limited(object_field(event, "usage")), limited(object_field(event, "timings"))
         answer.usage = usage or answer.usage
         answer.server_timings = timings or answer.server_timings
@@ -103,7 +103,7 @@ class ChatApi:
             counted = integer(usage.get("completion_tokens"))
             answer.token(frame, integer(timings.get("predicted_n")) if counted is None else counted)
 
-    def _delta(self, answer: StreamedAnswer, choice: dict[str, Any], stamp: int) -> bool:
+    def _delta(self, answer: StreamedAnswer, choice: JsonObject, stamp: int) -> bool:
         delta = object_field(choice, "delta")
         has_reasoning = answer.add_reasoning(text_of(delta.get("reasoning") or delta.get("reasoning_content")), stamp)
         has_text = answer.add_text(text_of(delta.get("content") or choice.get("text")), stamp)
@@ -113,7 +113,7 @@ class ChatApi:
         called = [self._tool(answer, piece, stamp) for piece in tools]
         return has_reasoning or has_text or any(called)
 
-    def _tool(self, answer: StreamedAnswer, piece: dict[str, Any], stamp: int) -> bool:
+    def _tool(self, answer: StreamedAnswer, piece: JsonObject, stamp: int) -> bool:
         """Add one piece of a tool call. Returns whether it had any content."""
         index, call_id = integer(piece.get("index")), name_field(piece, "id")
         function = object_field(piece, "function")
@@ -140,11 +140,11 @@ class ResponsesApi:
     response.incomplete or response.failed; there is no [DONE].
     """
 
-    def is_event(self, chunk: dict[str, Any]) -> bool:
+    def is_event(self, chunk: JsonObject) -> bool:
         kind = chunk.get("type")
         return isinstance(kind, str) and kind.startswith("response.")
 
-    def read(self, answer: StreamedAnswer, event: dict[str, Any], frame: Frame) -> None:
+    def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
         kind, stamp = event["type"], frame.stamp_ns
         if kind in _RESPONSES_TEXT:
             has_token = answer.add_text(text_of(event.get("delta")), stamp)
@@ -163,7 +163,7 @@ class ResponsesApi:
         if has_token:
             answer.token(frame)
 
-    def _index(self, answer: StreamedAnswer, event: dict[str, Any]) -> int:
+    def _index(self, answer: StreamedAnswer, event: JsonObject) -> int:
         """Return the number of an event's output item. llama.cpp sends no output_index, but the item's id."""
         index = integer(event.get("output_index"))
         if index is None:
@@ -171,7 +171,7 @@ class ResponsesApi:
             index = answer.item_numbers.setdefault(item, len(answer.item_numbers))
         return index
 
-    def _item(self, answer: StreamedAnswer, event: dict[str, Any], stamp: int) -> bool:
+    def _item(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
         item = object_field(event, "item")
         if item.get("type") != "function_call":
             return False
@@ -180,13 +180,13 @@ class ResponsesApi:
             self._index(answer, event), call_id, name_field(item, "name"), item.get("arguments"), stamp
         )
 
-    def _whole_call(self, answer: StreamedAnswer, event: dict[str, Any], stamp: int) -> None:
+    def _whole_call(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> None:
         """Take a finished call from its item where no delta had its arguments."""
         item = object_field(event, "item")
         if item.get("type") == "function_call" and not answer.arguments.get(self._index(answer, event)):
             self._item(answer, event, stamp)
 
-    def _response(self, answer: StreamedAnswer, kind: str, response: dict[str, Any], stamp: int) -> None:
+    def _response(self, answer: StreamedAnswer, kind: str, response: JsonObject, stamp: int) -> None:
         answer.model = answer.model or name_field(response, "model")
         answer.add_usage(limited(object_field(response, "usage")))
         answer.server_timings = limited(object_field(response, "timings")) or answer.server_timings
@@ -224,11 +224,11 @@ class MessagesApi:
     Definition: https://docs.anthropic.com/en/api/messages-streaming. The stream ends with message_stop; there is no [DONE].
     """
 
-    def is_event(self, chunk: dict[str, Any]) -> bool:
+    def is_event(self, chunk: JsonObject) -> bool:
         kind = chunk.get("type")
         return isinstance(kind, str) and kind in _MESSAGE_EVENTS
 
-    def read(self, answer: StreamedAnswer, event: dict[str, Any], frame: Frame) -> None:
+    def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
         kind, stamp = event["type"], frame.stamp_ns
         index = integer(event.get("index")) or 0
         has_token = False
@@ -250,14 +250,14 @@ class MessagesApi:
         if has_token:
             answer.token(frame)
 
-    def _block(self, answer: StreamedAnswer, index: int, block: dict[str, Any], stamp: int) -> bool:
+    def _block(self, answer: StreamedAnswer, index: int, block: JsonObject, stamp: int) -> bool:
         """Begin a block: a tool call has its name here; text and thinking are usually empty."""
         if block.get("type") == "tool_use":
             arguments = object_field(block, "input") or None  # {}: its pieces follow
             return answer.add_call(index, name_field(block, "id"), name_field(block, "name"), arguments, stamp)
         return self._delta(answer, index, block, stamp)
 
-    def _delta(self, answer: StreamedAnswer, index: int, delta: dict[str, Any], stamp: int) -> bool:
+    def _delta(self, answer: StreamedAnswer, index: int, delta: JsonObject, stamp: int) -> bool:
         has_text = answer.add_text(text_of(delta.get("text")), stamp)
         has_reasoning = answer.add_reasoning(text_of(delta.get("thinking")), stamp)
         pieces = text_of(delta.get("partial_json"))
@@ -273,10 +273,10 @@ class OllamaApi:
     Definition: https://github.com/ollama/ollama/blob/main/docs/api.md. Durations are nanoseconds.
     """
 
-    def is_event(self, chunk: dict[str, Any]) -> bool:
+    def is_event(self, chunk: JsonObject) -> bool:
         return isinstance(chunk.get("done"), bool) and "choices" not in chunk
 
-    def read(self, answer: StreamedAnswer, event: dict[str, Any], frame: Frame) -> None:
+    def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
         stamp, message = frame.stamp_ns, object_field(event, "message")
         answer.model = answer.model or name_field(event, "model")
         has_reasoning = answer.add_reasoning(text_of(message.get("thinking") or event.get("thinking")), stamp)
@@ -292,15 +292,15 @@ class OllamaApi:
             answer.add_usage({name: count for name, count in counts.items() if count is not None})
             answer.server_timings = self._timings(event) or None
 
-    def _call(self, answer: StreamedAnswer, call: dict[str, Any], stamp: int) -> bool:
+    def _call(self, answer: StreamedAnswer, call: JsonObject, stamp: int) -> bool:
         """Add a tool call, which is whole: its arguments are an object."""
         function = object_field(call, "function")
         name, arguments = name_field(function, "name"), function.get("arguments")
         return answer.add_call(len(answer.calls), name_field(call, "id"), name, arguments, stamp)
 
-    def _timings(self, event: dict[str, Any]) -> dict[str, Any]:
+    def _timings(self, event: JsonObject) -> dict[str, float]:
         """Return Ollama's own account of its time with llama.cpp's names."""
-        out: dict[str, Any] = {}
+        out: dict[str, float] = {}
         for part, name in (("prompt_eval", "prompt"), ("eval", "predicted")):
             count, duration = integer(event.get(f"{part}_count")), integer(event.get(f"{part}_duration"))
             if count is not None and duration is not None:
@@ -321,7 +321,7 @@ APIS: dict[str, Api] = {
 _IN_ORDER = tuple(APIS.values())
 
 
-def read_event(answer: StreamedAnswer, event: dict[str, Any], frame: Frame) -> None:
+def read_event(answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
     """Add one event to the answer, as the first API reads it that recognises it."""
     for api in _IN_ORDER:  # a loop: this is called once per event
         if api.is_event(event):

@@ -21,6 +21,7 @@ from annie_quant import __version__
 from annie_quant.core import native
 from annie_quant.core.errors import UsageError
 from annie_quant.core.secrets import Redactor, safe_url, secrets_of
+from annie_quant.core.untrusted import decode_json
 from annie_quant.stream.errors import RequestError
 from annie_quant.stream.timings import PlannedRequest, Timings, transport_fault
 
@@ -57,7 +58,9 @@ class Request:
         return f"Request({safe_url(self.url)!r}, tag={self.tag!r}, headers={sorted(self.headers or ())})"
 
 
-def chat(url: str, model: str | None, messages: Sequence[Mapping[str, Any]], tag: Any = None, **fields: Any) -> Request:
+def chat(
+    url: str, model: str | None, messages: Sequence[Mapping[str, object]], tag: object = None, **fields: Any
+) -> Request:
     """Return a request for a streamed chat completion that includes usage.
 
     url     of the server, with or without /v1/chat/completions
@@ -379,3 +382,12 @@ def fetch(
     return HttpReply(
         int(timings.requests["status"][0]), timings.headers(0), timings.body(0), fault[1] if fault else None
     )
+
+
+def first_model(body: bytes) -> str | None:
+    """Return the name of the first model in an answer of /v1/models; None where there is none."""
+    try:
+        name = decode_json(body)["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) else None

@@ -9,7 +9,6 @@ import errno
 import os
 import re
 import resource
-from typing import Any
 
 import msgspec
 
@@ -51,7 +50,19 @@ _CURL_CAUSES = {
 }
 
 
-def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, idle_s: Any) -> tuple[str, str] | None:
+_STOPPED = {
+    DEADLINE: ("deadline", "stopped: the run reached its deadline"),
+    CANCELLED: ("cancelled", "stopped: the run was interrupted"),
+    NOT_STARTED: ("not_started", "not started: the run was stopped before"),
+    EVENT_SIZE: ("event_too_large", "one event was larger than max_event_bytes"),
+    ANSWER_SIZE: ("answer_too_large", "the answer did not end within max_answer_bytes and max_answer_events"),
+    HEAD_SIZE: ("protocol", "the answer's head or trailers are too large (over 256 KiB)"),
+}
+
+
+def transport(
+    cause: int, code: int, os_errno: int, text: str, timeout_s: float | None, idle_s: float | None
+) -> tuple[str, str] | None:
     """Return (cause, message) of a request that did not complete at the HTTP level; None if it did."""
     if cause == NONE:
         return None
@@ -59,18 +70,8 @@ def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, i
         return "timeout", f"timed out: not complete {timeout_s:g} s after its start"
     if cause == IDLE:
         return "idle", f"stalled: no bytes received for {idle_s:g} s"
-    if cause == DEADLINE:
-        return "deadline", "stopped: the run reached its deadline"
-    if cause == CANCELLED:
-        return "cancelled", "stopped: the run was interrupted"
-    if cause == NOT_STARTED:
-        return "not_started", "not started: the run was stopped before"
-    if cause == EVENT_SIZE:
-        return "event_too_large", "one event was larger than max_event_bytes"
-    if cause == ANSWER_SIZE:
-        return "answer_too_large", "the answer did not end within max_answer_bytes and max_answer_events"
-    if cause == HEAD_SIZE:
-        return "protocol", "the answer's head or trailers are too large (over 256 KiB)"
+    if cause in _STOPPED:
+        return _STOPPED[cause]
     if os_errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
@@ -101,7 +102,7 @@ def message_of(body: bytes) -> str:
     return message or _plain(body)
 
 
-def error_in(value: Any) -> str | None:
+def error_in(value: object) -> str | None:
     """Return the message of an error object: {"error": {"message"}}, {"error": "..."}, {"detail": ...}, {"message"}."""
     if not isinstance(value, dict):
         return None

@@ -110,11 +110,11 @@ class Timings:
     def __init__(
         self,
         plan: Sequence[PlannedRequest],
-        requests: Any,
-        events: Any,
-        reads: Any,
-        frames: Any,
-        notes: Any,
+        requests: np.ndarray,
+        events: np.ndarray,
+        reads: np.ndarray,
+        frames: np.ndarray,
+        notes: np.ndarray,
         *,
         origin_ns: int,
         origin_realtime_ns: int,
@@ -193,7 +193,7 @@ class Timings:
     def columns(self, table: str = "events") -> dict[str, np.ndarray]:
         """Return the columns of `requests`, `events` or `reads`, as views."""
         array = {"requests": self.requests, "events": self.events, "reads": self.reads}[table]
-        return {name: array[name] for name in array.dtype.names}
+        return {name: array[name] for name in array.dtype.names or ()}
 
     def to_pandas(self, table: str = "events") -> Any:
         """Return a DataFrame over the same memory (`table`: events, reads, requests), or of the records."""

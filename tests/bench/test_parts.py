@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from annie_quant import documents
 from annie_quant.bench import memory
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import Backend
-from annie_quant.bench.plan import choose, planned_visits
+from annie_quant.bench.plan import Visit, choose, planned_visits
 from annie_quant.bench.regressions import losses, regression
 from annie_quant.bench.run_folder import RecordLog, read_records
 from annie_quant.core.errors import EnvironmentFault, UsageError
@@ -75,6 +76,16 @@ def test_a_full_disk_is_a_one_line_error(tmp_path):
     with pytest.raises(EnvironmentFault, match="the disk is full"):
         records.append(row("a"))
     records.close()
+
+
+def test_the_ids_of_requests_have_the_names_of_backend_and_workload():
+    """Only the slash of a rate ("@2/s") is replaced; it also took "/s" from names that begin with an s."""
+    names = {"support": "b/support@2ps/a/0/0", "web/search": "b/web/search@2ps/a/0/0"}
+    for name, expected in names.items():
+        workload = dataclasses.replace(FACTS, name=name)
+        case = dataclasses.replace(FACTS.cases[0], id="a")
+        visit = Visit(0, "b", workload, ((case, 0),), documents.Load(0, 2.0))
+        assert visit.ids(case, 0) == [expected]
 
 
 def test_backends_are_checked():

@@ -53,6 +53,37 @@ def test_text_equals_that_of_transformers(tokenizer, template, monkeypatch):
                 assert ours.render(messages, tools, prompt, enable_thinking=True) == expected
 
 
+ARGUMENTS = {
+    "JSON text": ('{"q": "ü <b>"}', {"q": "ü <b>"}),
+    "no text": ("", {}),
+    "an object": ({"q": 1}, {"q": 1}),
+    "text that is not JSON": ("q=ü", {"arguments": "q=ü"}),
+    "lists that are nested too deeply": ("[" * 100_000, {"arguments": "[" * 100_000}),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("nested", [True, False], ids=["function", "direct"])
+def test_arguments_of_calls_become_objects_and_the_message_stays_as_it_is(tokenizer, name, nested):
+    """The expected text is that of the object, which transformers renders."""
+    given, expected = ARGUMENTS[name]
+    call = {"name": "search", "arguments": given}
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call} if nested else call],
+    }
+    objects = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "search", "arguments": expected}}],
+    }
+    before = repr(message)
+    text = ChatTemplate(tokenizer, "x").render([CONVERSATIONS[0][0], message])
+    assert text == tokenizer.apply_chat_template([CONVERSATIONS[0][0], objects], tokenize=False)
+    assert repr(message) == before
+
+
 HOSTILE = {
     "an endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
     "endless output": "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",

@@ -6,6 +6,7 @@ import json
 import resource
 
 import checkpoint_zoo as zoo
+import msgspec
 import pytest
 
 from annie_quant import checkpoint
@@ -90,7 +91,8 @@ def test_a_byte_level_tokenizer_with_byte_fallback_is_not_a_sentencepiece_model(
         "model": {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "byte_fallback": True},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
     }
-    assert vocabulary.sentencepiece_scores(content, ["a", "b", "ab"]) is None
-    assert vocabulary.pre_tokenizer(content) == "smollm"
-    del content["pre_tokenizer"]
-    assert vocabulary.sentencepiece_scores(content, ["a", "b", "ab"]) == [-1.0, -2.0, 0.0]
+    tokenizer = msgspec.convert(content, vocabulary.Tokenizer)
+    assert vocabulary.sentencepiece_scores(tokenizer, ["a", "b", "ab"]) is None
+    assert vocabulary.pre_tokenizer(tokenizer) == "smollm"
+    tokenizer.pre_tokenizer = None
+    assert vocabulary.sentencepiece_scores(tokenizer, ["a", "b", "ab"]) == [-1.0, -2.0, 0.0]

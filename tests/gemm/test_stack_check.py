@@ -12,7 +12,7 @@ import pytest
 
 from annie_quant.cli.doctor import print_stack
 from annie_quant.core.errors import EnvironmentFault, UsageError
-from annie_quant.gemm import container_check, known_failures, oracle, stack_check
+from annie_quant.gemm import known_failures, oracle, stack_check
 
 
 def product(case, a=None, w=None, sa=None, sw=None):
@@ -247,23 +247,27 @@ def test_swizzle_is_the_documented_formula():
 
 
 def test_the_container_command_is_a_list_without_a_shell():
-    assert container_check.command("vllm/vllm-openai:v0.20", "docker", running=False) == [
+    assert stack_check.container_command("vllm/vllm-openai:v0.20", "docker", running=False) == [
         "docker", "run", "--rm", "-i", "--gpus", "all", "--entrypoint", "python3", "vllm/vllm-openai:v0.20", "-",
     ]  # fmt: skip
-    assert container_check.command("my; rm -rf /", "docker", running=True)[3] == "my; rm -rf /"
+    assert stack_check.container_command("my; rm -rf /", "docker", running=True)[3] == "my; rm -rf /"
     for name in ("", "--privileged"):
         with pytest.raises(UsageError, match="not the name of a container"):
-            container_check.command(name, "docker", running=False)
+            stack_check.container_command(name, "docker", running=False)
     with pytest.raises(UsageError, match="no stack called"):
-        container_check.plan("image", "nonsense")
+        stack_check.plan_container("image", "nonsense")
 
 
 def test_the_script_runs_where_only_numpy_is_installed(tmp_path):
     """Python alone in an empty folder, as in a container: the check runs and its last line is the result."""
     process = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path.append({np_folder()!r}); exec(sys.stdin.read())"],
-        input=container_check.script("flashinfer"), capture_output=True, text=True, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
+        input=stack_check.container_script("flashinfer"),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin"},
+    )
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout.splitlines()[-1])
     assert result["backends"][0]["backend"].startswith("flashinfer")
@@ -291,11 +295,11 @@ def test_a_running_container_is_entered_and_an_image_started(tmp_path, monkeypat
     docker.write_text(FAKE.format(python=sys.executable))
     docker.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    alive = container_check.examine("alive", "torch")
+    alive = stack_check.examine_container("alive", "torch")
     call = json.loads(alive.note)
     assert alive.container == "alive" and call["argv"] == ["exec", "-i", "alive", "python3", "-"]
     assert call["script"] > 10_000
-    assert json.loads(container_check.examine("some/image:1", "all").note)["argv"][:2] == ["run", "--rm"]
+    assert json.loads(stack_check.examine_container("some/image:1", "all").note)["argv"][:2] == ["run", "--rm"]
     with pytest.raises(EnvironmentFault, match="no kernel image") as caught:
-        container_check.examine("broken", "vllm")
+        stack_check.examine_container("broken", "vllm")
     assert "121a" in caught.value.hint

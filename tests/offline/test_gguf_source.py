@@ -108,7 +108,7 @@ def test_another_architecture_is_refused_with_what_still_works(
 def test_a_family_that_transformers_does_not_read_is_refused(tmp_path: Path) -> None:
     file = aq.checkpoint.convert(TINY_ANNIE, "gguf", tmp_path / "x.gguf").path
     error = refusal(Path(file), tmp_path)
-    assert "qwen35" in str(error) and "--like" in error.hint
+    assert "qwen35" in str(error) and "--runtime llama.cpp" in error.hint
 
 
 def test_a_file_without_a_chat_template_is_refused(files: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_servers_without_log_probabilities_are_refused() -> None:
 )  # fmt: skip
 def test_malformed_replies_are_one_error(body: object) -> None:
     with pytest.raises(ServerError, match="no log-probabilities with token ids"):
-        read_answer(body, "http://server/completion")
+        read_answer(json.dumps(body).encode(), "http://server/completion")
 
 
 def test_llama_cpps_openai_format_is_read() -> None:
@@ -197,7 +197,7 @@ def test_llama_cpps_openai_format_is_read() -> None:
         "logprob": -0.1,
         "top_logprobs": [{"id": 5, "logprob": -0.1}, {"id": 6, "logprob": -3}],
     }
-    answer = read_answer({"choices": [{"logprobs": {"content": [step]}}]}, "")
+    answer = read_answer(json.dumps({"choices": [{"logprobs": {"content": [step]}}]}).encode(), "")
     assert answer.tokens == [5] and answer.logprobs == [{5: -0.1, 6: -3.0}]
 
 

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from annie_quant.gemm import oracle  # noqa: E402
-from annie_quant.ops import vllm_cpu, vllm_experts  # noqa: E402
+from annie_quant.ops import vllm_experts, vllm_plugin  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 5, 2, 64, 32
 BASE = "vllm.model_executor.layers"
@@ -60,7 +60,7 @@ def expected(x, weights, chosen, exact, input_scales=None):
 
 def compute(x, weights, chosen, parts, input_scales):
     out = torch.full_like(x, float("nan"))
-    vllm_cpu.compute(out, x, weights, chosen, *parts[0], input_scales[0], *parts[1], input_scales[1])
+    vllm_plugin.compute(out, x, weights, chosen, *parts[0], input_scales[0], *parts[1], input_scales[1])
     return out
 
 
@@ -113,8 +113,8 @@ def vllm(monkeypatch):
 
 @pytest.mark.parametrize(("key", "rounds"), [("dynamic", True), (None, False)])
 def test_vllm_takes_the_class_of_the_checkpoints_scheme(vllm, key, rounds):
-    vllm_cpu.install()
-    vllm_cpu.install()
+    vllm_plugin.install_experts()
+    vllm_plugin.install_experts()
     assert vllm.backend_to_kernel_cls("CUTLASS") == ["CUTLASS"]
     classes = vllm.backend_to_kernel_cls("MARLIN")
     assert len(classes) == 2
@@ -158,7 +158,7 @@ def test_vllm_takes_the_class_of_the_checkpoints_scheme(vllm, key, rounds):
 def test_the_operator_can_be_traced():
     parts, _ = mixture()
     x, weights, chosen = route(3)
-    vllm_cpu._operator()
+    vllm_plugin._experts_operator()
     scales = torch.zeros(EXPERTS)
     torch.library.opcheck(
         torch.ops.annie_quant.vllm_nvfp4_experts.default,

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from annie_quant import nvfp4  # noqa: E402
-from annie_quant.ops import vllm_cpu, vllm_plugin  # noqa: E402
+from annie_quant.ops import vllm_plugin  # noqa: E402
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -43,7 +43,7 @@ def exact(packed, x):
 def test_weight_only(rows):
     packed = weights(48, 96)
     x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows))
-    got = vllm_cpu.multiply(x, *as_torch(packed), input_scale=0.0)
+    got = vllm_plugin.multiply(x, *as_torch(packed), input_scale=0.0)
     np.testing.assert_allclose(got.numpy(), exact(packed, x.numpy()), rtol=2e-5, atol=2e-6)
 
 
@@ -60,9 +60,9 @@ def test_activations_are_rounded_under_the_input_scale(rows):
     step = np.minimum(expected, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * float(input_scale)
     ratio = np.abs(blocks) / step[..., None]
     rounded = np.sign(blocks) * E2M1[np.abs(ratio[..., None] - E2M1).argmin(-1)] * step[..., None]
-    got = vllm_cpu.multiply(x, *as_torch(packed), input_scale=float(input_scale))
+    got = vllm_plugin.multiply(x, *as_torch(packed), input_scale=float(input_scale))
     np.testing.assert_allclose(got.numpy(), exact(packed, rounded.reshape(rows, 64)), rtol=2e-4, atol=2e-5)
-    alone = vllm_cpu.multiply(x, *as_torch(packed), input_scale=0.0)
+    alone = vllm_plugin.multiply(x, *as_torch(packed), input_scale=0.0)
     assert not torch.allclose(got, alone, rtol=1e-3), "rounding must show"
 
 
@@ -75,16 +75,16 @@ def test_bfloat16_products_are_exact_and_do_not_depend_on_the_batch(input_scale)
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     operands = codec.fake_quant_eager(x.float(), input_scale, 16) if input_scale else x.float()
     expected = torch.from_numpy(exact(packed, operands.numpy())).to(torch.bfloat16)
-    got = vllm_cpu.multiply(x, *as_torch(packed), input_scale=input_scale)
+    got = vllm_plugin.multiply(x, *as_torch(packed), input_scale=input_scale)
     assert (got == expected).float().mean() > 0.999  # a float32 sum next to a midpoint may take the other neighbour
-    alone = torch.cat([vllm_cpu.multiply(row[None], *as_torch(packed), input_scale=input_scale) for row in x])
+    alone = torch.cat([vllm_plugin.multiply(row[None], *as_torch(packed), input_scale=input_scale) for row in x])
     assert (got == alone).float().mean() > 0.999
 
 
 def test_shapes_and_bfloat16_are_preserved():
     packed = weights(16, 32)
     x = torch.randn(2, 5, 32).to(torch.bfloat16)
-    got = vllm_cpu.multiply(x, *as_torch(packed), input_scale=0.0)
+    got = vllm_plugin.multiply(x, *as_torch(packed), input_scale=0.0)
     assert got.shape == (2, 5, 16) and got.dtype == torch.bfloat16
 
 
@@ -138,5 +138,5 @@ def test_a_layer_uses_the_kernel(vllm):
         assert kernel.is_supported() == (True, None) and kernel.can_implement(None) == (True, None)
         one = kernel()
         one.process_weights_after_loading(layer)
-        expected = vllm_cpu.multiply(x, codes, scales, tensor_scale, input_scale) + bias
+        expected = vllm_plugin.multiply(x, codes, scales, tensor_scale, input_scale) + bias
         torch.testing.assert_close(one.apply_weights(layer, x, bias), expected)

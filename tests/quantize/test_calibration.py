@@ -1,4 +1,4 @@
-"""Calibration rows: read evenly, refused with file and line; tool arguments are decoded for the template only."""
+"""Calibration rows: read evenly, refused with file and line."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize.calibration_samples import template_messages
 
 
 def write(path: Path, rows: list) -> Path:
@@ -38,11 +37,3 @@ def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as refused:
         read_conversations(tmp_path / "none.jsonl")
     assert "annie-quant data" in refused.value.hint
-
-
-def test_arguments_become_a_dict_and_the_row_stays_as_it_is() -> None:
-    call = {"type": "function", "function": {"name": "search_memory", "arguments": '{"query": "robot"}'}}
-    row = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
-    messages = template_messages(row)
-    assert messages[0]["tool_calls"][0]["function"]["arguments"] == {"query": "robot"}
-    assert call["function"]["arguments"] == '{"query": "robot"}'

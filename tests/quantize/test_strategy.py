@@ -104,3 +104,15 @@ def test_missing_conversations_are_reported_before_libraries_are_loaded(name, tm
     with pytest.raises(UsageError, match="needs conversations"):
         runner.run(name, tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_gets_every_small_file_of_its_source(tmp_path: Path) -> None:
+    """tokenizer.model is SentencePiece's (Gemma, Llama 2), chat_template.json that of older processors."""
+    names = ["tokenizer.json", "tokenizer.model", "chat_template.json", "preprocessor_config.json", "LICENSE"]
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    for name in [*names, "config.json", "README.md"]:
+        (source / name).write_text(name)
+    runner.copy_companions(source, target)
+    assert {f.name: f.read_text() for f in target.iterdir()} == {name: name for name in names}

@@ -32,7 +32,7 @@ def test_gptq_in_threads_equals_gptq_alone():
 HOSTILE = """
 import itertools, sys
 import torch
-from annie_quant.ops.vllm_cpu import multiply
+from annie_quant.ops.vllm_plugin import multiply
 ended = 0
 x = torch.randn(3, 64)
 codes = [torch.zeros(32, 32, dtype=torch.uint8), torch.zeros(32, 8, dtype=torch.uint8), torch.zeros(0, 32, dtype=torch.uint8),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -162,7 +161,7 @@ def is_cast(config: QuantConfig) -> bool:
     return bool(MODELOPT_VERSION.match(version)) or any("cast" in text.lower() for text in strings(config.raw))
 
 
-def strings(value: Any, depth: int = 0) -> Iterator[str]:
+def strings(value: object, depth: int = 0) -> Iterator[str]:
     """Yield the strings in the settings; module names are keys or in lists, and skipped."""
     if isinstance(value, str):
         yield value

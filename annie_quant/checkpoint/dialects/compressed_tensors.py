@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
+import msgspec
 import numpy as np
 
-from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, Linear, QuantConfig, kv_format
+from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, Linear, QuantConfig, Size, kv_format, read_struct
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planned
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import attention_of
 
 NAME = "compressed-tensors"
@@ -27,6 +28,51 @@ FP8_TENSOR: dict[str, object] = {
     "symmetric": True,
     "dynamic": False,
 }
+
+
+class Scheme(msgspec.Struct):
+    """How the weights or the activations of a group are quantized.
+
+    block_structure: rows and columns of a block.
+    dynamic: True: scales are computed per token while serving; "local": per block.
+    """
+
+    num_bits: int | None = None
+    strategy: str | None = None
+    group_size: Size | None = None
+    block_structure: tuple[Size, Size] | None = None
+    dynamic: bool | str | None = None
+
+
+class ConfigGroup(msgspec.Struct):
+    """Linears that are quantized alike. input_activations: None: not quantized."""
+
+    weights: Scheme | None = None
+    input_activations: Scheme | None = None
+    targets: list[str] = []
+    format: str | None = None
+
+    @property
+    def algorithm(self) -> str:
+        """ModelOpt's name of the group's algorithm; "" for any other format."""
+        weights, activations = self.weights or Scheme(), self.input_activations
+        if weights.num_bits == 8 and weights.strategy == "block":
+            return FP8_BLOCK
+        if weights.num_bits == 8:
+            return FP8_DYNAMIC if activations and activations.dynamic is True else "FP8"
+        if weights.num_bits == 4:
+            return "NVFP4" if activations else "W4A16_NVFP4"
+        return ""
+
+
+class CompressedSettings(msgspec.Struct):
+    """quantization_config of config.json."""
+
+    config_groups: dict[str, ConfigGroup] = {}
+    ignore: list[str] = []
+    format: str | None = None
+
+
 NVFP4_FORMAT, FP8_FORMAT = "nvfp4-pack-quantized", "float-quantized"
 
 
@@ -66,16 +112,11 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
     return quantized
 
 
-def block_size(quant: dict[str, Any]) -> tuple[int, int] | None:
+def block_size(quant: JsonObject) -> tuple[int, int] | None:
     """Return the rows and columns that share a scale in a group of FP8 weights in blocks, None without such a group."""
-    groups = quant.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict) and weights.get("strategy") == "block":
-            size = weights.get("block_structure")
-            if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
-                return size[0], size[1]
-    return None
+    groups = read_struct(CompressedSettings, quant).config_groups.values()
+    sizes = (g.weights.block_structure for g in groups if g.weights and g.weights.strategy == "block")
+    return next((size for size in sizes if size), None)
 
 
 def config(folder: ModelFolder) -> QuantConfig:
@@ -83,44 +124,25 @@ def config(folder: ModelFolder) -> QuantConfig:
     return read(folder.quantization)
 
 
-def read(quant: dict[str, Any]) -> QuantConfig:
+def read(quant: JsonObject) -> QuantConfig:
     """Read the settings. Fields of another type than expected read as absent."""
-    groups = quant.get("config_groups")
-    groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    kinds = {group_algo(g) for g in groups} - {""}
-    sizes = [g["weights"].get("group_size") for g in groups if "NVFP4" in group_algo(g)]
-    size = sizes[0] if sizes else None
+    settings = read_struct(CompressedSettings, quant)
+    groups = list(settings.config_groups.values())
+    kinds = {g.algorithm for g in groups} - {""}
+    sizes = [g.weights.group_size for g in groups if g.weights and "NVFP4" in g.algorithm]
     layers: dict[str, str] = {}
     for group in groups if len(kinds) > 1 else ():
-        targets = group.get("targets")
-        for target in targets if isinstance(targets, list) else ():
-            if isinstance(target, str):
-                layers.setdefault(target, group_algo(group))  # the first group that names a linear has it
-    ignore = quant.get("ignore")
+        for target in group.targets:
+            layers.setdefault(target, group.algorithm)  # the first group that names a linear has it
     return QuantConfig(
         method=NAME,
         algo="MIXED_PRECISION" if len(kinds) > 1 else next(iter(kinds), ""),
-        group=size if isinstance(size, int) and size > 0 else None,
-        excluded=[e for e in ignore if isinstance(e, str)] if isinstance(ignore, list) else [],
+        group=sizes[0] if sizes else None,
+        excluded=settings.ignore,
         layers=layers,
         kv_cache=kv_format(quant),
         raw=quant,
     )
-
-
-def group_algo(group: dict[str, Any]) -> str:
-    """Return ModelOpt's name of one config group's algorithm; "" for any other format."""
-    weights = group.get("weights")
-    bits = weights.get("num_bits") if isinstance(weights, dict) else None
-    activations = group.get("input_activations")
-    if bits == 8 and weights is not None and weights.get("strategy") == "block":
-        return FP8_BLOCK
-    if bits == 8:
-        per_token = isinstance(activations, dict) and activations.get("dynamic") is True
-        return FP8_DYNAMIC if per_token else "FP8"
-    if bits == 4:
-        return "NVFP4" if isinstance(activations, dict) else "W4A16_NVFP4"
-    return ""
 
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:

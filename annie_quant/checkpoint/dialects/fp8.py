@@ -6,10 +6,11 @@ writes 16-bit numbers (--to bf16) or a GGUF file. Source: transformers, integrat
 
 from __future__ import annotations
 
-from typing import Any
+import msgspec
 
-from annie_quant.checkpoint.linears import FP8_BLOCK, Linear, QuantConfig
+from annie_quant.checkpoint.linears import FP8_BLOCK, Linear, QuantConfig, Size, read_struct
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.untrusted import JsonObject
 
 NAME = "fp8"
 BLOCK = (128, 128)  # rows and columns that share one scale, where the settings name no size
@@ -44,26 +45,30 @@ def config(folder: ModelFolder) -> QuantConfig:
     return read(folder.quantization)
 
 
-def read(quant: dict[str, Any]) -> QuantConfig:
+class Fp8Settings(msgspec.Struct):
+    """quantization_config of config.json. weight_block_size: rows and columns of a block."""
+
+    modules_to_not_convert: list[str] = []
+    weight_block_size: tuple[Size, Size] | None = None
+    activation_scheme: object = "dynamic"
+
+
+def read(quant: JsonObject) -> QuantConfig:
     """Read the settings. Fields of another type than expected read as absent.
 
     An entry of modules_to_not_convert covers a module and what is inside it, as in transformers and vLLM.
     """
-    entries = quant.get("modules_to_not_convert")
-    entries = [e for e in entries if isinstance(e, str)] if isinstance(entries, list) else []
-    dynamic = quant.get("activation_scheme", "dynamic") == "dynamic"
+    settings = read_struct(Fp8Settings, quant)
+    dynamic = settings.activation_scheme == "dynamic"
     return QuantConfig(
         method=NAME,
         algo=FP8_BLOCK if dynamic else f"{FP8_BLOCK} with static activations",
         group=None,
-        excluded=[pattern for e in entries for pattern in (e, f"{e}.*")],
+        excluded=[pattern for e in settings.modules_to_not_convert for pattern in (e, f"{e}.*")],
         raw=quant,
     )
 
 
-def block_size(quant: dict[str, Any]) -> tuple[int, int] | None:
+def block_size(quant: JsonObject) -> tuple[int, int] | None:
     """Return the rows and columns of a block that the settings name, or None."""
-    size = quant.get("weight_block_size")
-    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
-        return None
-    return size[0], size[1]
+    return read_struct(Fp8Settings, quant).weight_block_size

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, kv_format
+from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, kv_format, read_struct
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planned
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import attention_of
 
 NAME = "modelopt"
@@ -94,22 +95,46 @@ def read_file(folder: ModelFolder) -> QuantConfig | None:
     return read(quant)
 
 
-def read(quant: dict[str, Any]) -> QuantConfig:
+class Weights(msgspec.Struct):
+    """The weights of a config group."""
+
+    group_size: int | None = None
+
+
+class ModeloptGroup(msgspec.Struct):
+    """A config group, as some versions write it."""
+
+    weights: Weights = msgspec.field(default_factory=Weights)
+
+
+class LayerSettings(msgspec.Struct):
+    """One module of a mixed checkpoint."""
+
+    quant_algo: object = None
+
+
+class ModeloptSettings(msgspec.Struct):
+    """quantization_config of config.json, or `quantization` of hf_quant_config.json."""
+
+    quant_algo: object = None
+    group_size: int | None = None
+    config_groups: dict[str, ModeloptGroup] = {}
+    quantized_layers: dict[str, LayerSettings] = {}
+    exclude_modules: list[str] | None = None
+    ignore: list[str] = []
+
+
+def read(quant: JsonObject) -> QuantConfig:
     """Read either spelling of the settings. Fields of another type than expected read as absent."""
-    groups = quant.get("config_groups")
-    first = next((g for g in groups.values() if isinstance(g, dict)), {}) if isinstance(groups, dict) else {}
-    weights = first.get("weights")
-    group = weights.get("group_size") if isinstance(weights, dict) else None
-    group = quant.get("group_size", group)
-    layers = quant.get("quantized_layers")
-    layers = {k: v for k, v in layers.items() if isinstance(v, dict)} if isinstance(layers, dict) else {}
-    excluded = quant.get("exclude_modules", quant.get("ignore"))
+    settings = read_struct(ModeloptSettings, quant)
+    first = next(iter(settings.config_groups.values()), ModeloptGroup())
+    group = first.weights.group_size if settings.group_size is None else settings.group_size
     return QuantConfig(
         method=NAME,
-        algo=str(quant.get("quant_algo") or "").upper(),  # some exporters write it in lower case
-        group=group if isinstance(group, int) and group > 0 else None,
-        excluded=[e for e in excluded if isinstance(e, str)] if isinstance(excluded, list) else [],
-        layers={k: str(v.get("quant_algo") or "").upper() for k, v in layers.items()},
+        algo=str(settings.quant_algo or "").upper(),  # some exporters write it in lower case
+        group=group if group and group > 0 else None,
+        excluded=settings.ignore if settings.exclude_modules is None else settings.exclude_modules,
+        layers={k: str(layer.quant_algo or "").upper() for k, layer in settings.quantized_layers.items()},
         kv_cache=kv_format(quant),
         raw=quant,
     )
@@ -139,10 +164,10 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     producer = {"name": NAME, "version": "annie_quant"}
     algorithms = {m: ALGORITHMS[f] for m, f in sorted(formats.items())}
     kinds = set(algorithms.values())
-    common: dict[str, Any] = {"producer": producer, "quant_method": NAME}
+    common: JsonObject = {"producer": producer, "quant_method": NAME}
     common |= {"kv_cache_scheme": KV_SCHEME} if kv_cache == "FP8" else {}
-    inline: dict[str, Any]
-    companion: dict[str, Any] = {"kv_cache_quant_algo": kv_cache}
+    inline: JsonObject
+    companion: JsonObject = {"kv_cache_quant_algo": kv_cache}
     if len(kinds) > 1 or kinds & {"FP8", FP8_DYNAMIC}:
         algo = "MIXED_PRECISION"
         layers = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -41,7 +40,7 @@ class Heads:
     value_dim: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Heads:
+    def of(cls, config: Mapping[str, object]) -> Heads:
         """Read the heads of a text model's settings."""
         fields = [f"linear_{field}" for field in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
         return cls(*(_count(config, field) for field in fields))
@@ -140,20 +139,8 @@ class Layout:
             return -np.exp(array.astype(np.float64)).astype(np.float32)
         return array.astype(np.float32) + np.float32(1) if self.family.adds_one(name) else array
 
-    def undo(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Return the inverse of `transform`, in float32."""
-        array = np.asarray(array, np.float32)
-        if models.is_log_decay(name):
-            array = np.log(-array.astype(np.float64)).astype(np.float32)
-        elif self.family.adds_one(name):
-            array = array - np.float32(1)
-        rows, columns = self.rows(name, len(array)), self.columns(name)
-        if rows is not None:
-            array = array[np.argsort(rows)]
-        return array if columns is None else array[:, np.argsort(columns)]
 
-
-def _count(config: Mapping[str, Any], field: str) -> int:
+def _count(config: Mapping[str, object], field: str) -> int:
     """Return a field of config.json that is a number from 1 to 2^31 - 1."""
     value = config.get(field)
     if type(value) is not int or not 0 < value < 2**31:

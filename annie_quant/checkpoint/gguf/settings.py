@@ -7,7 +7,7 @@ become a token list of that length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -202,5 +202,5 @@ def _shapes(folder: ModelFolder, linears: Mapping[str, Linear]) -> Iterator[tupl
                 yield name, folder.info(name).shape
 
 
-def _text(shape: tuple[Any, ...]) -> str:
+def _text(shape: tuple[int | None, ...]) -> str:
     return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"

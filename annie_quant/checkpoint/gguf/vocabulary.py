@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,9 @@ from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, need
 from annie_quant.core.text import printable
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 # Pre-tokenizer expressions that llama.cpp knows by name (src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_*).
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -68,11 +71,12 @@ class Tokenizer(msgspec.Struct):
     pre_tokenizer: PreTokenizer | None = None
 
 
-def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
+def add(writer: GGUFWriter, folder: ModelFolder, vocab_size: int) -> None:
     """Add tokens, types, merges, special ids and the chat template. Raises ShardError where they cannot be read."""
-    tokenizer = folder.json("tokenizer.json")
-    if tokenizer is None:
+    content = folder.json("tokenizer.json")
+    if content is None:
         raise ShardError("tokenizer_missing", f"{folder.path}: no tokenizer.json", "copy it from the source checkpoint")
+    tokenizer = documents.convert(Tokenizer, content, "tokenizer.json", error=CheckpointError, hint=HINT)
     tokens, types = tokens_and_types(tokenizer, vocab_size)
     scores = sentencepiece_scores(tokenizer, tokens)
     if scores is None:
@@ -82,7 +86,7 @@ def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(scores)
-        writer.add_add_space_prefix("Prepend" in str(tokenizer.get("normalizer")))
+        writer.add_add_space_prefix("Prepend" in str(content.get("normalizer")))
         types = [
             BYTE if kind == NORMAL and BYTE_TOKEN.fullmatch(t) else kind for t, kind in zip(tokens, types, strict=True)
         ]
@@ -98,18 +102,12 @@ def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
         ) from None
 
 
-def read_tokenizer(tokenizer: dict[str, Any]) -> Tokenizer:
-    """Return the typed fields of tokenizer.json. Raises CheckpointError for a field of another type."""
-    return documents.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
-
-
-def tokens_and_types(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+def tokens_and_types(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
     """Return tokens and their types by id; ids without a token are padded, as llama.cpp's converter does."""
-    content = read_tokenizer(tokenizer)
-    if content.model is None:
+    if tokenizer.model is None:
         raise ShardError("tokenizer_unknown", "tokenizer.json has no model with a vocabulary", HINT)
-    by_id = {i: (token, NORMAL) for token, i in content.model.vocab.items()}
-    for added in content.added_tokens:
+    by_id = {i: (token, NORMAL) for token, i in tokenizer.model.vocab.items()}
+    for added in tokenizer.added_tokens:
         text = added.content
         control = added.special or (text.startswith("<|") and text.endswith("|>"))
         by_id[added.id] = (text, CONTROL if control else USER_DEFINED)
@@ -123,15 +121,14 @@ def tokens_and_types(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[s
     return [t for t, _ in rows], [k for _, k in rows]
 
 
-def sentencepiece_scores(tokenizer: dict[str, Any], tokens: list[str]) -> list[float] | None:
+def sentencepiece_scores(tokenizer: Tokenizer, tokens: list[str]) -> list[float] | None:
     """Return a SentencePiece model's score of every token; None for a byte-level tokenizer.
 
     Merges are in the order of the scores, and llama.cpp joins the pair with the highest score first.
     """
-    content = read_tokenizer(tokenizer)
-    model = content.model
+    model = tokenizer.model
     # The tokens of a byte-level tokenizer spell bytes, with or without fallback.
-    byte_level = any(step.type == "ByteLevel" for step in steps_of(content))
+    byte_level = any(step.type == "ByteLevel" for step in steps_of(tokenizer))
     if model is None or not model.byte_fallback or byte_level:
         return None
     ranks: dict[str, int] = {}
@@ -140,15 +137,15 @@ def sentencepiece_scores(tokenizer: dict[str, Any], tokens: list[str]) -> list[f
     return [float(-ranks.get(token, len(model.merges) + i)) for i, token in enumerate(tokens)]
 
 
-def steps_of(content: Tokenizer) -> list[PreTokenizer]:
+def steps_of(tokenizer: Tokenizer) -> list[PreTokenizer]:
     """Return the steps that split text into pieces."""
-    outer = content.pre_tokenizer or PreTokenizer()
+    outer = tokenizer.pre_tokenizer or PreTokenizer()
     return [outer] if outer.pretokenizers is None else outer.pretokenizers
 
 
-def pre_tokenizer(tokenizer: dict[str, Any]) -> str:
+def pre_tokenizer(tokenizer: Tokenizer) -> str:
     """Return llama.cpp's name for the way this tokenizer splits text."""
-    steps = steps_of(read_tokenizer(tokenizer))
+    steps = steps_of(tokenizer)
     expressions = [step.pattern.get("Regex", "") for step in steps if step.type == "Split"]
     if len(expressions) == 1 and expressions[0] in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[expressions[0]]

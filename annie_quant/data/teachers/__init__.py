@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
 
+Record = Mapping[str, Any]  # an object in a model's answer, whose fields may have any type
+
 
 @dataclass(frozen=True)
 class Options:
@@ -182,7 +184,7 @@ def schema_for(category: Category) -> dict[str, Any]:
     }
 
 
-def conversations(answer: Any) -> Iterator[Mapping[str, Any]]:
+def conversations(answer: object) -> Iterator[Record]:
     """Yield every complete conversation in an answer: an object, or text that has such objects in it."""
     if isinstance(answer, str):
         answer = _FENCE.sub("", answer)
@@ -206,7 +208,7 @@ def conversations(answer: Any) -> Iterator[Mapping[str, Any]]:
             yield from conversations(answer["conversations"])
 
 
-def to_row(answer: Mapping[str, Any], persona: Persona, category: Category) -> ChatRow | None:
+def to_row(answer: Record, persona: Persona, category: Category) -> ChatRow | None:
     """Return a conversation as a row; None if it does not have the requested form."""
     messages: list[ChatMessage] = [{"role": "system", "content": persona.system_prompt}]
     try:
@@ -223,7 +225,7 @@ def to_row(answer: Mapping[str, Any], persona: Persona, category: Category) -> C
     return row
 
 
-def _turn(turn: Mapping[str, Any]) -> Iterator[ChatMessage]:
+def _turn(turn: Record) -> Iterator[ChatMessage]:
     yield {"role": "user", "content": str(turn["user"]).strip()}
     if turn.get("call"):
         yield {"role": "assistant", "content": "", "tool_calls": [_call(turn["call"])]}
@@ -231,14 +233,14 @@ def _turn(turn: Mapping[str, Any]) -> Iterator[ChatMessage]:
     yield {"role": "assistant", "content": str(turn["assistant"]).strip()}
 
 
-def _call(call: Mapping[str, Any]) -> ChatCall:
+def _call(call: Record) -> ChatCall:
     function = call.get("function") or call
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", "function": {"name": str(function["name"]), "arguments": text}}
 
 
-def _message(message: Mapping[str, Any]) -> ChatMessage:
+def _message(message: Record) -> ChatMessage:
     result: ChatMessage = {"role": message["role"], "content": str(message.get("content") or "").strip()}
     if message.get("tool_calls"):
         result["tool_calls"] = [_call(c) for c in message["tool_calls"]]

@@ -12,7 +12,7 @@ from typing import Any
 
 from annie_quant.core.errors import EnvironmentFault, ServerError, UsageError
 from annie_quant.core.secrets import refuse_secrets_in, safe_url
-from annie_quant.core.untrusted import cost_usd, decode_json, integer
+from annie_quant.core.untrusted import cost_usd, integer
 from annie_quant.data.teachers import BatchFailed, ModelReply, Options, PromptedTeacher, RateLimited
 
 NAME = "openai"
@@ -34,17 +34,13 @@ class OpenAi(PromptedTeacher):
 
     def first_model(self) -> str | None:
         """Return the first model of /v1/models. Raises ServerError where nothing answers at the URL."""
-        from annie_quant.stream.client import fetch
+        from annie_quant.stream.client import fetch, first_model
 
         root = self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
         reply = fetch(f"{root}/v1/models", self.headers, timeout_s=min(PROBE_TIMEOUT_S, self.options.timeout_s))
         if reply.status == 0:
             raise ServerError(f"nothing answers at {safe_url(self.url)}: {reply.fault}", "check --url")
-        try:
-            name = decode_json(reply.body)["data"][0]["id"]
-        except (ValueError, LookupError, TypeError):
-            return None
-        return name if isinstance(name, str) else None
+        return first_model(reply.body)
 
     def ask(self, prompt: str, schema: Mapping[str, Any]) -> ModelReply:
         from annie_quant import stream

@@ -16,8 +16,8 @@ ROWS = 3
 @contextlib.contextmanager
 def opened(sandbox: Sandbox) -> Iterator[Any]:
     from annie_quant import data
+    from annie_quant.checkpoint.chat_template import with_decoded_calls
     from annie_quant.data.rows import read_conversations
-    from annie_quant.quantize.calibration_samples import template_messages
 
     generated = sandbox.inputs / "made.jsonl"
     data.generate("annie", "offline", 20, generated, 0)
@@ -39,7 +39,8 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
             read = read_conversations(file)
             data.check_prompt_hash(file, allow=True)
             for row in read:
-                template_messages(row)
+                for message in row["messages"]:
+                    with_decoded_calls(message)
         return 1
 
     yield case

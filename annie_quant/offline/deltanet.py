@@ -121,7 +121,7 @@ def gated_delta_step(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what gated_delta_rule does for one step, T = 1; a state in float32 is updated in place.
 
-    The operations, and so the bits, are those of transformers' torch_recurrent_gated_delta_rule, which writes three states per step.
+    The operations, and so the bits, are those of transformers' torch_recurrent_gated_delta_rule, which writes three states.
     """
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))

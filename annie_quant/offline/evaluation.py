@@ -263,7 +263,7 @@ def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
 
 
 def judged_outcomes(template: Template, outcomes: Sequence[Outcome | Answered], baseline: Baseline) -> list[Judged]:
-    """Return the answers of a checkpoint, or of the reference in another arithmetic, each with the reference's answer to the same prompt.
+    """Return answers of a checkpoint, or of the reference in another arithmetic, each with the reference's to the same prompt.
 
     An answer that equals the reference's, to the same request, is the reference's.
     """

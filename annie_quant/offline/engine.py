@@ -251,7 +251,7 @@ class Engine:
         if mlp is None or not hasattr(mlp, "down_proj") or bool(positions.all()):
             yield
             return
-        forward = mlp.forward
+        forward, replaced = mlp.forward, mlp.__dict__.get("forward")  # accelerate replaces it too
 
         def at_positions(x: torch.Tensor) -> torch.Tensor:
             output = torch.zeros_like(x)
@@ -264,6 +264,8 @@ class Engine:
             yield
         finally:
             del mlp.forward
+            if replaced is not None:
+                mlp.forward = replaced
 
     def prefix(self, tokens: Sequence[int]) -> DynamicCache:
         """Return the cache of one row with these tokens. Under emulate() it is computed once."""

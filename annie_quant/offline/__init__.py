@@ -4,7 +4,6 @@ import annie_quant.offline                              registers NVFP4 checkpoi
 model = AutoModelForCausalLM.from_pretrained(folder)    works after that import
 load(folder, numerics="w4a16", cache="bf16")            the same with chosen numerics; every fault is named
 set_numerics(model, "w4a4"), set_cache(model, "bf16")   change either in place
-modelopt_backend.register()                             ModelOpt's quantized forwards on a CPU
 job.evaluate(folder, reference, workloads)              gates, KL divergence and perplexity compared with the reference
 layers.sensitivity(folder, reference, workloads)        which layers the divergence comes from
 
@@ -24,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 need("torch", "quantize")
 need("transformers", "quantize")
 
-from annie_quant.offline import codec, modelopt_backend, quantizer  # noqa: E402
+from annie_quant.offline import codec, quantizer  # noqa: E402
 from annie_quant.offline.fp8_linear import FP8Linear  # noqa: E402
 from annie_quant.offline.loading import load, numerics_of  # noqa: E402
 from annie_quant.offline.nvfp4_linear import NVFP4Linear, set_cache, set_numerics  # noqa: E402
@@ -36,7 +35,6 @@ __all__ = [
     "FP8Linear",
     "NVFP4Linear",
     "load",
-    "modelopt_backend",
     "numerics_of",
     "set_cache",
     "set_numerics",

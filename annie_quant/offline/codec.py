@@ -7,7 +7,7 @@ C codec bit for bit (tests/offline/test_linear.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -48,6 +48,11 @@ def to_torch(a: np.ndarray) -> torch.Tensor:
     if name == "float8_e4m3fn":
         return torch.from_numpy(a.view(np.uint8)).view(torch.float8_e4m3fn)
     return torch.from_numpy(a)
+
+
+def byte_arrays(*tensors: torch.Tensor) -> Iterator[np.ndarray]:
+    """Yield the bytes of CPU tensors, over the same memory where they are contiguous."""
+    return (t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -105,9 +110,7 @@ def packed_matmul(
     """
     x = x.contiguous()
     y = torch.empty((*x.shape[:-1], codes.shape[0]), dtype=x.dtype)
-    x_bytes, code_bytes, scale_bytes, y_bytes = (
-        t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in (x, codes, block_scale, y)
-    )
+    x_bytes, code_bytes, scale_bytes, y_bytes = byte_arrays(x, codes, block_scale, y)
     kind = DTYPE_CODES[dtype_name(x.dtype)]
     _nvfp4.gemv(x_bytes, kind, x.shape[-1], code_bytes, scale_bytes, group, divides, scale, y_bytes)
     return y
@@ -129,8 +132,15 @@ def fake_quant(x: torch.Tensor, tensor_scale: float, group: int = 16) -> torch.T
 def fake_quant_eager(x: torch.Tensor, tensor_scale: float, group: int) -> torch.Tensor:
     """fake_quant without a gradient: by the C codec, on a GPU by our kernel if it is built, else by torch ops."""
     if x.device.type == "cpu":
-        rounded = nvfp4.fake_quant(to_numpy(x), tensor_scale=np.float32(tensor_scale), group=group)
-        return to_torch(rounded).view(x.shape)
+        if x.shape[-1] % group:
+            raise ValueError(f"rows of {x.shape[-1]} values, expected a multiple of {group}")
+        x = x.contiguous()
+        rounded = torch.empty_like(x)
+        # 1e-12 is what nvfp4.fake_quant takes for the scale 0 of an all-zero tensor.
+        scale = float(np.float32(tensor_scale)) or 1e-12
+        x_bytes, rounded_bytes = byte_arrays(x, rounded)
+        _nvfp4.fake_quant(x_bytes, DTYPE_CODES[dtype_name(x.dtype)], group, scale, rounded_bytes)
+        return rounded
     if group == 16 and has_kernels():
         x = x.contiguous()
         return gemm.fake_quant(x, tensor_scale, torch.empty_like(x)) if x.numel() else x

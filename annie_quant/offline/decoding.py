@@ -255,7 +255,8 @@ def start(
 ) -> list[RunningBatch]:
     """Compute the prompts of these rows. The batches' tokens are the first of each row. read[i]: tokens that are not decoded."""
     batches = []
-    for forward in engine.forwards([prompts[i] for i in rows], [read[i] - 1 for i in rows]):
+    inputs, last = [prompts[i] for i in rows], [len(prompts[i]) - 1 for i in rows]
+    for forward in engine.forwards(inputs, [read[i] - 1 for i in rows], read=last):
         lengths = torch.tensor([len(prompts[rows[j]]) for j in forward.rows], device=engine.device)
         index = torch.arange(len(lengths), device=engine.device)
         tokens = engine.logits(forward.hidden[index, lengths - 1 - forward.shared]).argmax(-1)

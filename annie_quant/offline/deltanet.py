@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from annie_quant.offline.deltanet_cpu import (
     normalized_as_on_a_cpu,
     silu_on_a_cpu,
 )
-from annie_quant.offline.emulation import Round, profile_of, rounding
-from annie_quant.offline.profiles import CPU_KERNELS
+from annie_quant.offline.emulation import Round, rounding
+from annie_quant.offline.profiles import CPU_KERNELS, Profile
 
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
 CHUNK_GPU = 64  # half as many launches
@@ -106,6 +106,32 @@ def gated_delta_rule(
         state = torch.baddbmm(state.mul_(decay_c), k_c, r(new * to_end_c))
     out = out.reshape(batch, heads, -1, dv)[:, :, :steps].transpose(1, 2).to(kind)
     return out, state.unflatten(0, (batch, heads)) if output_final_state else None
+
+
+def gated_delta_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor,
+    output_final_state: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what gated_delta_rule does for one step, T = 1; a state in float32 is updated in place.
+
+    The operations, and so the bits, are those of transformers' torch_recurrent_gated_delta_rule, which writes three states.
+    """
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    q, k, v, decay, b = (x.squeeze(1).float() for x in (query, key, value, g, beta))
+    q = q * (1 / q.shape[-1] ** 0.5)
+    state = initial_state.float().mul_(decay.exp()[..., None, None])
+    new = (v - (state * k.unsqueeze(-1)).sum(-2)) * b.unsqueeze(-1)
+    state += k.unsqueeze(-1) * new.unsqueeze(-2)
+    out = (state * q.unsqueeze(-1)).sum(-2).unsqueeze(1).to(query.dtype)
+    return out, state if output_final_state else None
 
 
 def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
@@ -227,7 +253,9 @@ def rounded(function: Callable, to_stream: Round) -> Callable:
     """Wrap a function whose result, or whose result's first element, is stored in the stream's dtype."""
 
     def call(*args, **options):
-        result = function(*args, **options)
+        # emulation.RoundedSigmoid is for the module around the function, not for the hundreds of operations in it.
+        with torch._C.DisableTorchFunction():
+            result = function(*args, **options)
         return (to_stream(result[0]), *result[1:]) if isinstance(result, tuple) else to_stream(result)
 
     return call
@@ -251,16 +279,16 @@ def delta_layers(model: torch.nn.Module) -> list[Any]:
 
 
 @contextlib.contextmanager
-def ragged_layers(model: torch.nn.Module, batch: RaggedBatch) -> Iterator[None]:
-    """Let the DeltaNet layers of `model` compute `batch` as a ragged one, with the roundings of the model's profile."""
-    profile = profile_of(model)
-    layers = delta_layers(model)
+def ragged_layers(layers: Sequence[Any], profile: Profile, batch: RaggedBatch) -> Iterator[None]:
+    """Let DeltaNet layers compute `batch` as a ragged one, with the roundings of a profile."""
     before = [[getattr(m, name) for name in FUNCTIONS] for m in layers]
     try:
-        for layer, (rule, _, conv, step) in zip(layers, before, strict=True):
+        for layer, (rule, recurrent, conv, step) in zip(layers, before, strict=True):
             own, decoding = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule, None
             conv = conv or causal_conv
             step = causal_conv_step if step.__name__ == "torch_causal_conv1d_update" else step
+            if recurrent.__name__ == "torch_recurrent_gated_delta_rule":
+                layer.recurrent_gated_delta_rule = gated_delta_step
             if own is gated_delta_rule and profile.stream != "float32":
                 served: Callable[..., Any] = own
                 decoding = own

@@ -43,6 +43,14 @@ def rounding(dtype: str) -> Round:
     return lambda x: x.to(target).to(x.dtype)
 
 
+def rounding_in_place(dtype: str) -> Round:
+    """Return the function that rounds a float tensor, which nothing else reads, to `dtype` in its own memory."""
+    if dtype == "float32":
+        return lambda x: x
+    target = getattr(torch, dtype)
+    return lambda x: x.copy_(x.to(target))
+
+
 @dataclass(frozen=True)
 class SumOrder:
     """The order in which linears sum: the same numbers are multiplied, activations were rounded before.
@@ -68,17 +76,19 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
     hooks = [h for name, m in model.named_modules() for h in module_hooks(m, profile, adds_one(f"{name}.weight"))]
     with reordered_linears(model, order):
         before, model.annie_quant_profile = getattr(model, "annie_quant_profile", None), profile  # type: ignore[assignment]
+        model.annie_quant_prefixes = {}  # type: ignore[assignment]  # Engine.prefix: caches in this arithmetic
         try:
             yield
         finally:
             model.annie_quant_profile = before  # type: ignore[assignment]
+            del model.annie_quant_prefixes
             for hook in hooks:
                 hook.remove()
 
 
 def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> Iterator[Any]:
     """Register the hooks that round a module's inputs and outputs, and yield their handles. adds_one: of a norm's weight."""
-    stream, kind = rounding(profile.stream), type(module).__name__
+    stream, in_place, kind = rounding(profile.stream), rounding_in_place(profile.stream), type(module).__name__
     if isinstance(module, nn.Linear):
         plain_input = rounding(profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input)
         if profile.rounds:
@@ -86,20 +96,20 @@ def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> 
         if profile.stream != "float32":
             if isinstance(module, NVFP4Linear) and module.bias is not None:
                 yield BiasOfRounded(module, stream)
-            yield module.register_forward_hook(lambda _, args, output: stream(output))
+            yield module.register_forward_hook(lambda _, args, output: in_place(output))
     elif profile.stream == "float32":
         return
     elif kind.endswith(("RMSNorm", "RMSNormGated", "LayerNorm")):
         normalizes = kind.endswith("RMSNorm") and not adds_one
         yield module.register_forward_hook(
             lambda m, args, output: round_norm(
-                args[0], stream(normalized(m, args[0])) * m.weight if normalizes else output, stream
+                args[0], stream(normalized(m, args[0])) * m.weight if normalizes else output, in_place
             )
         )
     elif kind.endswith("RotaryEmbedding"):
         yield module.register_forward_hook(lambda _, args, output: tuple(stream(t) for t in output))
     elif isinstance(module, nn.SiLU) or kind.endswith("Activation"):
-        yield module.register_forward_hook(lambda _, args, output: stream(output))
+        yield module.register_forward_hook(lambda _, args, output: in_place(output))
     elif kind.endswith("Attention"):
         yield RoundedSigmoid(module, lambda gate: stream(gate.sigmoid()))
     elif kind.endswith("GatedDeltaNet") and profile.beta != FLOAT32:
@@ -161,10 +171,10 @@ def normalized(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
-def round_norm(x: torch.Tensor, output: torch.Tensor, to_stream: Round) -> torch.Tensor:
+def round_norm(x: torch.Tensor, output: torch.Tensor, in_place: Round) -> torch.Tensor:
     """Return a norm's rounded output, and round its input in place: it is also the residual that later layers add to."""
-    x.copy_(to_stream(x))
-    return to_stream(output)
+    in_place(x)
+    return in_place(output)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from annie_quant.core.errors import UsageError
 from annie_quant.offline import caches, codec
-from annie_quant.offline.deltanet import RaggedBatch, ragged_layers
+from annie_quant.offline.deltanet import RaggedBatch, delta_layers, ragged_layers
 from annie_quant.offline.deltanet_cpu import SERVED_CHUNK
 from annie_quant.offline.emulation import profile_of, rounding
 from annie_quant.offline.process_group import SINGLE, ProcessGroup
@@ -167,7 +167,7 @@ class Engine:
         unsupported = set(self.layer_types) - {"full_attention", "linear_attention", "sliding_attention"}
         if unsupported:
             raise UsageError(f"layers of type {sorted(unsupported)[0]} are not supported by the offline evaluation")
-        self.batch = RaggedBatch()
+        self.batch, self.delta_layers = RaggedBatch(), delta_layers(model)
         self.head = model.get_output_embeddings()
         self.vocabulary = int(getattr(self.head, "out_features", 0) or self.head.weight.shape[0])
         self.compared_tokens = 1 if self.device.type == "cpu" else min(COMPARED_TOKENS, MAX_LOGITS // self.vocabulary)
@@ -182,7 +182,8 @@ class Engine:
         rows of its own batches.
         """
         inputs = [[*row.prompt, *row.target[:-1]] for row in rows]
-        for forward in self.forwards(inputs, [len(r.prompt) - 1 for r in rows], self.group):
+        firsts = [len(r.prompt) - 1 for r in rows]
+        for forward in self.forwards(inputs, firsts, self.group, read=firsts):
             sizes = [len(rows[i].target) for i in forward.rows]
             for part in split_by_size(sizes, max(1, MAX_LOGITS // self.vocabulary)):
                 firsts = [len(rows[forward.rows[j]].prompt) - 1 - forward.shared for j in part]
@@ -197,11 +198,13 @@ class Engine:
         limits: Sequence[int],
         group: ProcessGroup = SINGLE,
         prompts: Sequence[int] | None = None,
+        read: Sequence[int] | None = None,
     ) -> Iterator[Forward]:
         """Compute rows of tokens in batches.
 
         limits[i]: most tokens of row i that may be in a shared prefix. prompts[i]: first tokens of row i that are its prompt, more
-        than limits[i]; a server decodes the others. None: limits[i] + 1.
+        than limits[i]; a server decodes the others. None: limits[i] + 1. read[i]: the first token of row i whose hidden state
+        the caller reads; None: 0.
         """
         prompts = [limit + 1 for limit in limits] if prompts is None else prompts
         number = 0
@@ -219,9 +222,7 @@ class Engine:
                 if not group.owns(number - 1):
                     continue
                 if shared and prefix_cache is None:
-                    prefix_cache = caches.new_cache(self.model.config, self.layer_types)
-                    prefix = torch.tensor([list(inputs[prefix_group.rows[0]][:shared])], device=self.device)
-                    self.step(prefix, prefix_cache, shared)
+                    prefix_cache = self.prefix(inputs[prefix_group.rows[0]][:shared])
                 cache = caches.new_cache(self.model.config, self.layer_types)
                 if prefix_cache is not None:
                     cache = caches.repeat_row(prefix_cache, cache, len(batch))
@@ -229,12 +230,53 @@ class Engine:
                 for j, i in enumerate(batch):
                     ids[j, : len(inputs[i]) - shared] = torch.tensor(inputs[i][shared:])
                 lengths = torch.tensor([len(inputs[i]) - shared for i in batch], device=self.device)
-                read = torch.tensor([prompts[i] - shared for i in batch], device=self.device)
-                ragged, has_answers = int(lengths.min()) < width, bool((read < lengths).any())
-                self.batch.set(lengths if ragged else None, width, cache, read if has_answers else None)
-                hidden = self.step(ids.to(self.device), cache, shared + width)
+                prefilled = torch.tensor([prompts[i] - shared for i in batch], device=self.device)
+                ragged, has_answers = int(lengths.min()) < width, bool((prefilled < lengths).any())
+                self.batch.set(lengths if ragged else None, width, cache, prefilled if has_answers else None)
+                columns = torch.arange(width)
+                spans = [(0 if read is None else read[i] - shared, len(inputs[i]) - shared) for i in batch]
+                mask = torch.stack([(columns >= first) & (columns < end) for first, end in spans])
+                with self.last_mlp_at(mask.to(self.device)):
+                    hidden = self.step(ids.to(self.device), cache, shared + width)
                 self.batch.set(None, 0, None)
                 yield Forward(batch, hidden, shared, cache)
+
+    @contextlib.contextmanager
+    def last_mlp_at(self, positions: torch.Tensor) -> Iterator[None]:
+        """Let the MLP of the last layer compute these positions alone, bool [B, T]: no later layer reads the others.
+
+        On a GPU, and in a mixture, it computes all: the selection would wait for the device, and experts get tokens together.
+        """
+        mlp = getattr(self.model.base_model.layers[-1], "mlp", None) if self.device.type == "cpu" else None
+        if mlp is None or not hasattr(mlp, "down_proj") or bool(positions.all()):
+            yield
+            return
+        forward, replaced = mlp.forward, mlp.__dict__.get("forward")  # accelerate replaces it too
+
+        def at_positions(x: torch.Tensor) -> torch.Tensor:
+            output = torch.zeros_like(x)
+            if len(chosen := x[positions]):
+                output[positions] = forward(chosen)
+            return output
+
+        mlp.forward = at_positions
+        try:
+            yield
+        finally:
+            del mlp.forward
+            if replaced is not None:
+                mlp.forward = replaced
+
+    def prefix(self, tokens: Sequence[int]) -> DynamicCache:
+        """Return the cache of one row with these tokens. Under emulate() it is computed once."""
+        computed = getattr(self.model, "annie_quant_prefixes", {})
+        if (key := tuple(tokens)) not in computed:
+            cache = caches.new_cache(self.model.config, self.layer_types)
+            ids = torch.tensor([list(tokens)], device=self.device)
+            with self.last_mlp_at(torch.zeros_like(ids, dtype=torch.bool)):
+                self.step(ids, cache, len(tokens))
+            computed[key] = cache
+        return computed[key]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -258,7 +300,8 @@ class Engine:
         """Return hidden states [B, T, D] after the final norm. total: columns of the cache after this step."""
         if "position_ids" not in options:
             options["position_ids"] = torch.arange(total - ids.shape[1], total, device=self.device).expand(len(ids), -1)
-        with ragged_layers(self.model, self.batch), use_grouped_attention(self.config, profile_of(self.model)):
+        profile = profile_of(self.model)
+        with ragged_layers(self.delta_layers, profile, self.batch), use_grouped_attention(self.config, profile):
             output = self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
             return output.last_hidden_state
 

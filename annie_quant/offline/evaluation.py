@@ -36,7 +36,7 @@ from annie_quant.judge import Answer, Case, Workload, evidence
 from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
-from annie_quant.judge.pairing import deciding_checks
+from annie_quant.judge.pairing import is_complete
 from annie_quant.judge.sampling import compares_with_reference, reference_notes, shortages
 from annie_quant.offline import draft_head, ensemble
 from annie_quant.offline.decoding import Completion
@@ -59,12 +59,14 @@ class Baseline:
 
     answered: the reference's answers.
     judged: the same with what judges them, each with itself as its reference.
+    characters: by gate, those of `judged` in gate_outcomes.
     own, conversations, text: texts whose tokens are scored: the reference's answers, those of the job's conversations, and the
         pieces of its text file.
     """
 
     answered: list[Answered]
     judged: list[Judged]
+    characters: list[dict[str, str]]
     own: list[ScoredAnswer]
     conversations: list[ScoredAnswer]
     text: list[ScoredAnswer]
@@ -91,8 +93,9 @@ def evaluate_pair(
     own_files = check_prompts(pair, answered)
     blocking = [*job.faults, *(line for line in own_files.blocking if not any(line in fault for fault in job.faults))]
     before = with_references(judged(pair.template, answered))
-    baseline = Baseline(answered, before, pair.scored(answered), conversations, text)
-    floor = with_references(judged(pair.template, ensemble.second_answers(pair, answered)), before)
+    characters = [gate_characters(*row) for row in before]
+    baseline = Baseline(answered, before, characters, pair.scored(answered), conversations, text)
+    floor = judged_outcomes(pair.template, ensemble.second_answers(pair, answered), baseline)
     results: dict[str, NumericsResult] = {}
     members: dict[str, Member] = {}
     figures: dict[str, EnsembleFigures] = {}
@@ -105,10 +108,10 @@ def evaluate_pair(
             further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
             for m in further:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])
-                after = gate_outcomes(judged_outcomes(pair.template, m.outcomes, baseline), answered)[1]
+                after = gate_outcomes(judged_outcomes(pair.template, m.outcomes, baseline), baseline)[1]
                 members[m.name] = Member(m.arithmetic, {}, {}, after, m.n_computed, m.n_changed)
-    prompts, reference_outcomes = gate_outcomes(before, answered)
-    floor_outcomes = {k: v for k, v in gate_outcomes(floor, answered)[1].items() if k in REFERENCE_GATES}
+    prompts, reference_outcomes = gate_outcomes(before, baseline)
+    floor_outcomes = {k: v for k, v in gate_outcomes(floor, baseline)[1].items() if k in REFERENCE_GATES}
     sha256 = model_sha256(job.checkpoint)
     left_out = template_notes(pair.template, workloads)
     notes = [*own_files.blocking, *own_files.notes, *model_notes(job.numerics, supported, pair.model)]
@@ -202,7 +205,7 @@ def evaluate_numerics(
     result = NumericsResult(
         gates={},
         paired={},
-        outcomes=gate_outcomes(after, answered)[1],
+        outcomes=gate_outcomes(after, baseline)[1],
         kl=kl,
         kl_conversations=pair.summarize(conversations, comparisons, len(own)),
         kl_text=pair.summarize(text, comparisons, len(own) + len(conversations)),
@@ -254,18 +257,13 @@ def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> GateTable
     return judge.gate_table(with_references(judged(pair.template, answered)))
 
 
-def with_references(judged_answers: Sequence[Judged], references: Sequence[Judged] | None = None) -> list[Judged]:
-    """Return the bf16 model's answers, each with its reference; default: itself, so that it passes every gate that compares."""
-    return [
-        (workload, replace(case, reference=reference), answer)
-        for (workload, case, answer), (_, _, reference) in zip(
-            judged_answers, references or judged_answers, strict=True
-        )
-    ]
+def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
+    """Return the bf16 model's answers, each with itself as its reference, so that it passes every gate that compares."""
+    return [(workload, replace(case, reference=answer), answer) for workload, case, answer in judged_answers]
 
 
-def judged_outcomes(template: Template, outcomes: Sequence[Outcome], baseline: Baseline) -> list[Judged]:
-    """Return a checkpoint's answers, each with the reference's answer to the same prompt.
+def judged_outcomes(template: Template, outcomes: Sequence[Outcome | Answered], baseline: Baseline) -> list[Judged]:
+    """Return answers of a checkpoint, or of the reference in another arithmetic, each with the reference's to the same prompt.
 
     An answer that equals the reference's, to the same request, is the reference's.
     """
@@ -279,9 +277,7 @@ def judged_outcomes(template: Template, outcomes: Sequence[Outcome], baseline: B
     return rows
 
 
-def gate_outcomes(
-    judged_answers: Sequence[Judged], answered: Sequence[Answered]
-) -> tuple[dict[str, list[str]], dict[str, str]]:
+def gate_outcomes(judged_answers: Sequence[Judged], baseline: Baseline) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return by gate the names of its workloads' prompts, and one character for each: "1" where the answer passes, else "0".
 
     "-": the gate does not apply to the answer. "p", "f": it passes or fails, and does not count for the verdict, because the
@@ -289,13 +285,23 @@ def gate_outcomes(
     """
     prompts: dict[str, list[str]] = {}
     outcomes: dict[str, list[str]] = {}
-    for (workload, case, answer), (request, _) in zip(judged_answers, answered, strict=True):
-        checks, deciding = judge.checks(answer, case, workload), deciding_checks(answer, case, workload)
-        for gate in dict.fromkeys((*workload.gates, *IMPLIED)):
+    rows = zip(judged_answers, baseline.judged, baseline.characters, baseline.answered, strict=True)
+    for row, old, of_old, (request, _) in rows:
+        for gate, character in (of_old if row is old else gate_characters(*row)).items():
             prompts.setdefault(gate, []).append(request.name)
-            counts = str(int(checks[gate])) if gate in deciding else "fp"[checks[gate]] if gate in checks else "-"
-            outcomes.setdefault(gate, []).append(counts)
+            outcomes.setdefault(gate, []).append(character)
     return prompts, {gate: "".join(characters) for gate, characters in outcomes.items()}
+
+
+def gate_characters(workload: Workload, case: Case, answer: Answer) -> dict[str, str]:
+    """Return the character of gate_outcomes for each gate of the workload."""
+    checks, counts = judge.checks(answer, case, workload), is_complete(answer)
+    return {
+        gate: "-"
+        if gate not in checks
+        else ("01" if counts and gate not in workload.informative else "fp")[checks[gate]]
+        for gate in dict.fromkeys((*workload.gates, *IMPLIED))
+    }
 
 
 def judged(template: Template, answered: Sequence[Answered]) -> list[Judged]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.core import files
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.progress import SILENT, Progress
-from annie_quant.documents import DraftAcceptance, EnsembleFigures, Evaluation
+from annie_quant.documents import Evaluation
 from annie_quant.documents.persona import Persona
 from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate
 from annie_quant.offline import layers, process_group
@@ -137,53 +137,3 @@ def check_writable(path: Path) -> None:
         raise EnvironmentFault(
             f"{path}: cannot be written ({error.strerror}{files.owner(path.parent)})", "choose another --output"
         ) from error
-
-
-def ensemble_line(result: Evaluation, name: str, figures: EnsembleFigures) -> str:
-    """Return one line: the answers that the further members change, and the gates whose counts differ between members."""
-    members = {k: m for k, m in result.members.items() if k.startswith(f"{name}+")}
-    ranges = []
-    for gate, row in result.numerics[name].gates.items():
-        passes = [row.passes, *(m.gates[gate].passes for m in members.values() if gate in m.gates)]
-        if min(passes) != max(passes):
-            ranges.append(f"{gate} {min(passes)}-{max(passes)} of {row.n}")
-    changed = ", ".join(f"{k.removeprefix(f'{name}+')} {m.n_changed}" for k, m in members.items())
-    return (
-        f"{name}: {figures.n_uncertain} of {figures.n} answers uncertain (noise of a margin {figures.noise:.2g}); changed by "
-        f"{changed}; {'; '.join(ranges) or 'no gate count depends on the arithmetic'}"
-    )
-
-
-def draft_rates(drafts: Mapping[str, DraftAcceptance], reference: Mapping[str, DraftAcceptance]) -> str:
-    """Return accepted of drafted tokens per workload, with the reference's share."""
-    parts = []
-    for workload, own in drafts.items():
-        before = reference.get(workload)
-        share = f" (bf16 {before.accepted / before.n:.0%})" if before else ""
-        parts.append(f"{workload} {own.accepted} of {own.n}{share}")
-    return ", ".join(parts)
-
-
-def summary_lines(result: Evaluation) -> Iterator[str]:
-    """Yield one line of text per numerics and scored text."""
-    for name, side in result.numerics.items():
-        if kl := side.kl:
-            yield (
-                f"{name}: KL mean {kl.mean:.4g}, p99 {kl.p99:.3g} over {kl.n_tokens} tokens; {kl.flips} flips"
-                f" ({kl.flips_predicted:.0f} predicted from margins); perplexity {kl.perplexity:.3f} (reference"
-                f" {kl.perplexity_reference:.3f}); {side.verbosity_ratio or 0:.2f} of the reference's length"
-            )
-        if kl and (decides := kl.decisions):
-            yield (
-                f"{name}, decisions (call, function, arguments, end): KL mean {decides.mean:.4g}, p99 {decides.p99:.3g} over"
-                f" {decides.n_tokens} tokens; {decides.flips} flips"
-            )
-        if figures := result.ensemble.get(name):
-            yield ensemble_line(result, name, figures)
-        if side.drafts:
-            yield f"{name}: drafts of the MTP head accepted: {draft_rates(side.drafts, result.reference_drafts)}"
-        if text := side.kl_text:
-            yield f"{name}, text: perplexity {text.perplexity:.3f} (reference {text.perplexity_reference:.3f})"
-    if result.layers:
-        worst = sorted(result.layers.by_layer(), key=lambda row: -row.kl)[:3]
-        yield "most divergence: " + ", ".join(f"{row.layer} {row.kl:.3g}" for row in worst)

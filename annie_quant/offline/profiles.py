@@ -8,6 +8,7 @@ profile, with sources. emulation.py computes a profile; adding one is one row he
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,6 +107,7 @@ def is_supported(name: str, supported: Sequence[str]) -> bool:
     return name in supported
 
 
+@functools.cache
 def find_profile(name: str) -> Profile:
     """Return a profile by its name, which may end in -fp8kv or -nvfp4kv. Raises UsageError for an unknown one."""
     for suffix, kind in KV_SUFFIXES.items():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from annie_quant.offline import FP8Linear, NVFP4Linear, load, numerics_of, set_cache, set_numerics
-from annie_quant.offline import modelopt_backend as backend
 from annie_quant.offline.job import evaluate
 from annie_quant.offline.layers import sensitivity
 
 __all__ = [
     "FP8Linear",
     "NVFP4Linear",
-    "backend",
     "evaluate",
     "load",
     "numerics_of",

@@ -18,10 +18,9 @@ def exported(tmp_path_factory) -> tuple[Path, Path]:
     """A bf16 checkpoint with outlier channels, and its export by ModelOpt's NVFP4_AWQ_LITE_CFG."""
     import modelopt.torch.export as export
     import modelopt.torch.quantization as mtq
+    import modelopt_backend
     import torch
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
-
-    from annie_quant.offline import modelopt_backend
 
     home = tmp_path_factory.mktemp("awq")
     tensors = zoo.weights(zoo.CONFIG)

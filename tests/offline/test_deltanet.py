@@ -57,6 +57,15 @@ def test_chunks_are_the_recurrence(steps: int, started: bool) -> None:
         np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=2e-4)
 
 
+def test_one_step_is_the_recurrence_and_updates_the_state() -> None:
+    arrays = inputs(3, 1, seed=5)
+    state = np.random.default_rng(1).standard_normal((3, 2, 8, 12)).astype(np.float32)
+    expected = recurrence(*arrays, state.astype(np.float64))
+    for actual, wanted in zip(run(arrays, state, deltanet.gated_delta_step), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=2e-5, rtol=2e-4)
+    np.testing.assert_allclose(state, expected[1], atol=2e-5, rtol=2e-4)
+
+
 @pytest.mark.parametrize("steps", [5, 64, 150])
 def test_operands_are_rounded_as_servers_kernels_do(steps: int) -> None:
     """Rounding is of bfloat16's size, and without rounding the chunks of 64 give the same numbers as those of 32."""

@@ -1,7 +1,6 @@
 """DeltaNet as vLLM's CPU kernels round it, compared with loops over rows in numpy, whose bfloat16 is ml_dtypes'."""
 
 import functools
-import types
 
 import numpy as np
 import pytest
@@ -163,11 +162,9 @@ class TinyGatedDeltaNet(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", ["vllm-cpu", "vllm-cpu-w4a16", "vllm-cutlass", "float32"])
-def test_layers_have_the_kernels_of_their_profile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_have_the_kernels_of_their_profile(name: str) -> None:
     """A prompt of 70 steps, 10 steps of its answer in the same pass, and one more that is decoded alone."""
     layer, batch = TinyGatedDeltaNet(), RaggedBatch()
-    model = types.SimpleNamespace(modules=lambda: [layer])
-    monkeypatch.setattr(deltanet, "profile_of", lambda _: profiles.find_profile(name))
     arrays = inputs(1, 81, heads=1, seed=4)
     arrays[0], arrays[1] = arrays[0] * 0.01, arrays[1] * 0.01
     head, middle, last = ([a[:, span] for a in arrays] for span in (slice(70), slice(70, 80), slice(80, 81)))
@@ -179,7 +176,7 @@ def test_layers_have_the_kernels_of_their_profile(name: str, monkeypatch: pytest
     second, state = decoded(*one[0], state[0, 0], 1e-5 if on_cpu else 1e-6)
     third, _ = decoded(*one[1], state, 1e-5 if on_cpu else 1e-6)
     batch.set(None, 80, None, torch.tensor([70]))
-    with deltanet.ragged_layers(model, batch):
+    with deltanet.ragged_layers([layer], profiles.find_profile(name), batch):
         out, state = run(layer.chunk_gated_delta_rule, [np.concatenate(p, 1) for p in zip(head, middle, strict=True)])
         alone, _ = run(layer.recurrent_gated_delta_rule, last, state)
     expected = np.concatenate((first[0, :, 0], second, third))

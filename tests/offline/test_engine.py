@@ -80,6 +80,26 @@ def test_scores_are_those_of_each_row_alone(model, tokens: int, rows: int) -> No
         torch.testing.assert_close(scores[i], alone, atol=5e-4, rtol=1e-3)
 
 
+def test_a_prefix_is_computed_once_per_arithmetic(model, monkeypatch) -> None:
+    cases = [Row(p, p[:2]) for p in prompts()[:5]]  # 60 tokens are shared
+
+    def scores(engine: Engine) -> list[torch.Tensor]:
+        return [logits.clone() for _, logits in engine.scores(cases)]
+
+    plain = scores(engine := Engine(model))
+    with emulate(model, in_bfloat16(UNQUANTIZED)):
+        rounded = scores(engine)
+        widths: list[int] = []
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda ids, *rest: widths.append(len(ids)) or step(ids, *rest))
+        assert all(map(torch.equal, rounded, scores(engine)))
+    n_again = len(widths)
+    with emulate(model, UNQUANTIZED):
+        assert all(map(torch.equal, plain, scores(engine))), "a prefix of the rounded arithmetic was used"
+    assert not any(map(torch.equal, plain, rounded))
+    assert n_again < len(widths) - n_again, "the second pass computed its prefixes again"
+
+
 @pytest.mark.parametrize("rows", [128, 4])
 def test_greedy_answers_are_transformers_own(model, rows: int) -> None:
     requests = prompts()

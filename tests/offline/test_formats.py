@@ -11,12 +11,12 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
+import modelopt_backend  # noqa: E402
 from runtime_models import dequantized, export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from annie_quant import checkpoint, runtime  # noqa: E402
-from annie_quant.offline import modelopt_backend  # noqa: E402
 from annie_quant.offline.fp8_linear import FP8Linear  # noqa: E402
 from annie_quant.offline.nvfp4_linear import PackedNVFP4Linear, nvfp4_linears  # noqa: E402
 

@@ -16,10 +16,11 @@ from paths import TINY_ANNIE
 torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
+import modelopt_backend  # noqa: E402
 from runtime_models import simulated  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
-from annie_quant.offline import codec, modelopt_backend  # noqa: E402
+from annie_quant.offline import codec  # noqa: E402
 from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
 
 pytestmark = [

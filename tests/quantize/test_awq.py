@@ -72,10 +72,10 @@ def modelopts_folds(model: object, samples: list[calibration_samples.Sample], tm
     import copy
 
     import modelopt.torch.quantization as mtq
+    import modelopt_backend
     from modelopt.torch.export import export_hf_checkpoint
     from safetensors.torch import load_file
 
-    from annie_quant.offline import modelopt_backend
     from annie_quant.quantize.backend import quiet
 
     modelopt_backend.register()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from annie_quant.core.errors import UsageError, need
 from annie_quant.offline import codec
 
 NAME = "annie_quant"
@@ -22,12 +21,11 @@ E2M1, E4M3 = (2, 1), (4, 3)  # (exponent bits, mantissa bits)
 def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
     """Return inputs [..., K] rounded to NVFP4 and back, with tensor scale f32(amax) / 2688 from the quantizer's amax.
 
-    Raises UsageError for a quantizer that is not NVFP4 with blocks along the last axis.
+    The quantizer is NVFP4's with blocks along the last axis.
     """
-    sizes = quantizer.block_sizes or {}
-    group = sizes.get(-1) or sizes.get(inputs.dim() - 1)
-    if tuple(quantizer.num_bits) != E2M1 or tuple(sizes.get("scale_bits") or ()) != E4M3 or not group:
-        raise UsageError(f"the {NAME} backend is for NVFP4, not num_bits {quantizer.num_bits}, block_sizes {sizes}")
+    sizes = quantizer.block_sizes
+    group = sizes.get(-1) or sizes[inputs.dim() - 1]
+    assert tuple(quantizer.num_bits) == E2M1 and tuple(sizes["scale_bits"]) == E4M3, f"not NVFP4: {quantizer}"
     amax = quantizer._get_amax(inputs).float().max()
     if amax == 0:
         return inputs
@@ -36,7 +34,6 @@ def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 def register() -> None:
     """Register the backend with ModelOpt. Call it before mtq.quantize with a config from with_backend."""
-    need("modelopt.torch.quantization", "quantize")
     from modelopt.torch.quantization.nn.modules import tensor_quantizer
 
     if not tensor_quantizer.is_registered_quant_backend(NAME):

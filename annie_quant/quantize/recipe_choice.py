@@ -35,7 +35,7 @@ BROKEN = 1e6  # divergence of a recipe whose scores are not finite
 
 
 # Ingredient → its change, and the least effort that tries it. On Qwen2.5-Coder none of them lowers the divergence by more than the
-# noise (tests/perf/strategies.md). A weight of 0 does on tiny-annie, whose answers are long next to its prompts.
+# noise; on tiny-annie a weight of 0 for prompt tokens had less KL (tests/perf/strategies.md).
 EFFORTS = ("fast", "normal", "max")
 INGREDIENTS: list[tuple[str, dict[str, Any], str]] = [
     ("prompt tokens at 0", {"prompt": 0.0}, "fast"),

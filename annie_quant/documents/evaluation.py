@@ -317,13 +317,6 @@ class Labels(msgspec.Struct):
     verdict: Literal["belong", "shuffled", "undecided", ""] = ""
 
 
-class Size9B(msgspec.Struct):
-    """The strategy's result for Qwen3.5-9B, by count of its parameters."""
-
-    size_bytes: int
-    ceiling_tok_s: float
-
-
 class CalibrationDraw(msgspec.Struct):
     """The strategy made from another random draw of the calibration rows. gates: numerics → gate → [passes, n]."""
 
@@ -357,7 +350,6 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     hardened: Hardened | None = None
     explained: list[str] | None = None
     seconds: float | None = None
-    of_9b: Size9B | None = None
     verdict: PairedVerdict | None = None
     model_sha256: str = ""
     draws: list[CalibrationDraw] = []

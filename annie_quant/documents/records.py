@@ -77,7 +77,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     clock_mhz, temperature_c, throttle: of the GPU, else of the processor, after the request (host.machine_state).
     checks: gate → passed, for the gates that apply. faults: gate → reason, for the checks that failed.
     prompt_sha256: of what the case asks (judge.prompt_sha256), "" in a record of version 0.2.0 or older.
-    energy_j: GPU energy in joules, split evenly over requests sent together. stream: folder of the raw frames.
+    stream: folder of the raw frames.
 
     endpoint: the API that was used (bench/endpoints.py). depth: prompt tokens that the workload aims at; `prompt_tokens` has how
     many there were. prefix: whether the server should find the prompt's beginning in its prefix cache ("hit") or not ("miss").
@@ -111,7 +111,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     clock_mhz: float | None = None
     temperature_c: float | None = None
     throttle: str | None = None
-    energy_j: float | None = None
     arrival_s: float | None = None
     stream: str = ""
     request_sha256: str = ""
@@ -217,13 +216,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         if self.tokens_estimated or not tokens or tokens < 2 or not self.itl_ms:
             return []
         return [gap * len(self.itl_ms) / (tokens - 1) for gap in self.itl_ms]
-
-    @property
-    def itl_token_source(self) -> Literal["event", "usage"] | None:
-        """What `itl_token_ms` was computed from: the server's count in each event, or usage at the end."""
-        if not self.itl_token_ms:
-            return None
-        return "event" if len(self.event_tokens) == len(self.itl_ms) else "usage"
 
     @property
     def acceptance(self) -> float | None:

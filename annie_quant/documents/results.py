@@ -1,4 +1,4 @@
-"""Aggregates of a run and its verdict; what it ran on: servers, machine, memory and energy."""
+"""Aggregates of a run and its verdict; what it ran on: servers, machine and memory."""
 
 from __future__ import annotations
 
@@ -62,13 +62,11 @@ class MemoryFigures(msgspec.Struct, kw_only=True, frozen=True):
 
     process_rss_bytes: resident memory of the process and its children. system_used_bytes: MemTotal - MemAvailable, which on
     unified memory (DGX Spark) includes the GPU's share. gpu_process_bytes: NVML's figure for those processes.
-    cgroup_bytes: what the kernel charges to the process's control group, which for a container is all of it.
     """
 
     process_rss_bytes: int | None = None
     system_used_bytes: int | None = None
     gpu_process_bytes: int | None = None
-    cgroup_bytes: int | None = None
 
 
 class MemoryLevels(msgspec.Struct, kw_only=True):
@@ -104,14 +102,6 @@ class MemoryBytes(msgspec.Struct, kw_only=True):
     def highest(self) -> int | None:
         """The highest figure that was measured, at any level; None without one."""
         return max((level for level in (self.idle, self.one, self.five, self.peak) if level), default=None)
-
-
-class Energy(msgspec.Struct, kw_only=True):
-    """GPU energy over a backend's measured requests."""
-
-    joules: float
-    completion_tokens: int
-    joules_per_token: float | None
 
 
 def limited_identity(fields: dict[str, Any]) -> Identity:
@@ -182,16 +172,6 @@ class Roles(msgspec.Struct, kw_only=True, frozen=True):
         return [name for name in (self.candidate, self.reference, self.incumbent) if name is not None]
 
 
-class Verbosity(msgspec.Struct, kw_only=True):
-    """Answer length against the reference's answers to the same prompts: the median of the ratios."""
-
-    reference: str
-    ratio: float
-    low: float | None
-    high: float | None
-    n_prompts: int
-
-
 class ServedSide(msgspec.Struct, kw_only=True):
     """One backend's results. left_out_of_timings: failed, cold and stalled requests, and impossible stamps.
 
@@ -211,11 +191,9 @@ class ServedSide(msgspec.Struct, kw_only=True):
     pooled: PooledGates | None = None
     speed_gates: dict[str, SpeedGate] = {}
     workloads: dict[str, WorkloadSummary] = {}
-    verbosity: Verbosity | None = None
     memory_bytes: MemoryBytes | None = None
     memory: MemoryLevels | None = None
     memory_growth: MemoryGrowth | None = None
-    energy: Energy | None = None
 
 
 class TurnPoint(msgspec.Struct, kw_only=True):
@@ -284,7 +262,7 @@ class Aggregates(msgspec.Struct, kw_only=True):
 
     served and turns: by backend. offline: by model, then by numerics; members: the further arithmetics of its ensemble
     (Evaluation.members), in the same form. blocking: by model, reasons that forbid "keeps" (Evaluation.blocking).
-    turn_ratio: TTFT of the last turn, relative to the first. noise: by backend.
+    noise: by backend.
     roles: None in a run of version 0.2.0 or older, whose roles followed from names and formats.
     """
 
@@ -294,7 +272,6 @@ class Aggregates(msgspec.Struct, kw_only=True):
     noise: dict[str, list[NoiseFloor]] = {}
     drift: list[Drift] = []
     turns: dict[str, list[TurnPoint]] = {}
-    turn_ratio: dict[str, float] = {}
     crossover: list[Crossover] = []
     tool_surface: dict[str, list[ToolSurfacePoint]] = {}
     confounds: list[Confound] = []

@@ -49,7 +49,7 @@ class BenchConfig(msgspec.Struct, kw_only=True):
 
     warmup: requests per backend and workload that are not counted. runs: measurements per case. n: cases per workload
     (None: all). prefix_cache: "warm" (servers as they come) or "off" (no reuse between requests, where the server can).
-    reference: the backend that answer length is compared with. roles: those that the user named. budget_s: stop measuring after so
+    roles: those that the user named. budget_s: stop measuring after so
     many seconds.
     noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor (bench/stability.py).
     sustained: repeat the prompts until budget_s ends, so that requests which were not sent are no caveat.
@@ -63,7 +63,6 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     seed: int = 0
     loads: list[Load] = field(default_factory=lambda: [Load()])
     prefix_cache: Literal["warm", "off"] = "warm"
-    reference: str | None = None
     roles: Roles = field(default_factory=Roles)
     workloads: dict[str, WorkloadSettings] = {}
     timeout_s: float = 120.0
@@ -81,7 +80,6 @@ class BenchConfig(msgspec.Struct, kw_only=True):
         "stop_early",
         "noise_share",
         "sustained",
-        "reference",
         "roles",
     )
 

@@ -231,11 +231,6 @@ class Workload:
         }
         return {**body, **self.extra}
 
-    def requests(self, case: Case, answers: Sequence[Mapping[str, Any]] = (), model: str | None = None) -> list[dict]:
-        """Return every request of a case that can be made with `answers`: one, or one more turn than there are answers."""
-        known = min(case.n_turns, len(answers) + 1)
-        return [self.request(case, turn, answers, model) for turn in range(known)]
-
 
 def prompt_sha256(case: Case, workload: Workload) -> str:
     """Return the SHA-256 of what a case asks: messages with the system prompt, later turns, tools, thinking and `extra`.

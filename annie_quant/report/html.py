@@ -228,7 +228,6 @@ def marked(text: str, failed: list[str]) -> list[tuple[str, bool]]:
 
 
 TEMPLATES = ASSETS / "templates"
-EMBED_LIMIT = 400_000  # bytes of a download inside the page
 
 
 @cache
@@ -257,7 +256,7 @@ def render_template(name: str, **values: Any) -> str:
     return str(page.render(version=__version__, style=style + MARKS, script=script, script_hash=digest, **values))
 
 
-def render(run: LoadedRun, figures: list[Figure], check: Recount | None, csv_text: str) -> str:
+def render(run: LoadedRun, figures: list[Figure], check: Recount | None) -> str:
     return render_template(
         "report.html",
         run=run,
@@ -274,6 +273,8 @@ def render(run: LoadedRun, figures: list[Figure], check: Recount | None, csv_tex
         overall=tables.comparisons_table(run, only_all=True),
         comparisons=tables.comparisons_table(run),
         stability=tables.stability_table(run),
+        memory=tables.memory_table(run),
+        surface=tables.tool_surface_table(run),
         browser=collect(run),
         checklist=comparison.checklist_table(run),
         advice=comparison.recommendation(run),
@@ -285,21 +286,4 @@ def render(run: LoadedRun, figures: list[Figure], check: Recount | None, csv_tex
         budget=comparison.memory_budget(run),
         missing={m.part: m for m in run.missing},
         facts=tables.facts(run),
-        downloads=_downloads(run, csv_text),
     )
-
-
-def _downloads(run: LoadedRun, csv_text: str) -> list[tuple[str, str, str]]:
-    """Return (name, size, data URL) of results.csv and run.json; the URL is "" for a file too large for the page."""
-    files = [("results.csv", "text/csv", csv_text.encode("utf-8", "replace"))]
-    path = run.folder / "run.json"
-    if path.is_file():
-        files.append(("run.json", "application/json", path.read_bytes()))
-    return [
-        (
-            name,
-            format.size(len(content)),
-            f"data:{kind};base64,{base64.b64encode(content).decode()}" if len(content) <= EMBED_LIMIT else "",
-        )
-        for name, kind, content in files
-    ]

@@ -32,7 +32,6 @@ from annie_quant.documents import (
     PairedVerdict,
     SearchNumerics,
     SearchResult,
-    Size9B,
     StrategyRow,
 )
 from annie_quant.judge import Workload, decision
@@ -158,7 +157,6 @@ class Search:
         waiting = list(self.order)
         while waiting:
             row = self.attempt(waiting.pop(0))
-            row.of_9b = self.size_of_9b(row.strategy)
             self.result.strategies.append(row)
             self.console.note(f"{row.strategy}: {row.outcome}")
             if row.passed and self.result.chosen is None:
@@ -204,11 +202,6 @@ class Search:
         row.size_bytes, row.bits_per_weight = size.size_bytes, size.bits_per_weight
         row.read_bytes = bytes_per_token(shards)
         row.ceiling_tok_s = estimates.GB10_READ / row.read_bytes
-
-    @staticmethod
-    def size_of_9b(strategy: str) -> Size9B:
-        expected = estimates.estimate("9b", strategy)
-        return Size9B(expected.size_bytes, estimates.GB10_READ / expected.read_bytes)
 
     def evaluate(self, row: StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""

@@ -61,22 +61,21 @@ def duration(seconds: float) -> str:
 
 def summary_table(rows: Sequence[StrategyRow]) -> list[str]:
     lines = [
-        "| strategy | outcome | MB | bits per weight | GB10 ceiling, tok/s | of a 9B: GB, tok/s | KL W4A4 | KL W4A16 | "
+        "| strategy | outcome | MB | bits per weight | GB10 ceiling, tok/s | KL W4A4 | KL W4A16 | "
         "top-token flips W4A4 / W4A16 | answers as bf16's | quantize + evaluate |",
-        "|" + "---|" * 11,
+        "|" + "---|" * 10,
     ]
     for row in rows:
         if row.error is not None or row.size_bytes is None:
-            lines.append(f"| {row.strategy} | could not be made: {row.error} |" + f" {NONE} |" * 9)
+            lines.append(f"| {row.strategy} | could not be made: {row.error} |" + f" {NONE} |" * 8)
             continue
         kl = {kind: side.kl for kind, side in row.numerics.items() if side.kl is not None}
         means = [f"{kl[k].mean:.4f}" if k in kl else NONE for k in ("w4a4", "w4a16")]
         flips = [f"{kl[k].flips}/{kl[k].n_tokens}" if k in kl else NONE for k in ("w4a4", "w4a16")]
         same = [f"{side.same_answers.same}/{side.same_answers.n}" for side in row.numerics.values()]
-        of_9b = f"{row.of_9b.size_bytes / 1e9:.2f}, {row.of_9b.ceiling_tok_s:.0f}" if row.of_9b else NONE
         lines.append(
             f"| {row.strategy} | {row.outcome} | {row.size_bytes / 1e6:,.2f} | {row.bits_per_weight:.2f} | "
-            f"{row.ceiling_tok_s:,.0f} | {of_9b} | {means[0]} | {means[1]} | {flips[0]} / {flips[1]} | "
+            f"{row.ceiling_tok_s:,.0f} | {means[0]} | {means[1]} | {flips[0]} / {flips[1]} | "
             f"{' / '.join(same)} | {row.seconds:.0f} s |"
         )
     return lines
@@ -129,8 +128,7 @@ RULES = [
     "on the same prompts.",
     "- Last look at all prompts: a strategy is chosen if every gate keeps under every required numerics.",
     "- KL: mean over the assistant tokens of bf16's own answers, nats. Flips: tokens with another most likely token.",
-    "- GB10 ceiling: 232 GB/s of measured reads divided by the bytes of weights that one token needs; the same for Qwen3.5-9B by "
-    "count of its parameters (annie-quant quantize --strategy S --model 9b --dry-run).",
+    "- GB10 ceiling: 232 GB/s of measured reads divided by the bytes of weights that one token needs.",
 ]
 
 

@@ -183,7 +183,7 @@ def _field(page: Mapping[str, object], name: str, kind: type[T], path: str, cave
     return None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return _KINDS.get(type(value), "null")
 
 
@@ -210,7 +210,7 @@ def _runtime(owner: str, has_build: bool, has_version: bool) -> str | None:
     return "vllm" if owner == "vllm" or has_version else None
 
 
-def _sha256(value: Any) -> str:
+def _sha256(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -221,7 +221,7 @@ PLAIN = ("BF16", "F16", "F32", "F64")
 MAX_CONFIG_BYTES = 1 << 22
 
 
-def served_format(url: str, props: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+def served_format(url: str, props: Mapping[str, object], model: Mapping[str, object]) -> str | None:
     """Return the format of the file that a server names: llama.cpp's /props (model_path), vLLM's and SGLang's /v1/models (root).
 
     None where the server is on another machine, or names no model file or folder that can be read here.

@@ -60,16 +60,15 @@ def search(
     as_json: bool,
 ) -> None:
     """Try the strategies, cheapest first, and stop at the first that keeps every gate of bf16. Exit code 1 if none does."""
-    from annie_quant.cli.pipeline.search import run
+    from annie_quant.cli.pipeline.search import SearchSettings, run
     from annie_quant.cli.pipeline.search_table import outcome, tree
 
-    result = run(
-        model,
-        calib_data,
-        output,
-        n,
-        every,
-        console,
+    settings = SearchSettings(
+        model=model,
+        calib_data=calib_data,
+        output=output,
+        n=n,
+        every=every,
         strategies=strategies.split(",") if strategies else None,
         required=require.split(","),
         samples=calib_samples,
@@ -79,6 +78,7 @@ def search(
         workloads=workloads,
         seeds=seeds,
     )
+    result = run(settings, console)
     if as_json:
         emit(msgspec.to_builtins(result))
     else:

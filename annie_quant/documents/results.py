@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -104,7 +105,7 @@ class MemoryBytes(msgspec.Struct, kw_only=True):
         return max((level for level in (self.idle, self.one, self.five, self.peak) if level), default=None)
 
 
-def limited_identity(fields: dict[str, Any]) -> Identity:
+def limited_identity(fields: Mapping[str, Any]) -> Identity:
     """Return an Identity of what a server sent: long texts are cut, values of an unexpected type are left out."""
     limits = {"url": 2000, "models_sha256": 64, "chat_template_sha256": 64}
     names = ("name", "url", "model", "runtime", "version", "models_sha256", "chat_template_sha256", "format")
@@ -122,11 +123,11 @@ def limited_identity(fields: dict[str, Any]) -> Identity:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _entries(value: Any) -> dict[ShortText, Any]:
+def _entries(value: object) -> dict[ShortText, Any]:
     """Return the first 100 entries of a mapping, each a scalar or a short list of texts."""
     entries: dict[str, Any] = {}
     for key, item in list(value.items())[:100] if isinstance(value, dict) else ():

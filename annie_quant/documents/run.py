@@ -209,7 +209,7 @@ def _upgrade(document: dict[str, Any]) -> None:
         }
 
 
-def _mappings(value: Any) -> list[dict[str, Any]]:
+def _mappings(value: object) -> list[dict[str, Any]]:
     return [item for item in value.values() if isinstance(item, dict)] if isinstance(value, dict) else []
 
 

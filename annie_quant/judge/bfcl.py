@@ -138,7 +138,7 @@ def _turns_with_calls(
             history.append({"role": "assistant", "content": "Done."})
 
 
-def allowed(value: Any) -> Any:
+def allowed(value: object) -> object:
     """Return a value as the leaderboard's answers have it: each field of an object is a list of allowed values."""
     if isinstance(value, Mapping):
         return {key: [allowed(item)] for key, item in value.items()}

@@ -14,9 +14,15 @@ import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING
 
 from annie_quant.documents import PairedResult
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
 
 LEVEL = 0.05
 EXACT_PROMPTS = 12  # up to this many prompts the permutation test is exact
@@ -38,7 +44,7 @@ def wilson(passes: float, n: int, confidence: float = 0.95) -> tuple[float, floa
 
 
 def median_interval(
-    values: Sequence[float],
+    values: Sequence[float] | Floats,
     confidence: float = 0.95,
     resamples: int = 4999,
     seed: int = 0,
@@ -66,7 +72,7 @@ def median_interval(
     return float(low), float(high)
 
 
-def paired(a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[float]]) -> Any:
+def paired(a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[float]]) -> Floats:
     """Return float64 [n_prompts, 2]: each shared prompt's median on both sides, in a's order."""
     import numpy as np
 
@@ -107,7 +113,7 @@ def compare(
     return result
 
 
-def _test(differences: Any) -> tuple[float, str]:
+def _test(differences: Floats) -> tuple[float, str]:
     import numpy as np
     from scipy.stats import permutation_test, wilcoxon
 

@@ -42,7 +42,7 @@ _WHEN = _words(
 
 
 def context_text(words: int, unique: str = "") -> str:
-    """Return so many words; "" for 0. unique: comes first, so that no two prompts begin alike."""
+    """Return a text of `words` words; "" for 0. unique: comes first, so that no two prompts begin alike."""
     head = f"Note {unique}.\n" if unique else ""
     if words <= 0:
         return head.strip()
@@ -284,7 +284,7 @@ def distinct_prompts(workloads: Sequence[Workload]) -> tuple[list[Workload], int
     return result, sum(w.n_repeated for w in result)
 
 
-def _json_text(arguments: Any) -> str:
+def _json_text(arguments: object) -> str:
     """Return a call's arguments as requests have them: vLLM refuses an object."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 

@@ -15,7 +15,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from annie_quant import __version__
 from annie_quant.core.files import ASSETS
@@ -26,6 +26,9 @@ from annie_quant.report.format import count, name
 from annie_quant.report.recheck import Recount, caveats
 from annie_quant.report.run import LoadedRun
 from annie_quant.report.svg import MARKS, Figure
+
+if TYPE_CHECKING:
+    import jinja2
 
 MAX_PROMPTS = 240
 MAX_CHARACTERS = 900_000
@@ -231,7 +234,7 @@ TEMPLATES = ASSETS / "templates"
 
 
 @cache
-def _environment() -> Any:
+def _environment() -> jinja2.Environment:
     import jinja2
     from markupsafe import Markup
 
@@ -248,7 +251,7 @@ def _environment() -> Any:
     return environment
 
 
-def render_template(name: str, **values: Any) -> str:
+def render_template(name: str, **values: object) -> str:
     """Return the page of a template. Style, script and the script's hash are those of every page."""
     style, script = ((TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from annie_quant import judge
 from annie_quant.cli.pipeline import search, search_explanation, search_table
 from annie_quant.cli.pipeline.stages import AuditResult
-from annie_quant.core.progress import SilentConsole
 from annie_quant.data import load_persona
 from annie_quant.documents import KLSummary, NumericsResult, PairedGate, SameAnswers
 from annie_quant.judge import decision
@@ -266,7 +265,8 @@ def search_tables(tmp_path, monkeypatch, tables, every=False):
     monkeypatch.setattr(search.Search, "measure_size", measure_size)
     monkeypatch.setattr(search_explanation, "hardened", lambda *a: None)
     stages = FakeStages(tables, tmp_path)
-    new = search.Search(stages, 100, ("w4a4", "w4a16"), every, list(tables), SilentConsole())
+    settings = search.SearchSettings(model=tmp_path, calib_data=tmp_path, output=tmp_path, every=every)
+    new = search.Search(stages, settings, list(tables), judge.load_workloads())
     new.try_strategies()
     return new.result, stages.log
 

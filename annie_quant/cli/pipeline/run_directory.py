@@ -97,7 +97,7 @@ class RunDirectory:
 
     def write_run(
         self,
-        config: Any,
+        config: object,
         aggregates: documents.Aggregates,
         verdict: documents.Verdict,
         environment: documents.Environment,
@@ -114,7 +114,7 @@ class RunDirectory:
         )
         documents.write_run(self.path, run)
 
-    def finished(self, stage: str, inputs: Any) -> StageStamp | None:
+    def finished(self, stage: str, inputs: object) -> StageStamp | None:
         """Return the stamp of a stage that finished with these inputs and whose outputs still exist."""
         try:
             stamp = msgspec.convert(self._stamp(stage, inputs).load(), StageStamp)
@@ -127,7 +127,9 @@ class RunDirectory:
         path = self.path / output
         return read_whole_json(path) is not None if path.suffix == ".json" else path.exists()
 
-    def stage(self, name: str, inputs: Any, outputs: list[str], work: Callable[[], Any]) -> tuple[StageStamp, bool]:
+    def stage(
+        self, name: str, inputs: object, outputs: list[str], work: Callable[[], object]
+    ) -> tuple[StageStamp, bool]:
         """Do `work` unless the stage has finished with these inputs. Return its stamp, and whether it was finished before.
 
         work: returns the stage's result, a value that JSON can hold or a msgspec.Struct.
@@ -141,5 +143,5 @@ class RunDirectory:
         self._stamp(name, inputs).save(msgspec.to_builtins(stamp))
         return stamp, False
 
-    def _stamp(self, stage: str, inputs: Any) -> KeyedJson:
+    def _stamp(self, stage: str, inputs: object) -> KeyedJson:
         return KeyedJson(self.path / "stages" / f"{stage}.json", inputs)

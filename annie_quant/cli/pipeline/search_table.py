@@ -41,7 +41,7 @@ def render(result: SearchResult) -> str:
     lines += gates_table(result)
     lines += ["", "## The path taken", "", "```", *tree(result), "```", ""]
     lines += ["## Why strategies failed", "", *explanations(rows), ""]
-    lines += ["## How it is decided", "", *RULES, ""]
+    lines += ["How it is decided: docs/method.md.", ""]
     return "\n".join(lines)
 
 
@@ -115,21 +115,6 @@ def explanations(rows: Sequence[StrategyRow]) -> list[str]:
             lines.append(f"- **{row.strategy}**: {row.error or '; '.join(row.why)}.")
             lines += [f"  - {line}" for line in row.explained or ()]
     return lines or ["Nothing failed."]
-
-
-RULES = [
-    "- Smoke test: the capital of Japan, answered with the fact, without markdown and without thinking.",
-    "- Each gate is compared with bf16 on the same prompts. It keeps if the lower bound of the difference's 90 % score interval "
-    "(Tango) is above -5 points; leaks and empty answers keep if none is new. It loses if the interval is below 0 and McNemar's "
-    "exact p, after Holm, is below 5 %. Everything else is undecided (docs/method.md).",
-    "- Early look at 30 prompts per gate: a strategy is dropped if a gate could not keep even if no other prompt changed, or if it "
-    "loses at 5 % / looks.",
-    "- With --all the early look is skipped, and a strategy that fails the smoke question is evaluated too: the whole table rests "
-    "on the same prompts.",
-    "- Last look at all prompts: a strategy is chosen if every gate keeps under every required numerics.",
-    "- KL: mean over the assistant tokens of bf16's own answers, nats. Flips: tokens with another most likely token.",
-    "- GB10 ceiling: 232 GB/s of measured reads divided by the bytes of weights that one token needs.",
-]
 
 
 def where(n: int) -> str:

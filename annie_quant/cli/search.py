@@ -16,11 +16,9 @@ from annie_quant.cli.common import PATH, console, emit, json_option, persona_opt
 
 
 @click.command()
-@click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
-@click.option("--calib-data", required=True, type=click.Path(path_type=Path), help="JSON lines of conversations.")
-@click.option(
-    "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished steps are not repeated."
-)
+@click.option("--model", required=True, type=PATH, help="Folder of the bf16 checkpoint.")
+@click.option("--calib-data", required=True, type=PATH, help="JSON lines of conversations.")
+@click.option("--output", required=True, type=PATH, help="Run directory; finished steps are not repeated.")
 @click.option("--n", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate.")
 @persona_option
 @workloads_option

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from annie_quant.judge.answers import Answer, from_record, parse_raw, raw_view
 from annie_quant.judge.decision import judge_evaluation, judge_members, verdict
-from annie_quant.judge.gates import checks, faults, gate_names, gate_table
+from annie_quant.judge.gates import checks, faults, gate_table
 from annie_quant.judge.library import load_workloads
 from annie_quant.judge.sampling import sample
 from annie_quant.judge.statistics import compare, holm, median_interval, wilson
@@ -32,7 +32,6 @@ __all__ = [
     "distinct_prompts",
     "faults",
     "from_record",
-    "gate_names",
     "gate_table",
     "holm",
     "judge_evaluation",

@@ -204,10 +204,6 @@ IMPLIED = ("call_rate", "several_calls", "use_result", "same_decline", "same_sev
 NAMED_REFERENCE_GATES = tuple(name for name in REFERENCE_GATES if name not in IMPLIED)  # what a workload's file has
 
 
-def gate_names() -> list[str]:
-    return list(GATES)
-
-
 def check_names(names: Iterable[str], where: str) -> None:
     """Raise UsageError for a name that is not a gate."""
     for name in names:

@@ -283,7 +283,6 @@ def render(run: LoadedRun, figures: list[Figure], check: Recount | None) -> str:
         advice=comparison.recommendation(run),
         operation=comparison.operation_changes(run),
         tree=comparison.decision_tree(run),
-        recipes=tables.recipes_table(run),
         stages=tables.stages_table(run),
         dimensions=comparison.dimensions(run),
         budget=comparison.memory_budget(run),

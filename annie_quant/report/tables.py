@@ -367,27 +367,6 @@ def stability_table(run: LoadedRun) -> Table:
     return table
 
 
-def recipes_table(run: LoadedRun) -> Table:
-    """One row per ingredient that a strategy has compared on held-out conversations."""
-    table = Table(
-        "Ingredients in the order in which they were tried: mean KL on held-out conversations, of all tokens and of those that "
-        "decide, in nats; the change of their sum, ± its standard error",
-        "model",
-        ["ingredient", "all tokens", "tokens that decide", "change", "outcome"],
-    )
-    for model in run.models:
-        for row in run.recipe(model.name).ingredients:
-            cells = [
-                Cell(row.name, css="word"),
-                Cell(significant(row.kl)),
-                Cell(significant(row.decisions)),
-                Cell(f"{signed(row.change)} ± {significant(row.noise)}"),
-                Cell("used" if row.used else "refused", css="word"),
-            ]
-            table.rows.append((run.label(model.name), cells))
-    return table
-
-
 def stages_table(run: LoadedRun) -> Table:
     stages = run.document.stages
     total = sum(stage.seconds or 0.0 for stage in stages)

@@ -22,7 +22,7 @@ def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
 
 def run(*argv) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "annie_quant.cli", *map(str, argv)]
+    command = [sys.executable, "-m", "annie_quant", *map(str, argv)]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 

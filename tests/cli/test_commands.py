@@ -33,7 +33,7 @@ COMMANDS = [
 
 
 def annie(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "annie_quant.cli", *args], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "annie_quant", *args], capture_output=True, text=True)
 
 
 def test_the_promised_commands_are_there() -> None:

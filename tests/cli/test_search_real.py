@@ -106,7 +106,7 @@ def test_a_killed_search_resumes_and_gives_the_same_result(calibration, tmp_path
                 "--strategies", "direct", "--require", "w4a16", "--workloads", WORKLOADS]  # fmt: skip
 
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    command = [sys.executable, "-m", "annie_quant.cli", *words(broken)]
+    command = [sys.executable, "-m", "annie_quant", *words(broken)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 300
     while process.poll() is None and not (broken / "stages/eval-bf16.json").exists() and time.monotonic() < end:

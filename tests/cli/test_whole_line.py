@@ -19,7 +19,7 @@ SIDES = ("bf16", "naive", "mlp_only", "q4_k_m")
 
 def demo(output: Path, timeout: float = 1200) -> subprocess.CompletedProcess[str]:
     """Run the demo with three workloads: words with and without earlier turns, and tools; the others are the same work again."""
-    command = [sys.executable, "-m", "annie_quant.cli", "demo", "--output", str(output), "--n-offline", "3", "--n-served", "3",
+    command = [sys.executable, "-m", "annie_quant", "demo", "--output", str(output), "--n-offline", "3", "--n-served", "3",
                "--workloads", "factual,multi_turn,tool_web"]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 

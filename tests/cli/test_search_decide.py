@@ -219,6 +219,7 @@ class FakeStages:
     def __init__(self, tables, tmp_path):
         self.tables, self.dir, self.rows, self.log = tables, tmp_path, [], []
         self.model, self.conversations = tmp_path, tmp_path / "c.jsonl"
+        self.console = SilentConsole()
 
     def quantize(self, strategy):
         self.log.append(strategy)

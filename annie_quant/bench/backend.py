@@ -37,10 +37,12 @@ T = TypeVar("T")
 class Backend:
     """One side of a comparison.
 
-    url: the server's root, with or without /v1. model: the name sent in requests (None: the first of /v1/models).
+    url: the server's root, with or without /v1.
+    model: the name sent in requests (None: the first of /v1/models).
     meta: what is known beforehand; it is stored with the results: "pid" (of the server, for memory), "source" (a hash of
-    the fine-tuned weights that both sides should share), "format" (of its weights: "BF16"), "runtime". headers: sent, never
-    stored. endpoint: the API that requests use (bench/endpoints.py).
+        the fine-tuned weights that both sides should share), "format" (of its weights: "BF16"), "runtime".
+    headers: sent, never stored.
+    endpoint: the API that requests use (bench/endpoints.py).
     """
 
     name: str

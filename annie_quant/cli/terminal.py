@@ -55,7 +55,10 @@ def literal(text: object) -> str:
 
 
 def value_text(key: str, value: object) -> str:
-    """Return a value as a table shows it. key: its name; that of a size ends in "bytes"."""
+    """Return a value as a table shows it.
+
+    key: its name; that of a size ends in "bytes".
+    """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {value_text(str(name), item)}" for name, item in value.items()) or "none"
     if isinstance(value, (list, tuple)):

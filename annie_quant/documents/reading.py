@@ -49,9 +49,11 @@ def decode(
 ) -> T:
     """Decode one JSON document.
 
-    kind: a type of this package. source: bytes, or the path of a file. where: how messages name the source (default: the
-    path). error: the exception class for faults. Its message is one line with the source, the line or the field, what was
-    expected and what was there. A document of a newer package is refused with EnvironmentFault.
+    kind: a type of this package.
+    source: bytes, or the path of a file.
+    where: how messages name the source (default: the path).
+    error: the exception class for faults. Its message is one line with the source, the line or the field, what was expected
+        and what was there. A document of a newer package is refused with EnvironmentFault.
     """
     if not isinstance(source, bytes):
         where = where or str(source)

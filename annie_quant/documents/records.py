@@ -16,8 +16,9 @@ MAX_EVENT_TOKENS = 1000  # values of one event in `itl_token_ms`
 class Load(msgspec.Struct, frozen=True):
     """How requests reach a server.
 
-    concurrency: requests in flight (closed loop). rate_per_s: mean arrivals per second (open loop). trace_speed: the arrivals of
-    a trace, so many times as fast. With one of the last two, concurrency is 0.
+    concurrency: requests in flight (closed loop).
+    rate_per_s: mean arrivals per second (open loop).
+    trace_speed: the arrivals of a trace, so many times as fast. With one of the last two, concurrency is 0.
     """
 
     concurrency: int = 1

@@ -180,7 +180,8 @@ _COPIED = ("description", "enum", "default")
 def load(categories: str = "", folder: str | Path | None = None, start: Start = PackageSystems) -> Workload:
     """Load the cases of the named categories ("": all single-turn ones).
 
-    folder: the package's data folder. start: makes the simulated systems of a multi-turn case.
+    folder: the package's data folder.
+    start: makes the simulated systems of a multi-turn case.
 
     Raises EnvironmentFault where the package is not installed, UsageError for an unknown category.
     """

@@ -78,7 +78,11 @@ def recounted(evaluation: Evaluation) -> Evaluation:
 def counted_checks(
     prompts: Mapping[str, list[str]], outcomes: Mapping[str, str], results: Mapping[str, bool] = COUNTED
 ) -> Checks:
-    """Return the checks of each prompt that has any. outcomes: as in Evaluation. results: which characters count."""
+    """Return the checks of each prompt that has any.
+
+    outcomes: as in Evaluation.
+    results: which characters count.
+    """
     rows: Checks = {}
     for gate, names in prompts.items():
         for name, passed in zip(names, outcomes.get(gate, ""), strict=False):

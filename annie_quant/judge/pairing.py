@@ -68,7 +68,9 @@ def _by_prompt(
 def pair_by_prompt(
     before: Mapping[Hashable, Checks], after: Mapping[Hashable, Checks], bf16: bool = True
 ) -> tuple[dict[str, PairedGate], PooledGates | None]:
-    """Pair two sides' checks over the prompts that both have. before: the reference's.
+    """Pair two sides' checks over the prompts that both have.
+
+    before: the reference's.
 
     bf16: whether the reference is the bf16 model. Compared with another build, more right calls are a gain: a rate then
     counts only where no label decides.

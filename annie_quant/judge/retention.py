@@ -32,7 +32,11 @@ Key = tuple[str, str, str]  # task, filter, document
 
 
 class RetentionRow(msgspec.Struct, kw_only=True):
-    """One metric of one task. n: paired samples. low, high: interval of the difference quantized - bf16."""
+    """One metric of one task.
+
+    n: paired samples.
+    low, high: interval of the difference quantized - bf16.
+    """
 
     task: str
     metric: str
@@ -53,7 +57,10 @@ class RetentionRow(msgspec.Struct, kw_only=True):
 
 
 class Retention(msgspec.Struct, kw_only=True):
-    """The table. left_out: reason → samples that are not in it."""
+    """The table.
+
+    left_out: reason → samples that are not in it.
+    """
 
     bf16: str
     quantized: str
@@ -62,7 +69,10 @@ class Retention(msgspec.Struct, kw_only=True):
 
 
 class ScoredSample(msgspec.Struct):
-    """One line of lm-eval's samples_*.jsonl, as far as it is used here. identity: hashes of document, prompt and target."""
+    """One line of lm-eval's samples_*.jsonl, as far as it is used here.
+
+    identity: hashes of document, prompt and target.
+    """
 
     identity: tuple[str, ...]
     values: dict[str, Any]

@@ -228,9 +228,11 @@ def two_sided(lost: int, won: int) -> float:
 def excess_loss(lost: int, n: int, margin: float, won: int = 0) -> float:
     """Return the p of a loss above the margin (one-sided).
 
-    For gates that compare with the reference's own answer: "as many lost as won" (McNemar's hypothesis) is false for two runs of
-    one model too. won: prompts whose answer a harmless change of the reference's arithmetic changes, and the checkpoint does not.
-    Without any it is exact, P(Binomial(n, margin) >= lost); else that of the score test of (won - lost) / n = -margin.
+    For gates that compare with the reference's own answer: "as many lost as won" (McNemar's hypothesis) is false for two
+    runs of one model too.
+
+    won: prompts whose answer a harmless change of the reference's arithmetic changes, and the checkpoint does not. Without
+        any it is exact, P(Binomial(n, margin) >= lost); else that of the score test of (won - lost) / n = -margin.
     """
     from scipy.stats import binom
 
@@ -264,7 +266,8 @@ def binom_rate(k: int, n: int, power: float) -> float:
 def detectable_loss(n: int, discordant: float, level: float, power: float = 0.8) -> float | None:
     """Return the smallest loss of the pass rate that McNemar's exact test finds with this power; None where n is too small.
 
-    discordant: share of prompts whose outcome changes in each direction for no reason. level: one-sided.
+    discordant: share of prompts whose outcome changes in each direction for no reason.
+    level: one-sided.
     """
     if _power(n, discordant, 1.0 - 2 * discordant, level) < power:
         return None

@@ -86,7 +86,10 @@ class ShownAnswer:
 
 @dataclass
 class ShownPrompt:
-    """One prompt with its answers. gates: those that any answer failed."""
+    """One prompt with its answers.
+
+    gates: those that any answer failed.
+    """
 
     workload: str
     case: str
@@ -99,7 +102,11 @@ class ShownPrompt:
 
 @dataclass
 class Browser:
-    """The prompts that are shown. total: all prompts. faulty: those with a fault."""
+    """The prompts that are shown.
+
+    total: all prompts.
+    faulty: those with a fault.
+    """
 
     prompts: list[ShownPrompt]
     total: int

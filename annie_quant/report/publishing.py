@@ -47,7 +47,10 @@ class _NamedConfig(msgspec.Struct):
 
 
 class Uploaded(msgspec.Struct):
-    """A finished upload. files: their number."""
+    """A finished upload.
+
+    files: their number.
+    """
 
     url: str
     private: bool
@@ -106,10 +109,11 @@ def prepare(
 ) -> UploadPlan:
     """Audit the checkpoint, write its card and stage the files; use no network.
 
-    model: its name in the run (default: the verdict's candidate). checkpoint: its folder, where the run does not know it.
+    model: its name in the run (default: the verdict's candidate).
+    checkpoint: its folder, where the run does not know it.
     forced: the reason for publishing in spite of failed gates or audit findings; the card shows it.
-    Raises UsageError (no such model, another checkpoint than the evaluated one, no base model, a bad name, a secret in a file),
-    CheckpointError.
+    Raises UsageError (no such model, another checkpoint than the evaluated one, no base model, a bad name, a secret in a
+    file), CheckpointError.
     """
     from annie_quant import checkpoint as checkpoints
 

@@ -223,7 +223,11 @@ LEFT, RIGHT, TOP, BOTTOM = 66, 570, 26, 226
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a line. low, high: an interval of y. tip: shown at the mark; a point without one has no mark."""
+    """A point of a line.
+
+    low, high: an interval of y.
+    tip: shown at the mark; a point without one has no mark.
+    """
 
     x: float
     y: float

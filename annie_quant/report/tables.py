@@ -223,7 +223,10 @@ def kl_table(run: LoadedRun, sides: Sequence[MeasuredSide] | None = None) -> Tab
 
 
 def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
-    """One row per pair, workload and metric. only_all: only those over all workloads."""
+    """One row per pair, workload and metric.
+
+    only_all: only those over all workloads.
+    """
     table = Table(
         ("Over all workloads, paired" if only_all else "Paired")
         + " by prompt: b − a with its 95 % bootstrap interval, the noise that two equal servers would stay below in 95 % of such "

@@ -41,7 +41,10 @@ Direction = Literal["better", "worse", ""]
 
 @dataclass(frozen=True)
 class RunFigure:
-    """One figure of one run. context: the machine of a speed, the prompts of a served gate; only equal contexts are compared."""
+    """One figure of one run.
+
+    context: the machine of a speed, the prompts of a served gate; only equal contexts are compared.
+    """
 
     value: float
     low: float | None = None

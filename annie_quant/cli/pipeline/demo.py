@@ -39,7 +39,11 @@ SENSITIVITY_PROMPTS = 8  # per gate
 
 
 class Side(NamedTuple):
-    """A served model. strategy: None: made from bf16. gguf_type: None: the type of the checkpoint's tensors."""
+    """A served model.
+
+    strategy: None: made from bf16.
+    gguf_type: None: the type of the checkpoint's tensors.
+    """
 
     label: str
     strategy: str | None
@@ -94,7 +98,8 @@ def run(
 ) -> DemoResult:
     """Run every stage into `output`.
 
-    n_offline, n_served: prompts per gate without and with servers. persona, workloads: as for data/workloads.py.
+    n_offline, n_served: prompts per gate without and with servers.
+    persona, workloads: as for data/workloads.py.
     """
     check_packages()
     directory = RunDirectory(output)

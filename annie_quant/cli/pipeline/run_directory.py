@@ -27,7 +27,11 @@ PARTIAL_FILE = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part, from files.re
 
 
 class StageStamp(msgspec.Struct):
-    """A finished stage. outputs: paths in the run directory, which must still exist. result: what its work returned."""
+    """A finished stage.
+
+    outputs: paths in the run directory, which must still exist.
+    result: what its work returned.
+    """
 
     stage: str
     seconds: float

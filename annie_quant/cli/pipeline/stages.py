@@ -26,7 +26,10 @@ MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
 
 
 class StageResult(msgspec.Struct):
-    """The result of a stage. summary: one line for people."""
+    """The result of a stage.
+
+    summary: one line for people.
+    """
 
     summary: str
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from annie_quant import judge
 from annie_quant.cli.pipeline import search, search_explanation, search_table
 from annie_quant.cli.pipeline.stages import AuditResult
+from annie_quant.core.progress import SilentConsole
 from annie_quant.data import load_persona
 from annie_quant.documents import KLSummary, NumericsResult, PairedGate, SameAnswers
 from annie_quant.judge import decision

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -18,6 +19,7 @@ from annie_quant.core.errors import UsageError
 
 SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 MOST_CONVERSATIONS = 10_000
+Number = TypeVar("Number", int, float)
 
 
 @click.command()
@@ -202,7 +204,7 @@ def local_process(url: str) -> dict[str, int]:
     return {} if pid is None else {"pid": pid}
 
 
-def numbers(text: str, kind: Any) -> list[Any]:
+def numbers(text: str, kind: Callable[[str], Number]) -> list[Number]:
     """Parse a comma-separated list of numbers."""
     try:
         return [kind(part) for part in text.split(",") if part.strip()]

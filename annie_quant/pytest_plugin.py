@@ -28,7 +28,10 @@ ROLES = ("candidate", "reference", "incumbent")
 
 
 class AssertedRun:
-    """A finished run directory of `annie-quant bench`. candidate, reference, incumbent: sides, instead of the run's roles."""
+    """A finished run directory of `annie-quant bench`.
+
+    candidate, reference, incumbent: sides, instead of the run's roles.
+    """
 
     def __init__(
         self, folder: Path, candidate: str | None = None, reference: str | None = None, incumbent: str | None = None

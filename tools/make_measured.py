@@ -42,7 +42,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     steps = options.only.split(",")
     calibration = out / "calibration.jsonl"
-    command = [sys.executable, "-m", "annie_quant.cli"]
+    command = [sys.executable, "-m", "annie_quant"]
     if "data" in steps and not calibration.is_file():
         run([*command, "data", "--persona", "annie", "--teacher", "offline", "--n", "500", "--output", calibration])
     if "search" in steps:

@@ -27,7 +27,6 @@ from annie_quant.documents import (
     Comparison,
     Crossover,
     Ended,
-    Energy,
     Identity,
     MemoryBytes,
     MemoryLevels,
@@ -40,7 +39,6 @@ from annie_quant.documents import (
     SpeedGate,
     ToolSurfacePoint,
     TurnPoint,
-    Verbosity,
     WorkloadSummary,
     read_bench,
 )
@@ -121,11 +119,9 @@ def aggregate_records(
             gates=tabulate(checks_by_prompt(own, config.greedy).values()),
             speed_gates=_speed_gates(own_fit, config.with_thinking, config.seed),
             workloads={label: summaries(rows, config.seed) for label, rows in labelled(own_fit).items()},
-            verbosity=_verbosity(fit, roles.reference or config.reference, name),
             memory_bytes=_memory_bytes(levels.get(name)),
             memory=levels.get(name),
             memory_growth=growths.get(name),
-            energy=_energy(own),
         )
     pair_sides(served, roles, measured, config.greedy, reference)
     turns = {name: _turns([r for r in fit if r.backend == name], config.seed) for name in served}
@@ -146,7 +142,6 @@ def aggregate_records(
         noise={name: rows for name, rows in floors.items() if rows},
         drift=drifts,
         turns=turns,
-        turn_ratio={name: ratio for name, points in turns.items() if (ratio := _turn_ratio(points))},
         crossover=[row for a, b in pairs if (row := _crossover(served, a, b))],
         tool_surface={name: points for name, points in surfaces.items() if points},
         confounds=findings,
@@ -284,22 +279,6 @@ def labelled(records: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]
     return dict(sorted(groups.items()))
 
 
-def _verbosity(records: Sequence[RequestRecord], reference: str | None, name: str) -> Verbosity | None:
-    """Return the median ratio of an answer's tokens to those of the reference's answer to the same prompt."""
-    if reference is None or reference == name:
-        return None
-    own, other = (
-        values_by_prompt((r for r in records if r.backend == side), "completion_tokens") for side in (name, reference)
-    )
-    medians = [(statistics.median(own[p]), statistics.median(other[p])) for p in own if p in other]
-    ratios = [ours / theirs for ours, theirs in medians if theirs > 0]
-    if not ratios:
-        return None
-    low, high = median_interval(ratios)
-    ratio = float(statistics.median(ratios))
-    return Verbosity(reference=reference, ratio=ratio, low=low, high=high, n_prompts=len(ratios))
-
-
 def _memory_bytes(levels: MemoryLevels | None) -> MemoryBytes | None:
     """Return the figures for the report: NVML's per process, else resident memory, else what the whole machine uses."""
     if levels is None:
@@ -309,15 +288,6 @@ def _memory_bytes(levels: MemoryLevels | None) -> MemoryBytes | None:
         return None
     figures = {name: getattr(levels, name) for name in ("idle", "one", "five", "peak")}
     return MemoryBytes(source=source, **{k: getattr(v, source) for k, v in figures.items() if v is not None})
-
-
-def _energy(records: Iterable[RequestRecord]) -> Energy | None:
-    """Return the energy of a backend's measured requests; None where it was not counted."""
-    counted = [(r.energy_j, r.completion_tokens or 0) for r in records if r.energy_j is not None]
-    if not counted:
-        return None
-    joules, tokens = sum(j for j, _ in counted), sum(t for _, t in counted)
-    return Energy(joules=joules, completion_tokens=tokens, joules_per_token=joules / tokens if tokens else None)
 
 
 # ---- two backends
@@ -370,13 +340,6 @@ def _turns(records: Sequence[RequestRecord], seed: int) -> list[TurnPoint]:
             point.ttft_content_ms, point.low, point.high = ttft.p50, ttft.low, ttft.high
         points.append(point)
     return points
-
-
-def _turn_ratio(points: Sequence[TurnPoint]) -> float | None:
-    """Return the content TTFT of the last turn, relative to the first."""
-    if len(points) < 2 or not points[0].ttft_content_ms or not points[-1].ttft_content_ms:
-        return None
-    return points[-1].ttft_content_ms / points[0].ttft_content_ms
 
 
 def _crossover(served: Mapping[str, ServedSide], a: str, b: str) -> Crossover | None:

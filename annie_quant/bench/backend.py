@@ -37,10 +37,12 @@ T = TypeVar("T")
 class Backend:
     """One side of a comparison.
 
-    url: the server's root, with or without /v1. model: the name sent in requests (None: the first of /v1/models).
+    url: the server's root, with or without /v1.
+    model: the name sent in requests (None: the first of /v1/models).
     meta: what is known beforehand; it is stored with the results: "pid" (of the server, for memory), "source" (a hash of
-    the fine-tuned weights that both sides should share), "format" (of its weights: "BF16"), "runtime". headers: sent, never
-    stored. endpoint: the API that requests use (bench/endpoints.py).
+        the fine-tuned weights that both sides should share), "format" (of its weights: "BF16"), "runtime".
+    headers: sent, never stored.
+    endpoint: the API that requests use (bench/endpoints.py).
     """
 
     name: str
@@ -183,7 +185,7 @@ def _field(page: Mapping[str, object], name: str, kind: type[T], path: str, cave
     return None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return _KINDS.get(type(value), "null")
 
 
@@ -210,7 +212,7 @@ def _runtime(owner: str, has_build: bool, has_version: bool) -> str | None:
     return "vllm" if owner == "vllm" or has_version else None
 
 
-def _sha256(value: Any) -> str:
+def _sha256(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -221,7 +223,7 @@ PLAIN = ("BF16", "F16", "F32", "F64")
 MAX_CONFIG_BYTES = 1 << 22
 
 
-def served_format(url: str, props: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+def served_format(url: str, props: Mapping[str, object], model: Mapping[str, object]) -> str | None:
     """Return the format of the file that a server names: llama.cpp's /props (model_path), vLLM's and SGLang's /v1/models (root).
 
     None where the server is on another machine, or names no model file or folder that can be read here.

@@ -10,7 +10,6 @@ import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from annie_quant.bench.stability import measured_values
 from annie_quant.documents import BenchConfig, Confound, Ended, Identity, RequestRecord
@@ -87,7 +86,7 @@ def _pair(a: Identity, b: Identity) -> Findings:
         yield _finding("same_server", "note", message, a.name, b.name)
         return
     sources = [side.meta.get("source") for side in (a, b)]
-    compared: list[tuple[str, str, Any, Any]] = [("different_weights", "source weights", sources[0], sources[1])]
+    compared: list[tuple[str, str, object, object]] = [("different_weights", "source weights", sources[0], sources[1])]
     sizes = {"n_params": "numbers of parameters", "n_vocab": "vocabulary sizes", "n_embd": "hidden sizes"}
     for field, title in sizes.items():
         x, y = getattr(a.model_meta, field), getattr(b.model_meta, field)
@@ -107,7 +106,7 @@ def _pair(a: Identity, b: Identity) -> Findings:
         yield _finding("weights_unknown", "note", message, a.name, b.name)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text[:12] + "…" if len(text) == 64 and text.isalnum() else text[:120]
 

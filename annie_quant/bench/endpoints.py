@@ -13,7 +13,7 @@ annie_quant/stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,11 @@ def _thinks(chat: Body) -> bool:
     return bool((chat.get("chat_template_kwargs") or {}).get("enable_thinking", True))
 
 
-def _functions(chat: Body) -> list[Mapping[str, Any]]:
+def _functions(chat: Body) -> list[Body]:
     return [tool.get("function", tool) for tool in chat.get("tools") or ()]
 
 
-def _calls(message: Mapping[str, Any], at: int) -> list[tuple[str, str, Any]]:
+def _calls(message: Body, at: int) -> list[tuple[str, str, object]]:
     """Return (id, name, arguments) of a message's calls. A call without an id gets one that its result has as well."""
     calls = message.get("tool_calls") or ()
     return [
@@ -69,7 +69,7 @@ def _calls(message: Mapping[str, Any], at: int) -> list[tuple[str, str, Any]]:
     ]
 
 
-def _result_id(messages: Sequence[Mapping[str, Any]], at: int) -> str:
+def _result_id(messages: Sequence[Body], at: int) -> str:
     """Return the id of the call that a tool's result answers: its own, else that of the call at the result's position."""
     if own := messages[at].get("tool_call_id"):
         return str(own)
@@ -85,7 +85,7 @@ def _system(chat: Body) -> str | None:
     return "\n\n".join(texts) if texts else None
 
 
-def _arguments(value: Any) -> dict[str, Any]:
+def _arguments(value: object) -> Body:
     """Return a call's arguments as an object; {} for text that is not one, because a model may have written anything."""
     if isinstance(value, str):
         try:
@@ -95,7 +95,7 @@ def _arguments(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else str(value or "")
 
 
@@ -138,7 +138,7 @@ def _message_item(role: str, text: str, at: int) -> Body:
     return item | ({"id": f"msg_{at}", "status": "completed"} if role == "assistant" else {})
 
 
-def _json_text(arguments: Any) -> str:
+def _json_text(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
 
 

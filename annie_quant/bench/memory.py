@@ -36,7 +36,6 @@ def sample(pid: int) -> MemoryFigures:
         process_rss_bytes=host.resident_bytes(pids),
         system_used_bytes=system_used(),
         gpu_process_bytes=_gpu(pids),
-        cgroup_bytes=host.cgroup_bytes(pid),
     )
 
 
@@ -80,21 +79,6 @@ def highest(*samples: MemoryFigures) -> MemoryFigures:
     names = MemoryFigures.__struct_fields__
     values = {name: [v for s in samples if (v := getattr(s, name)) is not None] for name in names}
     return MemoryFigures(**{name: max(sizes, default=None) for name, sizes in values.items()})
-
-
-def after_stop(timeout_s: float = 30.0, steady_bytes: int = 64 << 20) -> int | None:
-    """Return what the machine uses once two samples a second apart are within steady_bytes of each other.
-
-    On unified memory a stopped server's memory is released late. None where the kernel does not report it.
-    """
-    deadline, before = time.monotonic() + timeout_s, system_used()
-    while before is not None and time.monotonic() < deadline:
-        time.sleep(1.0)
-        now = system_used()
-        if now is None or abs(now - before) <= steady_bytes:
-            return now
-        before = now
-    return before
 
 
 def system_used() -> int | None:

@@ -84,7 +84,6 @@ def plan_benchmark(
         **settings,
     )
     _check(config, loaded)
-    config.reference = config.roles.incumbent or backends[0].name
     run = None if reference_run is None else Path(reference_run)
     return BenchPlan(config, tuple(backends), tuple(loaded), Path(output), resume, run, elsewhere)
 

@@ -28,7 +28,10 @@ LEAST_LOSS = 0.02  # of the stored median: smaller losses do not matter, however
 
 
 class MetricChange(AdjustedResult, kw_only=True):
-    """One metric of one workload; a: the stored run, b: the new one. change: share of the stored median."""
+    """One metric of one workload; a: the stored run, b: the new one.
+
+    change: share of the stored median.
+    """
 
     backend: str
     change: float
@@ -45,7 +48,8 @@ class LostGate(msgspec.Struct, kw_only=True):
 class Regression(msgspec.Struct, kw_only=True):
     """worse and better: the significant changes that are larger than the limit. rows: all that was compared.
 
-    outcome: of the gates and the times together. silent: backends that answered in the stored run and not once in the new one.
+    outcome: of the gates and the times together.
+    silent: backends that answered in the stored run and not once in the new one.
     left_out: prompts ("workload/case") whose content is another one than in the stored run.
     """
 

@@ -34,7 +34,10 @@ def looks(visits: int, block: int) -> list[int]:
 def open_questions(
     records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None = None
 ) -> list[str]:
-    """Return what the records cannot decide yet; empty when everything is decided. roles: default: by the order."""
+    """Return what the records cannot decide yet; empty when everything is decided.
+
+    roles: default: by the order.
+    """
     undecided = [*_open_gates(records, backends, greedy, roles)]
     pairs = [
         (f"{a} against {b}: {metric}", result)

@@ -54,7 +54,7 @@ from annie_quant.bench.run_folder import (
 )
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import sha256_text
-from annie_quant.core.host import environment, gpu_energy_joules, load_per_core, machine_state
+from annie_quant.core.host import environment, load_per_core, machine_state
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import integer
 from annie_quant.documents import Bench, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord, Roles
@@ -328,11 +328,8 @@ class Session:
         starts = arrival_times(visit.load, names, [t.case for t in turns])
         identity = self.identities.get(backend.name)
         counters = self.acceptance.before(backend, identity.runtime if identity else None)
-        before = gpu_energy_joules()
         timings = self._send(backend, [(t.record.id, t.body) for t in turns], starts)
-        after = gpu_energy_joules()
         state = machine_state()
-        joules = None if before is None or after is None else (after - before) / len(turns)
         answers = {answer["tag"]: answer for answer in timings.records() if answer["tag"] is not None}
         lost = [answer for answer in answers.values() if answer["error"]]
         if lost and not alive(backend):
@@ -354,7 +351,6 @@ class Session:
             record.started_at = started_at
             record.load_per_core = load_per_core()
             record.clock_mhz, record.temperature_c, record.throttle = state
-            record.energy_j = joules
             record.arrival_s = starts[index] if starts else None
             record.stream = stream
             record.request_sha256 = sha256_text(json.dumps(turn.body, sort_keys=True))

@@ -11,9 +11,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from annie_quant.documents import Comparison, Confound, Drift, NoiseFloor, RequestRecord
 from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
@@ -23,6 +23,8 @@ TESTED = ("tpot_ms", "ttft_content_ms")  # for drift and depth
 LEAST_SHIFT = 0.02  # smaller changes do not matter, however significant
 
 Values = Mapping[Hashable, Sequence[float]]
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 def measured_values(records: Iterable[RequestRecord], metric: str) -> dict[Hashable, list[float]]:
@@ -106,7 +108,7 @@ def _floor(label: str, metric: str, by_prompt: Values, pool: Sequence[float], se
     )
 
 
-def _smooth_pool(residual: Sequence[float], rng: Any) -> tuple[Any, float]:
+def _smooth_pool(residual: Sequence[float], rng: np.random.Generator) -> tuple[Floats, float]:
     """Return SMOOTHED draws from a kernel estimate of the residuals with their variance, and the factor for few of them.
 
     Medians of a few discrete values would vary too little. The factor is Student's quantile over the normal one.
@@ -120,7 +122,9 @@ def _smooth_pool(residual: Sequence[float], rng: Any) -> tuple[Any, float]:
     return draws / (1 + width * width) ** 0.5, float(t.ppf(quantile, max(len(values) // 2, 1)) / norm.ppf(quantile))
 
 
-def _halves(by_prompt: Values, rng: Any) -> tuple[dict[Hashable, list[float]], dict[Hashable, list[float]]]:
+def _halves(
+    by_prompt: Values, rng: np.random.Generator
+) -> tuple[dict[Hashable, list[float]], dict[Hashable, list[float]]]:
     """Divide the repeats of each prompt between two sides at random."""
     sides: tuple[dict[Hashable, list[float]], dict[Hashable, list[float]]] = {}, {}
     for prompt, values in by_prompt.items():
@@ -190,7 +194,7 @@ def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: in
     return row
 
 
-def deviations(records: Sequence[RequestRecord], metric: str) -> tuple[list[RequestRecord], Any, Any]:
+def deviations(records: Sequence[RequestRecord], metric: str) -> tuple[list[RequestRecord], Floats, Integers]:
     """Return the records that have the metric, float64 log(value) less its group's mean, and int64 groups.
 
     A group is a prompt that was measured several times, else the workload and turn. Outliers are cut to four deviations.
@@ -216,14 +220,14 @@ def deviations(records: Sequence[RequestRecord], metric: str) -> tuple[list[Requ
     return [records[i] for i in values], rest, groups_of
 
 
-def _centred(values: Any, groups: Any) -> Any:
+def _centred(values: Floats, groups: Integers) -> Floats:
     """Return values less the mean of their group."""
     if not values.size:
         return values
     return values - (np.bincount(groups, values) / np.maximum(np.bincount(groups), 1))[groups]
 
 
-def change_point(deviation: Any, seed: int = 0) -> tuple[int, float] | None:
+def change_point(deviation: Floats, seed: int = 0) -> tuple[int, float] | None:
     """Return (index of the first value after the largest step, p); None for too few values."""
     edges = _edges(len(deviation))
     bins = len(edges) - 1
@@ -234,7 +238,7 @@ def change_point(deviation: Any, seed: int = 0) -> tuple[int, float] | None:
     return int(edges[split]), _permutation_p(means, lambda rows: _steps(rows).max(axis=1), seed)
 
 
-def _permutation_p(means: Any, statistic: Callable[[Any], Any], seed: int) -> float:
+def _permutation_p(means: Floats, statistic: Callable[[Floats], Floats], seed: int) -> float:
     """Return the share of shuffles of the bins with at least the statistic of their true order.
 
     statistic: from [rows, bins] to one value per row
@@ -248,7 +252,7 @@ def _first_split(bins: int) -> int:
     return max(2, math.ceil(EDGE * bins))
 
 
-def _steps(rows: Any) -> Any:
+def _steps(rows: Floats) -> Floats:
     """Return |mean after - mean before| in units of its standard error, [rows, splits]."""
     bins = rows.shape[1]
     least = _first_split(bins)
@@ -259,7 +263,7 @@ def _steps(rows: Any) -> Any:
     return np.abs(after - before) / np.sqrt(1 / k + 1 / (bins - k))
 
 
-def _shift(deviation: Any, groups: Any, at: int, seed: int, resamples: int = 999) -> tuple[float, float, float]:
+def _shift(deviation: Floats, groups: Integers, at: int, seed: int, resamples: int = 999) -> tuple[float, float, float]:
     """Return the relative change at the split with its 95 % bootstrap interval, bins as units.
 
     Least squares with one level per group: a prompt that was measured on one side only has no part in it.
@@ -274,7 +278,7 @@ def _shift(deviation: Any, groups: Any, at: int, seed: int, resamples: int = 999
     return float(np.expm1(products.sum() / squares.sum())), float(low), float(high)
 
 
-def _edges(count: int) -> Any:
+def _edges(count: int) -> Integers:
     """Return the first index of each bin, and the end."""
     bins = min(MOST_BINS, count // LEAST_PER_BIN)
     return np.linspace(0, count, bins + 1).round().astype(int)

@@ -39,7 +39,11 @@ MAX_TRACE_LINE = 1 << 20  # bytes
 
 
 class MooncakeRow(msgspec.Struct):
-    """One line of a Mooncake trace. timestamp: milliseconds. hash_ids: one per block of BLOCK_TOKENS tokens."""
+    """One line of a Mooncake trace.
+
+    timestamp: milliseconds.
+    hash_ids: one per block of BLOCK_TOKENS tokens.
+    """
 
     timestamp: float
     input_length: int

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import sys
 import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
 
 import annie_quant
 from annie_quant.cli import tables
-from annie_quant.cli.common import console, emit, json_option, persona_option, role_options, workloads_option
+from annie_quant.cli.common import PATH, console, emit, json_option, persona_option, role_options, workloads_option
 from annie_quant.core.errors import UsageError
 
 SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 MOST_CONVERSATIONS = 10_000
+Number = TypeVar("Number", int, float)
 
 
 @click.command()
@@ -59,26 +61,20 @@ MOST_CONVERSATIONS = 10_000
     help="Repeat the prompts for this long (an hour: 3600): throttling, drift, and the growth of local servers' memory.",
 )
 @click.option("--stop-early", is_flag=True, help="Stop when all gates and comparisons are decided.")
-@click.option(
-    "--watch", "stored", type=click.Path(path_type=Path), help="An earlier run: exit 1 on a significant loss."
-)
+@click.option("--watch", "stored", type=PATH, help="An earlier run: exit 1 on a significant loss.")
 @click.option(
     "--reference-run",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="An earlier run with a bf16 side: all sides are compared with its answers (--reference: its name there).",
 )
 @click.option(
     "--replay",
     "logs",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Chat logs: their conversations, turn by turn, with the logged results of tools; repeatable.",
 )
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    help="A Mooncake trace, or a log with times: its requests, arriving when they did.",
-)
+@click.option("--trace", type=PATH, help="A Mooncake trace, or a log with times: its requests, arriving when they did.")
 @click.option("--trace-speed", default="1", show_default=True, help='How many times as fast the trace runs: "1,4".')
 @click.option("--trace-n", type=click.IntRange(1), default=200, show_default=True, help="Requests of the trace.")
 @click.option(
@@ -91,12 +87,7 @@ MOST_CONVERSATIONS = 10_000
 @click.option("--endpoint-b", default="chat", show_default=True, metavar="API", help="API of backend B.")
 @click.option("--key-env", metavar="NAME", help="Environment variable with the API key of both servers.")
 @click.option("--seed", default=0, show_default=True, help="Of the choice and order of the prompts.")
-@click.option(
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="Run directory; an interrupted run resumes from it.",
-)
+@click.option("--output", required=True, type=PATH, help="Run directory; an interrupted run resumes from it.")
 @json_option
 def bench(
     backend_a: tuple[str, str],
@@ -213,7 +204,7 @@ def local_process(url: str) -> dict[str, int]:
     return {} if pid is None else {"pid": pid}
 
 
-def numbers(text: str, kind: Any) -> list[Any]:
+def numbers(text: str, kind: Callable[[str], Number]) -> list[Number]:
     """Parse a comma-separated list of numbers."""
     try:
         return [kind(part) for part in text.split(",") if part.strip()]

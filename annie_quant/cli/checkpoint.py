@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
+from msgspec import UNSET
 
 import annie_quant
 from annie_quant.cli.common import PATH, console, emit, json_option, quiet_engines
+from annie_quant.documents import Audit, TensorRow
 
 COLUMNS = ("name", "format", "shape", "group", "tensor_scale", "input_scale", "scale_min", "scale_max", "zero_blocks",
            "rel_l2")  # fmt: skip
@@ -59,7 +60,7 @@ def audit(
     sys.exit(0 if result.ok else 1)
 
 
-def print_audit(path: Path, result: Any, tensors: bool) -> None:
+def print_audit(path: Path, result: Audit, tensors: bool) -> None:
     """Print the summary, the loaders, and the findings, one line per code; with `tensors` one line per tensor and finding."""
     document = result.to_dict()
     summary = document["summary"]
@@ -69,7 +70,7 @@ def print_audit(path: Path, result: Any, tensors: bool) -> None:
     for line in summary["loads"]:
         console.line(f"  {line}")
     if tensors:
-        print_tensors(document["tensors"])
+        print_tensors(result.tensors)
     groups: dict[str, list[str]] = {}
     for finding in result.findings:
         groups.setdefault(finding.code, []).append(finding.message)
@@ -83,7 +84,7 @@ def print_audit(path: Path, result: Any, tensors: bool) -> None:
         console.out.print("[green]sound[/]")
 
 
-def advice(result: Any, source: Path | None) -> str:
+def advice(result: Audit, source: Path | None) -> str:
     """Return the command that repairs the checkpoint, or what to do where none does."""
     command = annie_quant.checkpoint.repair_command(result, source)
     count = f"{len(result.findings)} finding{'s' if len(result.findings) != 1 else ''}"
@@ -93,19 +94,19 @@ def advice(result: Any, source: Path | None) -> str:
     return f"{count}; to repair a copy: {command}{place}"
 
 
-def print_tensors(rows: list[dict[str, Any]]) -> None:
+def print_tensors(rows: list[TensorRow]) -> None:
     """Print one line per tensor: format, shape, scales, zero blocks, and the error if there is a source."""
-    table = [list(COLUMNS), *([_cell(row.get(c)) for c in COLUMNS] for row in rows)]
+    table = [list(COLUMNS), *([_cell(getattr(row, c)) for c in COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:  # lines are never wrapped, so that they can be searched and paged
         console.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     """Return a cell's text: 512x256 for a shape, four digits for a number, nothing for None."""
     if isinstance(value, list):
         return "x".join(map(str, value))
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "" if value is None or value is UNSET else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @click.command()

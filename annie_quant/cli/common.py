@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import click
 import msgspec
@@ -15,29 +16,30 @@ from annie_quant.core.files import finite
 
 console = TerminalConsole()
 PATH = click.Path(path_type=Path)
+Command = TypeVar("Command", bound=Callable[..., None])
 
 
-def json_option(function: Any) -> Any:
+def json_option(function: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(
         function
     )
 
 
-def persona_option(function: Any) -> Any:
+def persona_option(function: Command) -> Command:
     return click.option(
         "--persona",
         help="A built-in persona, a JSON file, or a folder from annie-quant init. Default: annie.",
     )(function)
 
 
-def workloads_option(function: Any) -> Any:
+def workloads_option(function: Command) -> Command:
     return click.option(
         "--workloads",
         help="Names (also bfcl), JSON files or folders, comma-separated. Default: those of the persona.",
     )(function)
 
 
-def role_options(function: Any) -> Any:
+def role_options(function: Command) -> Command:
     """Add --candidate, --reference and --incumbent (judge/decision/roles.py)."""
     for name, text in (
         ("incumbent", "The side that the candidate would replace. Default: the other one."),

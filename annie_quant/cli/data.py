@@ -116,7 +116,7 @@ def data(
 @click.option(
     "--logs",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Chat logs: JSON lines, server logs, Parquet, or a folder; repeatable.",
 )
 @click.option("--name", default="", help="The assistant's name. Default: Assistant.")
@@ -126,7 +126,7 @@ def data(
 )
 @click.option("--mask-word", multiple=True, metavar="WORD", help="Mask this text; repeatable.")
 @click.option("--seed", default=0, show_default=True, help="Of the sample of the logs, and of generated prompts.")
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder to write.")
+@click.option("--output", required=True, type=PATH, help="Folder to write.")
 @click.option("--force", is_flag=True, help="Replace a folder that init has made.")
 @json_option
 def init(

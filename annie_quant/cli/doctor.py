@@ -50,8 +50,8 @@ MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fault": "[red]✗[/]"}
 @click.option("--log", type=PATH, help="A server's log, compared with the known errors.")
 @click.option("--fix-plan", is_flag=True, help="Print only the commands that fix the findings.")
 @click.option("--server", metavar="URL", help="A running server: name the arithmetic that it runs on --checkpoint.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="The folder that --server serves.")
-@click.option("--reference", type=click.Path(path_type=Path), help="The bf16 checkpoint that it was made from.")
+@click.option("--checkpoint", type=PATH, help="The folder that --server serves.")
+@click.option("--reference", type=PATH, help="The bf16 checkpoint that it was made from.")
 @click.option("--images", is_flag=True, help="With --server: ask it for the colours of two small generated images.")
 @click.option("--key-env", metavar="NAME", help="Environment variable with the server's key.")
 @json_option

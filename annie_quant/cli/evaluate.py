@@ -31,8 +31,8 @@ from annie_quant.documents import DraftAcceptance, EnsembleFigures, Evaluation
 
 
 @click.command(name="eval")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--reference", required=True, type=click.Path(path_type=Path), help="The bf16 checkpoint.")
+@click.argument("checkpoint", type=PATH)
+@click.option("--reference", required=True, type=PATH, help="The bf16 checkpoint.")
 @click.option("--n", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate.")
 @persona_option
 @workloads_option
@@ -43,10 +43,8 @@ from annie_quant.documents import DraftAcceptance, EnsembleFigures, Evaluation
     help="Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16, llama.cpp-cpu, "
     "llama.cpp-blackwell (docs/numerics.md).",
 )
-@click.option(
-    "--calib-data", type=click.Path(path_type=Path), help="Conversations whose assistant tokens are also scored."
-)
-@click.option("--text", type=click.Path(path_type=Path), help="A plain text file: its perplexity and KL divergence.")
+@click.option("--calib-data", type=PATH, help="Conversations whose assistant tokens are also scored.")
+@click.option("--text", type=PATH, help="A plain text file: its perplexity and KL divergence.")
 @click.option("--layers", is_flag=True, help="Also measure the divergence per layer, with a plot.")
 @click.option(
     "--layers-n", type=click.IntRange(1), default=10, show_default=True, help="Prompts per gate for --layers."
@@ -63,7 +61,7 @@ from annie_quant.documents import DraftAcceptance, EnsembleFigures, Evaluation
     type=click.IntRange(1),
     help="Processes on this machine that share the work; default: 1 on one GPU; else up to 4 for a small model and many prompts.",
 )
-@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write; --layers resumes from its folder.")
+@click.option("--output", type=PATH, help="JSON file to write; --layers resumes from its folder.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")
 @json_option
 def evaluate(

@@ -131,7 +131,6 @@ def quantize(
     help='A dated recipe of vLLM or SGLang: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.',
 )
 @click.option("--write-recipe", "recipe_file", type=PATH, help="Write the recipe as YAML (sparkrun) and exit.")
-@click.option("--recipe", "old_recipe_file", type=PATH, hidden=True)  # the name until 0.1
 @click.option("--dry-run", is_flag=True, help="Print the command and exit.")
 def serve(
     model: Path,
@@ -139,7 +138,6 @@ def serve(
     port: int,
     use: str | None,
     recipe_file: Path | None,
-    old_recipe_file: Path | None,
     dry_run: bool,
 ) -> None:
     """Serve a checkpoint (or a GGUF file) until Ctrl-C.
@@ -147,7 +145,6 @@ def serve(
     Before a command is printed or a recipe written the checkpoint is audited: one that the runtime does not load is refused.
     """
     options: dict[str, Any] = {"recipe": use} if use else {}
-    recipe_file = recipe_file or old_recipe_file
     for note in annie_quant.serve.check(model, runtime=runtime, **options) if recipe_file or dry_run else ():
         console.note(note)
     if recipe_file:

@@ -16,11 +16,9 @@ from annie_quant.cli.common import PATH, console, emit, json_option, persona_opt
 
 
 @click.command()
-@click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
-@click.option("--calib-data", required=True, type=click.Path(path_type=Path), help="JSON lines of conversations.")
-@click.option(
-    "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished steps are not repeated."
-)
+@click.option("--model", required=True, type=PATH, help="Folder of the bf16 checkpoint.")
+@click.option("--calib-data", required=True, type=PATH, help="JSON lines of conversations.")
+@click.option("--output", required=True, type=PATH, help="Run directory; finished steps are not repeated.")
 @click.option("--n", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate.")
 @persona_option
 @workloads_option
@@ -60,16 +58,15 @@ def search(
     as_json: bool,
 ) -> None:
     """Try the strategies, cheapest first, and stop at the first that keeps every gate of bf16. Exit code 1 if none does."""
-    from annie_quant.cli.pipeline.search import run
+    from annie_quant.cli.pipeline.search import SearchSettings, run
     from annie_quant.cli.pipeline.search_table import outcome, tree
 
-    result = run(
-        model,
-        calib_data,
-        output,
-        n,
-        every,
-        console,
+    settings = SearchSettings(
+        model=model,
+        calib_data=calib_data,
+        output=output,
+        n=n,
+        every=every,
         strategies=strategies.split(",") if strategies else None,
         required=require.split(","),
         samples=calib_samples,
@@ -79,6 +76,7 @@ def search(
         workloads=workloads,
         seeds=seeds,
     )
+    result = run(settings, console)
     if as_json:
         emit(msgspec.to_builtins(result))
     else:

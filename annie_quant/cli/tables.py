@@ -240,7 +240,10 @@ def _absolute(result: GateResult) -> Outcome:
 
 
 def requirement_lines(columns: Mapping[str, Mapping[str, GateResult]], width: int = WIDTH) -> list[str]:
-    """Return per side which absolute requirements it meets, misses or leaves undecided. columns: by side."""
+    """Return per side which absolute requirements it meets, misses or leaves undecided.
+
+    columns: by side.
+    """
     lines = []
     for name, gates in columns.items():
         parts = []

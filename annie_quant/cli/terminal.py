@@ -21,11 +21,16 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from annie_quant.cli.tables import WIDTH, wrap
 from annie_quant.core import files
 from annie_quant.core.text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 MAX_CELL = 2000  # characters of a table's cell
 MAX_LINE = 20_000  # of an error or a note
@@ -37,20 +42,23 @@ STYLES = {
 }
 
 
-def shown(text: Any) -> str:
+def shown(text: object) -> str:
     """Return text for a terminal: printable, with its line breaks and spaces."""
     return printable(str(text), MAX_LINE, lines=True)
 
 
-def literal(text: Any) -> str:
+def literal(text: object) -> str:
     """Return text for a cell or a description: cleaned for a terminal, and without rich's markup."""
     from rich.markup import escape
 
     return escape(printable(str(text), MAX_CELL))
 
 
-def value_text(key: str, value: Any) -> str:
-    """Return a value as a table shows it. key: its name; that of a size ends in "bytes"."""
+def value_text(key: str, value: object) -> str:
+    """Return a value as a table shows it.
+
+    key: its name; that of a size ends in "bytes".
+    """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {value_text(str(name), item)}" for name, item in value.items()) or "none"
     if isinstance(value, (list, tuple)):
@@ -76,20 +84,20 @@ def is_secondary_process() -> bool:
 class TerminalTask:
     """Progress of one task (annie_quant.core.progress.Progress) as a bar on a terminal; `state` is its last report as a line."""
 
-    def __init__(self, bar: Any, task: Any, title: str) -> None:
+    def __init__(self, bar: RichProgress | None, task: TaskID | None, title: str) -> None:
         self._bar, self._task, self._title = bar, task, title
         self.state = ""
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
         share = f"{done:g} of {total:g}" if total else f"{done:g}"
         self.state = ", ".join(filter(None, (share, text)))
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
             description = f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
             self._bar.update(self._task, completed=done, total=total, description=description)
 
     def message(self, text: str) -> None:
         self.state = text
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=f"{literal(self._title)} [dim]{literal(text)}[/]")
 
 
@@ -121,11 +129,11 @@ class TerminalConsole:
     """Two rich consoles, created when they are first used."""
 
     def __init__(self) -> None:
-        self._err: Any = None
-        self._out: Any = None
+        self._err: RichConsole | None = None
+        self._out: RichConsole | None = None
 
     @property
-    def err(self) -> Any:
+    def err(self) -> RichConsole:
         if self._err is None:
             from rich.console import Console as Rich
 
@@ -133,7 +141,7 @@ class TerminalConsole:
         return self._err
 
     @property
-    def out(self) -> Any:
+    def out(self) -> RichConsole:
         if self._out is None:
             from rich.console import Console as Rich
 
@@ -206,7 +214,7 @@ class TerminalConsole:
                 text.highlight_words(words, style)
             self.out.print(text, soft_wrap=True)
 
-    def print_mapping(self, title: str, values: Mapping[str, Any]) -> None:
+    def print_mapping(self, title: str, values: Mapping[str, object]) -> None:
         """Print a table of names and values; numbers with four digits, sizes in decimal units, nothing for None."""
         from rich.table import Table
 

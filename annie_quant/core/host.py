@@ -122,16 +122,6 @@ def resident_bytes(pids: Iterable[int]) -> int | None:
     return sum(sizes) if sizes else None
 
 
-def cgroup_bytes(pid: int) -> int | None:
-    """Return memory.current of a process's control group (version 2), or None in the root group, which has everything."""
-    try:
-        line = next(x for x in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if x.startswith("0::"))
-        group = line[3:].strip("/")
-        return int((Path("/sys/fs/cgroup") / group / "memory.current").read_text()) if group else None
-    except (OSError, StopIteration, ValueError):
-        return None
-
-
 def cpu_name() -> str | None:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -195,18 +185,6 @@ def gpu_process_bytes() -> dict[int, int]:
             if process.usedGpuMemory is not None:
                 sizes[process.pid] = sizes.get(process.pid, 0) + process.usedGpuMemory
     return sizes
-
-
-def gpu_energy_joules() -> float | None:
-    """Return the energy that all GPUs have used since the driver was loaded, or None where NVML does not count it."""
-    nvml, devices = nvml_devices()
-    readings = []
-    for device in devices:
-        try:
-            readings.append(nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3)
-        except nvml.NVMLError:
-            continue
-    return sum(readings) if readings else None
 
 
 def smi_command(query: str, fields: Iterable[str]) -> list[str]:

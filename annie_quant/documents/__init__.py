@@ -54,7 +54,6 @@ from annie_quant.documents.evaluation import (
     SearchResult,
     Sensitivity,
     SensitivityKey,
-    Size9B,
     StrategyRow,
 )
 from annie_quant.documents.prompts import (
@@ -89,7 +88,6 @@ from annie_quant.documents.results import (
     Aggregates,
     Confound,
     Crossover,
-    Energy,
     Identity,
     MemoryBytes,
     MemoryFigures,
@@ -102,7 +100,6 @@ from annie_quant.documents.results import (
     ServedSide,
     ToolSurfacePoint,
     TurnPoint,
-    Verbosity,
     Verdict,
     limited_identity,
 )

@@ -9,7 +9,12 @@ from msgspec import UNSET, UnsetType, field
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One fault. code: stable, for tests and scripts.  tensor: the tensor or module.  message: one sentence."""
+    """One fault.
+
+    code: stable, for tests and scripts.
+    tensor: the tensor or module.
+    message: one sentence.
+    """
 
     code: str
     tensor: str
@@ -19,8 +24,10 @@ class Finding(msgspec.Struct, frozen=True):
 class TensorRow(msgspec.Struct, omit_defaults=True):
     """One quantized linear or one plain tensor.
 
-    format: "nvfp4", "fp8", or safetensors' dtype of a plain tensor.  shape: of the weight.
-    group: columns per block scale.  scale_min, scale_max: smallest and largest E4M3 byte of the block scales.
+    format: "nvfp4", "fp8", or safetensors' dtype of a plain tensor.
+    shape: of the weight.
+    group: columns per block scale.
+    scale_min, scale_max: smallest and largest E4M3 byte of the block scales.
     blocks, zero_blocks: their number, and how many hold zeros only.
     tensor_scale, input_scale: multipliers; None for a linear without, unset for a plain tensor.
     rel_l2: relative error against the source.
@@ -43,7 +50,11 @@ Loads = Literal["yes", "no", "after", "unknown"]
 
 
 class ServerSupport(msgspec.Struct):
-    """Whether a server loads a checkpoint. loads: "after": with what `note` names. note: otherwise a limit, or why it does not."""
+    """Whether a server loads a checkpoint.
+
+    loads: "after": with what `note` names.
+    note: otherwise a limit, or why it does not.
+    """
 
     server: str
     loads: Loads
@@ -57,8 +68,12 @@ class ServerSupport(msgspec.Struct):
 class AuditSummary(msgspec.Struct):
     """What a checkpoint holds. Fields are None where the files could not be read.
 
-    dialect: "plain", "modelopt", "compressed-tensors".  quantized, unquantized: modules counted by their last two parts.
-    weights: number of weights.  size_bytes: of all tensors.  servers: which load it; loads: the same as text.
+    dialect: "plain", "modelopt", "compressed-tensors".
+    quantized, unquantized: modules counted by their last two parts.
+    weights: number of weights.
+    size_bytes: of all tensors.
+    servers: which load it.
+    loads: the same as text.
     mtp: tensors of the head for multi-token prediction per format ("15 BF16"), "missing", or None for a model without.
     """
 
@@ -110,7 +125,8 @@ class Ingredient(msgspec.Struct):
 
     used: its divergence was less than the recipe's before it by more than the noise.
     kl, decisions: mean KL as served, and of the tokens that decide; the other two: with no input rounded.
-    change: of their sum against the recipe before.  noise: standard error of the change over conversations.
+    change: of their sum against the recipe before.
+    noise: standard error of the change over conversations.
     """
 
     name: str
@@ -126,8 +142,9 @@ class Ingredient(msgspec.Struct):
 class Recipe(msgspec.Struct):
     """How a checkpoint was made. It has no path and no time: the same seed gives the same bytes.
 
-    prompt_sha256: of the system prompts in the conversations.  prompt_mismatch: a sentence where they are not the
-    production prompt and that was allowed.  kv_cache: format of the KV cache that it asks for.
+    prompt_sha256: of the system prompts in the conversations.
+    prompt_mismatch: a sentence where they are not the production prompt and that was allowed.
+    kv_cache: format of the KV cache that it asks for.
     held_out, ingredients: of a strategy that compares recipes, in the order in which it tried them.
     """
 

@@ -17,9 +17,11 @@ GateTable = dict[str, GateResult]  # by name, deciding gates first
 class KLFigures(msgspec.Struct):
     """KL divergence of the checkpoint from its reference over some tokens, with related figures.
 
-    mean, median, p99, max: nats per token. same_top: share of tokens where both models have the same most likely token;
-    flips: number of the others. flips_predicted: from margins and noise (kl.py). delta_p: change of the probability of the
-    reference's token. margin: the reference's best minus second-best logit. noise: standard deviation of the logit errors.
+    mean, median, p99, max: nats per token.
+    same_top: share of tokens where both models have the same most likely token.
+    flips: number of the others.
+    flips_predicted: from margins and noise (kl.py). delta_p: change of the probability of the reference's token. margin:
+        the reference's best minus second-best logit. noise: standard deviation of the logit errors.
     """
 
     n_tokens: int
@@ -58,8 +60,9 @@ class LayerKL(msgspec.Struct):
 class KLSummary(KLFigures, kw_only=True, omit_defaults=True):
     """KLFigures of all tokens, per category and per token class.
 
-    by_layer: present after a sensitivity measurement. decisions: of the tokens that decide about a call, its function, its
-    arguments or the end (offline/prompts.py); None for plain text and in evaluations before 0.3.
+    by_layer: present after a sensitivity measurement.
+    decisions: of the tokens that decide about a call, its function, its arguments or the end (offline/prompts.py); None for
+        plain text and in evaluations before 0.3.
     """
 
     by_category: dict[str, KLFigures] = {}
@@ -80,7 +83,10 @@ class LayerDivergence(msgspec.Struct):
 
 
 class SensitivityKey(msgspec.Struct):
-    """What a sensitivity measurement depends on. answers: tokens per scored answer."""
+    """What a sensitivity measurement depends on.
+
+    answers: tokens per scored answer.
+    """
 
     model_sha256: str
     reference_sha256: str
@@ -109,7 +115,10 @@ class SameAnswers(msgspec.Struct):
 
 
 class DifferingAnswer(msgspec.Struct):
-    """An answer that differs from the reference's. failed: gates that the checkpoint's answer fails."""
+    """An answer that differs from the reference's.
+
+    failed: gates that the checkpoint's answer fails.
+    """
 
     case: str
     agreed_tokens: int
@@ -121,7 +130,10 @@ class DifferingAnswer(msgspec.Struct):
 
 
 class DraftAcceptance(msgspec.Struct):
-    """First drafts of the MTP head that equal the token which the model chose, of n; low, high: 95 % Wilson interval."""
+    """First drafts of the MTP head that equal the token which the model chose, of n.
+
+    low, high: 95 % Wilson interval.
+    """
 
     n: int
     accepted: int
@@ -130,9 +142,11 @@ class DraftAcceptance(msgspec.Struct):
 
 
 class NumericsResult(msgspec.Struct):
-    """The checkpoint under one numerics. kl: over the reference's own answers; None without workloads.
+    """The checkpoint under one numerics.
 
-    verbosity_ratio: tokens of the checkpoint's answers divided by tokens of the reference's. arithmetic, outcomes: as in Member.
+    kl: over the reference's own answers; None without workloads.
+    verbosity_ratio: tokens of the checkpoint's answers divided by tokens of the reference's.
+    arithmetic, outcomes: as in Member.
     drafts: by workload; empty for a checkpoint without an MTP head.
     """
 
@@ -156,10 +170,13 @@ class NumericsResult(msgspec.Struct):
 class Member(msgspec.Struct):
     """The checkpoint's answers in a further arithmetic of the ensemble of one numerics.
 
-    arithmetic: a description. gates: over all prompts. paired: compared with the reference. outcomes: per gate one character
-    per prompt of Evaluation.prompts, "1" where the answer passes, "-" where the gate does not apply to it. n_computed: answers
-    computed in this arithmetic; the others were certain and are those of the requested numerics. n_changed: answers that differ
-    from those of the requested numerics.
+    arithmetic: a description.
+    gates: over all prompts.
+    paired: compared with the reference.
+    outcomes: per gate one character per prompt of Evaluation.prompts, "1" where the answer passes, "-" where the gate does
+        not apply to it.
+    n_computed: answers computed in this arithmetic; the others were certain and are those of the requested numerics.
+    n_changed: answers that differ from those of the requested numerics.
     """
 
     arithmetic: str
@@ -174,8 +191,9 @@ class Member(msgspec.Struct):
 class EnsembleFigures(msgspec.Struct):
     """How uncertain the answers under one numerics are.
 
-    noise: standard deviation of the change of a margin (best minus second-best logit) between the two arithmetics that compute
-    every answer, from its median. n_uncertain: answers that a perturbation could change, of n (ensemble.py has the rule).
+    noise: standard deviation of the change of a margin (best minus second-best logit) between the two arithmetics that
+        compute every answer, from its median.
+    n_uncertain: answers that a perturbation could change, of n (ensemble.py has the rule).
     """
 
     noise: float
@@ -206,13 +224,15 @@ class ModelFiles(msgspec.Struct, omit_defaults=True):
 class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A checkpoint compared with its bf16 reference without a server.
 
-    numerics: one entry per requested numerics. members: the further arithmetics of each ensemble, by "w4a4+bf16", "w4a4+perm1",
-    "w4a4+cut16". prompts: by gate, names of the prompts of the workloads that name it, in the order of the characters of
-    `outcomes` (in version 0.2.0 only those that the gate applies to in the reference's answer).
-    reference_outcomes: the same characters for the bf16 reference. floor_outcomes: for its answers in a second arithmetic, of the
-    gates that compare with its own answers. ensemble: by numerics.
-    reference_drafts: acceptance of the reference's MTP head by workload. verdict: judge.decision.judge_evaluation;
-    absent in evaluations of version 0.1.0.
+    numerics: one entry per requested numerics.
+    members: the further arithmetics of each ensemble, by "w4a4+bf16", "w4a4+perm1", "w4a4+cut16".
+    prompts: by gate, names of the prompts of the workloads that name it, in the order of the characters of `outcomes` (in
+        version 0.2.0 only those that the gate applies to in the reference's answer).
+    reference_outcomes: the same characters for the bf16 reference.
+    floor_outcomes: for its answers in a second arithmetic, of the gates that compare with its own answers.
+    ensemble: by numerics.
+    reference_drafts: acceptance of the reference's MTP head by workload.
+    verdict: judge.decision.judge_evaluation; absent in evaluations of version 0.1.0.
     checkpoint_files, reference_files: None in evaluations of version 0.2.0.
     blocking: reasons that forbid the verdict "keeps", such as a broken export.
     evidence_sha256: digest of what the verdict is counted from (judge/evidence.py).
@@ -283,7 +303,10 @@ class SearchNumerics(msgspec.Struct):
 
 
 class HardenedGate(msgspec.Struct):
-    """[passes, n] of a gate before and after the hardened prompt, and of bf16 under it. restored: None where bf16 fails it too."""
+    """[passes, n] of a gate before and after the hardened prompt, and of bf16 under it.
+
+    restored: None where bf16 fails it too.
+    """
 
     before: list[int]
     after: list[int]
@@ -292,7 +315,11 @@ class HardenedGate(msgspec.Struct):
 
 
 class Hardened(msgspec.Struct):
-    """The effect of a hardened prompt. gates: "W4A4 tool_call" → counts. reading: the conclusion."""
+    """The effect of a hardened prompt.
+
+    gates: "W4A4 tool_call" → counts.
+    reading: the conclusion.
+    """
 
     gates: dict[str, HardenedGate]
     reading: str
@@ -317,15 +344,11 @@ class Labels(msgspec.Struct):
     verdict: Literal["belong", "shuffled", "undecided", ""] = ""
 
 
-class Size9B(msgspec.Struct):
-    """The strategy's result for Qwen3.5-9B, by count of its parameters."""
-
-    size_bytes: int
-    ceiling_tok_s: float
-
-
 class CalibrationDraw(msgspec.Struct):
-    """The strategy made from another random draw of the calibration rows. gates: numerics → gate → [passes, n]."""
+    """The strategy made from another random draw of the calibration rows.
+
+    gates: numerics → gate → [passes, n].
+    """
 
     seed: int
     verdict: PairedVerdict
@@ -335,9 +358,16 @@ class CalibrationDraw(msgspec.Struct):
 class StrategyRow(msgspec.Struct, omit_defaults=True):
     """A tried strategy.
 
-    incoherent: it failed the smoke question, which bf16 answers. path: its steps in order. why: reasons for not passing. explained:
-    further findings. read_bytes: per decoded token; ceiling_tok_s: on a GB10. draws: further calibration draws. model_sha256: of
-    the checkpoint (ModelFiles.sha256). loads: which servers load the checkpoint. error: why it could not be quantized.
+    incoherent: it failed the smoke question, which bf16 answers.
+    path: its steps in order.
+    why: reasons for not passing.
+    explained: further findings.
+    read_bytes: per decoded token.
+    ceiling_tok_s: on a GB10.
+    draws: further calibration draws.
+    model_sha256: of the checkpoint (ModelFiles.sha256).
+    loads: which servers load the checkpoint.
+    error: why it could not be quantized.
     """
 
     strategy: str
@@ -357,7 +387,6 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     hardened: Hardened | None = None
     explained: list[str] | None = None
     seconds: float | None = None
-    of_9b: Size9B | None = None
     verdict: PairedVerdict | None = None
     model_sha256: str = ""
     draws: list[CalibrationDraw] = []
@@ -366,7 +395,8 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
 class SearchResult(msgspec.Struct):
     """chosen: the first strategy that passes every gate. stopped: why no strategy was tried. seconds: until the choice.
 
-    seeds: calibration draws per strategy. version: of the package.
+    seeds: calibration draws per strategy.
+    version: of the package.
     """
 
     chosen: str | None

@@ -30,7 +30,8 @@ TOOL_CATEGORIES = {
 class Category(msgspec.Struct, frozen=True):
     """A kind of conversation.
 
-    about: what it is about, for the teacher's prompt. tool: the tool that must be called; None: none may be called.
+    about: what it is about, for the teacher's prompt.
+    tool: the tool that must be called; None: none may be called.
     turns: number of user turns.
     """
 
@@ -43,8 +44,10 @@ class Category(msgspec.Struct, frozen=True):
 class Persona(msgspec.Struct, frozen=True):
     """A persona file as it was read.
 
-    tools: OpenAI function tools. examples: conversations that show the style. sha256: of the file, recorded with data made
-    for it. source: the name or path that it was loaded by.
+    tools: OpenAI function tools.
+    examples: conversations that show the style.
+    sha256: of the file, recorded with data made for it.
+    source: the name or path that it was loaded by.
     """
 
     name: str

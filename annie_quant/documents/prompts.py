@@ -33,7 +33,11 @@ class _ChatMessage(TypedDict):
 
 
 class ChatMessage(_ChatMessage, total=False):
-    """One message. tool_calls, reasoning_content: of an assistant. name, tool_call_id: of a tool's result."""
+    """One message.
+
+    tool_calls, reasoning_content: of an assistant.
+    name, tool_call_id: of a tool's result.
+    """
 
     tool_calls: list[ChatCall]
     reasoning_content: str
@@ -42,7 +46,11 @@ class ChatMessage(_ChatMessage, total=False):
 
 
 class LoggedChat(TypedDict, total=False):
-    """A recorded chat: one line of `annie-quant record`. time: of the request, ISO 8601. tools: OpenAI function tools on offer."""
+    """A recorded chat: one line of `annie-quant record`.
+
+    time: of the request, ISO 8601.
+    tools: OpenAI function tools on offer.
+    """
 
     time: str
     model: str
@@ -52,7 +60,11 @@ class LoggedChat(TypedDict, total=False):
 
 
 class RowProvenance(TypedDict, total=False):
-    """Where a row comes from. model: of the teacher; of a log, its format. source: the log's file."""
+    """Where a row comes from.
+
+    model: of the teacher; of a log, its format.
+    source: the log's file.
+    """
 
     teacher: str
     model: str
@@ -67,7 +79,10 @@ class _ChatRow(TypedDict):
 
 
 class ChatRow(_ChatRow, total=False):
-    """A conversation for calibration. tools: OpenAI function tools on offer."""
+    """A conversation for calibration.
+
+    tools: OpenAI function tools on offer.
+    """
 
     id: str
     category: str
@@ -77,13 +92,19 @@ class ChatRow(_ChatRow, total=False):
 
 
 class Logged(msgspec.Struct, kw_only=True):
-    """What production's answer to a case was. calls: names of the functions."""
+    """What production's answer to a case was.
+
+    calls: names of the functions.
+    """
 
     calls: list[str] | None = None
 
 
 class Expect(msgspec.Struct, kw_only=True):
-    """What a case expects of its answer: the types of `expect`, which stays a mapping. turns: of each turn."""
+    """What a case expects of its answer: the types of `expect`, which stays a mapping.
+
+    turns: of each turn.
+    """
 
     contains: str | list[str | list[str]] | None = None
     tool: str | None = None
@@ -97,12 +118,14 @@ class Expect(msgspec.Struct, kw_only=True):
 class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One prompt (`messages`) or one conversation (`turns`).
 
-    messages: may hold earlier answers, tool calls and their results, and a system prompt of its own. turns: the user's
-    texts, and {"results": [{"name", "content", "arguments"}]} for what tools return to the calls of the answer before.
-
+    messages: may hold earlier answers, tool calls and their results, and a system prompt of its own.
+    turns: the user's texts, and {"results": [{"name", "content", "arguments"}]} for what tools return to the calls of the
+        answer before.
     expect: {"contains": [...]}, {"tool": name, "arguments": {...}}, {"calls": [...]}, {"no_tool": true} or {}; of a
-    conversation also {"turns": [...]}, one of these per turn. tools: tools of its own instead of the workload's; a number N
-    means the workload's first N. system: instead of the workload's system prompt. max_tokens: instead of the workload's.
+        conversation also {"turns": [...]}, one of these per turn.
+    tools: tools of its own instead of the workload's; a number N means the workload's first N.
+    system: instead of the workload's system prompt.
+    max_tokens: instead of the workload's.
     arrival_s: when a trace has the request, in seconds after its first one.
     """
 
@@ -119,8 +142,9 @@ class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 class ContextFile(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Text that comes before everything else of a prompt, so that the answer is decoded at a depth (judge/workloads.py).
 
-    tokens: about how many; usage.prompt_tokens has the true depth. prefix: "miss": each prompt starts with a different text, so
-    that no server can reuse an earlier one; "hit": all prompts start with the same text, and warm-ups have sent it before.
+    tokens: about how many; usage.prompt_tokens has the true depth.
+    prefix: "miss": each prompt starts with a different text, so that no server can reuse an earlier one; "hit": all prompts
+        start with the same text, and warm-ups have sent it before.
     words_per_token: of the model's tokenizer over this text; a benchmark measures it first (bench/plan.py).
     """
 
@@ -133,9 +157,11 @@ class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     """A workload as its JSON file has it.
 
     persona: a built-in persona, or a file or folder relative to this file ("..", "./mine.json"); None: no system prompt.
-    tools: OpenAI function tools, or "persona" for those of the persona. default: whether it is used where no workloads are
-    named. informative: gates that are reported about these answers and never decide. extra: further fields of each
-    request's body. context: text before each prompt.
+    tools: OpenAI function tools, or "persona" for those of the persona.
+    default: whether it is used where no workloads are named.
+    informative: gates that are reported about these answers and never decide.
+    extra: further fields of each request's body.
+    context: text before each prompt.
     """
 
     name: str

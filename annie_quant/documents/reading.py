@@ -49,9 +49,11 @@ def decode(
 ) -> T:
     """Decode one JSON document.
 
-    kind: a type of this package. source: bytes, or the path of a file. where: how messages name the source (default: the
-    path). error: the exception class for faults. Its message is one line with the source, the line or the field, what was
-    expected and what was there. A document of a newer package is refused with EnvironmentFault.
+    kind: a type of this package.
+    source: bytes, or the path of a file.
+    where: how messages name the source (default: the path).
+    error: the exception class for faults. Its message is one line with the source, the line or the field, what was expected
+        and what was there. A document of a newer package is refused with EnvironmentFault.
     """
     if not isinstance(source, bytes):
         where = where or str(source)
@@ -66,14 +68,14 @@ def decode(
 
 
 def convert(
-    kind: type[T], document: Any, where: str = "", *, error: type[AnnieError] = EnvironmentFault, hint: str = ""
+    kind: type[T], document: object, where: str = "", *, error: type[AnnieError] = EnvironmentFault, hint: str = ""
 ) -> T:
     """Return `document`, as JSON decodes it, as a value of `kind`; faults as in `decode`."""
     with _one_line_errors(where, error, hint):
         return _convert(kind, document, where)
 
 
-def _convert(kind: type[T], document: Any, where: str) -> T:
+def _convert(kind: type[T], document: object, where: str) -> T:
     if kind in UPGRADES:
         check_version(document, where)
     document = upgrade(kind, document)
@@ -141,14 +143,15 @@ def _one_line_errors(where: str, error: type[AnnieError], hint: str, source: byt
         raise error(f"{prefix}{fault.message}", hint or fault.hint) from None
 
 
-def check_version(document: Any, where: str | os.PathLike[str]) -> None:
+def check_version(document: object, where: str | os.PathLike[str]) -> None:
     """Raise EnvironmentFault for a document of a newer package: half understood, it would give wrong figures.
 
     A document without a version, or with one that is not a number, counts as the oldest.
     """
-    version = document.get("schema_version") if isinstance(document, dict) else None
+    fields = document if isinstance(document, dict) else {}
+    version = fields.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
-        package = str(document.get("version", ""))
+        package = str(fields.get("version", ""))
         needed = f"'annie-quant>={package}'" if _PACKAGE.fullmatch(package) else "annie-quant"
         raise EnvironmentFault(
             f"{where} was written by a newer annie-quant (schema_version {version}; this one reads up to {SCHEMA_VERSION})",
@@ -175,7 +178,7 @@ def _malformed(message: str, source: bytes) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a NumPy scalar or array as Python values."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -185,12 +188,12 @@ def _plain(value: Any) -> Any:
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
-def encode(value: Any) -> bytes:
+def encode(value: object) -> bytes:
     """`value` as JSON on one line; numbers that are not finite become null."""
     return _ENCODER.encode(value)
 
 
-def write(path: str | os.PathLike[str], value: Any) -> None:
+def write(path: str | os.PathLike[str], value: object) -> None:
     """Write `value` as indented JSON. The file appears complete or not at all."""
     write_text(path, msgspec.json.format(encode(value), indent=1).decode() + "\n")
 
@@ -218,7 +221,7 @@ def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
     return None if value is _MISFIT else value
 
 
-def salvage_value(kind: type[T], value: Any) -> T | None:
+def salvage_value(kind: type[T], value: object) -> T | None:
     """Return a decoded JSON value as `kind`, without fields and entries that do not fit; None where the required ones do not."""
     try:
         fit = _fit(kind, value)

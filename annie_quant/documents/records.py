@@ -16,8 +16,9 @@ MAX_EVENT_TOKENS = 1000  # values of one event in `itl_token_ms`
 class Load(msgspec.Struct, frozen=True):
     """How requests reach a server.
 
-    concurrency: requests in flight (closed loop). rate_per_s: mean arrivals per second (open loop). trace_speed: the arrivals of
-    a trace, so many times as fast. With one of the last two, concurrency is 0.
+    concurrency: requests in flight (closed loop).
+    rate_per_s: mean arrivals per second (open loop).
+    trace_speed: the arrivals of a trace, so many times as fast. With one of the last two, concurrency is 0.
     """
 
     concurrency: int = 1
@@ -72,105 +73,103 @@ def incomplete(error: str | None, finish_reason: str | None) -> str:
 class RequestRecord(msgspec.Struct, kw_only=True):
     """One line of records.jsonl: one request, its answer, its times and what the gates found.
 
-    Times are milliseconds after the request was handed to its connection (annie_quant.stream.decode defines each).
-    warmup: never counted. cold: the first request to a server. repeat: from 0. block: number of the interleaved block.
-    clock_mhz, temperature_c, throttle: of the GPU, else of the processor, after the request (host.machine_state).
-    checks: gate → passed, for the gates that apply. faults: gate → reason, for the checks that failed.
-    prompt_sha256: of what the case asks (judge.prompt_sha256), "" in a record of version 0.2.0 or older.
-    energy_j: GPU energy in joules, split evenly over requests sent together. stream: folder of the raw frames.
-
-    endpoint: the API that was used (bench/endpoints.py). depth: prompt tokens that the workload aims at; `prompt_tokens` has how
-    many there were. prefix: whether the server should find the prompt's beginning in its prefix cache ("hit") or not ("miss").
-    cached_tokens: prompt tokens that the server took from that cache, as it reports; None: it does not report them.
-    token_events: events with text, reasoning or a tool call. tokens_per_event: the server's token count over these.
-    event_tokens: tokens of each such event but the first, where each event has the server's count. drafted_tokens,
-    accepted_tokens: of a speculative decoder for this request; acceptance_source: "timings" (llama.cpp's, of this request) or
-    "metrics" (vLLM's counters over the requests that were sent together, split by their completion tokens).
+    Times that end in _ms are milliseconds after the request was handed to its connection (annie_quant.stream.decode defines each).
+    Every field of annie_quant.stream's records that has the same name is taken from there.
     """
 
-    id: str
+    # Identity: which prompt, to which backend, in which place of the plan
+    id: str  # backend, workload, load, case, repeat and turn
     backend: str
     workload: str
     case: str
-    turn: int = 0
-    repeat: int = 0
-    block: int = -1
-    warmup: bool = False
-    cold: bool = False
-    session: int = 0
-    model: str | None = None
-    concurrency: Count = 1
-    rate_per_s: Annotated[float, Meta(ge=0)] | None = None
-    trace_speed: Annotated[float, Meta(ge=0)] | None = None
-    endpoint: str = "chat"
-    depth: int | None = None
-    prefix: Literal["hit", "miss"] | None = None
-    n_tools: int = 0
-    started_at: str | float | None = None
-    load_per_core: float | None = None
-    clock_mhz: float | None = None
-    temperature_c: float | None = None
-    throttle: str | None = None
-    energy_j: float | None = None
-    arrival_s: float | None = None
-    stream: str = ""
-    request_sha256: str = ""
-    prompt_sha256: str = ""
+    turn: int = 0  # of a conversation, from 0
+    repeat: int = 0  # of the same prompt, from 0
+    block: int = -1  # number of the interleaved block; -1: a warm-up or the smoke question
+    warmup: bool = False  # never counted
+    cold: bool = False  # the first request to a server
+    session: int = 0  # number of the execution in this run directory, from 1
+    model: str | None = None  # the name that the request asked for
+    stream: str = ""  # folder of the raw frames
+    request_sha256: str = ""  # of the request's body
+    prompt_sha256: str = ""  # of what the case asks (judge.prompt_sha256); "" in a record of version 0.2.0 or older
 
-    status: int = 0
-    error: str | None = None
-    cause: str | None = None
+    # Load: how the request reached the server, and what the machine did meanwhile
+    concurrency: Count = 1  # requests in flight; 0 in an open loop
+    rate_per_s: Annotated[float, Meta(ge=0)] | None = None  # mean arrivals per second of an open loop
+    trace_speed: Annotated[float, Meta(ge=0)] | None = None  # how many times as fast a trace's requests arrive
+    arrival_s: float | None = None  # planned start of an open loop's request, in seconds
+    endpoint: str = "chat"  # the API that was used (bench/endpoints.py)
+    depth: int | None = None  # prompt tokens that the workload aims at; `prompt_tokens` has how many there were
+    prefix: Literal["hit", "miss"] | None = None  # whether its beginning should be in the prefix cache
+    n_tools: int = 0  # tools on offer
+    started_at: str | float | None = None  # ISO 8601, UTC
+    load_per_core: float | None = None  # load average of the last minute per core, after the request
+    clock_mhz: float | None = None  # of the GPU, else of the processor, after the request (host.machine_state)
+    temperature_c: float | None = None  # of the same
+    throttle: str | None = None  # the limit that the driver names
+
+    # Answer
+    status: int = 0  # HTTP status; 0: no answer
+    error: str | None = None  # one line
+    cause: str | None = None  # its short form (annie_quant.stream.errors), "hung" or "not_sent"
     warnings: list[str] = []
     text: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCall] = []
     finish_reason: str | None = None
-    usage: dict[str, Any] | None = None
-    server_timings: dict[str, Any] | None = None
+
+    # Tokens
+    usage: dict[str, Any] | None = None  # as the server sent it
     completion_tokens: Annotated[int, Meta(ge=-(10**15), le=10**15)] | None = None
-    tokens_estimated: bool = False
-    token_events: Count | None = None
-    tokens_per_event: Annotated[float, Meta(ge=0, le=1e12)] | None = None
-    event_tokens: list[Count] = []
-    cached_tokens: Count | None = None
-    drafted_tokens: Annotated[float, Meta(ge=0, le=1e15)] | None = None
-    accepted_tokens: Annotated[float, Meta(ge=0, le=1e15)] | None = None
+    tokens_estimated: bool = False  # counted from events, because the server reported no count
+    token_events: Count | None = None  # events with text, reasoning or a tool call
+    tokens_per_event: Annotated[float, Meta(ge=0, le=1e12)] | None = None  # the server's count over these events
+    event_tokens: list[Count] = []  # tokens of each such event but the first, where each has the server's count
+    cached_tokens: Count | None = None  # prompt tokens from the server's prefix cache; None: it does not report them
+    drafted_tokens: Annotated[float, Meta(ge=0, le=1e15)] | None = None  # by a speculative decoder for this request
+    accepted_tokens: Annotated[float, Meta(ge=0, le=1e15)] | None = None  # of those
+    # "timings": llama.cpp's, of this request. "metrics": vLLM's counters over the requests that were sent together, split by
+    # their completion tokens.
     acceptance_source: Literal["timings", "metrics"] | None = None
 
+    # Timings
     first_byte_ms: Milliseconds | None = None
     first_event_ms: Milliseconds | None = None
     first_reasoning_ms: Milliseconds | None = None
     first_content_ms: Milliseconds | None = None
     first_tool_ms: Milliseconds | None = None
-    first_sentence_ms: Milliseconds | None = None
+    first_sentence_ms: Milliseconds | None = None  # the first sentence that a voice can speak is complete
     last_token_ms: Milliseconds | None = None
-    done_ms: Milliseconds | None = None
-    e2e_ms: Milliseconds | None = None
-    tpot_ms: Milliseconds | None = None
-    itl_ms: list[Milliseconds] = []
-    decode_tok_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None
-    merged_reads: int = 0
-
-    clock: str | None = None
-    realtime: bool | None = None
-    unstamped_events: int = 0
-    started_s: float | None = None
-    started_unix_s: float | None = None
+    done_ms: Milliseconds | None = None  # [DONE]
+    e2e_ms: Milliseconds | None = None  # end of the answer
+    tpot_ms: Milliseconds | None = None  # (last - first token) / (completion_tokens - 1)
+    itl_ms: list[Milliseconds] = []  # gaps between events with tokens
+    decode_tok_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None  # tokens per second after the first
+    merged_reads: int = 0  # network reads with more than one event that has tokens
+    server_timings: dict[str, Any] | None = None  # llama.cpp's own account
+    clock: str | None = None  # "kernel" or "user": where the stamps are from
+    realtime: bool | None = None  # the client had a real-time priority
+    unstamped_events: int = 0  # events without a kernel stamp
+    started_s: float | None = None  # seconds after the start of the client's run
+    started_unix_s: float | None = None  # seconds since 1970
+    # Open loop: times from the intended start, which include the wait for a free connection.
     wait_ms: Milliseconds | None = None
     scheduled_first_content_ms: Milliseconds | None = None
     scheduled_e2e_ms: Milliseconds | None = None
+    # Phases of the connection, each with its own length.
     new_connection: bool = False
     name_lookup_ms: Milliseconds | None = None
     connect_ms: Milliseconds | None = None
     tls_ms: Milliseconds | None = None
     sent_ms: Milliseconds | None = None
     http_version: str | None = None
-    server_date: str | None = None
-    server: str | None = None
-    body_bytes: int = 0
+    server_date: str | None = None  # the answer's Date header
+    server: str | None = None  # the answer's Server header
+    body_bytes: int = 0  # of the answer
 
-    checks: dict[str, bool] = {}
-    faults: dict[str, str] = {}
+    # Judgement
+    checks: dict[str, bool] = {}  # gate → passed, for the gates that apply
+    faults: dict[str, str] = {}  # gate → reason, for the checks that failed
 
     @property
     def load(self) -> Load:
@@ -217,13 +216,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         if self.tokens_estimated or not tokens or tokens < 2 or not self.itl_ms:
             return []
         return [gap * len(self.itl_ms) / (tokens - 1) for gap in self.itl_ms]
-
-    @property
-    def itl_token_source(self) -> Literal["event", "usage"] | None:
-        """What `itl_token_ms` was computed from: the server's count in each event, or usage at the end."""
-        if not self.itl_token_ms:
-            return None
-        return "event" if len(self.event_tokens) == len(self.itl_ms) else "usage"
 
     @property
     def acceptance(self) -> float | None:

@@ -1,7 +1,8 @@
-"""Aggregates of a run and its verdict; what it ran on: servers, machine, memory and energy."""
+"""Aggregates of a run and its verdict; what it ran on: servers, machine and memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -36,7 +37,9 @@ class ModelMeta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Identity(msgspec.Struct, kw_only=True):
-    """What a server reports about itself, cut to the limits of the types. meta: what the caller knows beforehand.
+    """What a server reports about itself, cut to the limits of the types.
+
+    meta: what the caller knows beforehand.
 
     format: of the weights, from the caller, or from the model's file where that is on this machine (bench/backend.py).
     caveats: what of it could not be read, or was cut.
@@ -60,15 +63,14 @@ class Identity(msgspec.Struct, kw_only=True):
 class MemoryFigures(msgspec.Struct, kw_only=True, frozen=True):
     """Memory of one server at one moment or at its peak; None where the figure cannot be read.
 
-    process_rss_bytes: resident memory of the process and its children. system_used_bytes: MemTotal - MemAvailable, which on
-    unified memory (DGX Spark) includes the GPU's share. gpu_process_bytes: NVML's figure for those processes.
-    cgroup_bytes: what the kernel charges to the process's control group, which for a container is all of it.
+    process_rss_bytes: resident memory of the process and its children.
+    system_used_bytes: MemTotal - MemAvailable, which on unified memory (DGX Spark) includes the GPU's share.
+    gpu_process_bytes: NVML's figure for those processes.
     """
 
     process_rss_bytes: int | None = None
     system_used_bytes: int | None = None
     gpu_process_bytes: int | None = None
-    cgroup_bytes: int | None = None
 
 
 class MemoryLevels(msgspec.Struct, kw_only=True):
@@ -81,7 +83,10 @@ class MemoryLevels(msgspec.Struct, kw_only=True):
 
 
 class MemoryGrowth(msgspec.Struct, kw_only=True):
-    """The slope of a server's memory over a run, its first quarter left out; low, high: 95 % interval (bench/memory.py)."""
+    """The slope of a server's memory over a run, its first quarter left out.
+
+    low, high: 95 % interval (bench/memory.py).
+    """
 
     bytes_per_hour: float
     low: float
@@ -92,7 +97,10 @@ class MemoryGrowth(msgspec.Struct, kw_only=True):
 
 
 class MemoryBytes(msgspec.Struct, kw_only=True):
-    """One figure per level for the report's table. source: the field of MemoryFigures that all are taken from."""
+    """One figure per level for the report's table.
+
+    source: the field of MemoryFigures that all are taken from.
+    """
 
     idle: int | None = None
     one: int | None = None
@@ -106,15 +114,7 @@ class MemoryBytes(msgspec.Struct, kw_only=True):
         return max((level for level in (self.idle, self.one, self.five, self.peak) if level), default=None)
 
 
-class Energy(msgspec.Struct, kw_only=True):
-    """GPU energy over a backend's measured requests."""
-
-    joules: float
-    completion_tokens: int
-    joules_per_token: float | None
-
-
-def limited_identity(fields: dict[str, Any]) -> Identity:
+def limited_identity(fields: Mapping[str, Any]) -> Identity:
     """Return an Identity of what a server sent: long texts are cut, values of an unexpected type are left out."""
     limits = {"url": 2000, "models_sha256": 64, "chat_template_sha256": 64}
     names = ("name", "url", "model", "runtime", "version", "models_sha256", "chat_template_sha256", "format")
@@ -132,11 +132,11 @@ def limited_identity(fields: dict[str, Any]) -> Identity:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _entries(value: Any) -> dict[ShortText, Any]:
+def _entries(value: object) -> dict[ShortText, Any]:
     """Return the first 100 entries of a mapping, each a scalar or a short list of texts."""
     entries: dict[str, Any] = {}
     for key, item in list(value.items())[:100] if isinstance(value, dict) else ():
@@ -168,8 +168,10 @@ class Confound(msgspec.Struct, kw_only=True):
 class Roles(msgspec.Struct, kw_only=True, frozen=True):
     """Who is judged against whom (judge/decision/roles.py), by name of a backend or a model.
 
-    candidate: what is judged. reference: the bf16 side that all others are compared with. incumbent: what the candidate would
-    replace. assumed: candidate and incumbent follow from the order of the sides alone, so each is compared with the other.
+    candidate: what is judged.
+    reference: the bf16 side that all others are compared with.
+    incumbent: what the candidate would replace.
+    assumed: candidate and incumbent follow from the order of the sides alone, so each is compared with the other.
     """
 
     candidate: str | None = None
@@ -182,21 +184,12 @@ class Roles(msgspec.Struct, kw_only=True, frozen=True):
         return [name for name in (self.candidate, self.reference, self.incumbent) if name is not None]
 
 
-class Verbosity(msgspec.Struct, kw_only=True):
-    """Answer length against the reference's answers to the same prompts: the median of the ratios."""
-
-    reference: str
-    ratio: float
-    low: float | None
-    high: float | None
-    n_prompts: int
-
-
 class ServedSide(msgspec.Struct, kw_only=True):
-    """One backend's results. left_out_of_timings: failed, cold and stalled requests, and impossible stamps.
+    """One backend's results.
 
-    format: of its weights ("BF16", "NVFP4", "Q4_K_M"), "" where it is unknown. judged_by: the backend that its gates are compared
-    with (paired, pooled); None where there is none.
+    left_out_of_timings: failed, cold and stalled requests, and impossible stamps.
+    format: of its weights ("BF16", "NVFP4", "Q4_K_M"), "" where it is unknown.
+    judged_by: the backend that its gates are compared with (paired, pooled); None where there is none.
     """
 
     model: str | None = None
@@ -211,15 +204,16 @@ class ServedSide(msgspec.Struct, kw_only=True):
     pooled: PooledGates | None = None
     speed_gates: dict[str, SpeedGate] = {}
     workloads: dict[str, WorkloadSummary] = {}
-    verbosity: Verbosity | None = None
     memory_bytes: MemoryBytes | None = None
     memory: MemoryLevels | None = None
     memory_growth: MemoryGrowth | None = None
-    energy: Energy | None = None
 
 
 class TurnPoint(msgspec.Struct, kw_only=True):
-    """Medians of one turn of the conversations; turn counts from 1. low, high: interval of ttft_content_ms."""
+    """Medians of one turn of the conversations; turn counts from 1.
+
+    low, high: interval of ttft_content_ms.
+    """
 
     turn: Annotated[int, Meta(ge=1, le=9999)]
     n: int
@@ -240,7 +234,10 @@ class Crossover(msgspec.Struct, kw_only=True):
 
 
 class ToolSurfacePoint(msgspec.Struct, kw_only=True):
-    """Right calls with a number of tools on offer. worse: surely fewer than with the fewest tools (p after Holm)."""
+    """Right calls with a number of tools on offer.
+
+    worse: surely fewer than with the fewest tools (p after Holm).
+    """
 
     n_tools: Count
     passes: Count
@@ -282,9 +279,11 @@ class OfflineSide(msgspec.Struct, kw_only=True):
 class Aggregates(msgspec.Struct, kw_only=True):
     """All results of a run: behind servers (from records.jsonl), and without one (models, offline).
 
-    served and turns: by backend. offline: by model, then by numerics; members: the further arithmetics of its ensemble
-    (Evaluation.members), in the same form. blocking: by model, reasons that forbid "keeps" (Evaluation.blocking).
-    turn_ratio: TTFT of the last turn, relative to the first. noise: by backend.
+    served, turns: by backend.
+    offline: by model, then by numerics.
+    members: the further arithmetics of its ensemble (Evaluation.members), in the same form.
+    blocking: by model, reasons that forbid "keeps" (Evaluation.blocking).
+    noise: by backend.
     roles: None in a run of version 0.2.0 or older, whose roles followed from names and formats.
     """
 
@@ -294,7 +293,6 @@ class Aggregates(msgspec.Struct, kw_only=True):
     noise: dict[str, list[NoiseFloor]] = {}
     drift: list[Drift] = []
     turns: dict[str, list[TurnPoint]] = {}
-    turn_ratio: dict[str, float] = {}
     crossover: list[Crossover] = []
     tool_surface: dict[str, list[ToolSurfacePoint]] = {}
     confounds: list[Confound] = []
@@ -305,10 +303,13 @@ class Aggregates(msgspec.Struct, kw_only=True):
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """The outcome. passed: the candidate neither loses nor is fragile, and nothing confounds it. comparable: no confound.
+    """The outcome.
 
-    outcome: "keeps" only where `passed`; None in a run of version 0.1.0. rule: version of the rule that decided (roles.RULE), 0 in
-    a run of version 0.2.0 or older. badge: the decision in a few words, with the recommendation.
+    passed: the candidate neither loses nor is fragile, and nothing confounds it.
+    comparable: no confound.
+    outcome: "keeps" only where `passed`; None in a run of version 0.1.0.
+    rule: version of the rule that decided (roles.RULE), 0 in a run of version 0.2.0 or older.
+    badge: the decision in a few words, with the recommendation.
     """
 
     rule: int = 0

@@ -25,7 +25,11 @@ from annie_quant.documents.results import (
 
 
 class BackendSettings(msgspec.Struct, kw_only=True):
-    """A backend as a benchmark was asked to measure it. source: hash or name of the fine-tuned weights. endpoint: the API."""
+    """A backend as a benchmark was asked to measure it.
+
+    source: hash or name of the fine-tuned weights.
+    endpoint: the API.
+    """
 
     name: str
     model: str | None = None
@@ -34,7 +38,11 @@ class BackendSettings(msgspec.Struct, kw_only=True):
 
 
 class WorkloadSettings(msgspec.Struct, kw_only=True):
-    """A workload as a benchmark measured it. sha256: of its file. asked_sha256: of its requests and expectations."""
+    """A workload as a benchmark measured it.
+
+    sha256: of its file.
+    asked_sha256: of its requests and expectations.
+    """
 
     sha256: str = ""
     asked_sha256: str = ""
@@ -47,11 +55,14 @@ class WorkloadSettings(msgspec.Struct, kw_only=True):
 class BenchConfig(msgspec.Struct, kw_only=True):
     """All settings of a benchmark.
 
-    warmup: requests per backend and workload that are not counted. runs: measurements per case. n: cases per workload
-    (None: all). prefix_cache: "warm" (servers as they come) or "off" (no reuse between requests, where the server can).
-    reference: the backend that answer length is compared with. roles: those that the user named. budget_s: stop measuring after so
-    many seconds.
-    noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor (bench/stability.py).
+    warmup: requests per backend and workload that are not counted.
+    runs: measurements per case.
+    n: cases per workload (None: all).
+    prefix_cache: "warm" (servers as they come) or "off" (no reuse between requests, where the server can).
+    roles: those that the user named.
+    budget_s: stop measuring after so many seconds.
+    noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor
+        (bench/stability.py).
     sustained: repeat the prompts until budget_s ends, so that requests which were not sent are no caveat.
     stop_early: stop at a planned look when everything is decided (bench/sequential.py).
     """
@@ -63,7 +74,6 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     seed: int = 0
     loads: list[Load] = field(default_factory=lambda: [Load()])
     prefix_cache: Literal["warm", "off"] = "warm"
-    reference: str | None = None
     roles: Roles = field(default_factory=Roles)
     workloads: dict[str, WorkloadSettings] = {}
     timeout_s: float = 120.0
@@ -81,7 +91,6 @@ class BenchConfig(msgspec.Struct, kw_only=True):
         "stop_early",
         "noise_share",
         "sustained",
-        "reference",
         "roles",
     )
 
@@ -139,7 +148,10 @@ class Inputs(msgspec.Struct, kw_only=True):
 
 
 class EarlyStop(msgspec.Struct, kw_only=True):
-    """The planned look at which everything was decided. level: the significance level of each look."""
+    """The planned look at which everything was decided.
+
+    level: the significance level of each look.
+    """
 
     look: int
     looks: int
@@ -147,7 +159,10 @@ class EarlyStop(msgspec.Struct, kw_only=True):
 
 
 class Ended(msgspec.Struct, kw_only=True):
-    """How a benchmark ended. unasked: visits that a time budget or an early stop left out."""
+    """How a benchmark ended.
+
+    unasked: visits that a time budget or an early stop left out.
+    """
 
     unasked: int = 0
     stopped: EarlyStop | None = None
@@ -157,8 +172,10 @@ class Ended(msgspec.Struct, kw_only=True):
 class Bench(msgspec.Struct, kw_only=True):
     """bench.json: one benchmark.
 
-    requests: measured requests on record. backends: what each server reports about itself. memory: by backend. aggregates
-    and verdict are moved to run.json when that is written (write_run).
+    requests: measured requests on record.
+    backends: what each server reports about itself.
+    memory: by backend.
+    aggregates, verdict: moved to run.json when that is written (write_run).
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -173,7 +190,10 @@ class Bench(msgspec.Struct, kw_only=True):
 
 
 class Stage(msgspec.Struct, kw_only=True):
-    """A finished stage of a run. ok: of an audit, whether the checkpoint is sound; None of other stages, and in older runs."""
+    """A finished stage of a run.
+
+    ok: of an audit, whether the checkpoint is sound; None of other stages, and in older runs.
+    """
 
     name: str
     seconds: float | None = None
@@ -211,7 +231,7 @@ def _upgrade(document: dict[str, Any]) -> None:
         }
 
 
-def _mappings(value: Any) -> list[dict[str, Any]]:
+def _mappings(value: object) -> list[dict[str, Any]]:
     return [item for item in value.values() if isinstance(item, dict)] if isinstance(value, dict) else []
 
 

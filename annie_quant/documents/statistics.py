@@ -17,12 +17,16 @@ Standing = Literal["keeps", "loses", "undecided", "fragile"]  # over several ari
 class PairedGate(msgspec.Struct):
     """One gate over the prompts that a checkpoint and its reference both answered (judge/decision/rule.py has the rule).
 
-    lost, won: answers that pass only in the reference, only in the checkpoint. p: McNemar's exact test towards a loss (of a gate
-    that compares with the reference's own answer: the exact binomial test of a loss above the margin); p_holm: adjusted over the
-    gates, by Holm's method in its step-up form (Hochberg's) since rule 4. difference: (won - lost) / n; low, high: its 90 % score
-    interval, so each bound has an error of 5 %. margin: the loss that is accepted. detectable: the smallest true loss that n
-    prompts find in 80 % of runs. n_to_decide: how many prompts would decide at the observed rates; None where it is decided or no
-    number would do. passed: answers of the reference that show what the gate checks; None in files of version 0.2 and older.
+    lost, won: answers that pass only in the reference, only in the checkpoint.
+    p: McNemar's exact test towards a loss (of a gate that compares with the reference's own answer: the exact binomial test
+        of a loss above the margin).
+    p_holm: adjusted over the gates, by Holm's method in its step-up form (Hochberg's) since rule 4.
+    difference: (won - lost) / n.
+    low, high: its 90 % score interval, so each bound has an error of 5 %.
+    margin: the loss that is accepted.
+    detectable: the smallest true loss that n prompts find in 80 % of runs.
+    n_to_decide: how many prompts would decide at the observed rates; None where it is decided or no number would do.
+    passed: answers of the reference that show what the gate checks; None in files of version 0.2 and older.
     """
 
     n: Count
@@ -47,9 +51,11 @@ class PairedGate(msgspec.Struct):
 class PooledGates(msgspec.Struct, kw_only=True):
     """All deciding gates together, by answer: an answer is right if it passes each of its gates.
 
-    lost, won, difference, low, high: as in PairedGate, of right answers. p_sum, p_largest, p_fisher: sign-flip permutation tests
-    (all gates of an answer flip together) of the summed losses, of the largest loss of a gate, and of Fisher's combination of the
-    gates. p: the smallest of the three, times three; p_holm: adjusted with the gates.
+    lost, won, difference, low, high: as in PairedGate, of right answers.
+    p_sum, p_largest, p_fisher: sign-flip permutation tests (all gates of an answer flip together) of the summed losses, of
+        the largest loss of a gate, and of Fisher's combination of the gates.
+    p: the smallest of the three, times three.
+    p_holm: adjusted with the gates.
     """
 
     n: int
@@ -67,7 +73,10 @@ class PooledGates(msgspec.Struct, kw_only=True):
 
 
 class MemberVerdict(msgspec.Struct, kw_only=True):
-    """All gates under one arithmetic, or behind one server. loses, undecided: names of gates; "all" is the pooled verdict."""
+    """All gates under one arithmetic, or behind one server.
+
+    loses, undecided: names of gates; "all" is the pooled verdict.
+    """
 
     verdict: GateVerdict
     loses: list[str] = []
@@ -75,10 +84,14 @@ class MemberVerdict(msgspec.Struct, kw_only=True):
 
 
 class PairedVerdict(msgspec.Struct, kw_only=True):
-    """The decision about a checkpoint. members: by numerics. profiles: members without their perturbations (NAME+...).
+    """The decision about a checkpoint.
 
-    sentence: the decision as text. reasons: one line per gate that is lost or undecided. coverage: behaviour → answers of the
-    reference that show it (judge/decision/coverage.py). not_tested: those behaviours that have too few.
+    members: by numerics.
+    profiles: members without their perturbations (NAME+...).
+    sentence: the decision as text.
+    reasons: one line per gate that is lost or undecided.
+    coverage: behaviour → answers of the reference that show it (judge/decision/coverage.py).
+    not_tested: those behaviours that have too few.
     """
 
     verdict: Standing = "undecided"
@@ -93,13 +106,17 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
 class GateResult(msgspec.Struct, kw_only=True):
     """One gate over many answers.
 
-    low, high: 95 % Wilson interval of the pass rate. verdict: pass where the gate keeps what the reference has, fail where it
-    loses it (paired); without a reference it is `meets`. rule: that rule as text. n_to_decide: how many answers would decide it at
-    the observed rate; None where it is decided, or where no number would do.
-    requirement, meets: the absolute requirement (docs/requirements.md), "" where there is none, and whether it is met; it never
-    decides where there is a reference. A result of version 0.1.0 has neither, and its verdict is the absolute one.
-    basis: what an answer is compared with: "reference" (the bf16 model's own answer), "label" (the expected answer of a workload)
-    or "rule" (neither, a property of the text); "" in records of older versions.
+    low, high: 95 % Wilson interval of the pass rate.
+    verdict: pass where the gate keeps what the reference has, fail where it loses it (paired); without a reference it is
+        `meets`.
+    rule: that rule as text.
+    n_to_decide: how many answers would decide it at the observed rate; None where it is decided, or where no number would
+        do.
+    requirement, meets: the absolute requirement (docs/requirements.md), "" where there is none, and whether it is met; it
+        never decides where there is a reference. A result of version 0.1.0 has neither, and its verdict is the absolute
+        one.
+    basis: what an answer is compared with: "reference" (the bf16 model's own answer), "label" (the expected answer of a
+        workload) or "rule" (neither, a property of the text); "" in records of older versions.
     """
 
     passes: Count
@@ -127,7 +144,10 @@ class GateResult(msgspec.Struct, kw_only=True):
 
 
 class SpeedGate(msgspec.Struct, kw_only=True):
-    """The median of one metric against a limit; low and high: 95 % bootstrap interval of the median."""
+    """The median of one metric against a limit.
+
+    low, high: 95 % bootstrap interval of the median.
+    """
 
     metric: str
     value: float
@@ -141,10 +161,11 @@ class SpeedGate(msgspec.Struct, kw_only=True):
 class Metric(msgspec.Struct, frozen=True):
     """Definition of a metric (judge/metrics.py has the table).
 
-    field: of a RequestRecord; one value per request, or a list of values. server_counted: needs the server's own token
-    count, so records with an estimated count are left out. compared: compared between backends and shown in the report.
-    in_verdict: a significant difference is named among the verdict's reasons. user_latency: a user notices it, so it
-    counts as a gain or loss in the recommendation.
+    field: of a RequestRecord; one value per request, or a list of values.
+    server_counted: needs the server's own token count, so records with an estimated count are left out.
+    compared: compared between backends and shown in the report.
+    in_verdict: a significant difference is named among the verdict's reasons.
+    user_latency: a user notices it, so it counts as a gain or loss in the recommendation.
     """
 
     name: str
@@ -164,7 +185,10 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 class MetricSummary(msgspec.Struct, kw_only=True):
-    """Percentiles and mean over all values; low and high: 95 % bootstrap interval of the median, prompts as units."""
+    """Percentiles and mean over all values.
+
+    low, high: 95 % bootstrap interval of the median, prompts as units.
+    """
 
     p50: float
     p90: float
@@ -200,9 +224,12 @@ class WorkloadSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PairedResult(msgspec.Struct, kw_only=True):
-    """Two sides over the same prompts. median_difference: of b - a; low and high: its 95 % bootstrap interval.
+    """Two sides over the same prompts.
 
-    p: two-sided; None for fewer than two prompts. n_to_decide: about how many prompts would show this difference.
+    median_difference: of b - a.
+    low, high: its 95 % bootstrap interval.
+    p: two-sided; None for fewer than two prompts.
+    n_to_decide: about how many prompts would show this difference.
     too_few: so few prompts that no difference could be significant.
     """
 
@@ -219,7 +246,10 @@ class PairedResult(msgspec.Struct, kw_only=True):
 
 
 class AdjustedResult(PairedResult, kw_only=True):
-    """One of several paired results. p_holm: p after Holm's adjustment over all of them."""
+    """One of several paired results.
+
+    p_holm: p after Holm's adjustment over all of them.
+    """
 
     workload: str
     metric: str
@@ -242,8 +272,9 @@ class Comparison(AdjustedResult, kw_only=True):
 class NoiseFloor(msgspec.Struct, kw_only=True):
     """The noise of one backend on one metric of one workload: what 95 % of A/A comparisons of n_prompts stay below.
 
-    difference: the median difference of the prompts that were measured more than once (n_repeated), their repeats dealt to two
-    sides at random; low, high: its 95 % bootstrap interval.
+    difference: the median difference of the prompts that were measured more than once (n_repeated), their repeats dealt to
+        two sides at random.
+    low, high: its 95 % bootstrap interval.
     """
 
     workload: str
@@ -259,9 +290,10 @@ class NoiseFloor(msgspec.Struct, kw_only=True):
 class Drift(msgspec.Struct, kw_only=True):
     """A backend's times before and after the largest step of the run (bench/stability.py).
 
-    after_s: when the step is, from the first request on. shift: relative change of the median, low and high its 95 % interval.
-    machine: figure (clock_mhz, temperature_c, load_per_core) → [median before, median after, p]. throttled_before,
-    throttled_after: share of the requests during which the driver reported a limit (throttle: its name).
+    after_s: when the step is, from the first request on.
+    shift: relative change of the median, low and high its 95 % interval.
+    machine: figure (clock_mhz, temperature_c, load_per_core) → [median before, median after, p].
+    throttled_before, throttled_after: share of the requests during which the driver reported a limit (throttle: its name).
     """
 
     backend: str

@@ -10,7 +10,7 @@ from typing import Any
 from annie_quant.core.text import printable
 
 
-def mismatch(arguments: Any, schema: Any) -> str | None:
+def mismatch(arguments: object, schema: Any) -> str | None:
     """Return how arguments do not match a schema, in one line, or None. A schema that cannot be used is a mismatch."""
     import jsonschema
     import referencing

@@ -9,7 +9,6 @@ jsonschema and markdown-it are imported where they are used.
     sample(workloads, n)                       the same workloads with a seeded choice of their cases
     gate_table([(workload, case, answer)])     pass rates with Wilson intervals and verdicts (gates.py)
     wilson(k, n), compare(...), holm(...)      statistics
-    pair_answers(before, after)                lost and won answers per gate, of a checkpoint against its reference
     judge_members({member: {gate: counts}})    keeps, loses, undecided or fragile (decision/rule.py)
     verdict(aggregates)                        the outcome of a run, with reasons and caveats (decision/)
 """
@@ -18,9 +17,8 @@ from __future__ import annotations
 
 from annie_quant.judge.answers import Answer, from_record, parse_raw, raw_view
 from annie_quant.judge.decision import judge_evaluation, judge_members, verdict
-from annie_quant.judge.gates import checks, faults, gate_names, gate_table
+from annie_quant.judge.gates import checks, faults, gate_table
 from annie_quant.judge.library import load_workloads
-from annie_quant.judge.pairing import pair_answers
 from annie_quant.judge.sampling import sample
 from annie_quant.judge.statistics import compare, holm, median_interval, wilson
 from annie_quant.judge.workloads import Case, Workload, distinct_prompts, prompt_sha256, prompts_sha256
@@ -34,14 +32,12 @@ __all__ = [
     "distinct_prompts",
     "faults",
     "from_record",
-    "gate_names",
     "gate_table",
     "holm",
     "judge_evaluation",
     "judge_members",
     "load_workloads",
     "median_interval",
-    "pair_answers",
     "parse_raw",
     "prompt_sha256",
     "prompts_sha256",

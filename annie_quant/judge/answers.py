@@ -62,20 +62,23 @@ def split_calls(text: str, form: Form, tools: Tools = None) -> tuple[list[ToolCa
     return calls, rest
 
 
-def _numbered(call: tuple[str, Any], index: int) -> ToolCall:
+def _numbered(call: tuple[str, object], index: int) -> ToolCall:
     name, arguments = call
     return {"id": f"raw_{index}", "name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
-def _json_call(text: str) -> tuple[str, Any] | None:
+def _json_call(text: str) -> tuple[str, object] | None:
     try:
         return _call_of(json.loads(text), "arguments")
     except (ValueError, RecursionError):
         return None
 
 
-def _call_of(value: Any, *keys: str) -> tuple[str, Any] | None:
-    """Return the name and the arguments of a call, or None. keys: of which one has the arguments."""
+def _call_of(value: object, *keys: str) -> tuple[str, object] | None:
+    """Return the name and the arguments of a call, or None.
+
+    keys: alternative names of the field with the arguments.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = next((value[key] for key in keys if isinstance(value.get(key), dict)), None)
@@ -99,7 +102,7 @@ def _llama_calls(text: str) -> list[ToolCall]:
     return [] if rest else calls
 
 
-def _xml_call(match: re.Match[str], tools: Tools) -> tuple[str, Any]:
+def _xml_call(match: re.Match[str], tools: Tools) -> tuple[str, object]:
     name = match[1].strip()
     types = _types(name, tools)
     arguments = {}
@@ -120,7 +123,7 @@ def _types(name: str, tools: Tools) -> dict[str, str | list[str] | None]:
     return {}
 
 
-def _typed(value: str, kind: Any) -> Any:
+def _typed(value: str, kind: object) -> object:
     """Return a parameter's text as its schema's type; text that does not parse stays text (and fails the schema)."""
     kinds = kind if isinstance(kind, list) else [kind]
     if "string" in kinds or kinds == [None]:
@@ -139,8 +142,10 @@ LEAST_CONSTANT, CONSTANT_SHARE = 10, 0.2  # of prompts without a label
 class Answer:
     """The answer to one request.
 
-    tool_calls: id, name and arguments (a JSON string, as sent). error: empty where the request succeeded. finish_reason:
-    "stop", "tool_calls", "length", or None where it is unknown. completion_tokens: None where unknown.
+    tool_calls: id, name and arguments (a JSON string, as sent).
+    error: empty where the request succeeded.
+    finish_reason: "stop", "tool_calls", "length", or None where it is unknown.
+    completion_tokens: None where unknown.
     """
 
     text: str = ""
@@ -199,8 +204,11 @@ def parse_raw(
     """Parse generated text (what follows the generation prompt) into an answer.
 
     With thinking off, think tags stay in the text: they are a leak. With thinking on and no closing tag, all of it is
-    reasoning. tools: the types of arguments; without it every argument is a string. form: of tool calls (tool_markup.py).
-    An end mark in the text gives finish_reason "stop" (or "tool_calls"); without one it is the argument `finish_reason`.
+    reasoning.
+
+    tools: the types of arguments; without it every argument is a string.
+    finish_reason: where the text has no end mark; with one it is "stop", or "tool_calls".
+    form: of tool calls.
     """
     ends = [at for at in (raw_text.find(mark) for mark in END_MARKS) if at >= 0]
     body = raw_text[: min(ends)] if ends else raw_text

@@ -138,7 +138,7 @@ def _turns_with_calls(
             history.append({"role": "assistant", "content": "Done."})
 
 
-def allowed(value: Any) -> Any:
+def allowed(value: object) -> object:
     """Return a value as the leaderboard's answers have it: each field of an object is a list of allowed values."""
     if isinstance(value, Mapping):
         return {key: [allowed(item)] for key, item in value.items()}
@@ -180,7 +180,8 @@ _COPIED = ("description", "enum", "default")
 def load(categories: str = "", folder: str | Path | None = None, start: Start = PackageSystems) -> Workload:
     """Load the cases of the named categories ("": all single-turn ones).
 
-    folder: the package's data folder. start: makes the simulated systems of a multi-turn case.
+    folder: the package's data folder.
+    start: makes the simulated systems of a multi-turn case.
 
     Raises EnvironmentFault where the package is not installed, UsageError for an unknown category.
     """

@@ -62,23 +62,27 @@ def recounted(evaluation: Evaluation) -> Evaluation:
     """Return a copy whose counts and verdicts are made from the outcomes again."""
     result = copy.deepcopy(evaluation)
     prompts = result.prompts
-    result.reference_gates = tabulate(checks_by_prompt(prompts, result.reference_outcomes, SHOWN).values())
-    own = checks_by_prompt(prompts, result.reference_outcomes)
-    noisy = checks_by_prompt(prompts, result.floor_outcomes)
+    result.reference_gates = tabulate(counted_checks(prompts, result.reference_outcomes, SHOWN).values())
+    own = counted_checks(prompts, result.reference_outcomes)
+    noisy = counted_checks(prompts, result.floor_outcomes)
     before = {
         prompt: with_floor(row, noisy.get(prompt, {})) if result.floor_outcomes else row for prompt, row in own.items()
     }
     for side in sides(result).values():
-        after = checks_by_prompt(prompts, side.outcomes)
-        side.gates = tabulate(checks_by_prompt(prompts, side.outcomes, SHOWN).values())
+        after = counted_checks(prompts, side.outcomes)
+        side.gates = tabulate(counted_checks(prompts, side.outcomes, SHOWN).values())
         side.paired, side.pooled = pair_checks((row, after.get(prompt, {})) for prompt, row in before.items())
     return judge_evaluation(result)
 
 
-def checks_by_prompt(
+def counted_checks(
     prompts: Mapping[str, list[str]], outcomes: Mapping[str, str], results: Mapping[str, bool] = COUNTED
 ) -> Checks:
-    """Return the checks of each prompt that has any. outcomes: as in Evaluation. results: which characters count."""
+    """Return the checks of each prompt that has any.
+
+    outcomes: as in Evaluation.
+    results: which characters count.
+    """
     rows: Checks = {}
     for gate, names in prompts.items():
         for name, passed in zip(names, outcomes.get(gate, ""), strict=False):

@@ -110,11 +110,13 @@ class Gate:
     """check: the reason why an answer fails, "" where it passes, None where the gate does not apply to the case.
 
     threshold: the absolute requirement and its number, "" for one that the original plan does not have.
-    margin: the loss against the reference that is accepted (judge/decision/rule.py), as a share of the prompts; 0 for faults
-    of which none is accepted. advisory: a figure without a right and wrong for the model; it never decides. basis: what the
-    answer is compared with: "label" (what the workload expects), "reference" (the bf16 model's own answer to the same prompt;
-    the gate applies only where bf16 has the property) or "rule" (a property that needs neither). behaviours: what an answer that
-    passes shows (BEHAVIOURS). two_sided: more is as much a change as less; a gate of all prompts that it applies to.
+    margin: the loss against the reference that is accepted (judge/decision/rule.py), as a share of the prompts; 0 for
+        faults of which none is accepted.
+    advisory: a figure without a right and wrong for the model; it never decides.
+    basis: what the answer is compared with: "label" (what the workload expects), "reference" (the bf16 model's own answer
+        to the same prompt; the gate applies only where bf16 has the property) or "rule" (a property that needs neither).
+    behaviours: what an answer that passes shows (BEHAVIOURS).
+    two_sided: more is as much a change as less; a gate of all prompts that it applies to.
     """
 
     name: str
@@ -202,10 +204,6 @@ REFERENCE_GATES = tuple(name for name, gate in GATES.items() if gate.basis == "r
 # Gates of every workload: each applies only where the case or the reference's answer has what it checks.
 IMPLIED = ("call_rate", "several_calls", "use_result", "same_decline", "same_several")
 NAMED_REFERENCE_GATES = tuple(name for name in REFERENCE_GATES if name not in IMPLIED)  # what a workload's file has
-
-
-def gate_names() -> list[str]:
-    return list(GATES)
 
 
 def check_names(names: Iterable[str], where: str) -> None:

@@ -37,5 +37,8 @@ def metric_value(record: RequestRecord, metric: str) -> float | list[float] | No
 
 
 def three_digits(value: float, sign: str = "") -> str:
-    """Return a figure with three significant digits, and whole from 1000 on: 0.0123, 12.3, 1234. sign: "+" for a difference."""
+    """Return a figure with three significant digits, and whole from 1000 on: 0.0123, 12.3, 1234.
+
+    sign: "+" for a difference.
+    """
     return f"{value:{sign}.0f}" if abs(value) >= 999.5 else f"{value:{sign}.3g}"

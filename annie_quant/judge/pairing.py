@@ -16,7 +16,6 @@ from annie_quant.judge.gates import GATES, REFERENCE_GATES, checks, decides
 from annie_quant.judge.statistics import mcnemar
 from annie_quant.judge.workloads import Case, Workload
 
-Judged = tuple[Workload, Case, Answer]
 Checks = Mapping[str, bool]  # gate → passed, for the gates that apply to one answer
 FLIPS = 4999  # random sign flips of a permutation test
 
@@ -31,20 +30,6 @@ def deciding_checks(answer: Answer, case: Case, workload: Workload) -> dict[str,
     if not is_complete(answer):
         return {}
     return {gate: ok for gate, ok in checks(answer, case, workload).items() if gate not in workload.informative}
-
-
-def pair_answers(
-    before: Sequence[Judged], after: Sequence[Judged], floor: Sequence[Judged] | None = None
-) -> tuple[dict[str, PairedGate], PooledGates | None]:
-    """Pair two models' answers to the same prompts, in the same order.
-
-    before: the reference's. after: the checkpoint's. floor: the reference's in another arithmetic, which the changes of the
-    checkpoint are compared with in the gates that compare with the reference's own answer.
-    """
-    rows = [deciding_checks(answer, case, workload) for workload, case, answer in before]
-    if floor is not None:
-        rows = [with_floor(row, deciding_checks(a, c, w)) for row, (w, c, a) in zip(rows, floor, strict=True)]
-    return pair_checks(zip(rows, (deciding_checks(a, c, w) for w, c, a in after), strict=True))
 
 
 def with_floor(row: Checks, noisy: Checks) -> dict[str, bool]:
@@ -83,7 +68,9 @@ def _by_prompt(
 def pair_by_prompt(
     before: Mapping[Hashable, Checks], after: Mapping[Hashable, Checks], bf16: bool = True
 ) -> tuple[dict[str, PairedGate], PooledGates | None]:
-    """Pair two sides' checks over the prompts that both have. before: the reference's.
+    """Pair two sides' checks over the prompts that both have.
+
+    before: the reference's.
 
     bf16: whether the reference is the bf16 model. Compared with another build, more right calls are a gain: a rate then
     counts only where no label decides.

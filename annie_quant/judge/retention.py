@@ -16,12 +16,15 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from annie_quant.core.errors import UsageError
 from annie_quant.judge.statistics import holm, mcnemar, score_interval
+
+if TYPE_CHECKING:
+    from annie_quant.judge.statistics import Floats
 
 RESAMPLES = 2000
 LEAST_RESAMPLED = 10  # samples for a bootstrap interval
@@ -29,7 +32,11 @@ Key = tuple[str, str, str]  # task, filter, document
 
 
 class RetentionRow(msgspec.Struct, kw_only=True):
-    """One metric of one task. n: paired samples. low, high: interval of the difference quantized - bf16."""
+    """One metric of one task.
+
+    n: paired samples.
+    low, high: interval of the difference quantized - bf16.
+    """
 
     task: str
     metric: str
@@ -50,7 +57,10 @@ class RetentionRow(msgspec.Struct, kw_only=True):
 
 
 class Retention(msgspec.Struct, kw_only=True):
-    """The table. left_out: reason → samples that are not in it."""
+    """The table.
+
+    left_out: reason → samples that are not in it.
+    """
 
     bf16: str
     quantized: str
@@ -59,7 +69,10 @@ class Retention(msgspec.Struct, kw_only=True):
 
 
 class ScoredSample(msgspec.Struct):
-    """One line of lm-eval's samples_*.jsonl, as far as it is used here. identity: hashes of document, prompt and target."""
+    """One line of lm-eval's samples_*.jsonl, as far as it is used here.
+
+    identity: hashes of document, prompt and target.
+    """
 
     identity: tuple[str, ...]
     values: dict[str, Any]
@@ -165,7 +178,7 @@ def compare_metric(
     return row
 
 
-def _is_weighted(value: Any) -> bool:
+def _is_weighted(value: object) -> bool:
     """Return whether a value is (log-likelihood, words or bytes), as lm-eval stores perplexities."""
     return (
         isinstance(value, (list, tuple))
@@ -175,8 +188,8 @@ def _is_weighted(value: Any) -> bool:
     )
 
 
-def _perplexity_row(task: str, metric: str, name: str, sums: Any, seed: int) -> RetentionRow:
-    def perplexities(part: Any) -> tuple[Any, Any]:
+def _perplexity_row(task: str, metric: str, name: str, sums: Floats, seed: int) -> RetentionRow:
+    def perplexities(part: Floats) -> tuple[Floats, Floats]:
         return -part[..., 0] / part[..., 1], -part[..., 2] / part[..., 3]  # logarithms
 
     import numpy as np
@@ -201,11 +214,11 @@ def _perplexity_row(task: str, metric: str, name: str, sums: Any, seed: int) -> 
     return row
 
 
-def _exp(value: float) -> float:
+def _exp(value: float | Floats) -> float:
     return math.exp(min(float(value), 700.0))
 
 
-def _resampled(values: Any, seed: int) -> Any:
+def _resampled(values: Floats, seed: int) -> Floats | None:
     """Return the column means of RESAMPLES bootstrap samples of the rows; None for too few rows."""
     import numpy as np
 
@@ -219,7 +232,7 @@ def _resampled(values: Any, seed: int) -> Any:
     return means
 
 
-def _quantiles(values: Any) -> tuple[float, float]:
+def _quantiles(values: Floats) -> tuple[float, float]:
     import numpy as np
 
     low, high = np.quantile(values, [0.025, 0.975])

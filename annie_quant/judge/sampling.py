@@ -16,9 +16,9 @@ from annie_quant.core.errors import UsageError
 from annie_quant.documents import GateResult
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.gates import IMPLIED, REFERENCE_GATES, checks, decides
-from annie_quant.judge.pairing import Judged
 from annie_quant.judge.workloads import Case, Workload
 
+Judged = tuple[Workload, Case, Answer]
 MIN_PROMPTS = 5  # that need a tool; with fewer, no call by bf16 proves nothing
 
 

@@ -14,9 +14,15 @@ import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING
 
 from annie_quant.documents import PairedResult
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
 
 LEVEL = 0.05
 EXACT_PROMPTS = 12  # up to this many prompts the permutation test is exact
@@ -38,7 +44,7 @@ def wilson(passes: float, n: int, confidence: float = 0.95) -> tuple[float, floa
 
 
 def median_interval(
-    values: Sequence[float],
+    values: Sequence[float] | Floats,
     confidence: float = 0.95,
     resamples: int = 4999,
     seed: int = 0,
@@ -66,7 +72,7 @@ def median_interval(
     return float(low), float(high)
 
 
-def paired(a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[float]]) -> Any:
+def paired(a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[float]]) -> Floats:
     """Return float64 [n_prompts, 2]: each shared prompt's median on both sides, in a's order."""
     import numpy as np
 
@@ -107,7 +113,7 @@ def compare(
     return result
 
 
-def _test(differences: Any) -> tuple[float, str]:
+def _test(differences: Floats) -> tuple[float, str]:
     import numpy as np
     from scipy.stats import permutation_test, wilcoxon
 
@@ -222,9 +228,11 @@ def two_sided(lost: int, won: int) -> float:
 def excess_loss(lost: int, n: int, margin: float, won: int = 0) -> float:
     """Return the p of a loss above the margin (one-sided).
 
-    For gates that compare with the reference's own answer: "as many lost as won" (McNemar's hypothesis) is false for two runs of
-    one model too. won: prompts whose answer a harmless change of the reference's arithmetic changes, and the checkpoint does not.
-    Without any it is exact, P(Binomial(n, margin) >= lost); else that of the score test of (won - lost) / n = -margin.
+    For gates that compare with the reference's own answer: "as many lost as won" (McNemar's hypothesis) is false for two
+    runs of one model too.
+
+    won: prompts whose answer a harmless change of the reference's arithmetic changes, and the checkpoint does not. Without
+        any it is exact, P(Binomial(n, margin) >= lost); else that of the score test of (won - lost) / n = -margin.
     """
     from scipy.stats import binom
 
@@ -258,7 +266,8 @@ def binom_rate(k: int, n: int, power: float) -> float:
 def detectable_loss(n: int, discordant: float, level: float, power: float = 0.8) -> float | None:
     """Return the smallest loss of the pass rate that McNemar's exact test finds with this power; None where n is too small.
 
-    discordant: share of prompts whose outcome changes in each direction for no reason. level: one-sided.
+    discordant: share of prompts whose outcome changes in each direction for no reason.
+    level: one-sided.
     """
     if _power(n, discordant, 1.0 - 2 * discordant, level) < power:
         return None

@@ -42,7 +42,10 @@ _WHEN = _words(
 
 
 def context_text(words: int, unique: str = "") -> str:
-    """Return so many words; "" for 0. unique: comes first, so that no two prompts begin alike."""
+    """Return a text of `words` words; "" for 0.
+
+    unique: comes first, so that no two prompts begin alike.
+    """
     head = f"Note {unique}.\n" if unique else ""
     if words <= 0:
         return head.strip()
@@ -52,7 +55,10 @@ def context_text(words: int, unique: str = "") -> str:
 
 
 def blocks_text(blocks: Sequence[str], tokens: int, words_per_token: float, unique: str = "") -> str:
-    """Return about `tokens` tokens of text in blocks of BLOCK_TOKENS, the same text for the same name. unique: comes first."""
+    """Return about `tokens` tokens of text in blocks of BLOCK_TOKENS, the same text for the same name.
+
+    unique: comes first.
+    """
     size = max(1, round(BLOCK_TOKENS * words_per_token))
     last = max(1, round((tokens - BLOCK_TOKENS * (len(blocks) - 1)) * words_per_token))
     sizes = [size] * (len(blocks) - 1) + [min(size, last)]
@@ -87,9 +93,11 @@ RESERVED = ("model", "messages", "tools", "stream", "max_tokens", "temperature",
 class Case:
     """One prompt (`messages`) or conversation (`turns`); schema.CaseFile describes the fields.
 
-    reference: the bf16 model's own answer, for the gates that compare with it; None where there is none. blocks: names of the
-    parts of a prompt that a trace only describes, of BLOCK_TOKENS tokens each, the last one shorter; prompt_tokens: of them all.
-    Equal names are equal text, so requests share prefixes as in the trace. category: of which a sample has equal shares.
+    reference: the bf16 model's own answer, for the gates that compare with it; None where there is none.
+    blocks: names of the parts of a prompt that a trace only describes, of BLOCK_TOKENS tokens each, the last one shorter.
+        Equal names are equal text, so requests share prefixes as in the trace.
+    prompt_tokens: of all blocks.
+    category: of which a sample has equal shares.
     after_result: whether the answer follows what a tool returned.
     """
 
@@ -177,8 +185,8 @@ class Workload:
     ) -> list[dict[str, Any]]:
         """Return the conversation up to and including the user's message of `turn` (from 0).
 
-        answers: the model's own earlier answers, one assistant message per finished turn. unique: a text of this conversation
-        alone, which a context with prefix "miss" starts with.
+        answers: the model's own earlier answers, one assistant message per finished turn.
+        unique: a text of this conversation alone, which a context with prefix "miss" starts with.
         """
         system = self.system_prompt if case.system is None else case.system
         if case.blocks:
@@ -216,7 +224,10 @@ class Workload:
         model: str | None = None,
         unique: str = "",
     ) -> dict[str, Any]:
-        """Return the body of one /v1/chat/completions request; `enable_thinking` is always set (R34). unique: see `messages`."""
+        """Return the body of one /v1/chat/completions request; `enable_thinking` is always set (R34).
+
+        unique: see `messages`.
+        """
         body: dict[str, Any] = {"model": model} if model else {}
         body["messages"] = self.messages(case, turn, answers, unique)
         tools = self.tools_for(case)
@@ -230,11 +241,6 @@ class Workload:
             "chat_template_kwargs": {"enable_thinking": self.thinking},
         }
         return {**body, **self.extra}
-
-    def requests(self, case: Case, answers: Sequence[Mapping[str, Any]] = (), model: str | None = None) -> list[dict]:
-        """Return every request of a case that can be made with `answers`: one, or one more turn than there are answers."""
-        known = min(case.n_turns, len(answers) + 1)
-        return [self.request(case, turn, answers, model) for turn in range(known)]
 
 
 def prompt_sha256(case: Case, workload: Workload) -> str:
@@ -289,7 +295,7 @@ def distinct_prompts(workloads: Sequence[Workload]) -> tuple[list[Workload], int
     return result, sum(w.n_repeated for w in result)
 
 
-def _json_text(arguments: Any) -> str:
+def _json_text(arguments: object) -> str:
     """Return a call's arguments as requests have them: vLLM refuses an object."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 

@@ -42,12 +42,11 @@ def compose(run_dir: str | os.PathLike) -> dict[str, str]:
     run = load(run_dir)
     figures = gate_charts.draw(run) + latency_charts.draw(run)
     check = check_figures(run)
-    csv_text = tables.csv_text(run)
     files = {
-        "report.html": html.render(run, figures, check, csv_text),
+        "report.html": html.render(run, figures, check),
         "report.md": markdown.render(run, check),
         "comparison.md": markdown.render_comparison(run, check),
-        "results.csv": csv_text,
+        "results.csv": tables.csv_text(run),
     }
     for figure in figures:
         for panel, canvas in figure.panels:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -35,6 +35,9 @@ from annie_quant.report.format import count, share, significant, size
 from annie_quant.report.markdown import LEGEND, bullets, grid
 from annie_quant.report.recheck import caveats
 from annie_quant.report.run import REFERENCE, LoadedRun, RecordedRecipe, ServedModel
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
 RUNTIMES = ("vllm", "sglang")
@@ -134,7 +137,7 @@ def _quantization(subject: Subject) -> dict[str, str | float]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _eval_results(run: LoadedRun, subject: Subject) -> list[Any]:
+def _eval_results(run: LoadedRun, subject: Subject) -> list[EvalResult]:
     """Return one huggingface_hub.EvalResult per side and deciding gate; n and the interval are the metric's arguments."""
     hub = need("huggingface_hub", "quantize")
     return [

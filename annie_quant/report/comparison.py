@@ -205,7 +205,10 @@ def memory_budget(run: LoadedRun) -> Table | None:
 
 @dataclass
 class DecisionStep:
-    """A question of the decision tree and its answer. verdict: "" where it was not asked."""
+    """A question of the decision tree and its answer.
+
+    verdict: "" where it was not asked.
+    """
 
     text: str
     verdict: Outcome | Literal[""] = ""

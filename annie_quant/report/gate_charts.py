@@ -1,4 +1,4 @@
-"""Charts of gates: against their thresholds, offline and served, against the size on disk, and by the number of tools.
+"""Charts of gates: against their thresholds, offline and served, and against the size on disk.
 
 KL divergence from bf16: over all tokens, then by token class, category and layer where they were measured.
 """
@@ -11,25 +11,22 @@ from dataclasses import dataclass
 
 from annie_quant.documents import GateResult, KLSummary
 from annie_quant.report import svg
-from annie_quant.report.format import SIGNS, count, ends, share, significant, size
+from annie_quant.report.format import SIGNS, count, share, significant, size
 from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel
 from annie_quant.report.svg import (
     ROWS_LEFT,
     ROWS_TOP,
     WIDE,
     WIDTH,
-    Axis,
     Canvas,
     Figure,
-    Point,
     label_rows,
-    line_chart,
 )
 
 
 def draw(run: LoadedRun) -> list[Figure]:
     """Return the charts of gates and KL divergence, in the order of the report."""
-    return [gate_rates(run), offline_and_served(run), kl_divergence(run), size_and_gates(run), calls_by_tools(run)]
+    return [gate_rates(run), offline_and_served(run), kl_divergence(run), size_and_gates(run)]
 
 
 def gate_rates(run: LoadedRun) -> Figure:
@@ -206,37 +203,6 @@ def _model_names(c: Canvas, run: LoadedRun, sizes: dict[str, int], x: Callable[[
         y, series = SIZE_BOTTOM + 50 + 16 * row, run.series(model)
         c.mark(series, at, y - 4, f"f x{series}")
         c.text(at + (-9 if right else 9), y, text, "v e" if right else "v")
-
-
-def calls_by_tools(run: LoadedRun) -> Figure:
-    figure = Figure("tool-surface", wide=True)
-    measured = [(s, [p for p in run.aggregates.tool_surface.get(s.name, []) if p.n and p.n_tools]) for s in run.served]
-    measured = [(side, sorted(points, key=lambda p: p.n_tools)) for side, points in measured if len(points) > 1]
-    if not measured:
-        return figure
-    lines = []
-    for side, points in measured:
-        marks = []
-        for p in points:
-            tip = f"{run.label(side.model)}, {p.n_tools} tools: {p.passes} of {p.n} = {share(p.passes / p.n)}"
-            marks.append(Point(p.n_tools, p.passes / p.n, tip, p.low, p.high, p.worse))
-        lines.append((side, marks))
-    figure.caption = (
-        "Right tool calls against the number of tools on offer, with 95 % Wilson intervals; the same prompts at each "
-        f"number (n = {ends([p.n for _, points in measured for p in points])} per mark). A hollow mark is significantly "
-        "worse than the fewest tools (exact McNemar test, Holm over the numbers)."
-    )
-    levels = sorted({p.n_tools for _, points in measured for p in points})
-    start = max(0.0, math.floor((min(p.low for _, points in measured for p in points) - 0.02) * 10) / 10)
-    description = "; ".join(
-        f"{run.label(s.model)}: " + ", ".join(f"{p.n_tools} tools {p.passes} of {p.n}" for p in points)
-        for s, points in measured
-    )
-    tools = Axis("tools on offer", levels[0], levels[-1], levels, log=True)
-    rates = Axis("right tool calls", start, 1.0, svg.ticks(start, 1.0), svg.percent)
-    title = "Right calls against the number of tools"
-    figure.panels.append(("tool-surface", line_chart(run, title, description, tools, rates, lines)))
-    return figure
 
 
 LEAST = 1e-6  # the smallest divergence on a logarithmic axis

@@ -15,7 +15,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from annie_quant import __version__
 from annie_quant.core.files import ASSETS
@@ -26,6 +26,9 @@ from annie_quant.report.format import count, name
 from annie_quant.report.recheck import Recount, caveats
 from annie_quant.report.run import LoadedRun
 from annie_quant.report.svg import MARKS, Figure
+
+if TYPE_CHECKING:
+    import jinja2
 
 MAX_PROMPTS = 240
 MAX_CHARACTERS = 900_000
@@ -83,7 +86,10 @@ class ShownAnswer:
 
 @dataclass
 class ShownPrompt:
-    """One prompt with its answers. gates: those that any answer failed."""
+    """One prompt with its answers.
+
+    gates: those that any answer failed.
+    """
 
     workload: str
     case: str
@@ -96,7 +102,11 @@ class ShownPrompt:
 
 @dataclass
 class Browser:
-    """The prompts that are shown. total: all prompts. faulty: those with a fault."""
+    """The prompts that are shown.
+
+    total: all prompts.
+    faulty: those with a fault.
+    """
 
     prompts: list[ShownPrompt]
     total: int
@@ -228,11 +238,10 @@ def marked(text: str, failed: list[str]) -> list[tuple[str, bool]]:
 
 
 TEMPLATES = ASSETS / "templates"
-EMBED_LIMIT = 400_000  # bytes of a download inside the page
 
 
 @cache
-def _environment() -> Any:
+def _environment() -> jinja2.Environment:
     import jinja2
     from markupsafe import Markup
 
@@ -249,7 +258,7 @@ def _environment() -> Any:
     return environment
 
 
-def render_template(name: str, **values: Any) -> str:
+def render_template(name: str, **values: object) -> str:
     """Return the page of a template. Style, script and the script's hash are those of every page."""
     style, script = ((TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -257,7 +266,7 @@ def render_template(name: str, **values: Any) -> str:
     return str(page.render(version=__version__, style=style + MARKS, script=script, script_hash=digest, **values))
 
 
-def render(run: LoadedRun, figures: list[Figure], check: Recount | None, csv_text: str) -> str:
+def render(run: LoadedRun, figures: list[Figure], check: Recount | None) -> str:
     return render_template(
         "report.html",
         run=run,
@@ -274,32 +283,16 @@ def render(run: LoadedRun, figures: list[Figure], check: Recount | None, csv_tex
         overall=tables.comparisons_table(run, only_all=True),
         comparisons=tables.comparisons_table(run),
         stability=tables.stability_table(run),
+        memory=tables.memory_table(run),
+        surface=tables.tool_surface_table(run),
         browser=collect(run),
         checklist=comparison.checklist_table(run),
         advice=comparison.recommendation(run),
         operation=comparison.operation_changes(run),
         tree=comparison.decision_tree(run),
-        recipes=tables.recipes_table(run),
         stages=tables.stages_table(run),
         dimensions=comparison.dimensions(run),
         budget=comparison.memory_budget(run),
         missing={m.part: m for m in run.missing},
         facts=tables.facts(run),
-        downloads=_downloads(run, csv_text),
     )
-
-
-def _downloads(run: LoadedRun, csv_text: str) -> list[tuple[str, str, str]]:
-    """Return (name, size, data URL) of results.csv and run.json; the URL is "" for a file too large for the page."""
-    files = [("results.csv", "text/csv", csv_text.encode("utf-8", "replace"))]
-    path = run.folder / "run.json"
-    if path.is_file():
-        files.append(("run.json", "application/json", path.read_bytes()))
-    return [
-        (
-            name,
-            format.size(len(content)),
-            f"data:{kind};base64,{base64.b64encode(content).decode()}" if len(content) <= EMBED_LIMIT else "",
-        )
-        for name, kind, content in files
-    ]

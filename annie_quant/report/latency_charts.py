@@ -1,4 +1,4 @@
-"""Charts of served requests: TTFT by turn, distributions, single streams, latency by answer length, servers' memory."""
+"""Charts of served requests: TTFT by turn, distributions, single streams, latency by answer length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from annie_quant.bench.aggregates import labelled, timed
 from annie_quant.documents import RequestRecord
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report import svg
-from annie_quant.report.format import ends, name, significant, size
+from annie_quant.report.format import ends, name, significant
 from annie_quant.report.recheck import quantile, values
 from annie_quant.report.run import LoadedRun, ServedModel
 from annie_quant.report.svg import WIDE, WIDTH, Axis, Canvas, Figure, Point, line_chart
@@ -18,7 +18,7 @@ from annie_quant.report.svg import WIDE, WIDTH, Axis, Canvas, Figure, Point, lin
 def draw(run: LoadedRun) -> list[Figure]:
     """Return the charts of served requests, in the order of the report."""
     fit = timed(run.measured)
-    return [by_turn(run), distributions(run, fit), token_streams(run, fit), by_length(run), server_memory(run)]
+    return [by_turn(run), distributions(run, fit), token_streams(run, fit), by_length(run)]
 
 
 def by_turn(run: LoadedRun) -> Figure:
@@ -194,34 +194,3 @@ def _crossings(run: LoadedRun) -> str:
             short, long = (labels.get(b, name(b)) for b in (row.faster_when_short, row.faster_when_long))
             sentences.append(f" {short} is faster below {significant(row.tokens)} tokens, {long} above.")
     return "".join(sentences)
-
-
-SOURCES = {
-    "process_rss_bytes": "resident memory of the server's processes",
-    "gpu_process_bytes": "GPU memory of the server's processes, reported by NVML",
-    "system_used_bytes": "MemTotal − MemAvailable of the whole machine",
-}
-LEVELS = (("idle", "idle"), ("one", "1 request"), ("five", "5 at once"))
-
-
-def server_memory(run: LoadedRun) -> Figure:
-    left, top, row_height = 76, 26, 17
-    measured = [(s, s.data.memory_bytes) for s in run.served if s.data.memory_bytes]
-    sources = sorted({memory.source for _, memory in measured} - {""})
-    source = ", ".join(SOURCES.get(s, s) for s in sources) or "source not recorded"
-    figure = Figure("memory", f"Memory of each server: {source}; the highest seen, one measurement each (n = 1).")
-    largest = max([getattr(memory, level) or 0 for _, memory in measured for level, _ in LEVELS], default=0)
-    for side, memory in measured if largest > 0 else ():
-        label = run.label(side.model)
-        description = "; ".join(f"{title}: {size(getattr(memory, level))}" for level, title in LEVELS)
-        c = Canvas(WIDTH, top + row_height * 3 + 4, f"Memory: {label}, {side.title}", description)
-        c.text(0, 14, label, "t")
-        width = svg.scale(0, largest, 0, WIDTH - left - 66)
-        for index, (level, title) in enumerate(LEVELS):
-            value, y = getattr(memory, level), top + row_height * index
-            c.text(left - 8, y + 10, title, "e")
-            if value is not None:
-                c.bar(left, y, width(value), row_height - 5, f"f s{run.series(side.model)}")
-            c.text(left + width(value or 0) + 6, y + 10, size(value), "v")
-        figure.panels.append((side.key, c))
-    return figure

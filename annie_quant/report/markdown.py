@@ -77,8 +77,6 @@ def render(run: LoadedRun, check: Recount | None) -> str:
     if (stability := tables.stability_table(run)).rows:
         parts += ["## Noise and drift", inert(stability.caption) + ".", grid(stability, 2)]
     parts += [*_checklist(run), *_limits(run), *_method(run, check)]
-    if (recipes := tables.recipes_table(run)).rows:
-        parts += ["## Recipes that were compared", inert(recipes.caption) + ".", grid(recipes, 2)]
     if (stages := tables.stages_table(run)).rows:
         parts += ["## Stages", grid(stages)]
     for title, pairs in tables.facts(run):

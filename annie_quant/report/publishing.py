@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,6 +28,9 @@ from annie_quant.judge import decision
 from annie_quant.report import card
 from annie_quant.report.recheck import check_figures, first
 from annie_quant.report.run import REFERENCE, LoadedRun, load
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 # What a server or transformers needs of a checkpoint folder.
 NAMES = (
@@ -44,7 +47,10 @@ class _NamedConfig(msgspec.Struct):
 
 
 class Uploaded(msgspec.Struct):
-    """A finished upload. files: their number."""
+    """A finished upload.
+
+    files: their number.
+    """
 
     url: str
     private: bool
@@ -103,10 +109,11 @@ def prepare(
 ) -> UploadPlan:
     """Audit the checkpoint, write its card and stage the files; use no network.
 
-    model: its name in the run (default: the verdict's candidate). checkpoint: its folder, where the run does not know it.
+    model: its name in the run (default: the verdict's candidate).
+    checkpoint: its folder, where the run does not know it.
     forced: the reason for publishing in spite of failed gates or audit findings; the card shows it.
-    Raises UsageError (no such model, another checkpoint than the evaluated one, no base model, a bad name, a secret in a file),
-    CheckpointError.
+    Raises UsageError (no such model, another checkpoint than the evaluated one, no base model, a bad name, a secret in a
+    file), CheckpointError.
     """
     from annie_quant import checkpoint as checkpoints
 
@@ -323,7 +330,7 @@ def upload(
     return Uploaded(f"{api.endpoint}/{plan.repo_id}", plan.private, len(plan.files), plan.size_bytes)
 
 
-def _send(api: Any, plan: UploadPlan) -> None:
+def _send(api: HfApi, plan: UploadPlan) -> None:
     """Use the large-folder upload, which resumes with and without Xet; upload_folder, its successor, only with Xet."""
     if not hasattr(api, "upload_large_folder"):
         api.create_repo(plan.repo_id, private=plan.private, exist_ok=True)
@@ -336,7 +343,7 @@ def _send(api: Any, plan: UploadPlan) -> None:
         )
 
 
-def _check_visibility(errors: Any, api: Any, plan: UploadPlan) -> None:
+def _check_visibility(errors: Any, api: HfApi, plan: UploadPlan) -> None:
     try:
         repository = api.repo_info(plan.repo_id, repo_type="model")
     except errors.RepositoryNotFoundError:
@@ -345,9 +352,9 @@ def _check_visibility(errors: Any, api: Any, plan: UploadPlan) -> None:
         raise UsageError(f"{plan.repo_id} exists and is public", "add --public, or choose another name")
 
 
-def _missing_files(api: Any, plan: UploadPlan) -> list[str]:
+def _missing_files(api: HfApi, plan: UploadPlan) -> list[str]:
     """Return the files that the repository lacks or has in another size."""
-    repository = api.repo_info(plan.repo_id, repo_type="model", files_metadata=True)
+    repository = api.model_info(plan.repo_id, files_metadata=True)
     sizes = {f.rfilename: f.size for f in repository.siblings or ()}
     return [f.path for f in plan.files if sizes.get(f.path) != f.size_bytes]
 

@@ -30,7 +30,10 @@ LEAST_SERVER_SHARE = 0.8  # of the server's own time; two clocks may differ a li
 
 @dataclass(frozen=True)
 class RecountDifference:
-    """A figure of run.json that the records do not give. counted: None where they give no figure at all."""
+    """A figure of run.json that the records do not give.
+
+    counted: None where they give no figure at all.
+    """
 
     figure: str
     reported: float

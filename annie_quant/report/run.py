@@ -105,7 +105,10 @@ class OfflineModel(MeasuredSide):
 
 
 class RecordedRecipe(msgspec.Struct):
-    """The part of a checkpoint's annie_quant.json that pages show. calib_data_sha256: None for no data, unset if unknown."""
+    """The part of a checkpoint's annie_quant.json that pages show.
+
+    calib_data_sha256: None for no data, unset if unknown.
+    """
 
     strategy: str | None = None
     scale: str | None = None

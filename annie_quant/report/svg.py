@@ -66,10 +66,6 @@ class Canvas:
     def dot(self, x: float, y: float, css: str, radius: float = 4, tip: str = "") -> None:
         self._shape(f'circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{css}"', tip)
 
-    def bar(self, x: float, y: float, width: float, height: float, css: str, tip: str = "") -> None:
-        shape = f'rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}"'
-        self._shape(f'{shape} rx="1.5" class="{css}"', tip)
-
     def mark(self, series: int, x: float, y: float, css: str = "f", tip: str = "", size: float = 4.2) -> None:
         """Draw the series' shape, so that colour is not the only difference: dot, square, diamond, triangle.
 
@@ -227,14 +223,17 @@ LEFT, RIGHT, TOP, BOTTOM = 66, 570, 26, 226
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a line. low, high: an interval of y. tip: shown at the mark; a point without one has no mark."""
+    """A point of a line.
+
+    low, high: an interval of y.
+    tip: shown at the mark; a point without one has no mark.
+    """
 
     x: float
     y: float
     tip: str = ""
     low: float | None = None
     high: float | None = None
-    hollow: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,8 +242,6 @@ class Axis:
     low: float
     high: float
     ticks: Sequence[float]
-    write: Callable[[float], str] = plain
-    log: bool = False
 
 
 def line_chart(
@@ -252,11 +249,11 @@ def line_chart(
 ) -> Canvas:
     c = Canvas(WIDE, BOTTOM + 40, title, description)
     c.text(0, 12, up.title)
-    x = scale(across.low, across.high, LEFT, RIGHT, across.log)
+    x = scale(across.low, across.high, LEFT, RIGHT)
     y = scale(up.low, up.high, BOTTOM, TOP)
-    y_axis(c, y, up.ticks, LEFT - 14, RIGHT + 14, up.write)
+    y_axis(c, y, up.ticks, LEFT - 14, RIGHT + 14)
     for tick in across.ticks:
-        c.text(x(tick), BOTTOM + 16, across.write(tick), "m")
+        c.text(x(tick), BOTTOM + 16, plain(tick), "m")
     c.text((x(across.low) + x(across.high)) / 2, BOTTOM + 33, across.title, "m")
     for index, (side, points) in enumerate(lines):
         series, shift = run.series(side.model), 5 * (index - (len(lines) - 1) / 2)
@@ -266,7 +263,7 @@ def line_chart(
             if p.low is not None and p.high is not None:
                 c.line(px, y(p.low), px, y(p.high), f"w s{series}", p.tip)
             if p.tip:
-                c.mark(series, px, py, "o" if p.hollow else "f", p.tip)
+                c.mark(series, px, py, "f", p.tip)
     previous = -99.0
     for at, side in sorted([(y(points[-1].y), side) for side, points in lines], key=lambda end: end[0]):
         previous = max(at, previous + 15)  # names do not overlap

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from annie_quant.documents import Environment, GateResult, KLFigures, MetricSummary, ModelRow
+from annie_quant.documents import Environment, GateResult, KLFigures, MetricSummary, ModelRow, ToolSurfacePoint
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.format import (
     DASH,
@@ -223,7 +223,10 @@ def kl_table(run: LoadedRun, sides: Sequence[MeasuredSide] | None = None) -> Tab
 
 
 def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
-    """One row per pair, workload and metric. only_all: only those over all workloads."""
+    """One row per pair, workload and metric.
+
+    only_all: only those over all workloads.
+    """
     table = Table(
         ("Over all workloads, paired" if only_all else "Paired")
         + " by prompt: b − a with its 95 % bootstrap interval, the noise that two equal servers would stay below in 95 % of such "
@@ -266,6 +269,55 @@ def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
         ]
         table.rows.append((labels.get(row.a, name(row.a)), cells))
     return table
+
+
+SOURCES = {
+    "process_rss_bytes": "resident memory of the server's processes",
+    "gpu_process_bytes": "GPU memory of the server's processes, reported by NVML",
+    "system_used_bytes": "MemTotal − MemAvailable of the whole machine",
+}
+
+
+def memory_table(run: LoadedRun) -> Table:
+    """One row per server: its memory idle, with one request and with five at once, and where the figures come from."""
+    table = Table(
+        "Memory of each server, the highest seen, one measurement each (n = 1)",
+        "server",
+        ["idle", "1 request", "5 at once", "source"],
+    )
+    for side in run.served:
+        if memory := side.data.memory_bytes:
+            figures = {level: getattr(memory, level) for level in LEVELS}
+            cells = [
+                Cell(size(v), key=f"memory|{side.key}|{k}" if v is not None else "", sort=v) for k, v in figures.items()
+            ]
+            source = SOURCES.get(memory.source, memory.source) or "not recorded"
+            table.rows.append((f"{run.label(side.model)}, {side.title}", [*cells, Cell(source, css="word")]))
+    return table
+
+
+def tool_surface_table(run: LoadedRun) -> Table:
+    """One row per backend, one column per number of tools on offer."""
+    surface = run.aggregates.tool_surface
+    measured = [(s, {p.n_tools: p for p in surface.get(s.name, []) if p.n}) for s in run.served]
+    levels = sorted({n for _, points in measured for n in points})
+    table = Table(
+        "Right tool calls by the number of tools on offer, with 95 % Wilson intervals; ✗: significantly fewer than with the "
+        "fewest tools, on the same prompts (exact McNemar test, Holm over the numbers)",
+        "model",
+        [count(n) for n in levels],
+    )
+    for side, points in measured:
+        if points:
+            table.rows.append((run.label(side.model), [_surface_cell(points.get(n)) for n in levels]))
+    return table
+
+
+def _surface_cell(point: ToolSurfacePoint | None) -> Cell:
+    if point is None:
+        return Cell(DASH, css="none")
+    text = f"{count(point.passes)}/{count(point.n)}" + (f" {SIGNS['fail']}" if point.worse else "")
+    return Cell(text, interval(point.low, point.high, share), css="fail" if point.worse else "")
 
 
 def stability_table(run: LoadedRun) -> Table:
@@ -315,27 +367,6 @@ def stability_table(run: LoadedRun) -> Table:
                 Cell(("yes" if step.significant else "not shown") if step else DASH, css="word"),
             ]
             table.rows.append((labels.get(backend, name(backend)), cells))
-    return table
-
-
-def recipes_table(run: LoadedRun) -> Table:
-    """One row per ingredient that a strategy has compared on held-out conversations."""
-    table = Table(
-        "Ingredients in the order in which they were tried: mean KL on held-out conversations, of all tokens and of those that "
-        "decide, in nats; the change of their sum, ± its standard error",
-        "model",
-        ["ingredient", "all tokens", "tokens that decide", "change", "outcome"],
-    )
-    for model in run.models:
-        for row in run.recipe(model.name).ingredients:
-            cells = [
-                Cell(row.name, css="word"),
-                Cell(significant(row.kl)),
-                Cell(significant(row.decisions)),
-                Cell(f"{signed(row.change)} ± {significant(row.noise)}"),
-                Cell("used" if row.used else "refused", css="word"),
-            ]
-            table.rows.append((run.label(model.name), cells))
     return table
 
 

@@ -23,11 +23,10 @@ from annie_quant.core.files import write_text
 from annie_quant.core.text import inert, visible
 from annie_quant.documents import Environment
 from annie_quant.judge.metrics import METRICS
-from annie_quant.report import comparison, format, markdown, svg
+from annie_quant.report import comparison, format, markdown
 from annie_quant.report.format import CSS, DASH, SIGNS, count, interval, significant
 from annie_quant.report.html import render_template
 from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel, ServedModel, load
-from annie_quant.report.svg import WIDTH, Canvas
 from annie_quant.report.tables import Cell, Table
 
 GROUPS = {
@@ -38,12 +37,14 @@ GROUPS = {
 }
 SPEEDS = {"ttft": (METRICS["ttft_content_ms"].label, -1), "decode": (METRICS["decode_tok_s"].label, 1)}
 Direction = Literal["better", "worse", ""]
-LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 14, 46, 136  # of a panel, in pixels
 
 
 @dataclass(frozen=True)
 class RunFigure:
-    """One figure of one run. context: the machine of a speed, the prompts of a served gate; only equal contexts are compared."""
+    """One figure of one run.
+
+    context: the machine of a speed, the prompts of a served gate; only equal contexts are compared.
+    """
 
     value: float
     low: float | None = None
@@ -58,7 +59,6 @@ class FigureLine:
     """One figure over the runs.
 
     key: group|side|metric.
-    series: colour of its model.
     better: 1 where higher is better, -1 where lower is, 0 where neither is.
     points: one per run; None where the run lacks the figure.
     """
@@ -66,7 +66,6 @@ class FigureLine:
     key: str
     title: str
     where: str
-    series: int
     better: int
     points: list[RunFigure | None]
 
@@ -125,12 +124,7 @@ def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:
     headline = f"{len(names)} runs: no significant change"
     if changed:
         headline = f"{len(names)} runs: {worse} figures significantly worse, {len(changed) - worse} better than in the run before"
-    repeated = [line for line in lines if sum(p is not None for p in line.points) > 1]
-    moving = [line for line in repeated if len({p.value for p in line.points if p}) > 1]
-    page = render_template(
-        "trends.html", names=names, tables=tables, differences=differing, changes=changed, headline=headline,
-        panels=[panel(line, names) for line in moving], unchanged=len(repeated) - len(moving),
-    )  # fmt: skip
+    page = render_template("trends.html", tables=tables, differences=differing, changes=changed, headline=headline)
     parts = [f"# {headline}"]
     for title, items in (
         ("What cannot be compared", differing),
@@ -165,33 +159,33 @@ def collect(runs: list[LoadedRun]) -> list[FigureLine]:
     """Return every figure that any run has, in the order of the newest run."""
     lines: dict[str, FigureLine] = {}
     for index in reversed(range(len(runs))):
-        for key, title, where, series, better, point in _figures(runs[index]):
-            line = lines.setdefault(key, FigureLine(key, title, where, series, better, [None] * len(runs)))
+        for key, title, where, better, point in _figures(runs[index]):
+            line = lines.setdefault(key, FigureLine(key, title, where, better, [None] * len(runs)))
             line.points[index] = point
     order = list(GROUPS)
     return sorted(lines.values(), key=lambda line: order.index(line.group))
 
 
-def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, int, int, RunFigure]]:
-    """Yield (key, title, where, series, better, point) of every figure of a run."""
+def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, int, RunFigure]]:
+    """Yield (key, title, where, better, point) of every figure of a run."""
     machine, prompts = _machine(run), _prompts(run)
     for side in run.sides:
-        where, series = f"{run.label(side.model)}, {side.title}", run.series(side.model)
+        where = f"{run.label(side.model)}, {side.title}"
         for gate in run.gate_names:
             result = side.gates.get(gate)
             if result and result.n:
                 context = prompts if isinstance(side, ServedModel) else ""
                 point = RunFigure(result.rate, result.low, result.high, result.n, result.verdict, context)
                 better = 0 if result.advisory else 1
-                yield f"gate|{side.key}|{gate}", run.gate_title(gate), where, series, better, point
+                yield f"gate|{side.key}|{gate}", run.gate_title(gate), where, better, point
         for key, title, better, point in _speeds(side, machine):
-            yield key, title, where, series, better, point
+            yield key, title, where, better, point
         if isinstance(side, OfflineModel) and (kl := side.data.kl):
-            yield f"kl|{side.key}|mean", "mean KL, nats", where, series, -1, RunFigure(kl.mean, n=kl.n_tokens)
+            yield f"kl|{side.key}|mean", "mean KL, nats", where, -1, RunFigure(kl.mean, n=kl.n_tokens)
     for model in run.models:
         if model.size_bytes is not None:
             point = RunFigure(model.size_bytes)
-            yield f"size|{model.name}|", "size on disk", run.label(model.name), run.series(model.name), -1, point
+            yield f"size|{model.name}|", "size on disk", run.label(model.name), -1, point
 
 
 def _speeds(side: MeasuredSide, machine: str) -> Iterator[tuple[str, str, int, RunFigure]]:
@@ -276,29 +270,3 @@ def changes(lines: list[FigureLine], names: list[str]) -> list[FigureChange]:
                 values = f"{line.text(before)} → {line.text(now)}"
                 rows.append(FigureChange(direction, f"{line.title}, {line.where}: {values} in {names[index]}"))
     return sorted(rows, key=lambda c: c.direction != "worse")
-
-
-def panel(line: FigureLine, names: list[str]) -> Canvas:
-    """Draw one figure over the runs: joined marks with intervals."""
-    known = [(i, p) for i, p in enumerate(line.points) if p]
-    tips = {i: f"{names[i]}: {line.text(p)}" for i, p in known}
-    c = Canvas(WIDTH, BOTTOM + 22, f"{line.title}: {line.where}", "; ".join(tips.values()))
-    c.text(0, 13, line.title, "t")
-    c.text(0, 30, line.where)
-    values = [v for _, p in known for v in (p.low, p.high, p.value) if v is not None]
-    low, high = min(values), max(values)
-    margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
-    low, high = max(0.0, low - margin), high + margin
-    if line.group == "gate":
-        high = min(1.0, high)
-    x, y = svg.scale(0, len(names) - 1, LEFT + 14, RIGHT - 14), svg.scale(low, high, BOTTOM, TOP)
-    write = {"gate": svg.percent, "size": format.size}.get(line.group, svg.plain)
-    svg.y_axis(c, y, svg.ticks(low, high, 3), LEFT, RIGHT, write)
-    for index in range(len(names)):
-        c.text(x(index), BOTTOM + 16, index + 1, "m")
-    c.path([(x(i), y(p.value)) for i, p in known], f"l s{line.series}")
-    for i, p in known:
-        if p.low is not None and p.high is not None:
-            c.line(x(i), y(p.low), x(i), y(p.high), f"w s{line.series}", tips[i])
-        c.mark(line.series, x(i), y(p.value), "f", tips[i])
-    return c

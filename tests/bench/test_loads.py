@@ -1,8 +1,6 @@
-"""Loads with several requests in flight, the tool surface, energy, and stopping early."""
+"""Loads with several requests in flight, the tool surface, and stopping early."""
 
 from __future__ import annotations
-
-import types
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from annie_quant.bench import sequential
 from annie_quant.bench.aggregates import labelled, tool_surface
 from annie_quant.bench.plan import ALONE
 from annie_quant.bench.run_folder import read_records
-from annie_quant.core import host
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Silent
 from annie_quant.documents import EarlyStop, Load, PairedGate, Roles
@@ -94,27 +91,6 @@ def test_the_tool_surface_is_measured_per_number_of_tools(tmp_path):
         result = bench.run([bench.Backend("a", server.url)], [surface], tmp_path, warmup=0, runs=1)
     table = result.aggregates.tool_surface["a"]
     assert [(r.n_tools, r.passes, r.n) for r in table] == [(1, 1, 1), (2, 0, 1)]
-
-
-def test_energy_is_recorded_where_the_gpu_counts_it(monkeypatch, tmp_path):
-    counter = {"mj": 0}
-
-    def consumed(device):
-        counter["mj"] += 5000
-        return counter["mj"]
-
-    fake = types.SimpleNamespace(
-        NVMLError=type("NVMLError", (Exception,), {}),
-        nvmlDeviceGetTotalEnergyConsumption=consumed,
-    )
-    monkeypatch.setattr(host, "nvml_devices", lambda: (fake, [0]))
-    with FakeServer(lambda body: words("It is Tokyo.")) as server:
-        result = bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path, warmup=1, runs=1)
-    # Two readings 5 J apart around each of six measured requests; words() counts its end as a token.
-    energy = result.aggregates.served["a"].energy
-    assert energy.joules == pytest.approx(30.0) and energy.completion_tokens == 24
-    fake.nvmlDeviceGetTotalEnergyConsumption = lambda device: (_ for _ in ()).throw(fake.NVMLError())
-    assert host.gpu_energy_joules() is None
 
 
 def test_looks_are_planned_in_whole_blocks():

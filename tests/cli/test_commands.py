@@ -34,7 +34,7 @@ COMMANDS = [
 
 
 def own_process(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "annie_quant.cli", *args], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "annie_quant", *args], capture_output=True, text=True)
 
 
 def test_the_promised_commands_are_there() -> None:

@@ -48,7 +48,7 @@ def stored(request, tmp_path) -> Path:
 
 def annie_quant(*words: str, **more) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "annie_quant.cli", *words],
+        [sys.executable, "-m", "annie_quant", *words],
         capture_output=True,
         text=True,
         timeout=60,

@@ -220,6 +220,7 @@ class FakeStages:
     def __init__(self, tables, tmp_path):
         self.tables, self.dir, self.rows, self.log = tables, tmp_path, [], []
         self.model, self.conversations = tmp_path, tmp_path / "c.jsonl"
+        self.console = SilentConsole()
 
     def quantize(self, strategy):
         self.log.append(strategy)
@@ -266,7 +267,8 @@ def search_tables(tmp_path, monkeypatch, tables, every=False):
     monkeypatch.setattr(search.Search, "measure_size", measure_size)
     monkeypatch.setattr(search_explanation, "hardened", lambda *a: None)
     stages = FakeStages(tables, tmp_path)
-    new = search.Search(stages, 100, ("w4a4", "w4a16"), every, list(tables), SilentConsole())
+    settings = search.SearchSettings(model=tmp_path, calib_data=tmp_path, output=tmp_path, every=every)
+    new = search.Search(stages, settings, list(tables), judge.load_workloads())
     new.try_strategies()
     return new.result, stages.log
 

@@ -26,8 +26,11 @@ def test_two_strategies_on_a_mixture(tmp_path):
     workload = {"name": "answers", "max_tokens": 8, "gates": ["same_text"], "cases": cases}
     (tmp_path / "answers.json").write_text(json.dumps(workload))
     result = search.run(
-        source, tmp_path / "calib.jsonl", tmp_path / "s", 2, True, SilentConsole(), strategies=["direct", "gptq"],
-        required=["w4a16"], samples=2, workloads=str(tmp_path / "answers.json"),
+        search.SearchSettings(
+            model=source, calib_data=tmp_path / "calib.jsonl", output=tmp_path / "s", n=2, every=True,
+            strategies=["direct", "gptq"], required=["w4a16"], samples=2, workloads=str(tmp_path / "answers.json"),
+        ),
+        SilentConsole(),
     )  # fmt: skip
     assert [row.strategy for row in result.strategies] == ["direct", "gptq"] and result.stopped is None
     source_bytes = bytes_per_token(ModelFolder(source))

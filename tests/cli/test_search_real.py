@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from command_line import annie_quant
 from paths import TINY_ANNIE
@@ -43,13 +44,16 @@ def few_hardened(monkeypatch):
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
-    options = {"strategies": ["direct"], "required": ["w4a16"], "workloads": WORKLOADS}
-    result = search.run(base, calibration, tmp_path / "s", 3, False, SilentConsole(), **options)
+    settings = search.SearchSettings(
+        model=base, calib_data=calibration, output=tmp_path / "s", n=3, strategies=["direct"], required=["w4a16"],
+        workloads=WORKLOADS,
+    )  # fmt: skip
+    result = search.run(settings, SilentConsole())
     assert result.stopped.startswith("WRONG MODEL") and result.chosen is None and result.strategies == []
     assert result.reference["tool_call"].passes == 0
     page = (tmp_path / "s" / "search.md").read_text()
     assert "WRONG MODEL" in page and "└── NO →" in page
-    again = search.run(base, calibration, tmp_path / "s", 3, False, SilentConsole(), anyway=True, **options)
+    again = search.run(msgspec.structs.replace(settings, anyway=True), SilentConsole())
     assert len(again.strategies) == 1 and not again.strategies[0].passed
 
 
@@ -81,19 +85,13 @@ def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
     persona.write_text(json.dumps(data))
     generate(load_persona(persona), n=20, output=tmp_path / "d.jsonl")
     persona.write_text(json.dumps(data | {"system_prompt": "You are Annie, as of today."}))
-    options = {"strategies": [], "required": ["w4a16"], "workloads": "factual"}
+    settings = search.SearchSettings(
+        model=TINY_ANNIE, calib_data=tmp_path / "d.jsonl", output=tmp_path / "s", n=5, strategies=[], required=["w4a16"],
+        workloads="factual",
+    )  # fmt: skip
     with pytest.raises(UsageError, match="stale prompt"):
-        search.run(TINY_ANNIE, tmp_path / "d.jsonl", tmp_path / "s", 5, False, SilentConsole(), **options)
-    result = search.run(
-        TINY_ANNIE,
-        tmp_path / "d.jsonl",
-        tmp_path / "s",
-        5,
-        False,
-        SilentConsole(),
-        allow_prompt_mismatch=True,
-        **options,
-    )
+        search.run(settings, SilentConsole())
+    result = search.run(msgspec.structs.replace(settings, allow_prompt_mismatch=True), SilentConsole())
     assert "stale prompt" in result.notes[0] and "stale prompt" in (tmp_path / "s" / "search.md").read_text()
 
 

@@ -97,7 +97,7 @@ def test_data_on_a_full_disk_leaves_no_partial_files(tmp_path):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip("a tmpfs cannot be mounted here")
-    command = [sys.executable, "-m", "annie_quant.cli", "data", "--output", str(disk / "d.jsonl")]
+    command = [sys.executable, "-m", "annie_quant", "data", "--output", str(disk / "d.jsonl")]
     try:
         first = subprocess.run(command, capture_output=True, text=True)
         assert first.returncode == 3 and "the disk is full" in first.stderr and "Traceback" not in first.stderr

@@ -98,9 +98,9 @@ def known(name, **more):
     return convert(Identity, {"name": name, **fields})
 
 
-def config_of(reference=None, **workloads):
+def config_of(**workloads):
     """Settings of a benchmark: config_of(w={"temperature": 0})."""
-    return convert(BenchConfig, {"workloads": workloads, "reference": reference})
+    return convert(BenchConfig, {"workloads": workloads})
 
 
 def check(identities, records=()):

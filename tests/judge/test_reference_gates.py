@@ -14,7 +14,7 @@ from annie_quant.judge.checks.reference import language_of
 from annie_quant.judge.decision import judge_gates
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.library import build_workload
-from annie_quant.judge.pairing import pair_answers
+from annie_quant.judge.pairing import deciding_checks, pair_checks
 from annie_quant.judge.sampling import answers_per_gate, expected_tools, reference_notes
 
 TOOL = {
@@ -170,8 +170,11 @@ def test_a_tool_never_called_by_bf16_and_a_base_model_are_named():
 def paired(after, references, workload=WORKLOAD, case=None):
     """Return the verdict of one member, its pairs, and the pooled gates."""
     case = case or workload.cases[0]
-    before = [(workload, replace(case, reference=r), r) for r in references]
-    counts, together = pair_answers(before, [(w, c, a) for (w, c, _), a in zip(before, after, strict=True)])
+    cases = [replace(case, reference=r) for r in references]
+    sides = (
+        [deciding_checks(a, c, workload) for a, c in zip(side, cases, strict=True)] for side in (references, after)
+    )
+    counts, together = pair_checks(zip(*sides, strict=True))
     gates, pooled = judge_gates({"w4a4": counts}, {"w4a4": together})
     return judge.judge_members({"w4a4": counts}, {"w4a4": together}), gates["w4a4"], pooled["w4a4"]
 

@@ -110,9 +110,8 @@ def test_a_later_turn_needs_the_earlier_answers():
         GOOD | {"cases": [{"id": "t", "turns": ["a", "b"], "expect": {"turns": [{}, {"contains": ["x"]}]}}]}
     )
     case = workload.cases[0]
-    assert len(workload.requests(case)) == 1
-    both = workload.requests(case, answers=[{"role": "assistant", "content": "A"}])
-    assert [m["content"] for m in both[1]["messages"]] == ["a", "A", "b"]
+    second = workload.request(case, 1, [{"role": "assistant", "content": "A"}])
+    assert [m["content"] for m in second["messages"]] == ["a", "A", "b"]
     with pytest.raises(UsageError, match="turn 2 needs 1 earlier answers"):
         workload.request(case, 1)
     assert (
@@ -178,7 +177,7 @@ def test_a_context_comes_before_the_system_prompt_and_is_unique_where_it_must_mi
 )
 def test_the_workloads_of_speed_load(name):
     workload = judge.load_workloads([name])[0]
-    assert not workload.default and workload.requests(workload.cases[0])[0]["max_tokens"] == workload.max_tokens
+    assert not workload.default and workload.request(workload.cases[0])["max_tokens"] == workload.max_tokens
     if name == "agent_loop":
         assert len(workload.tools) == 52 and {c.n_turns for c in workload.cases} == {8}
         known = {t["function"]["name"] for t in workload.tools}

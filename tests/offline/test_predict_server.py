@@ -72,6 +72,6 @@ def test_answers_are_judged_against_bf16_s_own(module):
     everything = range(len(requests))
     prompts = module.Prompts(template, sample, [one] * len(requests), everything, [other] * len(requests))
     answers = prompts.judged([one] * len(requests))
-    pairs = [module.judge.pair_answers(prompts.before, answers, floor) for floor in (None, prompts.floor)]
+    pairs = [module.pair_answers(prompts.before, answers, floor) for floor in (None, prompts.floor)]
     assert all("same_text" in r.workload.gates for r in prompts.requests)
     assert [paired["same_text"].won for paired, _ in pairs] == [0, len(requests)]

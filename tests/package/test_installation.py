@@ -90,7 +90,7 @@ def test_a_run_directory_under_a_file_is_a_one_line_error(tmp_path: Path) -> Non
 
 
 def annie(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "annie_quant.cli", *args], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "annie_quant", *args], capture_output=True, text=True)
 
 
 def test_the_version_is_written_once() -> None:

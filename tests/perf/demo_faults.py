@@ -27,7 +27,7 @@ def command(output: Path) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "annie_quant.cli",
+        "annie_quant",
         "demo",
         "--output",
         str(output),

@@ -48,7 +48,8 @@ from annie_quant.core import files  # noqa: E402
 from annie_quant.judge import Workload  # noqa: E402
 from annie_quant.judge.decision import judge_members  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
-from annie_quant.judge.pairing import Judged  # noqa: E402
+from annie_quant.judge.pairing import deciding_checks, pair_checks, with_floor  # noqa: E402
+from annie_quant.judge.sampling import Judged  # noqa: E402
 from annie_quant.offline import ensemble  # noqa: E402
 from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
@@ -310,8 +311,19 @@ class Prompts:
         """Return the rule's verdict over these members' answers."""
         paired, pooled = {}, {}
         for name, completions in members.items():
-            paired[name], pooled[name] = judge.pair_answers(self.before, self.judged(completions), self.floor)
+            paired[name], pooled[name] = pair_answers(self.before, self.judged(completions), self.floor)
         return judge_members(paired, pooled).verdict
+
+
+def pair_answers(before: Sequence[Judged], after: Sequence[Judged], floor: Sequence[Judged] | None) -> tuple[dict, Any]:
+    """Pair two models' answers to the same prompts, in the same order.
+
+    before: the reference's. after: the checkpoint's. floor: the reference's in another arithmetic.
+    """
+    rows, noisy, others = ([deciding_checks(a, c, w) for w, c, a in side or ()] for side in (before, floor, after))
+    if floor is not None:
+        rows = [with_floor(*pair) for pair in zip(rows, noisy, strict=True)]
+    return pair_checks(zip(rows, others, strict=True))
 
 
 def with_reference_gates(request: TurnRequest) -> TurnRequest:

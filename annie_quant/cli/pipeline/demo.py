@@ -17,10 +17,9 @@ from typing import NamedTuple
 import msgspec
 
 from annie_quant import bench, checkpoint, data, documents, judge, report
-from annie_quant.bench import memory
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline.evaluation_process import EvaluationProcesses, ProcessJob
-from annie_quant.cli.pipeline.run_directory import RunDirectory, StagePlan
+from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import FileResult, StageResult, Stages, prompts_key
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.files import ASSETS, read_json
@@ -37,17 +36,14 @@ CALIBRATION_ROWS = 48
 KL_ROWS = 60
 N_PROMPTS = 60  # per gate, the same with and without servers; 52 of which none is lost decide a gate (docs/method.md)
 SENSITIVITY_PROMPTS = 8  # per gate
-MEMORY_WAIT_S = 10.0  # after the servers have stopped
-# Seconds of each stage that the next one waits for: a run of 2026-11-22 on two shared cores, scaled to the 215 s of idle ones.
-USUAL_S = {
-    "data": 1.0, "quantize-naive": 11.0, "audit-naive": 0.1, "quantize-mlp_only": 8.0, "audit-mlp_only": 0.1, "gguf-bf16": 0.1,
-    "gguf-naive": 0.1, "gguf-mlp_only": 0.1, "gguf-q4_k_m": 0.2, "bf16-answers": 8.0, "eval-naive": 112.0, "eval-mlp_only": 5.0,
-    "layers-naive": 6.0, "bench": 63.0,
-}  # fmt: skip
 
 
 class Side(NamedTuple):
-    """A served model. strategy: None: made from bf16. gguf_type: None: the type of the checkpoint's tensors."""
+    """A served model.
+
+    strategy: None: made from bf16.
+    gguf_type: None: the type of the checkpoint's tensors.
+    """
 
     label: str
     strategy: str | None
@@ -68,12 +64,6 @@ class DataResult(StageResult):
     """The conversations that were written."""
 
     data: data.GenerationResult
-
-
-class BenchResult(StageResult):
-    """memory_kept_after_stop_bytes: memory of the machine in use after the servers stopped, less that before they started."""
-
-    memory_kept_after_stop_bytes: int | None
 
 
 class SideRow(msgspec.Struct):
@@ -108,7 +98,8 @@ def run(
 ) -> DemoResult:
     """Run every stage into `output`.
 
-    n_offline, n_served: prompts per gate without and with servers. persona, workloads: as for data/workloads.py.
+    n_offline, n_served: prompts per gate without and with servers.
+    persona, workloads: as for data/workloads.py.
     """
     check_packages()
     directory = RunDirectory(output)
@@ -148,12 +139,6 @@ class Demo:
             workloads=workloads,
         )
         self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
-        full = n_offline / N_PROMPTS, n_served / N_PROMPTS  # fewer prompts take less time
-        scale = {"bf16-answers": full[0], "eval-naive": full[0], "eval-mlp_only": full[0], "bench": full[1]}
-        self.stages.plan = StagePlan(
-            {name: usual_s * min(1.0, scale.get(name, 1.0)) for name, usual_s in USUAL_S.items()}
-        )
-        console.note(self.stages.plan.text())
 
     def run(self) -> DemoResult:
         stages = self.stages
@@ -176,7 +161,7 @@ class Demo:
         inputs = {"n": SENSITIVITY_PROMPTS, **text}
         stages.stage("layers-naive", inputs, ["sensitivity/naive.json"], self.measure_layers, StageResult)
         outputs = ["records.jsonl", "bench.json"]
-        stages.stage("bench", {"n": self.n_served, **text}, outputs, self.measure_servers, BenchResult)
+        stages.stage("bench", {"n": self.n_served, **text}, outputs, self.measure_servers, StageResult)
         return self.finish()
 
     def evaluation(self, strategy: str) -> ProcessJob:
@@ -217,10 +202,9 @@ class Demo:
         worst = max(result.by_layer(), key=lambda row: row.kl)
         return StageResult(f"most from {worst.layer}")
 
-    def measure_servers(self, progress: Progress) -> BenchResult:
+    def measure_servers(self, progress: Progress) -> StageResult:
         workloads = judge.sample(self.workloads, self.n_served)
         servers, source = [], self.stages.base["model"]
-        before_bytes = memory.system_used()
         try:
             for name in SIDES:
                 progress.message(f"starting {name}")
@@ -246,9 +230,7 @@ class Demo:
         finally:
             for server in servers:
                 server.stop()
-        after_bytes = memory.after_stop(MEMORY_WAIT_S)
-        kept_bytes = None if before_bytes is None or after_bytes is None else after_bytes - before_bytes
-        return BenchResult(f"{result.requests} requests", kept_bytes)
+        return StageResult(f"{result.requests} requests")
 
     def same_bench_settings(self) -> bool:
         """Return whether the existing records were measured with these settings; other records are measured again."""

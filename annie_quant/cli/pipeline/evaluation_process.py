@@ -40,9 +40,12 @@ class _Stage(NamedTuple):
 class ProcessJob(msgspec.Struct, kw_only=True):
     """What one process computes.
 
-    reference: folder of the bf16 model. cache: folder for its answers. n_per_gate, persona, workloads: the prompts (as for
-    data/workloads.py). checkpoint: None for the reference's answers alone, which later jobs find in `cache`.
-    output: file for the evaluation. conversations, n_conversations: as for evaluate().
+    reference: folder of the bf16 model.
+    cache: folder for its answers.
+    n_per_gate, persona, workloads: the prompts (as for data/workloads.py).
+    checkpoint: None for the reference's answers alone, which later jobs find in `cache`.
+    output: file for the evaluation.
+    conversations, n_conversations: as for evaluate().
     """
 
     reference: str

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,11 @@ PARTIAL_FILE = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part, from files.re
 
 
 class StageStamp(msgspec.Struct):
-    """A finished stage. outputs: paths in the run directory, which must still exist. result: what its work returned."""
+    """A finished stage.
+
+    outputs: paths in the run directory, which must still exist.
+    result: what its work returned.
+    """
 
     stage: str
     seconds: float
@@ -97,7 +101,7 @@ class RunDirectory:
 
     def write_run(
         self,
-        config: Any,
+        config: object,
         aggregates: documents.Aggregates,
         verdict: documents.Verdict,
         environment: documents.Environment,
@@ -114,7 +118,7 @@ class RunDirectory:
         )
         documents.write_run(self.path, run)
 
-    def finished(self, stage: str, inputs: Any) -> StageStamp | None:
+    def finished(self, stage: str, inputs: object) -> StageStamp | None:
         """Return the stamp of a stage that finished with these inputs and whose outputs still exist."""
         try:
             stamp = msgspec.convert(self._stamp(stage, inputs).load(), StageStamp)
@@ -127,7 +131,9 @@ class RunDirectory:
         path = self.path / output
         return read_whole_json(path) is not None if path.suffix == ".json" else path.exists()
 
-    def stage(self, name: str, inputs: Any, outputs: list[str], work: Callable[[], Any]) -> tuple[StageStamp, bool]:
+    def stage(
+        self, name: str, inputs: object, outputs: list[str], work: Callable[[], object]
+    ) -> tuple[StageStamp, bool]:
         """Do `work` unless the stage has finished with these inputs. Return its stamp, and whether it was finished before.
 
         work: returns the stage's result, a value that JSON can hold or a msgspec.Struct.
@@ -141,35 +147,5 @@ class RunDirectory:
         self._stamp(name, inputs).save(msgspec.to_builtins(stamp))
         return stamp, False
 
-    def _stamp(self, stage: str, inputs: Any) -> KeyedJson:
+    def _stamp(self, stage: str, inputs: object) -> KeyedJson:
         return KeyedJson(self.path / "stages" / f"{stage}.json", inputs)
-
-
-WEIGHT_S = 20.0  # the usual times count as much as so many seconds of finished stages
-
-
-class StagePlan:
-    """The stages of one run. usual_s: stage -> its share of the run's time on the machine that the times are of, in seconds."""
-
-    def __init__(self, usual_s: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
-        self.usual_s, self._clock, self._start = usual_s, clock, clock()
-        self._done: list[str] = []
-        self._before_s = 0.0  # usual seconds of stages that an earlier run finished
-
-    def finish(self, name: str, before: bool = False) -> None:
-        """Note that a stage has finished. before: in an earlier run."""
-        self._done.append(name)
-        self._before_s += self.usual_s.get(name, 0.0) if before else 0.0
-
-    @property
-    def left_s(self) -> float:
-        """Return the seconds that the other stages take, at the pace of this run so far."""
-        done_s = sum(self.usual_s.get(name, 0.0) for name in self._done)
-        pace = (self._clock() - self._start + WEIGHT_S) / (done_s - self._before_s + WEIGHT_S)
-        return (sum(self.usual_s.values()) - done_s) * pace
-
-    def text(self) -> str:
-        """Return the state in one line: "3 of 14 stages finished, about 2 minutes left"."""
-        minutes = round(self.left_s / 60)
-        left = f"about {minutes} minute{'s' * (minutes > 1)}" if minutes else "less than a minute"
-        return f"{len(self._done)} of {len(self.usual_s)} stages finished, {left} left"

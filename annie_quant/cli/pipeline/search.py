@@ -32,7 +32,6 @@ from annie_quant.documents import (
     PairedVerdict,
     SearchNumerics,
     SearchResult,
-    Size9B,
     StrategyRow,
 )
 from annie_quant.judge import Workload, decision
@@ -43,43 +42,55 @@ from annie_quant.quantize import estimates
 from annie_quant.quantize.strategies import by_rank, find
 
 NUMERICS = ("w4a4", "w4a16")
-SAMPLES = 128
 KL_CONVERSATIONS = 60
 
 
-def run(
-    model: Path,
-    calib_data: Path,
-    output: Path,
-    n: int,
-    every: bool,
-    console: Console,
-    *,
-    strategies: Sequence[str] | None = None,
-    required: Sequence[str] = NUMERICS,
-    samples: int = SAMPLES,
-    allow_prompt_mismatch: bool = False,
-    anyway: bool = False,
-    persona: str | Path | None = None,
-    workloads: str | None = None,
-    seeds: int = 1,
-) -> SearchResult:
-    """Try strategies in the run directory `output`, and return everything that was tried.
+class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search tries, and on what.
 
-    n: prompts per gate. every: evaluate every strategy on all prompts, also after one that is chosen, and without the early look
-    (a failed smoke question is reported). required: the numerics under which every gate must keep. anyway: continue with a model
-    that fails the gates in bf16. persona, workloads: as for data/workloads.py. seeds: calibration draws in which a strategy must
-    keep.
+    model: folder of the bf16 checkpoint.
+    calib_data: file of the calibration conversations.
+    output: the run directory.
+    n: prompts per gate.
+    every: evaluate every strategy on all prompts, also after one that is chosen, and without the early look; a failed smoke
+        question is reported.
+    strategies: names in the order to try; None: all, cheapest first (Cost.rank).
+    required: the numerics under which every gate must keep.
+    samples: conversations to calibrate with.
+    allow_prompt_mismatch: accept calibration data that was made for another system prompt.
+    anyway: continue with a model that fails the gates in bf16.
+    persona, workloads: as for data/workloads.py.
+    seeds: calibration draws in which a strategy must keep.
+    """
+
+    model: Path
+    calib_data: Path
+    output: Path
+    n: int = 100
+    every: bool = False
+    strategies: Sequence[str] | None = None
+    required: Sequence[str] = NUMERICS
+    samples: int = 128
+    allow_prompt_mismatch: bool = False
+    anyway: bool = False
+    persona: str | None = None
+    workloads: str | None = None
+    seeds: int = 1
+
+
+def run(settings: SearchSettings, console: Console) -> SearchResult:
+    """Try strategies in the run directory, and return everything that was tried.
+
     Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
     """
-    directory = RunDirectory(output)
-    stale = check_prompt_hash(calib_data, persona, allow=allow_prompt_mismatch)
-    chosen = resolve(persona, workloads)
+    directory = RunDirectory(settings.output)
+    stale = check_prompt_hash(settings.calib_data, settings.persona, allow=settings.allow_prompt_mismatch)
+    workloads = resolve(settings.persona, settings.workloads)
     with directory.locked():
-        stages = Stages(directory, model, calib_data, samples, console)
-        search = Search(stages, n, required, every, chosen_order(strategies), console, chosen, seeds)
+        stages = Stages(directory, settings.model, settings.calib_data, settings.samples, console)
+        search = Search(stages, settings, chosen_order(settings.strategies), workloads)
         search.result.notes += [stale] if stale else []
-        search.check_reference(anyway)
+        search.check_reference()
         if not search.result.stopped:
             search.try_strategies()
         search.save()
@@ -101,42 +112,31 @@ class Search:
     """One search; `result` is what search.json holds."""
 
     def __init__(
-        self,
-        stages: Stages,
-        n: int,
-        required: Sequence[str],
-        every: bool,
-        order: list[str],
-        console: Console,
-        workloads: Sequence[Workload] | None = None,
-        seeds: int = 1,
+        self, stages: Stages, settings: SearchSettings, order: Sequence[str], workloads: Sequence[Workload]
     ) -> None:
-        self.stages, self.n, self.required, self.every, self.order = stages, n, tuple(required), every, order
-        self.seeds = seeds
-        self.console = console
-        self.workloads = list(workloads) if workloads is not None else judge.load_workloads()
-        self.prompts = offline_prompts(n, self.workloads)
+        self.stages, self.settings, self.order, self.workloads = stages, settings, order, workloads
+        self.prompts = offline_prompts(settings.n, workloads)
         self.counts = answers_per_gate(self.prompts)
         self.result = SearchResult(
             chosen=None,
             stopped=None,
-            required=list(self.required),
+            required=list(settings.required),
             command=shlex.join(["annie-quant", *sys.argv[1:]]),
-            where=search_table.where(n),
-            n=n,
+            where=search_table.where(settings.n),
+            n=settings.n,
             notes=[],
             reference={},
             labels=None,
             strategies=[],
             seconds=0.0,
-            seeds=seeds,
+            seeds=settings.seeds,
             version=__version__,
         )
 
-    def check_reference(self, anyway: bool) -> None:
+    def check_reference(self) -> None:
         """Evaluate the bf16 model's own gates, and whether the calibration answers belong to their questions."""
         result = self.result
-        self.prompts = self.stages.prompts(self.n, self.workloads)
+        self.prompts = self.stages.prompts(self.settings.n, self.workloads)
         self.counts = answers_per_gate(self.prompts)
         evaluation = self.stages.evaluate("bf16", self.stages.model, self.prompts)
         result.reference = evaluation.reference_gates
@@ -147,25 +147,26 @@ class Search:
             report = search_explanation.reference_report(result.reference)
         if report:
             result.notes.append(report)
-            result.stopped = report if report.startswith(search_explanation.WRONG_MODEL) and not anyway else None
+            result.stopped = (
+                report if report.startswith(search_explanation.WRONG_MODEL) and not self.settings.anyway else None
+            )
         result.labels = search_explanation.check_labels(self.stages)
         own = compares_with_reference(self.prompts)
         result.notes += filter(None, [search_explanation.labels_note(result.labels, own)])
         for note in result.notes:
-            self.console.note(note)
+            self.stages.console.note(note)
 
     def try_strategies(self) -> None:
         waiting = list(self.order)
         while waiting:
             row = self.attempt(waiting.pop(0))
-            row.of_9b = self.size_of_9b(row.strategy)
             self.result.strategies.append(row)
-            self.console.note(f"{row.strategy}: {row.outcome}")
+            self.stages.console.note(f"{row.strategy}: {row.outcome}")
             if row.passed and self.result.chosen is None:
                 self.result.chosen = row.strategy
                 self.result.seconds = self.spent_s()
             self.save()
-            if row.passed and not self.every:
+            if row.passed and not self.settings.every:
                 return
             if row.incoherent:  # R46: the quantization is too aggressive
                 waiting.sort(key=lambda name: not find(name).conservative)
@@ -205,14 +206,9 @@ class Search:
         row.read_bytes = bytes_per_token(shards)
         row.ceiling_tok_s = estimates.GB10_READ / row.read_bytes
 
-    @staticmethod
-    def size_of_9b(strategy: str) -> Size9B:
-        expected = estimates.estimate("9b", strategy)
-        return Size9B(expected.size_bytes, estimates.GB10_READ / expected.read_bytes)
-
     def evaluate(self, row: StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""
-        folder = self.stages.checkpoint(row.strategy)
+        settings, folder = self.settings, self.stages.checkpoint(row.strategy)
         smoke = self.stages.evaluate(f"{row.strategy}-smoke", folder, search_explanation.smoke(self.workloads))
         keep_numerics(row, smoke)
         failed = {
@@ -228,17 +224,17 @@ class Search:
         if failed_smoke:
             row.outcome, row.why, row.incoherent = "gibberish", failed_smoke, True
             row.path.append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
-            if not self.every:
+            if not settings.every:
                 return
         else:
             row.path.append("smoke → coherent")
-        missing = decision.missing_numerics(row.numerics, self.required)
-        if missing and not self.every:
+        missing = decision.missing_numerics(row.numerics, settings.required)
+        if missing and not settings.every:
             row.outcome, row.why = missing[0], missing
             row.path.append(f"servers → {'; '.join(missing)}")
             return
         # The whole table is for comparison, so all of it rests on the same prompts.
-        looks = [self.n] if self.every else decision.looks(self.n)
+        looks = [settings.n] if settings.every else decision.looks(settings.n)
         for look in looks[:-1]:
             early = self.stages.evaluate(f"{row.strategy}-n{look}", folder, judge.sample(self.prompts, look))
             keep_numerics(row, early)
@@ -259,11 +255,11 @@ class Search:
         )
         keep_numerics(row, final)
         assert final.verdict is not None  # Stages.evaluate sets it
-        row.why = failed_smoke + decision.final_reasons(final.verdict, row.numerics, self.required)
+        row.why = failed_smoke + decision.final_reasons(final.verdict, row.numerics, settings.required)
         row.passed = not row.why
         row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'keeps every gate'}")
-        if row.passed or self.every:
-            try_draws(self.stages, row, self.prompts, self.seeds)
+        if row.passed or settings.every:
+            try_draws(self.stages, row, self.prompts, settings.seeds)
         if row.passed:
             row.path.append("PASS: ship it")
             row.outcome = "keeps every gate" + (f" in {1 + len(row.draws)} calibration draws" if row.draws else "")

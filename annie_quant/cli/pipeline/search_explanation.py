@@ -79,7 +79,9 @@ def hardened_prompt(persona: Persona) -> str:
 def hardened(
     stages: Stages, strategy: str, workloads: Sequence[Workload], tables: Mapping[str, GateTable]
 ) -> Hardened | None:
-    """Evaluate the failing gates' prompts again under a hardened prompt. tables: gates per numerics.
+    """Evaluate the failing gates' prompts again under a hardened prompt.
+
+    tables: gates per numerics.
 
     Returns None if no gate fails that a prompt may restore.
     """
@@ -129,7 +131,10 @@ def reading(restored: Iterable[bool | None]) -> str:
 
 
 def by_activations(tables: Mapping[str, GateTable]) -> str | None:
-    """Return a description of the gates that only W4A4 fails, or None. tables: gates per numerics."""
+    """Return a description of the gates that only W4A4 fails, or None.
+
+    tables: gates per numerics.
+    """
     if "w4a4" not in tables or "w4a16" not in tables:
         return None
     only = [g for g in failing(tables["w4a4"]) if g not in failing(tables["w4a16"])]
@@ -195,7 +200,10 @@ def check_labels(stages: Stages) -> Labels:
 
 
 def judge_labels(rows: Sequence[Row], score: Score, own: Callable[[Sequence[Row]], Sequence[Row]]) -> Labels:
-    """Decide from scores. own: the rows with the model's own first answers; only asked for where the rows do not belong."""
+    """Decide from scores.
+
+    own: the rows with the model's own first answers; only asked for where the rows do not belong.
+    """
     parts = {"first": first_answers(rows), "last": last_answers(rows)}
     scores = {name: (score(part), score(with_shuffled_answers(part))) for name, part in parts.items()}
     means = {name: LabelScores(*(float(np.mean(side)) for side in pair)) for name, pair in scores.items()}
@@ -211,7 +219,10 @@ def judge_labels(rows: Sequence[Row], score: Score, own: Callable[[Sequence[Row]
 
 
 def labels_note(labels: Labels, from_logs: bool) -> str | None:
-    """Return what a user must know about the answers; None where they belong. from_logs: another model may have written them."""
+    """Return what a user must know about the answers; None where they belong.
+
+    from_logs: another model may have written them.
+    """
     if labels.verdict == "belong":
         return None
     scores = "; ".join(
@@ -245,7 +256,10 @@ def likelier(original: Sequence[float], shuffled: Sequence[float]) -> bool:
 
 
 def score(pair: Any, rows: Sequence[Row]) -> list[float]:
-    """Return the nats per token of each row's answers under the reference. pair: offline.pair.ModelPair."""
+    """Return the nats per token of each row's answers under the reference.
+
+    pair: offline.pair.ModelPair.
+    """
     from annie_quant.offline.kl import FIELDS
     from annie_quant.offline.prompts import conversation_answers
 

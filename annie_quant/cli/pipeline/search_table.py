@@ -41,7 +41,7 @@ def render(result: SearchResult) -> str:
     lines += gates_table(result)
     lines += ["", "## The path taken", "", "```", *tree(result), "```", ""]
     lines += ["## Why strategies failed", "", *explanations(rows), ""]
-    lines += ["## How it is decided", "", *RULES, ""]
+    lines += ["How it is decided: docs/method.md.", ""]
     return "\n".join(lines)
 
 
@@ -61,22 +61,21 @@ def duration(seconds: float) -> str:
 
 def summary_table(rows: Sequence[StrategyRow]) -> list[str]:
     lines = [
-        "| strategy | outcome | MB | bits per weight | GB10 ceiling, tok/s | of a 9B: GB, tok/s | KL W4A4 | KL W4A16 | "
+        "| strategy | outcome | MB | bits per weight | GB10 ceiling, tok/s | KL W4A4 | KL W4A16 | "
         "top-token flips W4A4 / W4A16 | answers as bf16's | quantize + evaluate |",
-        "|" + "---|" * 11,
+        "|" + "---|" * 10,
     ]
     for row in rows:
         if row.error is not None or row.size_bytes is None:
-            lines.append(f"| {row.strategy} | could not be made: {row.error} |" + f" {NONE} |" * 9)
+            lines.append(f"| {row.strategy} | could not be made: {row.error} |" + f" {NONE} |" * 8)
             continue
         kl = {kind: side.kl for kind, side in row.numerics.items() if side.kl is not None}
         means = [f"{kl[k].mean:.4f}" if k in kl else NONE for k in ("w4a4", "w4a16")]
         flips = [f"{kl[k].flips}/{kl[k].n_tokens}" if k in kl else NONE for k in ("w4a4", "w4a16")]
         same = [f"{side.same_answers.same}/{side.same_answers.n}" for side in row.numerics.values()]
-        of_9b = f"{row.of_9b.size_bytes / 1e9:.2f}, {row.of_9b.ceiling_tok_s:.0f}" if row.of_9b else NONE
         lines.append(
             f"| {row.strategy} | {row.outcome} | {row.size_bytes / 1e6:,.2f} | {row.bits_per_weight:.2f} | "
-            f"{row.ceiling_tok_s:,.0f} | {of_9b} | {means[0]} | {means[1]} | {flips[0]} / {flips[1]} | "
+            f"{row.ceiling_tok_s:,.0f} | {means[0]} | {means[1]} | {flips[0]} / {flips[1]} | "
             f"{' / '.join(same)} | {row.seconds:.0f} s |"
         )
     return lines
@@ -116,22 +115,6 @@ def explanations(rows: Sequence[StrategyRow]) -> list[str]:
             lines.append(f"- **{row.strategy}**: {row.error or '; '.join(row.why)}.")
             lines += [f"  - {line}" for line in row.explained or ()]
     return lines or ["Nothing failed."]
-
-
-RULES = [
-    "- Smoke test: the capital of Japan, answered with the fact, without markdown and without thinking.",
-    "- Each gate is compared with bf16 on the same prompts. It keeps if the lower bound of the difference's 90 % score interval "
-    "(Tango) is above -5 points; leaks and empty answers keep if none is new. It loses if the interval is below 0 and McNemar's "
-    "exact p, after Holm, is below 5 %. Everything else is undecided (docs/method.md).",
-    "- Early look at 30 prompts per gate: a strategy is dropped if a gate could not keep even if no other prompt changed, or if it "
-    "loses at 5 % / looks.",
-    "- With --all the early look is skipped, and a strategy that fails the smoke question is evaluated too: the whole table rests "
-    "on the same prompts.",
-    "- Last look at all prompts: a strategy is chosen if every gate keeps under every required numerics.",
-    "- KL: mean over the assistant tokens of bf16's own answers, nats. Flips: tokens with another most likely token.",
-    "- GB10 ceiling: 232 GB/s of measured reads divided by the bytes of weights that one token needs; the same for Qwen3.5-9B by "
-    "count of its parameters (annie-quant quantize --strategy S --model 9b --dry-run).",
-]
 
 
 def where(n: int) -> str:

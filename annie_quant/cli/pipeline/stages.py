@@ -15,19 +15,21 @@ from typing import Any, TypeVar
 import msgspec
 
 from annie_quant import __version__, checkpoint, documents, judge, quantize
-from annie_quant.cli.pipeline.run_directory import RunDirectory, StagePlan
+from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Console, Progress
 from annie_quant.data.rows import read_rows
 from annie_quant.judge import Workload
 from annie_quant.judge.sampling import compares_with_reference
 
-NOTED_S = 2.0  # the remaining time is shown after stages that took at least so long
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
 
 
 class StageResult(msgspec.Struct):
-    """The result of a stage. summary: one line for people."""
+    """The result of a stage.
+
+    summary: one line for people.
+    """
 
     summary: str
 
@@ -72,7 +74,6 @@ class Stages:
         self.model, self.conversations, self.samples = model, conversations, samples
         self.base = {"version": __version__, "model": model_key(model)}  # inputs of every stage
         self.rows: list[documents.Stage] = []
-        self.plan: StagePlan | None = None  # where the remaining time is to be shown
         self._text_key: str | None = None
 
     def stage(
@@ -92,10 +93,6 @@ class Stages:
         stamp, before = self.dir.stage(name, self.base | dict(inputs), outputs, with_progress)
         if before:
             self.console.note(f"✓ {name}, done before ({stamp.seconds:.1f} s)")
-        if self.plan is not None:
-            self.plan.finish(name, before)
-            if not before and stamp.seconds >= NOTED_S:
-                self.console.note(f"  {self.plan.text()}")
         result = msgspec.convert(stamp.result, kind)
         ok = result.ok if isinstance(result, AuditResult) else None
         self.rows.append(documents.Stage(name=name, seconds=stamp.seconds, summary=result.summary, ok=ok))

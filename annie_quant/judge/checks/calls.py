@@ -207,7 +207,7 @@ def _schema_fault(call: Mapping[str, Any], tools: Tools) -> str:
     return f"the arguments of {name!r} do not fit its schema: {misfit}" if misfit else ""
 
 
-def _matches(value: Any, choice: Any) -> bool:
+def _matches(value: object, choice: object) -> bool:
     if isinstance(choice, str) and isinstance(value, str):
         return fold(choice) in fold(value)
     return bool(value == choice)
@@ -274,7 +274,7 @@ def _call_fault(call: Mapping[str, Any], name: str, allowed: Mapping[str, Sequen
     return f"{name!r}: {fault}" if (fault := _mapping_fault(arguments, allowed)) else ""
 
 
-def _mapping_fault(arguments: Any, allowed: Mapping[str, Sequence[Any]]) -> str:
+def _mapping_fault(arguments: object, allowed: Mapping[str, Sequence[Any]]) -> str:
     if not isinstance(arguments, dict):
         return f"{arguments!r} is not an object"
     if unknown := [key for key in arguments if key not in allowed]:
@@ -288,7 +288,7 @@ def _mapping_fault(arguments: Any, allowed: Mapping[str, Sequence[Any]]) -> str:
     return ""
 
 
-def _same(value: Any, choice: Any) -> bool:
+def _same(value: object, choice: object) -> bool:
     if isinstance(value, bool) or isinstance(choice, bool):
         return value is choice
     if isinstance(value, str) and isinstance(choice, str):

@@ -165,7 +165,7 @@ def normalized_call(call: Mapping[str, Any]) -> tuple[str, str]:
     return str(call.get("name")), json.dumps(_normalized(arguments), sort_keys=True, ensure_ascii=False)
 
 
-def _normalized(value: Any) -> Any:
+def _normalized(value: object) -> object:
     if isinstance(value, str):
         return unicodedata.normalize("NFC", value).strip()
     if isinstance(value, float) and math.isfinite(value) and value == int(value):

@@ -18,11 +18,15 @@ import re
 import unicodedata
 from collections import Counter
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from annie_quant.documents import incomplete
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.workloads import Case, Workload
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
 
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _SPECIAL = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|</?s>")
@@ -151,7 +155,7 @@ _DUNDER = re.compile(r"^[a-z][a-z0-9_]*$")
 
 
 @cache
-def _parser() -> Any:
+def _parser() -> MarkdownIt:
     from markdown_it import MarkdownIt
 
     # Indented code, HTML and <autolinks> are ignored: they do not change how the text is spoken.
@@ -178,19 +182,19 @@ def markdown_in(text: str) -> str:
     return "bold" if _OPEN_BOLD.search(text) else ""
 
 
-def _prose_block(lines: list[str], tokens: list[Any], index: int) -> bool:
+def _prose_block(lines: list[str], tokens: list[Token], index: int) -> bool:
     """Blocks to CommonMark that are prose to a reader: a single dash under a line, '> 5 is too many'."""
     token = tokens[index]
     if token.type == "heading_open" and token.markup in ("-", "="):
         # CommonMark accepts one character under a heading; only a longer line is meant as one.
-        return len(lines[token.map[1] - 1].strip()) < 3
+        return token.map is not None and len(lines[token.map[1] - 1].strip()) < 3
     if token.type == "blockquote_open":
         content = next((t.content for t in tokens[index:] if t.type == "inline"), "")
         return bool(_SIGNED_NUMBER.match(content))
     return False
 
 
-def _is_list(tokens: list[Any], index: int) -> bool:
+def _is_list(tokens: list[Token], index: int) -> bool:
     """A list of two items is a list; one item may be a signed number ('- 5 degrees') or prose ('15. That is …')."""
     level = tokens[index].level
     items, contents = [], []
@@ -211,7 +215,7 @@ def _is_list(tokens: list[Any], index: int) -> bool:
     return not (items[0].markup in "-+" and _SIGNED_NUMBER.match(content))
 
 
-def _inline_kind(children: list[Any]) -> str:
+def _inline_kind(children: list[Token]) -> str:
     for index, child in enumerate(children):
         kind = _INLINE.get(child.type)
         if kind is None:
@@ -222,7 +226,7 @@ def _inline_kind(children: list[Any]) -> str:
     return ""
 
 
-def _not_emphasis(children: list[Any], index: int) -> bool:
+def _not_emphasis(children: list[Token], index: int) -> bool:
     """Product signs between numbers or single letters ('3*5*2', 'a*b*c'), and Python's dunder names."""
     start = children[index]
     before = children[index - 1].content if index and children[index - 1].type == "text" else ""

@@ -51,7 +51,10 @@ class ChecklistItem:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to do with the candidate, in one sentence, with reasons. badge: the same in a few words."""
+    """What to do with the candidate, in one sentence, with reasons.
+
+    badge: the same in a few words.
+    """
 
     action: Literal["switch", "stay", "wait"]
     sentence: str
@@ -61,7 +64,10 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class GainOrLoss:
-    """What a switch changes. short: the same in a word, for the badge."""
+    """What a switch changes.
+
+    short: the same in a word, for the badge.
+    """
 
     text: str
     short: str
@@ -85,7 +91,10 @@ class AnswerPairs:
 def pair_answers(
     records: Sequence[RequestRecord], candidate: str, incumbent: str, sampled: Collection[str] = ()
 ) -> AnswerPairs:
-    """Pair two backends' answers. sampled: workloads with a temperature, whose repeats are separate answers."""
+    """Pair two backends' answers.
+
+    sampled: workloads with a temperature, whose repeats are separate answers.
+    """
     greedy = {r.workload for r in records} - set(sampled)
     ours, theirs = (
         deciding_by_prompt([r for r in records if r.backend == name], greedy) for name in (candidate, incumbent)
@@ -128,7 +137,11 @@ def checklist(
     with_thinking: Collection[str],
     answers: AnswerPairs | None = None,
 ) -> list[ChecklistItem]:
-    """Check what a replacement needs. candidate, incumbent: backends. records: measured ones. with_thinking: workloads.
+    """Check what a replacement needs.
+
+    candidate, incumbent: backends.
+    records: measured ones.
+    with_thinking: workloads.
 
     answers: pair_answers of the two; None where the records are not there.
     """
@@ -228,7 +241,11 @@ def recommendation(
     items: Sequence[ChecklistItem],
     answers: AnswerPairs | None = None,
 ) -> Recommendation:
-    """Recommend what to do with the candidate. candidate, incumbent: backends. items, answers: checklist, pairs of the two."""
+    """Recommend what to do with the candidate.
+
+    candidate, incumbent: backends.
+    items, answers: checklist, pairs of the two.
+    """
     name = label_of(aggregates, candidate)
     gates = [g for g in deciding_gates(aggregates, candidate) if not isinstance(g.result, SpeedGate)]
     failed = by_title([g for g in gates if g.outcome == "fail"])

@@ -20,7 +20,11 @@ RULE = 4  # of Verdict.rule: a behaviour must be tested; p-values are adjusted b
 
 
 def assign(names: Sequence[str], formats: Mapping[str, str], stated: Roles | None = None) -> Roles:
-    """Return all roles. names: the sides, in the user's order. formats: of their weights, where known. stated: by the user.
+    """Return all roles.
+
+    names: the sides, in the user's order.
+    formats: of their weights, where known.
+    stated: by the user.
 
     Raises UsageError for a role that names no side, and for a side in two roles.
     """

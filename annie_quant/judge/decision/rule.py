@@ -95,7 +95,10 @@ Side = TypeVar("Side", NumericsResult, Member, OfflineSide)
 def judge_members(
     members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | None] | None = None
 ) -> PairedVerdict:
-    """Decide about a checkpoint. members: name → gate → counts of lost, won and n, and how many the reference passed."""
+    """Decide about a checkpoint.
+
+    members: name → gate → counts of lost, won and n, and how many the reference passed.
+    """
     return verdict_of(*judge_gates(members, pooled))
 
 
@@ -347,7 +350,9 @@ def combined(verdicts: Collection[GateVerdict | Standing]) -> Standing:
 
 
 def changing_gates(by_gate: Mapping[str, Mapping[str, GateVerdict]]) -> list[str]:
-    """Return the gates that keep under one member and lose under another. by_gate: member → gate → verdict.
+    """Return the gates that keep under one member and lose under another.
+
+    by_gate: member → gate → verdict.
 
     The pooled verdict is not a gate: it never makes a checkpoint fragile.
     """

@@ -55,7 +55,11 @@ _SEVERITIES = ("confound", "fault", "note")
 
 @dataclass(frozen=True)
 class JudgedGate:
-    """One deciding gate of a side. where: "served" or the numerics, in capitals. pair: its answers paired with the reference's."""
+    """One deciding gate of a side.
+
+    where: "served" or the numerics, in capitals.
+    pair: its answers paired with the reference's.
+    """
 
     where: str
     title: str
@@ -157,7 +161,10 @@ def combined(outcomes: Collection[Outcome]) -> Outcome:
 
 
 def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision | None:
-    """Sort the candidate's gates; None where nothing was measured. candidate: a backend or a model, instead of the run's."""
+    """Sort the candidate's gates; None where nothing was measured.
+
+    candidate: a backend or a model, instead of the run's.
+    """
     roles = roles_of(aggregates, candidate)
     if (
         roles.assumed
@@ -181,7 +188,10 @@ def _fails(aggregates: Aggregates, name: str | None) -> bool:
 
 
 def standing_of(aggregates: Aggregates, name: str, with_speed: bool = True) -> Standing:
-    """Return the verdict of a backend or model over its server and all of its arithmetics. with_speed: also its speed limits."""
+    """Return the verdict of a backend or model over its server and all of its arithmetics.
+
+    with_speed: also its speed limits.
+    """
     result = standing(
         [g for g in deciding_gates(aggregates, name) if with_speed or not isinstance(g.result, SpeedGate)]
     )

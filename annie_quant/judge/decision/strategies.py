@@ -50,7 +50,10 @@ def cannot_keep(gate: str, pair: PairedGate, in_all: int, n_looks: int) -> str |
 
 
 def early_reasons(sides: Sides, counts: Mapping[str, int], n_looks: int) -> list[str]:
-    """Return reasons to drop a strategy at an early look. counts: prompts per gate at the last look."""
+    """Return reasons to drop a strategy at an early look.
+
+    counts: prompts per gate at the last look.
+    """
     return [
         f"{numerics.upper()}: {reason}"
         for numerics, side in sides.items()

@@ -229,17 +229,17 @@ static void read_available(struct transfer *t, uint32_t events)
     watch(c, EPOLL_CTL_MOD, t->fd); /* reports at once what is left */
 }
 
-/* A server may answer and close before it has read the whole request: the answer is valid even if sending fails. */
+/* A server may answer and close before it has read the whole request: the answer is valid even if sending fails. What a reused connection
+ * receives before any byte of the request was sent is not its answer. */
 static void send_and_read(struct transfer *t, uint32_t events)
 {
-    if (t->unsent && !send_available(t)) {
-        bool nothing_sent = t->unsent == t->head.size + t->request->body_size;
-        if (nothing_sent && retry_on_new_connection(t)) /* what the socket may hold is not this request's answer */
-            return;
+    bool can_send = send_available(t);
+    bool nothing_sent = t->unsent == t->head.size + t->request->body_size;
+    if (!can_send)
         events |= EPOLLERR;
-    }
-    if (events & ~(uint32_t)EPOLLOUT)
-        read_available(t, events);
+    if (!(events & ~(uint32_t)EPOLLOUT) || (nothing_sent && retry_on_new_connection(t)))
+        return;
+    read_available(t, events);
 }
 
 /* ---- the start */

@@ -58,9 +58,9 @@ def test_a_seed_gives_the_same_schedule_again(folder: Path) -> None:
     assert traces[0].stderr == traces[1].stderr and "connect(" in traces[0].stderr
 
 
-@pytest.mark.parametrize("seed", [30038730])
+@pytest.mark.parametrize("seed", [30038730, 101450900])
 def test_schedules_that_found_a_fault(seed: int, folder: Path) -> None:
-    """30038730: unasked bytes and a reset arrive between the look at a connection and the sending of a request."""
+    """Unasked bytes arrive between the look at a connection and the first sent byte: 30038730 with a reset, 101450900 with a full socket."""
     process = simulate(folder / "simulate", 1, seed)
     assert process.returncode == 0, process.stderr
 

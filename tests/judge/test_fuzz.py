@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from judge_cases import TOOLS
 
 from annie_quant import judge
+from annie_quant.judge.gates import GATES
 from annie_quant.judge.library import build_workload
 
 PIECES = [
@@ -82,7 +83,7 @@ def workload(expect, thinking):
         {
             "name": "w",
             "max_tokens": 9,
-            "gates": judge.gate_names(),
+            "gates": list(GATES),
             "tools": TOOLS,
             "thinking": thinking,
             "cases": [{"id": "c", "messages": [{"role": "user", "content": "?"}], "expect": expect}],

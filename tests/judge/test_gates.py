@@ -108,7 +108,7 @@ def test_gate_table_counts_only_what_applies():
 
 
 def test_the_table_of_gates_is_complete():
-    assert judge.gate_names() == sorted(GATES) == [gate.name for gate in GATES.values()]
+    assert sorted(GATES) == [gate.name for gate in GATES.values()]
     workload = build_workload(WORKLOAD | {"gates": list(GATES)})
     for gate in GATES.values():
         assert gate.title and gate.threshold.kind in ("rate", "zero", "all") and gate.threshold.least_n > 0

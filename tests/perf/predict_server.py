@@ -301,7 +301,8 @@ class Prompts:
         return [Answered(r, c) for r, c in zip(self.requests, completions, strict=True)]
 
     def judged(self, completions: Sequence[Completion]) -> list[Judged]:
-        return with_references(judged(self.template, self.answered(completions)), self.before)
+        rows = zip(judged(self.template, self.answered(completions)), self.before, strict=True)
+        return [(w, replace(case, reference=reference), answer) for (w, case, answer), (_, _, reference) in rows]
 
     def counts(self, completions: Sequence[Completion]) -> dict[str, int]:
         table = judge.gate_table(self.judged(completions))

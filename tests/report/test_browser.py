@@ -157,7 +157,7 @@ def test_controls_work(folder):
         await run("document.querySelector('#gates details').open = true")
         await run("document.querySelectorAll('#gates thead button')[3].click()")
         results["sorted"] = await run(
-            "[...document.querySelectorAll('#gates tbody tr')].map((r) => Number(r.cells[3].dataset.s))"
+            "[...document.querySelector('#gates details').querySelectorAll('tbody tr')].map((r) => Number(r.cells[3].dataset.s))"
         )
         results["aria"] = await run("document.querySelectorAll('#gates thead th')[3].getAttribute('aria-sort')")
         await run("document.querySelector('.tabs [data-group=itl_ms]').click()")

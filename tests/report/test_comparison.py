@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 
 import pytest
 import report_fixture
@@ -184,27 +183,6 @@ def test_the_cache_is_computed_from_the_model_of_the_run(whole, tmp_path):
     cells = dict(comparison.dimensions(load(folder)).rows)
     assert next(v for k, v in cells.items() if "cache" in k)[1].text.startswith("1.1")
     assert cells["context limit"][1].text == "262\u202f144 tokens"
-
-
-def test_the_recipes_that_were_compared_are_in_both_documents(whole, tmp_path):
-    folder = write(whole, tmp_path, candidate)
-    model = folder / "models" / "mlp_only"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
-    figures = {"decisions": 0.5, "kl_w4a16": 0.1, "decisions_w4a16": 0.4, "noise": 0.01}
-    tried = [
-        {"name": "gptq", "used": True, "kl": 0.25, "change": -0.125, **figures},
-        {"name": "AWQ folds", "used": False, "kl": 0.375, "change": 0.0625, **figures},
-    ]
-    (model / "annie_quant.json").write_text(json.dumps({"strategy": "best", "ingredients": tried}))
-    files = compose(folder)
-    table = files["report.html"].split('<section id="recipes">')[1].split("</section>")[0]
-    rows = [re.findall(r"<td[^>]*>([^<]*)", row) for row in table.split("<tbody>")[1].split("</tr>")[:2]]
-    assert rows == [
-        ["gptq", "0.250", "0.500", "−0.125 ± 0.0100", "used"],
-        ["AWQ folds", "0.375", "0.500", "+0.0625 ± 0.0100", "refused"],
-    ]
-    assert re.search(r"\| AWQ folds +\| +0.375 .* refused \|", files["report.md"])
 
 
 def test_the_tree_has_the_order_of_the_run_and_names_failed_gates(whole, tmp_path):

@@ -60,7 +60,7 @@ def test_a_seed_gives_the_same_schedule_again(folder: Path) -> None:
 
 @pytest.mark.parametrize("seed", [30038730, 101450900])
 def test_schedules_that_found_a_fault(seed: int, folder: Path) -> None:
-    """Unasked bytes arrive between the look at a connection and the first sent byte: 30038730 with a reset, 101450900 with a full socket."""
+    """Unasked bytes arrive between the look at a connection and the first sent byte: with a reset, and with a full socket."""
     process = simulate(folder / "simulate", 1, seed)
     assert process.returncode == 0, process.stderr
 

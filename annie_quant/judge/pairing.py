@@ -27,9 +27,14 @@ def is_complete(answer: Answer | RequestRecord) -> bool:
 
 def deciding_checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:
     """Return the checks that count for a verdict: none for an incomplete answer, none that the workload's author left out."""
+    return deciding(checks(answer, case, workload), answer, workload)
+
+
+def deciding(row: Checks, answer: Answer, workload: Workload) -> dict[str, bool]:
+    """Return those of an answer's checks that count for a verdict, as deciding_checks does."""
     if not is_complete(answer):
         return {}
-    return {gate: ok for gate, ok in checks(answer, case, workload).items() if gate not in workload.informative}
+    return {gate: ok for gate, ok in row.items() if gate not in workload.informative}
 
 
 def with_floor(row: Checks, noisy: Checks) -> dict[str, bool]:

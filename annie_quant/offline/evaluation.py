@@ -36,7 +36,7 @@ from annie_quant.judge import Answer, Case, Workload, evidence
 from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
-from annie_quant.judge.pairing import is_complete
+from annie_quant.judge.pairing import deciding
 from annie_quant.judge.sampling import compares_with_reference, reference_notes, shortages
 from annie_quant.offline import draft_head, ensemble
 from annie_quant.offline.decoding import Completion
@@ -295,11 +295,10 @@ def gate_outcomes(judged_answers: Sequence[Judged], baseline: Baseline) -> tuple
 
 def gate_characters(workload: Workload, case: Case, answer: Answer) -> dict[str, str]:
     """Return the character of gate_outcomes for each gate of the workload."""
-    checks, counts = judge.checks(answer, case, workload), is_complete(answer)
+    checks = judge.checks(answer, case, workload)
+    counting = deciding(checks, answer, workload)
     return {
-        gate: "-"
-        if gate not in checks
-        else ("01" if counts and gate not in workload.informative else "fp")[checks[gate]]
+        gate: str(int(checks[gate])) if gate in counting else "fp"[checks[gate]] if gate in checks else "-"
         for gate in dict.fromkeys((*workload.gates, *IMPLIED))
     }
 

@@ -115,7 +115,7 @@ def single_names(source: Path, folder: Path) -> Path:
 def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", tokens: int = 64) -> Path:
     """Export the model in `source` with ModelOpt, calibrated with `max` on random tokens, on a CPU.
 
-    An export that another file or worker has made of the same weights in this session is copied.
+    An export that another file or worker has made of the same weights in this test run is copied.
     """
     key = hashlib.sha256(
         (source / "model.safetensors").read_bytes() + (source / "config.json").read_bytes()

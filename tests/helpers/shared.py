@@ -1,4 +1,4 @@
-"""Folders that are made once per test session, by whichever worker of pytest-xdist needs one first.
+"""Folders that are made once per run of pytest, by whichever worker of pytest-xdist needs one first.
 
 Each worker has its own module fixtures; what is slow to make and the same in all of them is made here.
 """
@@ -13,7 +13,7 @@ _root: list[Path] = []
 
 
 def set_root(folder: Path) -> None:
-    """Set the folder of this session, the same for all workers."""
+    """Set the folder of this run of pytest, the same for all workers."""
     _root[:] = [folder]
 
 

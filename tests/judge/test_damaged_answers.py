@@ -10,7 +10,7 @@ import evaluations
 import pytest
 from bench_cases import TOOLS, ask, workload
 from fake_server import FakeServer, Script, words
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from annie_quant import bench, documents, judge
@@ -171,6 +171,11 @@ FAULTY = st.dictionaries(st.integers(0, 79), ANSWER, max_size=5)
 
 
 @settings(deadline=None, max_examples=60)
+@example(
+    55,
+    {},
+    {i: ("", "stop", {}) for i in range(4)} | {2: ("", "stop", {"tool_call": True, "factual": True, "stop": True})},
+)
 @given(st.integers(40, 80), FAULTY, FAULTY)
 def test_keeps_implies_that_enough_was_seen(n, candidate, reference):
     """Random answers, counted here by the words of docs/method.md."""

@@ -4,7 +4,7 @@
     python tests/perf/best_ingredients.py DIR --calibration rows.jsonl --output results.jsonl --draws 0,1,2 --rows gptq,gptq+p.1
     python tests/perf/best_ingredients.py --table results.jsonl
 
-A row is a strategy with settings (RECIPES). Draw d takes --samples of the calibration rows in random order with seed d. KL is over
+A row is a strategy with settings (RECIPES) or another library's recipe (PEERS). Draw d takes --samples of the calibration rows in random order with seed d. KL is over
 the bf16 model's own greedy answers to --cases prompts of the workloads (default: bfcl, whose prompts are others than those of
 bfcl_rows.py). Each result is appended to the output at once and is not computed again, so a killed run continues. --share 1/3 takes
 every third row from the second on, for several processes with one output. --limit: start no row after so many seconds.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
@@ -31,6 +33,7 @@ from annie_quant.judge import Workload
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.pair import EvaluationJob, distinct_workloads, open_pair
 from annie_quant.offline.profiles import find_profile
+from annie_quant.quantize.calibration_samples import samples_of_rows
 
 GPTQ, FAST, MIXED = "gptq", "best recipe=fixed activations=4", "best recipe=fixed"
 MEASURED = "best activations=4"
@@ -57,8 +60,13 @@ RECIPES = {
     "best all": MEASURED,
     "best all fast": f"{MEASURED} effort=fast",
     "awq_lite": "awq_lite",
+    "mlp_only": "mlp_only",
     "naive": "naive",
 }
+PEERS = (  # rows of peer_recipes.py; each needs its library in this environment
+    "ModelOpt MSE", "ModelOpt local Hessian", "ModelOpt AWQ", "llm-compressor GPTQ", "llm-compressor AWQ + GPTQ",
+    "AutoRound light", "AutoRound", "AutoRound with extension",
+)  # fmt: skip
 NUMERICS = ("w4a4", "w4a16")
 
 
@@ -92,32 +100,54 @@ def measure(
     return figures
 
 
-def run(row: str, draw: int, arguments: argparse.Namespace, workloads: list[Workload]) -> dict[str, Any]:
-    strategy, *settings = RECIPES[row].split()
-    options: dict[str, Any] = dict(item.split("=", 1) for item in settings)
+def quantized(row: str, draw: int, arguments: argparse.Namespace, output: Path) -> float:
+    """Write the checkpoint of a row and a draw to `output`. Returns the seconds that quantizing took."""
     rows = read_conversations(arguments.calibration)
     random.Random(draw).shuffle(rows)
+    calibration = output.with_name("rows.jsonl")
+    calibration.write_text("".join(json.dumps(r) + "\n" for r in rows[: arguments.samples]))
+    if row in PEERS:
+        return quantized_by_peer(row, draw, arguments, calibration, output)
+    strategy, *settings = RECIPES[row].split()
+    options: dict[str, Any] = dict(item.split("=", 1) for item in settings)
+    start = time.monotonic()
+    quantize.run(
+        strategy,
+        arguments.model,
+        output,
+        calib_data=calibration,
+        calib_samples=arguments.samples,
+        seed=draw,
+        **options,
+    )
+    return time.monotonic() - start
+
+
+def quantized_by_peer(row: str, draw: int, arguments: argparse.Namespace, calibration: Path, output: Path) -> float:
+    """As quantized(), by another library in a process of its own, on the token sequences of the same conversations."""
+    text = output.with_name("ids.jsonl")
+    samples = samples_of_rows(arguments.model, read_conversations(calibration))
+    text.write_text("".join(json.dumps(ids) + "\n" for ids in sorted({s.ids for s in samples})))
+    command = [sys.executable, Path(__file__).with_name("peer_recipes.py"), row, arguments.model, output, "--text", text]
+    command += ["--conversations", calibration, "--samples", arguments.samples, "--seed", draw]
+    command += ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
+    done = subprocess.run([str(c) for c in command], capture_output=True, check=False, text=True)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1])
+    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
+
+
+def run(row: str, draw: int, arguments: argparse.Namespace, workloads: list[Workload]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ingredients-", dir=arguments.work) as folder:
-        calibration, output = Path(folder) / "rows.jsonl", Path(folder) / "out"
-        calibration.write_text("".join(json.dumps(r) + "\n" for r in rows[: arguments.samples]))
+        output = Path(folder) / "out"
         start = time.monotonic()
-        quantize.run(
-            strategy,
-            arguments.model,
-            output,
-            calib_data=calibration,
-            calib_samples=arguments.samples,
-            seed=draw,
-            **options,
-        )
-        seconds = time.monotonic() - start
+        seconds = quantized(row, draw, arguments, output)
         figures = measure(output, arguments.model, workloads, arguments.cache, arguments.dtype)
         size = sum(f.stat().st_size for f in output.glob("*.safetensors"))
         four_bits = sum(n.endswith(".input_scale") for n in ModelFolder(output))
-        recipe = json.loads((output / "annie_quant.json").read_text())
-        shutil.rmtree(output)
+        recipe = {} if row in PEERS else json.loads((output / "annie_quant.json").read_text())
     return {
-        "model": arguments.model.name, "draw": draw, "row": row, "samples": arguments.samples, "settings": RECIPES[row], **figures,
+        "model": arguments.model.name, "draw": draw, "row": row, "samples": arguments.samples, "settings": RECIPES.get(row), **figures,
         "seconds": round(seconds, 1), "eval_seconds": round(time.monotonic() - start - seconds, 1), "bytes": size,
         "w4a4_linears": four_bits, "held_out": recipe.get("held_out"), "ingredients": recipe.get("ingredients"),
     }  # fmt: skip
@@ -174,8 +204,8 @@ def main() -> None:
     start = time.monotonic()
     workloads = chosen_workloads(arguments.workloads, arguments.cases)
     done = {key(line) for line in finished(arguments.output) if "error" not in line}
-    if unknown := set(arguments.rows.split(",")) - RECIPES.keys():
-        parser.error(f"no row {unknown.pop()!r}; choose from: {' '.join(RECIPES)}")
+    if unknown := set(arguments.rows.split(",")) - {*RECIPES, *PEERS}:
+        parser.error(f"no row {unknown.pop()!r}; choose from: {', '.join([*RECIPES, *PEERS])}")
     every = [(d, r) for d in map(int, arguments.draws.split(",")) for r in arguments.rows.split(",")]
     index, count = map(int, arguments.share.split("/"))
     for draw, row in every[index::count]:

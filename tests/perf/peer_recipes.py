@@ -112,7 +112,7 @@ def llm_compressor(arguments: argparse.Namespace, *, awq: bool) -> Work:
     recipe = [AWQModifier(), GPTQModifier(**gptq, dampening_frac=0.05)] if awq else [GPTQModifier(**gptq)]
 
     def work() -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(arguments.device)
         ids = [torch.tensor(batch) for batch in batches(arguments.text, arguments.batch)]
         loader = torch.utils.data.DataLoader(
             [{"input_ids": i, "attention_mask": torch.ones_like(i)} for i in ids], batch_size=None
@@ -161,19 +161,20 @@ def model_opt(arguments: argparse.Namespace, preset: str) -> Work:
     import transformers
     from modelopt.torch.export import export_hf_checkpoint
 
-    use_static_rounding_without_triton()
+    if arguments.device == "cpu":
+        use_static_rounding_without_triton()
     config = getattr(mtq, preset)
     config["quant_cfg"] += [
         {"quantizer_name": f"*{part}*", "enable": False} for part in ("lm_head", "in_proj_a.", "in_proj_b.")
     ]
 
     def work() -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(arguments.device)
 
         def forward_loop(model: Any) -> None:
             with torch.inference_mode():
                 for batch in batches(arguments.text, arguments.batch):
-                    model(torch.tensor(batch), use_cache=False)
+                    model(torch.tensor(batch, device=arguments.device), use_cache=False)
 
         mtq.quantize(model, config, forward_loop)
         export_hf_checkpoint(model, export_dir=str(arguments.output))
@@ -197,7 +198,7 @@ def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light:
 
     def work() -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(arguments.device)
         sequences = [json.loads(line) for line in arguments.text.read_text().splitlines()]
         count = min(128, len(sequences) // 8 * 8)
         sequences = [sequences[i * len(sequences) // count] for i in range(count)]
@@ -215,7 +216,7 @@ def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light:
             nsamples=len(ids),
             seqlen=width,
             seed=arguments.seed,
-            device_map="cpu",
+            device_map=arguments.device,
             ignore_layers="lm_head,in_proj_a,in_proj_b",
             enable_alg_ext=extension,
         )
@@ -236,6 +237,8 @@ RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "best --effort fast, all W4A4": lambda a: ours(a, "best", effort="fast", activations=4),
     "best --effort normal, all W4A4": lambda a: ours(a, "best", effort="normal", activations=4),
     "ModelOpt MSE": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG"),
+    "ModelOpt local Hessian": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG"),
+    "ModelOpt AWQ": lambda a: model_opt(a, "NVFP4_AWQ_LITE_CFG"),
     "llm-compressor GPTQ": lambda a: llm_compressor(a, awq=False),
     "llm-compressor AWQ + GPTQ": lambda a: llm_compressor(a, awq=True),
     "AutoRound light": lambda a: auto_round(a, light=True),
@@ -258,6 +261,7 @@ def main() -> None:
         "--faster-deltanet", action="store_true", help="in the peers' model: the same rule in fewer operations"
     )
     parser.add_argument("--dtype", default="auto", help="of the peers' model; ours computes small models in float32")
+    parser.add_argument("--device", default="cpu", help="of the peers' model; ours takes a GPU where there is one")
     arguments = parser.parse_args()
     work = RECIPES[arguments.row](arguments)
     if arguments.faster_deltanet:

@@ -1,0 +1,148 @@
+"""What a real Annie loses: checkpoint x calibration draw, exact calls, refusals and form of its greedy answers beside bf16's own.
+
+    python tests/perf/real_annie.py DIR --rows FOLDER --output results.jsonl --recipes "naive,mlp_only,awq_lite,gptq,best" --draws 0,1,2
+    python tests/perf/real_annie.py --table results.jsonl
+
+DIR is the merged model of training/real_annie/train.py and FOLDER the one of conversations.py: calibration is a draw of --samples
+rows of train.jsonl, the prompts are held_out.jsonl's, judged by train.py's own rule. Recipes are the rows of best_ingredients.py.
+Each result is appended at once and is not computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import binomtest
+
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.offline.decoding import generate
+from annie_quant.offline.emulation import emulate
+from annie_quant.offline.engine import Engine
+from annie_quant.offline.loading import load
+from annie_quant.offline.profiles import find_profile
+from annie_quant.offline.prompts import Template
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "training/real_annie")]
+
+import best_ingredients  # noqa: E402
+import train  # noqa: E402
+
+NUMERICS = ("w4a4", "w4a16")
+COUNTS = ("markdown", "thinking", "unfinished")
+SOURCE = "bf16"
+
+
+def answered(model: Any, template: Template, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return per group the correct answers as a string of 0 and 1, in the order of the cases, and COUNTS."""
+    prompts = [template.ids(template.render(c["messages"], c["tools"], False)) for c in cases]
+    completions = generate(Engine(model), prompts, [c["max_tokens"] for c in cases], template.end_tokens)
+    groups: dict[str, Any] = {}
+    for case, done in zip(cases, completions, strict=True):
+        text = template.tokenizer.decode(done.tokens, clean_up_tokenization_spaces=False)
+        verdict = train.judged(case, text, done.finished)
+        group = groups.setdefault(case["group"], {"correct": ""} | dict.fromkeys(COUNTS, 0))
+        group["correct"] += "01"[verdict["correct"]]
+        for name in COUNTS:
+            group[name] += verdict[name]
+    return groups
+
+
+def run(row: str, draw: int, arguments: argparse.Namespace, template: Template, cases: list[dict]) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    line: dict[str, Any] = {"model": arguments.model.name, "row": row, "draw": draw, "samples": arguments.samples}
+    with tempfile.TemporaryDirectory(prefix="annie-", dir=arguments.work) as folder:
+        output = Path(folder) / "out"
+        if row == SOURCE:
+            return line | {SOURCE: answered(load(arguments.model, dtype=dtype, device=device), template, cases)}
+        line["seconds"] = round(best_ingredients.quantized(row, draw, arguments, output), 1)
+        line["bytes"] = sum(f.stat().st_size for f in output.glob("*.safetensors"))
+        line["w4a4_linears"] = sum(n.endswith(".input_scale") for n in ModelFolder(output))
+        model = load(output, cache="bf16", dtype=dtype, device=device)
+        start = time.monotonic()
+        for name in NUMERICS:
+            with emulate(model, find_profile(name)):
+                line[name] = answered(model, template, cases)
+        line["answer_seconds"] = round(time.monotonic() - start, 1)
+    return line
+
+
+def table(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a row per recipe and numerics: means over the draws; lost and won of all draws with the p of a sign test."""
+    sources = {x["model"]: x[SOURCE] for x in lines if x["row"] == SOURCE}
+    groups = sorted(next(iter(sources.values())))
+    yield "| model | recipe | draws | GB | s | numerics | " + " | ".join(f"{g}: correct; lost, won, p" for g in groups) + " | " + " | ".join(COUNTS) + " |"  # fmt: skip
+    yield "|---" * (6 + len(groups) + len(COUNTS)) + "|"
+    for model, source in sources.items():
+        cells = [f"{g['correct'].count('1')} of {len(g['correct'])}" for g in (source[n] for n in groups)]
+        counts = [str(sum(source[n][c] for n in groups)) for c in COUNTS]
+        yield f"| {model} | {SOURCE} | | | | | " + " | ".join([*cells, *counts]) + " |"
+        own = [x for x in lines if x["model"] == model and x["row"] != SOURCE and "error" not in x]
+        for row in dict.fromkeys(x["row"] for x in own):
+            draws = [x for x in own if x["row"] == row]
+            for name in NUMERICS:
+                cells = [paired([x[name][g]["correct"] for x in draws], source[g]["correct"]) for g in groups]
+                counts = [f"{sum(x[name][g][c] for x in draws for g in groups) / len(draws):.0f}" for c in COUNTS]
+                gigabytes = sum(x["bytes"] for x in draws) / len(draws) / 1e9
+                seconds = sum(x["seconds"] for x in draws) / len(draws)
+                first = f"| {model} | {row} | {','.join(str(x['draw']) for x in draws)} | {gigabytes:.2f} | {seconds:.0f} | {name} | "
+                yield first + " | ".join([*cells, *counts]) + " |"
+
+
+def paired(outcomes: list[str], source: str) -> str:
+    """Return the mean count of correct answers, and what was lost and won against the source in each draw, with the least p."""
+    shown = []
+    for own in outcomes:
+        lost = sum(a > b for a, b in zip(source, own, strict=True))
+        won = sum(a < b for a, b in zip(source, own, strict=True))
+        p = binomtest(lost, lost + won).pvalue if lost + won else 1.0
+        shown.append(f"{lost}−{won} ({p:.2g})")
+    return f"{sum(o.count('1') for o in outcomes) / len(outcomes):.0f} of {len(source)}; " + ", ".join(shown)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?", metavar="DIR")
+    parser.add_argument("--rows", type=Path, help="folder of conversations.py")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--recipes", default=f"{SOURCE},naive,mlp_only,awq_lite,gptq,best")
+    parser.add_argument("--draws", default="0")
+    parser.add_argument("--samples", type=int, default=256, help="calibration conversations")
+    parser.add_argument("--limit", type=int, help="held-out prompts, evenly over the file; default: all")
+    parser.add_argument("--work", type=Path, help="folder for checkpoints; default: the system's")
+    arguments = parser.parse_args()
+    if arguments.table:
+        print("\n".join(table(best_ingredients.finished(arguments.table))))
+        return
+    arguments.calibration = arguments.rows / "train.jsonl"
+    cases = train.read(arguments.rows / "held_out.jsonl")
+    count = min(arguments.limit or len(cases), len(cases))
+    cases = [cases[i * len(cases) // count] for i in range(count)]
+    template = Template(arguments.model)
+    done = {best_ingredients.key(x) for x in best_ingredients.finished(arguments.output) if "error" not in x}
+    for draw in map(int, arguments.draws.split(",")):
+        for row in arguments.recipes.split(","):
+            if (arguments.model.name, draw, row, arguments.samples) in done:
+                continue
+            try:
+                line = run(row, draw, arguments, template, cases)
+            except Exception as error:  # one failed recipe must not end the others
+                line = {"model": arguments.model.name, "row": row, "draw": draw, "samples": arguments.samples}
+                line["error"] = repr(error)
+            with arguments.output.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print({k: v for k, v in line.items() if k not in (SOURCE, *NUMERICS)}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -41,6 +41,14 @@ COUNTS = ("markdown", "thinking", "unfinished")
 SOURCE = "bf16"
 
 
+def chosen(cases: list[dict[str, Any]], each: int) -> list[dict[str, Any]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        groups.setdefault(case["group"], []).append(case)
+    counts = {name: min(each, len(own)) for name, own in groups.items()}
+    return [own[i * len(own) // counts[name]] for name, own in groups.items() for i in range(counts[name])]
+
+
 def answered(model: Any, template: Template, cases: list[dict[str, Any]]) -> dict[str, Any]:
     """Return per group the correct answers as a string of 0 and 1, in the order of the cases, and COUNTS."""
     prompts = [template.ids(template.render(c["messages"], c["tools"], False)) for c in cases]
@@ -118,16 +126,14 @@ def main() -> None:
     parser.add_argument("--recipes", default=f"{SOURCE},naive,mlp_only,awq_lite,gptq,best")
     parser.add_argument("--draws", default="0")
     parser.add_argument("--samples", type=int, default=256, help="calibration conversations")
-    parser.add_argument("--limit", type=int, help="held-out prompts, evenly over the file; default: all")
+    parser.add_argument("--each", type=int, default=300, help="held-out prompts of each group, at most, evenly over the file")
     parser.add_argument("--work", type=Path, help="folder for checkpoints; default: the system's")
     arguments = parser.parse_args()
     if arguments.table:
         print("\n".join(table(best_ingredients.finished(arguments.table))))
         return
     arguments.calibration = arguments.rows / "train.jsonl"
-    cases = train.read(arguments.rows / "held_out.jsonl")
-    count = min(arguments.limit or len(cases), len(cases))
-    cases = [cases[i * len(cases) // count] for i in range(count)]
+    cases = chosen(train.read(arguments.rows / "held_out.jsonl"), arguments.each)
     template = Template(arguments.model)
     done = {best_ingredients.key(x) for x in best_ingredients.finished(arguments.output) if "error" not in x}
     for draw in map(int, arguments.draws.split(",")):

@@ -102,12 +102,13 @@ def train(model: Any, samples: list[Sample], a: argparse.Namespace) -> list[floa
     model.train()
     for step in range(a.steps):
         batch = next(drawn)
+        # Padding is on the right, where causal attention hides it from every token that is learned: no mask is needed.
         ids = padded([s[0] for s in batch], 0).to(a.device)
-        mask = padded([[1] * len(s[0]) for s in batch], 0).to(a.device)
         labels = padded([[t if on else -100 for t, on in zip(*s, strict=True)] for s in batch], -100).to(a.device)
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        if not torch.nn.utils.clip_grad_norm_(weights, 1.0).isfinite():
+            raise SystemExit(f"step {step + 1}: loss {loss.item()}, and a gradient that is not finite: lower --lr, or change --seed")
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

@@ -10,14 +10,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from annie_quant import __version__, judge, quantize
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token, folder_size
-from annie_quant.cli.pipeline import search_explanation, search_table
+from annie_quant.cli.pipeline import SearchSettings, search_explanation, search_table
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import Stages, drawn, offline_prompts
 from annie_quant.core.errors import AnnieError, DiskFull, UsageError
@@ -41,41 +40,7 @@ from annie_quant.judge.sampling import answers_per_gate, compares_with_reference
 from annie_quant.quantize import estimates
 from annie_quant.quantize.strategies import by_rank, find
 
-NUMERICS = ("w4a4", "w4a16")
 KL_CONVERSATIONS = 60
-
-
-class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search tries, and on what.
-
-    model: folder of the bf16 checkpoint.
-    calib_data: file of the calibration conversations.
-    output: the run directory.
-    n: prompts per gate.
-    every: evaluate every strategy on all prompts, also after one that is chosen, and without the early look; a failed smoke
-        question is reported.
-    strategies: names in the order to try; None: all, cheapest first (Cost.rank).
-    required: the numerics under which every gate must keep.
-    samples: conversations to calibrate with.
-    allow_prompt_mismatch: accept calibration data that was made for another system prompt.
-    anyway: continue with a model that fails the gates in bf16.
-    persona, workloads: as for data/workloads.py.
-    seeds: calibration draws in which a strategy must keep.
-    """
-
-    model: Path
-    calib_data: Path
-    output: Path
-    n: int = 100
-    every: bool = False
-    strategies: Sequence[str] | None = None
-    required: Sequence[str] = NUMERICS
-    samples: int = 128
-    allow_prompt_mismatch: bool = False
-    anyway: bool = False
-    persona: str | None = None
-    workloads: str | None = None
-    seeds: int = 1
 
 
 def run(settings: SearchSettings, console: Console) -> SearchResult:

@@ -4,21 +4,16 @@ Times are milliseconds after the request was handed to its connection:
     first_byte_ms       first byte of the answer, in its status line
     first_event_ms      first event with data (comments and pings do not count)
     first_reasoning_ms  first reasoning text              first_content_ms  first answer text
-    first_tool_ms       first piece of a tool call        first_sentence_ms first speakable sentence complete
-    last_token_ms       last piece of any of the three
+    first_tool_ms       first piece of a tool call        last_token_ms     last piece of any of the three
     done_ms             [DONE]                            e2e_ms            end of the answer
 A first chunk with only a role, an empty string and the usage chunk are events, not tokens.
 itl_ms: gaps between events with tokens. tpot_ms: (last - first token) / (n - 1), n from the server's own count.
-
-The first sentence is the first that a voice can speak: answer text only, without thinking and without markdown.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -41,7 +36,6 @@ class TokenTimes(msgspec.Struct):
     first_reasoning_ms: float | None
     first_content_ms: float | None
     first_tool_ms: float | None
-    first_sentence_ms: float | None
     last_token_ms: float | None
     done_ms: float | None
     tpot_ms: float | None
@@ -156,7 +150,6 @@ def token_times(answer: StreamedAnswer, started_ns: int) -> TokenTimes:
         first_reasoning_ms=ms(answer.first.get("reasoning")),
         first_content_ms=ms(answer.first.get("content")),
         first_tool_ms=ms(answer.first.get("tool")),
-        first_sentence_ms=ms(first_sentence_ns(answer.pieces)),
         last_token_ms=ms(stamps[-1] if stamps else None),
         done_ms=ms(answer.done_ns),
         tpot_ms=tpot,
@@ -215,59 +208,3 @@ def reported_tokens(answer: StreamedAnswer) -> int | None:
     """Return the server's own token count, from usage or from llama.cpp's timings. None: it reported none."""
     counts = ((answer.usage or {}).get("completion_tokens"), (answer.server_timings or {}).get("predicted_n"))
     return next((n for n in map(integer, counts) if n is not None), None)
-
-
-# ---- the first speakable sentence
-
-LONGEST = 100_000
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-_MARKUP = re.compile(r"```.*?(?:```|\Z)|[*_`#>|]+|^\s*[-+]\s+", re.DOTALL | re.MULTILINE)
-# A terminator counts only when the next character confirms it: "3." may continue as "3.14".
-_END = re.compile(r"(?P<latin>[.!?…][\"'”’)\]]*(?=\s))|(?P<wide>[。！？])|(?P<line>\S\s*\n)")
-_ABBREVIATION = re.compile(r"(?:\b(?:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|no)|(?:^|\s)[A-Za-z])\.$", re.IGNORECASE)
-
-
-def speakable(text: str) -> str:
-    """Return `text` without thinking and markdown."""
-    return _MARKUP.sub("", _THINKING.sub("", text))
-
-
-def has_sentence(text: str, ended: bool) -> bool:
-    """Whether `text` has a complete sentence with a word in it. ended: the text is complete."""
-    plain = speakable(text)
-    for end in _END.finditer(plain):
-        head = plain[: end.end()].strip()
-        if any(c.isalnum() for c in head) and not (end["latin"] and _ABBREVIATION.search(head)):
-            return True
-    return ended and any(c.isalnum() for c in plain)
-
-
-def _head(pieces: Sequence[tuple[int, str]]) -> Sequence[tuple[int, str]]:
-    """Return the pieces of the first LONGEST characters, cut there: a longer "sentence" is not one, and costs minutes."""
-    left, head = LONGEST, []
-    for stamp, piece in pieces:
-        head.append((stamp, piece[:left]))
-        left -= len(piece)
-        if left <= 0:
-            break
-    return head
-
-
-def first_sentence_ns(pieces: Sequence[tuple[int, str]]) -> int | None:
-    """Return the stamp of the piece that completes the first sentence; the last piece's if no sentence ends.
-
-    Tries 1, 2, 4 ... pieces, then bisects between the last two counts, so that the cost is linear in the text.
-    """
-
-    def complete(count: int) -> bool:
-        return has_sentence("".join(piece for _, piece in pieces[:count]), False)
-
-    pieces = _head(pieces)
-    total, most = len(pieces), 1
-    while most < total and not complete(most):
-        most *= 2
-    most = min(most, total)
-    if most and complete(most):
-        first = bisect.bisect_left(range(most), True, lo=most // 2, key=lambda i: complete(i + 1))
-        return pieces[first][0]
-    return pieces[-1][0] if pieces and has_sentence("".join(piece for _, piece in pieces), True) else None

@@ -120,62 +120,6 @@ def test_a_base_model_instead_of_the_fine_tune_is_reported():
     assert "factual 60 of 100" in report and "WRONG MODEL" not in report
 
 
-def test_shuffling_leaves_no_answer_with_its_own_question():
-    rows = [
-        {"id": i, "messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
-        for i in range(20)
-    ]
-    shuffled = search_explanation.with_shuffled_answers(rows)
-    assert sorted(r["messages"][-1]["content"] for r in shuffled) == sorted(f"a{i}" for i in range(20))
-    assert all(r["messages"][0]["content"][1:] != r["messages"][1]["content"][1:] for r in shuffled)
-    assert shuffled == search_explanation.with_shuffled_answers(rows)
-
-
-def conversations(n=40):
-    return [
-        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
-        for i in range(n)
-    ]
-
-
-def scorer(apart, own_apart=1.0, offset=0):
-    """nats per token of answer ai or oi (the model's own) to question qj: `apart` more where j is not i + offset."""
-
-    def score(rows):
-        values = []
-        for row in rows:
-            question, answer = (message["content"] for message in row["messages"])
-            mine = answer.startswith("o")
-            at_home = int(answer[1:]) == (int(question[1:]) if mine else (int(question[1:]) + offset) % 40)
-            values.append(0.5 + (0 if at_home else own_apart if mine else apart) + 0.001 * (int(answer[1:]) % 7))
-        return values
-
-    return score
-
-
-def own(rows):
-    return [
-        {"messages": [r["messages"][0], {"role": "assistant", "content": "o" + r["messages"][0]["content"][1:]}]}
-        for r in rows
-    ]
-
-
-@pytest.mark.parametrize(
-    ("score", "verdict"),
-    [
-        (scorer(apart=1.0), "belong"),
-        (scorer(apart=1.0, offset=3), "shuffled"),  # at home three questions further
-        (scorer(apart=0.0, own_apart=0.0), "undecided"),  # near-identical rows: its own answers fit every question
-        (scorer(apart=0.0, own_apart=1.0), "shuffled"),  # foreign answers to questions that it distinguishes
-        (scorer(apart=0.05, own_apart=1.0), "undecided"),  # surely likelier, but not by much
-    ],
-)
-def test_shuffled_labels_need_a_model_that_distinguishes_the_questions(score, verdict):
-    """40 near-identical rows were reported as SHUFFLED LABELS."""
-    labels = search_explanation.judge_labels(conversations(), score, own)
-    assert (labels.verdict, labels.belong) == (verdict, verdict == "belong")
-
-
 def test_the_hardened_prompt_is_the_personas_own_rules():
     annie = load_persona("annie")
     prompt = search_explanation.hardened_prompt(annie)

@@ -91,7 +91,6 @@ class Search:
             n=settings.n,
             notes=[],
             reference={},
-            labels=None,
             strategies=[],
             seconds=0.0,
             seeds=settings.seeds,
@@ -99,7 +98,7 @@ class Search:
         )
 
     def check_reference(self) -> None:
-        """Evaluate the bf16 model's own gates, and whether the calibration answers belong to their questions."""
+        """Evaluate the bf16 model's own gates, which stops the search where they show that it is not the fine-tune."""
         result = self.result
         self.prompts = self.stages.prompts(self.settings.n, self.workloads)
         self.counts = answers_per_gate(self.prompts)
@@ -115,9 +114,6 @@ class Search:
             result.stopped = (
                 report if report.startswith(search_explanation.WRONG_MODEL) and not self.settings.anyway else None
             )
-        result.labels = search_explanation.check_labels(self.stages)
-        own = compares_with_reference(self.prompts)
-        result.notes += filter(None, [search_explanation.labels_note(result.labels, own)])
         for note in result.notes:
             self.stages.console.note(note)
 

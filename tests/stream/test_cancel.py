@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from stream_server import HELLO, RawServer, stream
+from stream_server import HEAD, HELLO, RawServer, chunk, event, stream
 
 _stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
 

@@ -103,7 +103,7 @@ def key_headers(variable: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> Any:
+def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> object:
     """Return the decoded body of GET `path`, limited as `untrusted.limited`; None where the server has no such page.
 
     Raises ConnectionError when no HTTP server answers, ValueError for a page that cannot be read.

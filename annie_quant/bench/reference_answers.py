@@ -97,7 +97,7 @@ def keyed(records: Iterable[RequestRecord]) -> list[tuple[RequestRecord, Key]]:
     conversations: dict[str, dict[int, str]] = {}
     measured = [r for r in records if not r.warmup]
     for record in measured:
-        answer = json.dumps([record.text.strip(), [normalized_call(dict(c)) for c in record.tool_calls]])
+        answer = json.dumps([record.text.strip(), [normalized_call(c) for c in record.tool_calls]])
         conversations.setdefault(_conversation(record), {})[record.turn] = answer
     result = []
     for record in measured:

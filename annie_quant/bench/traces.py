@@ -28,6 +28,7 @@ from annie_quant.data.log_sample import max_tokens, plain
 from annie_quant.data.logs import Problems, read_logs
 from annie_quant.data.masking import Scanner
 from annie_quant.documents import ChatMessage, ContextFile
+from annie_quant.judge.answers import Tool
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.workloads import BLOCK_TOKENS, Case, Turn, Workload
 
@@ -148,7 +149,7 @@ def _length(answer: ChatMessage) -> int:
     return len(answer["content"]) + len(str(answer.get("tool_calls") or ""))
 
 
-def _tools(conversation: Conversation, scanner: Scanner) -> tuple[Mapping[str, Any], ...]:
+def _tools(conversation: Conversation, scanner: Scanner) -> tuple[Tool, ...]:
     return tuple(scanner.masked(conversation.tools or []))
 
 

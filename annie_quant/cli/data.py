@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import click
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from annie_quant.cli.common import console, emit
 from annie_quant.cli.options import AsJson, Option, command
 from annie_quant.core.errors import UsageError
-from annie_quant.core.untrusted import decode_json
+from annie_quant.core.untrusted import JsonObject, decode_json
 
 FILE = click.Path(path_type=Path, exists=True)
 FILE_OR_STDIN = click.Path(path_type=Path, allow_dash=True)
@@ -147,7 +147,7 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path} cannot be read: {reason}", "give a UTF-8 text file, or - for stdin") from None
 
 
-def read_tools(path: Path) -> list[dict[str, Any]]:
+def read_tools(path: Path) -> list[JsonObject]:
     """Return the tools in a file: OpenAI's list, an object with `tools`, or bare function definitions."""
     from annie_quant.data.log_records import tools_of
 
@@ -164,7 +164,7 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
         raise UsageError(
             f"{path} is not a list of OpenAI function tools", '[{"type": "function", "function": {"name": ...}}]'
         )
-    definitions: dict[str, dict[str, Any]] = {}
+    definitions: dict[str, JsonObject] = {}
     for tool in tools:
         name = tool["function"]["name"]
         if definitions.setdefault(name, tool) != tool:

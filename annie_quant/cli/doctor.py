@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import msgspec
@@ -28,6 +28,7 @@ from annie_quant.cli.common import console, echo, emit, quiet_engines
 from annie_quant.cli.options import AsJson, KeyVariable, Option, command
 from annie_quant.core import native
 from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.core.untrusted import JsonObject
 
 if TYPE_CHECKING:
     from annie_quant.gemm.stack_check import BackendResult, StackResult
@@ -179,7 +180,7 @@ def show_version(verbose: bool, as_json: bool) -> None:
         )
 
 
-def inspect_installation() -> dict[str, Any]:
+def inspect_installation() -> JsonObject:
     """Return what is installed as --json prints it, and `fixes`: {what is missing: the command that installs it}.
 
     Nothing larger than the C modules is imported.
@@ -209,14 +210,14 @@ def inspect_installation() -> dict[str, Any]:
     }
 
 
-def inspect_module(name: str) -> dict[str, Any]:
+def inspect_module(name: str) -> JsonObject:
     """Return what a C module reports about itself; `why` and `fix` if it cannot be loaded."""
     try:
         module = native.load(name)
     except EnvironmentFault as fault:
         return {"loaded": False, "why": fault.message, "fix": fault.hint}
     file = Path(str(module.__file__))
-    info: dict[str, Any] = {"loaded": True, "file": str(file), "size_bytes": file.stat().st_size}
+    info: JsonObject = {"loaded": True, "file": str(file), "size_bytes": file.stat().st_size}
     if name == "_nvfp4":
         return info | {"variants": [*module.variants()], "variant": module.variant(), "threads": module.threads()}
     if name == "_stream":
@@ -233,9 +234,9 @@ def declared_requirements() -> Iterable[str]:
         return ()
 
 
-def inspect_extras(requirements: Iterable[str]) -> dict[str, dict[str, Any]]:
+def inspect_extras(requirements: Iterable[str]) -> dict[str, JsonObject]:
     """Return extra → `installed` (package → version) and `missing`, as in pyproject.toml, without those for development."""
-    extras: dict[str, dict[str, Any]] = {}
+    extras: dict[str, JsonObject] = {}
     for requirement in requirements:
         match = _EXTRA.match(requirement)
         if match is None or match[2] in DEVELOPMENT_EXTRAS:
@@ -248,7 +249,7 @@ def inspect_extras(requirements: Iterable[str]) -> dict[str, dict[str, Any]]:
     return extras
 
 
-def version_lines(info: dict[str, Any]) -> list[str]:
+def version_lines(info: JsonObject) -> list[str]:
     """Return one line per item, each followed by the command that installs it if it is missing."""
     python, system = info["python"], info["platform"]
     threads = " free-threaded" if python["free_threaded"] else ""
@@ -273,7 +274,7 @@ def version_lines(info: dict[str, Any]) -> list[str]:
     return out
 
 
-def module_line(name: str, module: dict[str, Any]) -> str:
+def module_line(name: str, module: JsonObject) -> str:
     if not module["loaded"]:
         return f"{module['why']}; {native.BUILDS[name].without}"
     size = f"{module['size_bytes'] / 1e6:.1f} MB"

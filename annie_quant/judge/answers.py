@@ -19,11 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import ChatMessage, RequestRecord, ToolCall
 
 Form = Literal["qwen_xml", "hermes", "llama_json"]
 THINK = "<think>"  # in the chat template of a model that thinks
-Tools = Sequence[Mapping[str, Any]] | None
+Tool = Mapping[str, Any]  # an OpenAI function tool
+Tools = Sequence[Tool] | None
 
 _XML = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
@@ -161,7 +163,7 @@ class Answer:
         return not self.text.strip() and not self.tool_calls
 
 
-def from_record(record: Mapping[str, Any]) -> Answer:
+def from_record(record: JsonObject) -> Answer:
     """Return the answer in one record of the stream client (`Timings.records()`)."""
     return Answer(
         text=record.get("text") or "",
@@ -196,7 +198,7 @@ def assistant_message(text: str, tool_calls: Sequence[ToolCall] = ()) -> ChatMes
 def parse_raw(
     raw_text: str,
     thinking: bool,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools = None,
     finish_reason: str | None = None,
     completion_tokens: int | None = None,
     form: Form = "qwen_xml",
@@ -223,7 +225,7 @@ def parse_raw(
     return Answer(text.strip(), reasoning.strip(), calls, finish_reason, "", completion_tokens)
 
 
-def raw_view(answer: Answer, tools: Sequence[Mapping[str, Any]] | None = None) -> Answer:
+def raw_view(answer: Answer, tools: Tools = None) -> Answer:
     """Return the answer with the tool calls that its server left in the text.
 
     Where a call is right here and missing in `answer`, the fault is the server's parser, not the model.

@@ -14,8 +14,10 @@ import msgspec
 from annie_quant import documents
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import CaseFile, Expect, WorkloadFile
 from annie_quant.judge import bfcl
+from annie_quant.judge.answers import Tool
 from annie_quant.judge.gates import GATES, check_names
 from annie_quant.judge.workloads import RESERVED, Case, Workload
 
@@ -86,7 +88,7 @@ def _check_labels(document: WorkloadFile, where: str) -> None:
         )
 
 
-def build_workload(data: Any, path: str = "") -> Workload:
+def build_workload(data: object, path: str = "") -> Workload:
     """Return a workload from the content of its file, as JSON decodes it."""
     where = Path(path).name or "workload"
     return _checked(documents.convert(WorkloadFile, data, where, error=UsageError), where, "", path)
@@ -129,12 +131,12 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
     )
 
 
-def _check_tools(where: str, tools: Iterable[Mapping[str, Any]]) -> None:
+def _check_tools(where: str, tools: Iterable[Tool]) -> None:
     functions = [tool.get("function", tool) for tool in tools]
     documents.convert(_Tools, {"tools": functions}, where, error=UsageError)
 
 
-def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
+def _case(where: str, case: CaseFile, own_tools: list[JsonObject]) -> Case:
     if bool(case.messages) == bool(case.turns):
         raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
     documents.convert(Expect, case.expect or {}, f"{where}: case {case.id!r}: expect", error=UsageError)
@@ -166,7 +168,7 @@ def _persona_path(persona: str | None, path: str) -> str | None:
     return os.path.normpath(Path(path).parent / persona)
 
 
-def _check_results(where: str, index: int, turn: Mapping[str, Any]) -> None:
+def _check_results(where: str, index: int, turn: JsonObject) -> None:
     results = turn.get("results")
     if not isinstance(results, list) or not all(
         isinstance(r, Mapping) and isinstance(r.get("name"), str) and isinstance(r.get("content"), str) for r in results

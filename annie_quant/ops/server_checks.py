@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from annie_quant.core.errors import ServerError, UsageError
-from annie_quant.core.untrusted import decode_json
+from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.ops.probe import CheckResult, fault, note, ok
 from annie_quant.stream.client import Request, chat, fetch, first_model, run
 from annie_quant.stream.timings import transport_fault
@@ -149,7 +149,7 @@ def read_answer(reply: bytes, where: str) -> ServedAnswer:
     return ServedAnswer(tokens[: len(rows)], rows[: len(tokens)])
 
 
-def from_steps(steps: Sequence[Mapping[str, Any]]) -> ServedAnswer:
+def from_steps(steps: Sequence[JsonObject]) -> ServedAnswer:
     rows = [{int(t["id"]): float(t["logprob"]) for t in step["top_logprobs"]} for step in steps]
     return ServedAnswer([int(step["id"]) for step in steps], rows)
 
@@ -273,7 +273,7 @@ def names_only(colour: str, answer: str) -> bool:
     return words & COLOURS.keys() == {colour}
 
 
-def message(colour: tuple[int, int, int]) -> list[dict[str, Any]]:
+def message(colour: tuple[int, int, int]) -> list[JsonObject]:
     """Return the content of a message with an image of one colour and the question."""
     data = base64.b64encode(png(colour)).decode()
     return [

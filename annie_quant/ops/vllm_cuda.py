@@ -15,13 +15,13 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import annie_quant
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.gemm import grouped, torch_op
 from annie_quant.ops import vllm_experts, w4a16_layer
-from annie_quant.ops.w4a16_layer import LoadedLinear
+from annie_quant.ops.w4a16_layer import LoadedLinear, VllmObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,7 @@ def compile_key() -> str:
     return f"annie_quant {annie_quant.__version__} {source} {sorted([*_on_marlin, *vllm_experts.on_marlin])}"
 
 
-def kernel(marlin: type[Any]) -> type[Any]:
+def kernel(marlin: type[VllmObject]) -> type[VllmObject]:
     """Return the class that vLLM instantiates, derived from its class for Marlin."""
 
     class AnnieQuantNvFp4LinearKernel(marlin):
@@ -129,7 +129,7 @@ def kernel(marlin: type[Any]) -> type[Any]:
 KEY_LENGTH = 10  # as vLLM's own hash
 
 
-def extend_compile_key(config_class: type[Any], part: Callable[[], str]) -> None:
+def extend_compile_key(config_class: type[VllmObject], part: Callable[[], str]) -> None:
     """Make config_class.compute_hash depend on part(), which is called each time. Does nothing when called again.
 
     vLLM keeps compiled graphs by a hash of its configuration, which does not know what a plug-in does: a graph with Marlin's calls

@@ -13,10 +13,10 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from annie_quant.documents import ToolCall
 from annie_quant.documents.tool_schema import mismatch
-from annie_quant.judge.answers import Answer, raw_view
+from annie_quant.judge.answers import Answer, Tools, raw_view
 from annie_quant.judge.workloads import Case, Workload
 
 _UNITS = (
@@ -88,9 +88,6 @@ def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
         return None
     lacking = missing(statements, answer.text)
     return f"the answer does not state {lacking!r}" if lacking else ""
-
-
-Tools = Sequence[Mapping[str, Any]] | None
 
 
 def tool_call(answer: Answer, case: Case, workload: Workload) -> str | None:
@@ -165,7 +162,7 @@ def schemas_fault(answer: Answer, tools: Tools) -> str:
     return next((fault for call in answer.tool_calls if (fault := _schema_fault(call, tools))), "")
 
 
-def arguments_of(call: Mapping[str, Any]) -> Any:
+def arguments_of(call: ToolCall) -> object:
     """Return a call's arguments, decoded. Raises ValueError where they are not JSON."""
     arguments = call.get("arguments")
     if isinstance(arguments, str):
@@ -188,7 +185,7 @@ def _expected_call_fault(answer: Answer, expected: str, tools: Tools) -> str:
     return schemas_fault(answer, tools)
 
 
-def _schema_fault(call: Mapping[str, Any], tools: Tools) -> str:
+def _schema_fault(call: ToolCall, tools: Tools) -> str:
     name = call.get("name")
     try:
         arguments = arguments_of(call)
@@ -212,6 +209,9 @@ def _matches(value: object, choice: object) -> bool:
         return fold(choice) in fold(value)
     return bool(value == choice)
 
+
+Allowed = Mapping[str, Sequence[object]]  # argument → allowed values
+ExpectedCall = Mapping[str, Allowed]  # one function → its arguments
 
 # Case, spaces and this punctuation do not decide whether a text argument is right.
 _IGNORED = re.compile(r"[ ,./\-_*^]")
@@ -244,13 +244,13 @@ def use_result(answer: Answer, case: Case, workload: Workload) -> str | None:
     return next(filter(None, applicable), "") if applicable else None
 
 
-def selection_fault(answer: Answer, expected: Sequence[Mapping[str, Any]]) -> str:
+def selection_fault(answer: Answer, expected: Sequence[ExpectedCall]) -> str:
     called = sorted(str(call.get("name")) for call in answer.tool_calls)
     names = sorted(name for call in expected for name in call)
     return "" if called == names else f"it called {', '.join(called) or 'nothing'}, expected {', '.join(names)}"
 
 
-def values_fault(answer: Answer, expected: Sequence[Mapping[str, Any]]) -> str:
+def values_fault(answer: Answer, expected: Sequence[ExpectedCall]) -> str:
     if fault := selection_fault(answer, expected):
         return fault
     left = list(answer.tool_calls)
@@ -264,7 +264,7 @@ def values_fault(answer: Answer, expected: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def _call_fault(call: Mapping[str, Any], name: str, allowed: Mapping[str, Sequence[Any]]) -> str:
+def _call_fault(call: ToolCall, name: str, allowed: Allowed) -> str:
     if call.get("name") != name:
         return f"it called {call.get('name')!r}, expected {name!r}"
     try:
@@ -274,7 +274,7 @@ def _call_fault(call: Mapping[str, Any], name: str, allowed: Mapping[str, Sequen
     return f"{name!r}: {fault}" if (fault := _mapping_fault(arguments, allowed)) else ""
 
 
-def _mapping_fault(arguments: object, allowed: Mapping[str, Sequence[Any]]) -> str:
+def _mapping_fault(arguments: object, allowed: Allowed) -> str:
     if not isinstance(arguments, dict):
         return f"{arguments!r} is not an object"
     if unknown := [key for key in arguments if key not in allowed]:

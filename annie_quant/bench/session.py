@@ -344,13 +344,12 @@ class Session:
         timings.save(self.folder / "streams" / stream)
         self.batch += 1
         for index, turn in enumerate(turns):
-            answer = judge.from_record(answers[turn.record.id])
-            turn.history.append(assistant_message(answer.text, answer.tool_calls))
-            record = turn.record
+            record, received = turn.record, answers[turn.record.id]
             for name in RequestRecord.__struct_fields__:
-                if name in answers[record.id] and name != "model":
-                    setattr(record, name, answers[record.id][name])
-            record.finish_reason = answer.finish_reason
+                if name in received and name != "model":
+                    setattr(record, name, received[name])
+            answer = judge.from_record(record)
+            turn.history.append(assistant_message(answer.text, answer.tool_calls))
             record.started_at = started_at
             record.load_per_core = load_per_core()
             record.clock_mhz, record.temperature_c, record.throttle = state

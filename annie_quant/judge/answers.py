@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import ChatMessage, RequestRecord, ToolCall
 
 Form = Literal["qwen_xml", "hermes", "llama_json"]
@@ -163,15 +162,15 @@ class Answer:
         return not self.text.strip() and not self.tool_calls
 
 
-def from_record(record: JsonObject) -> Answer:
-    """Return the answer in one record of the stream client (`Timings.records()`)."""
+def from_record(record: RequestRecord) -> Answer:
+    """Return the answer in a record. Tokens that the client has counted itself are unknown here."""
     return Answer(
-        text=record.get("text") or "",
-        reasoning=record.get("reasoning") or "",
-        tool_calls=list(record.get("tool_calls") or []),
-        finish_reason=str(reason)[:200] if (reason := record.get("finish_reason")) else None,
-        error=record.get("error") or "",
-        completion_tokens=record.get("completion_tokens"),
+        text=record.text,
+        reasoning=record.reasoning,
+        tool_calls=record.tool_calls,
+        finish_reason=record.finish_reason,
+        error=record.error or "",
+        completion_tokens=None if record.tokens_estimated else record.completion_tokens,
     )
 
 

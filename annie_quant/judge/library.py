@@ -111,24 +111,15 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
         raise UsageError(f"{where}: there are no cases")
     if duplicates := [name for name, n in Counter(case.id for case in cases).items() if n > 1]:
         raise UsageError(f"{where}: there are two cases with the id {duplicates[0]!r}")
-    return Workload(
-        name=document.name,
-        description=document.description,
-        persona=_persona_path(document.persona, path),
-        system=document.system,
-        tools=tuple(tools) if isinstance(tools, list) else tools,
-        thinking=document.thinking,
-        max_tokens=document.max_tokens,
-        temperature=document.temperature,
-        gates=tuple(document.gates),
-        cases=cases,
-        sha256=sha256,
-        path=path,
-        default=document.default,
-        extra=extra,
-        context=document.context,
-        informative=tuple(document.informative),
-    )
+    fields = msgspec.structs.asdict(document) | {
+        "persona": _persona_path(document.persona, path),
+        "tools": tuple(tools) if isinstance(tools, list) else tools,
+        "gates": tuple(document.gates),
+        "informative": tuple(document.informative),
+        "extra": extra,
+        "cases": cases,
+    }
+    return Workload(**fields, sha256=sha256, path=path)
 
 
 def _check_tools(where: str, tools: Iterable[Tool]) -> None:

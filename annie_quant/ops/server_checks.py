@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from annie_quant.core.errors import ServerError, UsageError
 from annie_quant.core.untrusted import JsonObject, decode_json
-from annie_quant.ops.probe import CheckResult, fault, note, ok
+from annie_quant.ops.doctor import CheckResult, fault, note, ok
 from annie_quant.stream.client import Request, chat, fetch, first_model, run
 from annie_quant.stream.timings import transport_fault
 

@@ -10,7 +10,7 @@ from command_line import annie_quant
 from paths import TINY_ANNIE
 from tiny_variants import save_variant
 
-from annie_quant.cli.pipeline import search, search_explanation
+from annie_quant.cli.pipeline import search
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SilentConsole
@@ -39,7 +39,7 @@ def base(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def few_hardened(monkeypatch):
     """Two prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py."""
-    monkeypatch.setattr(search_explanation, "HARDENED_N", 2)
+    monkeypatch.setattr(search, "HARDENED_N", 2)
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from annie_quant.core import host
 from annie_quant.core.errors import UsageError
 from annie_quant.ops import doctor
-from annie_quant.ops.probe import Output, Probe
+from annie_quant.ops.doctor import Output, Probe
 
 SPARK_MEMORY = host.Memory(125_513_064 << 10, 118_000_000 << 10, 9_000_000 << 10)
 VLLM_IMAGE = "vllm/vllm-openai:cu130-nightly"

@@ -11,7 +11,7 @@ from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
 pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
 
 import annie_quant as aq
-from annie_quant.stream import apis, decode
+from annie_quant.stream import decode
 from annie_quant.stream.answer import StreamedAnswer
 
 
@@ -269,7 +269,7 @@ def test_the_short_way_of_text_events_reads_what_the_long_way_does(monkeypatch) 
     for data in datas:
         frames = [decode.Frame(5, decode.DATA, 0, 1, data, data)]
         fast = decode.read_answer(frames)
-        short += apis.read_text_chunk(StreamedAnswer(), frames[0])
+        short += decode.read_text_chunk(StreamedAnswer(), frames[0])
         with monkeypatch.context() as patch:
             patch.setattr(decode, "read_text_chunk", lambda answer, frame: False)
             assert fast == decode.read_answer(frames), data

@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from annie_quant.bench.aggregates import gate_counts, timed, values_by_prompt
+from annie_quant.bench.aggregates import gate_counts, judged_pairs, timed, values_by_prompt
 from annie_quant.documents import PairedGate, PairedResult, RequestRecord, Roles
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, LARGE_N, Threshold, decides
-from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
+from annie_quant.judge.pairing import deciding_by_prompt
 from annie_quant.judge.statistics import compare, holm, wilson
 
 LOOKS = 5
@@ -71,9 +71,8 @@ def paired_gates(
         reference = decision.other_side(roles, name)
         if reference is not None:
             before, after = (deciding_by_prompt(own[side], greedy) for side in (reference, name))
-            pairs, pooled = pair_by_prompt(before, after, bf16=reference == roles.reference)
-            gates, _ = decision.judge_gates({"served": pairs}, {"served": pooled})
-            yield name, decision.deciding(gates["served"])
+            gates, _ = judged_pairs(before, after, bf16=reference == roles.reference)
+            yield name, decision.deciding(gates)
 
 
 def _open_gates(

@@ -1,9 +1,7 @@
-r"""One answer: a server's parsed message, or a model's raw text.
+r"""One answer, from a server's parsed message or from a model's raw text, and the tool calls in raw text.
 
-Raw text is parsed in the form of Qwen's chat templates: the generation prompt ends in `<think>\n` when thinking is on
-and in `<think>\n\n</think>\n\n` when it is off, a turn ends with `<|im_end|>`. The forms of tool calls: tool_markup.py.
-
-Tool calls in a model's raw text, in the form that its chat template asks for.
+Raw text has the form of Qwen's chat templates: the generation prompt ends in `<think>\n` when thinking is on and in
+`<think>\n\n</think>\n\n` when it is off, and a turn ends with `<|im_end|>`. Tool calls have the form that the template shows:
 
 qwen_xml    <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>    Qwen3.5, Qwen3-Coder
 hermes      <tool_call>{"name": NAME, "arguments": {...}}</tool_call>                            Qwen2.5, Qwen3, Hermes
@@ -134,6 +132,8 @@ def _typed(value: str, kind: object) -> object:
     except ValueError:
         return {"True": True, "False": False, "None": None}.get(value.strip(), value)
 
+
+# ---- answers
 
 END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
 LEAST_CONSTANT, CONSTANT_SHARE = 10, 0.2  # of prompts without a label

@@ -2,19 +2,9 @@
 
     load()                         all cases of the single-turn categories below
     load("multiple,irrelevance")   complete categories
-    load("multi_turn_base")        multi-turn: one prompt per step of the recorded solutions (bfcl_multi_turn.py)
+    load("multi_turn_base")        multi-turn: one prompt per step of the recorded solutions
 
-Dots in function names are replaced, as the leaderboard does for models that call functions natively: OpenAI's names have
-none.
-
-The Berkeley leaderboard's multi-turn cases as prompts: each step of the recorded solution is one prompt.
-
-The conversation up to a step is replayed with the recorded calls and their results, so bf16 and the quantized model get the same
-prompts; expected is the step's call. The leaderboard lets a model go its own way and compares the final state, so these figures
-are not the leaderboard's: they show whether quantizing changed the next call. A turn whose solution is empty (a function or an
-argument is missing, and the model should say so) expects no call.
-
-Results come from the package's own simulated systems (in memory), whose public functions are called with literal arguments.
+Dots in function names are replaced, as the leaderboard does for models that call functions natively: OpenAI's names have none.
 """
 
 from __future__ import annotations
@@ -33,6 +23,14 @@ from typing import Any, Protocol
 from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.judge.workloads import Case, Workload
+
+# ---- multi-turn cases: each step of the recorded solution is one prompt
+#
+# The conversation up to a step is replayed with the recorded calls and their results, so bf16 and the quantized model get the same
+# prompts; the step's call is expected. The leaderboard lets a model go its own way and compares the final state, so these figures
+# are not the leaderboard's: they show whether quantizing changed the next call. A turn whose solution is empty (a function or an
+# argument is missing, and the model should say so) expects no call. Results come from the package's own simulated systems (in
+# memory), whose public functions are called with literal arguments.
 
 MULTI_TURN = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
 MISSING_FUNCTION = "I have updated some more functions you can choose from. What about now?"

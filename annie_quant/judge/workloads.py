@@ -1,9 +1,4 @@
-"""Workloads and their cases: the requests that they make. judge/library.py reads them from files.
-
-Plain English text of a given length, for prompts at a depth: notes about invented people, the same for the same arguments.
-
-The text answers none of the workloads' questions.
-"""
+"""Workloads and their cases: the requests that they make. judge/library.py reads them from files."""
 
 from __future__ import annotations
 
@@ -21,6 +16,10 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import ContextFile
 from annie_quant.documents.persona import Persona, load_persona
 from annie_quant.judge.answers import Answer, Tool
+
+# ---- plain English text of a given length, for prompts at a depth: notes about invented people, equal for equal arguments
+#
+# The text answers none of the workloads' questions.
 
 BLOCK_WORDS = 400
 BLOCK_TOKENS = 512  # of a trace's blocks, as Mooncake's have
@@ -81,6 +80,8 @@ def _block(name: int | str, size: int = BLOCK_WORDS) -> str:
     return " ".join(words[:size])
 
 
+# ---- cases and workloads
+
 Message = Mapping[str, Any]  # of a conversation, as a chat completion has it
 Turn = (
     str | Mapping[str, Any]
@@ -93,7 +94,7 @@ RESERVED = ("model", "messages", "tools", "stream", "max_tokens", "temperature",
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt (`messages`) or conversation (`turns`); schema.CaseFile describes the fields.
+    """One prompt (`messages`) or conversation (`turns`); documents.CaseFile describes the fields.
 
     reference: the bf16 model's own answer, for the gates that compare with it; None where there is none.
     blocks: names of the parts of a prompt that a trace only describes, of BLOCK_TOKENS tokens each, the last one shorter.
@@ -134,7 +135,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Workload:
-    """A set of cases with one system prompt, tools and limits; schema.WorkloadFile describes the fields."""
+    """A set of cases with one system prompt, tools and limits; documents.WorkloadFile describes the fields."""
 
     name: str
     description: str

@@ -1,11 +1,4 @@
-"""Whole calls against lists of allowed values, in the form of the Berkeley leaderboard's answers.
-
-{"name": {"argument": [allowed, allowed, ...]}}: "" among the allowed values means that the argument may be omitted.
-
-Whether an answer states a word or a number: as a whole word ("15" is not in "150"), not in a question, not denied.
-
-Tool calls against their schemas: the right name, arguments that parse, types that fit, the expected words.
-"""
+"""Checks of what an answer states and of its tool calls: the right function, arguments that parse and fit, allowed values."""
 
 from __future__ import annotations
 
@@ -18,6 +11,8 @@ from annie_quant.documents import ToolCall
 from annie_quant.documents.tool_schema import mismatch
 from annie_quant.judge.answers import Answer, Tools, raw_view
 from annie_quant.judge.workloads import Case, Workload
+
+# ---- what an answer states: a word or a number as a whole ("15" is not in "150"), not in a question, not denied
 
 _UNITS = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
@@ -88,6 +83,9 @@ def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
         return None
     lacking = missing(statements, answer.text)
     return f"the answer does not state {lacking!r}" if lacking else ""
+
+
+# ---- tool calls and their schemas
 
 
 def tool_call(answer: Answer, case: Case, workload: Workload) -> str | None:
@@ -209,6 +207,10 @@ def _matches(value: object, choice: object) -> bool:
         return fold(choice) in fold(value)
     return bool(value == choice)
 
+
+# ---- calls and the allowed values of their arguments, in the form of the Berkeley leaderboard's answers
+#
+# {"name": {"argument": [allowed, allowed, ...]}}: "" among the allowed values means that the argument may be omitted.
 
 Allowed = Mapping[str, Sequence[object]]  # argument → allowed values
 ExpectedCall = Mapping[str, Allowed]  # one function → its arguments

@@ -219,7 +219,7 @@ def arrival_times(load: Load, prompts: Sequence[str], cases: Sequence[Case]) -> 
     return stream.poisson(len(prompts), load.rate_per_s, seed)
 
 
-# ---- contexts: the first server is asked once per run how many words of the text make a token; all servers get the same text
+# ---- contexts: the first server reports once per run how many words of the text make a token; all servers get the same text
 
 SAMPLE_WORDS = 600
 LOWEST, HIGHEST = 0.1, 2.0

@@ -78,7 +78,7 @@ def _has_records(records: Path) -> bool:
 
 def complete_workload(workload: Workload) -> SentWorkload:
     """Return all that a run sends and expects."""
-    cases = tuple(replace(case, tools=workload.tools_for(case)) for case in workload.cases)
+    cases = tuple(replace(case, tools=tuple(workload.tools_for(case) or ()) or None) for case in workload.cases)
     sent = replace(workload, system=workload.system_prompt, cases=cases)
     return msgspec.convert(sent, SentWorkload, from_attributes=True)
 

@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _report(error: Exception) -> NoReturn:
-    """Print an error of the system as one line and exit with code 3; raise any other, or any if a traceback is asked for."""
+    """Print an error of the system as one line and exit with code 3; raise any other, or all with ANNIE_QUANT_TRACEBACK."""
     description = describe(error)
     if os.environ.get("ANNIE_QUANT_TRACEBACK") or description is None:
         raise error

@@ -88,7 +88,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Option("Chat logs: their conversations, turn by turn, with the logged results of tools; repeatable."),
     ] = ()
     trace: Annotated[
-        Path | None, Option("A Mooncake trace, or a log with times: its requests, arriving when they did.")
+        Path | None, Option("A Mooncake trace, or a log with times: its requests at their recorded times.")
     ] = None
     trace_speed: Annotated[tuple[float, ...], Option('How many times as fast the trace runs: "1,4".', listed=True)] = (
         1,

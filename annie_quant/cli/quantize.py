@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import click
 import msgspec
@@ -122,7 +122,7 @@ def serve(options: ServeOptions) -> None:
     Before a command is printed or a recipe written the checkpoint is audited: one that the runtime does not load is refused.
     """
     model, serving = options.model, annie_quant.serve
-    chosen: dict[str, str] = {"recipe": options.use} if options.use else {}
+    chosen: dict[str, Any] = {"recipe": options.use} if options.use else {}
     if options.write_recipe or options.dry_run:
         for note in serving.check(model, runtime=options.runtime, **chosen):
             console.note(note)

@@ -48,7 +48,7 @@ def report(options: ReportOptions) -> None:
     from annie_quant.report import trends
     from annie_quant.report.recheck import write_judgement
 
-    folders, stated = options.run_dirs, Roles(options.candidate, options.reference, options.incumbent)
+    folders, stated = options.run_dirs, stated_roles(options)
     if options.judge or stated.names:
         if len(folders) > 1 or options.verify:
             raise click.UsageError("--judge and roles are for the report of one run, without --verify")
@@ -64,6 +64,10 @@ def report(options: ReportOptions) -> None:
     paths = trends.build(folders, options.output or Path("trends")) if several else annie_quant.report.build(folders[0])
     for path in paths:
         echo(str(path))
+
+
+def stated_roles(options: ReportOptions | PublishOptions) -> Roles:
+    return Roles(candidate=options.candidate, reference=options.reference, incumbent=options.incumbent)
 
 
 def _verify(run_dirs: tuple[Path, ...]) -> None:
@@ -122,7 +126,7 @@ def publish(options: PublishOptions) -> None:
     from annie_quant.report.format import size
     from annie_quant.report.recheck import write_judgement
 
-    stated = Roles(options.candidate, options.reference, options.incumbent)
+    stated = stated_roles(options)
     if stated.names:
         write_judgement(options.run_dir, stated)
     with console.task("audit and card"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from annie_quant.documents import (
     Evaluation,
     GateResult,
+    NumericsResult,
     OfflineSide,
     Outcome,
     PairedGate,
@@ -41,7 +42,7 @@ class Column:
     pooled: PooledGates | None = None
 
     @classmethod
-    def of(cls, name: str, side: OfflineSide | ServedSide | SearchNumerics) -> Column:
+    def of(cls, name: str, side: ServedSide | OfflineSide | NumericsResult | SearchNumerics) -> Column:
         return cls(name, side.gates, side.paired, side.pooled)
 
     @property

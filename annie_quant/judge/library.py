@@ -19,7 +19,7 @@ from annie_quant.documents import CaseFile, Expect, WorkloadFile
 from annie_quant.judge import bfcl
 from annie_quant.judge.answers import Tool
 from annie_quant.judge.gates import GATES, check_names
-from annie_quant.judge.workloads import RESERVED, Case, Workload
+from annie_quant.judge.workloads import RESERVED, Case, Message, Workload
 
 FOLDER = ASSETS / "workloads"
 
@@ -159,7 +159,7 @@ def _persona_path(persona: str | None, path: str) -> str | None:
     return os.path.normpath(Path(path).parent / persona)
 
 
-def _check_results(where: str, index: int, turn: JsonObject) -> None:
+def _check_results(where: str, index: int, turn: Message) -> None:
     results = turn.get("results")
     if not isinstance(results, list) or not all(
         isinstance(r, Mapping) and isinstance(r.get("name"), str) and isinstance(r.get("content"), str) for r in results

@@ -1,8 +1,8 @@
 """Checks of a running server (`annie-quant doctor --server`): which arithmetic it runs, and whether it sees images.
 
 The arithmetic is named from the log-probabilities of its greedy answers, in vLLM's and llama.cpp's forms.
-For images the same question is asked about two generated PNGs of one colour each. A model that sees them names both colours; one
-without a working vision tower answers both alike, and a server for text alone refuses the message.
+For images the server gets one question about each of two generated PNGs of one colour. A model that sees them names both colours;
+one without a working vision tower answers both alike, and a server for text alone refuses the message.
 """
 
 from __future__ import annotations

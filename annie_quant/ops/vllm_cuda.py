@@ -5,7 +5,7 @@
 Opt-in. Wherever vLLM would run an NVFP4 linear on Marlin (weight-only checkpoints, W4A4 checkpoints on GPUs without FP4 units, and
 --linear-backend marlin), the layer is repacked for our kernel instead. The first layer of each shape and dtype is compared with its
 dequantized product on this device; a layer that does not agree, or that our kernel cannot take, stays on Marlin, with one
-line of log. Biases, merged linears, tensor-parallel shards and LoRA are vLLM's own business around the product. Experts
+line of log. Biases, merged linears, tensor-parallel shards and LoRA are handled by vLLM around the product. Experts
 (vllm_experts) need ANNIE_QUANT_VLLM_EXPERTS=1 in addition.
 """
 

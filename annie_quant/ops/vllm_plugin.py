@@ -1,6 +1,6 @@
 """The plug-in for vLLM, which loads it itself (entry point vllm.general_plugins): linears and experts in NVFP4 on CPUs.
 
-On GPUs, if asked for, it takes our kernels instead of Marlin (vllm_cuda).
+On GPUs it replaces Marlin by our kernels, where a switch is set (vllm_cuda).
 
 vLLM's table of NVFP4 kernels has no entry for CPUs, and it has no class for a mixture's experts there. This plug-in adds W4A4
 (activations rounded to NVFP4 by the C codec, exact weights) and W4A16. Up to nvfp4_linear.FEW_ROWS rows are multiplied with the

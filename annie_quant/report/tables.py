@@ -324,7 +324,7 @@ def _surface_cell(point: ToolSurfacePoint | None) -> Cell:
 def stability_table(run: LoadedRun) -> Table:
     """One row per backend and tested metric: its A/A comparison, and its change over the run."""
     table = Table(
-        "Each backend against itself: prompts measured more than once, their repeats dealt to two sides (A/A), and the largest "
+        "Each backend against itself: prompts measured more than once, their repeats assigned to two sides (A/A), and the largest "
         "step of its times over the run with p after Holm",
         "backend",
         [

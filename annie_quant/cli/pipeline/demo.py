@@ -228,7 +228,7 @@ class Demo:
             sides += [Column.of(f"{strategy} {kind}", side) for kind, side in aggregates.offline[strategy].items()]
         return DemoResult(
             **msgspec.structs.asdict(verdict),
-            gates={side.name: side.gates for side in sides},
+            gates={side.name: dict(side.gates) for side in sides},
             sides=sides,
             stages=self.stages.rows,
             report=str(paths[0]),

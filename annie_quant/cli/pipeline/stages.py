@@ -244,7 +244,7 @@ def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:
 
 
 def prompts_key(workloads: Sequence[Workload]) -> dict[str, list[str]]:
-    """Return what identifies the prompts of an evaluation: by workload, the hashes of its file and of what is asked."""
+    """Return what identifies the prompts of an evaluation: by workload, the hashes of its file and of its prompts."""
     return {w.name: [w.sha256, judge.prompts_sha256(w)] for w in workloads}
 
 

@@ -33,6 +33,8 @@ from annie_quant.documents import (
     MetricSummary,
     NoiseFloor,
     Outcome,
+    PairedGate,
+    PooledGates,
     RequestRecord,
     Roles,
     ServedSide,
@@ -49,6 +51,7 @@ from annie_quant.judge.pairing import checks_by_prompt, deciding_by_prompt, pair
 from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, wilson
 
 Values = dict[Hashable, list[float]]
+CheckedPrompts = Mapping[Hashable, Mapping[str, bool]]  # prompt → gate → passed
 
 # R28 and R29: on the median of requests with no other in flight, thinking off.
 TTFT_LIMIT_MS, DECODE_LEAST_TOK_S = 120.0, 25.0
@@ -184,11 +187,17 @@ def pair_sides(
             continue
         side = served[name]
         side.judged_by = reference
-        bf16 = reference in (roles.reference, RECORDED)
-        paired, pooled = pair_by_prompt(rows[reference], rows[name], bf16)
-        gates, together = decision.judge_gates({"served": paired}, {"served": pooled})
-        side.paired, side.pooled = gates["served"], together["served"]
+        side.paired, side.pooled = judged_pairs(rows[reference], rows[name], reference in (roles.reference, RECORDED))
         side.gates = decision.apply(side.gates, side.paired)
+
+
+def judged_pairs(
+    reference: CheckedPrompts, own: CheckedPrompts, bf16: bool
+) -> tuple[dict[str, PairedGate], PooledGates | None]:
+    """Pair one backend's checks with its reference's, and judge each gate and all together. bf16: as for pair_by_prompt."""
+    paired, pooled = pair_by_prompt(reference, own, bf16)
+    gates, together = decision.judge_gates({"served": paired}, {"served": pooled})
+    return gates["served"], together["served"]
 
 
 def gate_counts(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[str, tuple[int, int]]:

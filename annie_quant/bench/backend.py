@@ -103,7 +103,7 @@ def key_headers(variable: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> Any:
+def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> object:
     """Return the decoded body of GET `path`, limited as `untrusted.limited`; None where the server has no such page.
 
     Raises ConnectionError when no HTTP server answers, ValueError for a page that cannot be read.
@@ -355,7 +355,7 @@ def store_metrics(folder: Path, before: Mapping[str, Samples], after: Mapping[st
 # llama.cpp reports drafted and accepted tokens of each request (its `timings`), which the stream client reads. vLLM counts them for
 # the whole server only, so its counters are read before and after the requests that are sent together, and their growth is split by
 # completion tokens. It is used only where the server's count of generated tokens grew by what these requests received: otherwise
-# somebody else used the server. Names of the counters: vllm/v1/spec_decode/metrics.py and vllm/v1/metrics/loggers.py.
+# another client used the server too. Names of the counters: vllm/v1/spec_decode/metrics.py and vllm/v1/metrics/loggers.py.
 
 SETTLE_S = (0.0, 0.05, 0.2)  # the counters may grow shortly after the last token was sent
 OTHERS_TOKENS = 2  # difference of counts that is not another client's
@@ -404,7 +404,7 @@ class Acceptance:
         return counters
 
     def after(self, backend: Backend, before: Counters | None, records: Sequence[RequestRecord]) -> None:
-        """Set the drafted and accepted tokens of these records, if nobody else used the server meanwhile."""
+        """Set the drafted and accepted tokens of these records, if no other client used the server meanwhile."""
         if before is None:
             return
         received = sum(r.completion_tokens or 0 for r in records)

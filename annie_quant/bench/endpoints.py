@@ -61,7 +61,7 @@ def _functions(chat: Body) -> list[Body]:
 
 
 def _calls(message: Body, at: int) -> list[tuple[str, str, object]]:
-    """Return (id, name, arguments) of a message's calls. A call without an id gets one that its result has as well."""
+    """Return (id, name, arguments) of a message's calls. A call without an id gets a generated one, and so does its result."""
     calls = message.get("tool_calls") or ()
     return [
         (c.get("id") or f"call_{at}_{i}", c["function"]["name"], c["function"].get("arguments") or {})

@@ -23,6 +23,7 @@ from annie_quant.bench.backend import Backend
 from annie_quant.bench.run_folder import workload_settings
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import BenchConfig, Load, Roles
 from annie_quant.judge import decision
 from annie_quant.judge.library import build_workload, load_workloads
@@ -218,7 +219,7 @@ def arrival_times(load: Load, prompts: Sequence[str], cases: Sequence[Case]) -> 
     return stream.poisson(len(prompts), load.rate_per_s, seed)
 
 
-# ---- contexts: the first server is asked once per run how many words of the text make a token; all servers get the same text
+# ---- contexts: the first server reports once per run how many words of the text make a token; all servers get the same text
 
 SAMPLE_WORDS = 600
 LOWEST, HIGHEST = 0.1, 2.0
@@ -231,7 +232,7 @@ class ContextSize(msgspec.Struct, kw_only=True):
 
 
 def sized(
-    workloads: Sequence[Workload], folder: Path, prompt_tokens: Callable[[dict[str, Any]], int | None]
+    workloads: Sequence[Workload], folder: Path, prompt_tokens: Callable[[JsonObject], int | None]
 ) -> list[Workload]:
     """Return the workloads with words_per_token as measured, in this run or when it was started.
 
@@ -254,7 +255,7 @@ def sized(
     ]
 
 
-def _sample() -> dict[str, Any]:
+def _sample() -> JsonObject:
     """Return the request whose prompt is SAMPLE_WORDS words of the context text."""
     case = {"id": "words", "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}]}
     workload = build_workload({"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]})

@@ -20,7 +20,7 @@ from annie_quant.bench.run_folder import complete_workload, read_records, write_
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import Inputs, RequestRecord, SentCase, SentWorkload, read_bench
 from annie_quant.judge import decision
-from annie_quant.judge.answers import Answer
+from annie_quant.judge.answers import Answer, from_record
 from annie_quant.judge.checks.reference import normalized_call
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.workloads import Case, Workload
@@ -46,7 +46,7 @@ def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], refere
     answers: dict[Key, Answer] = {}
     for record, key in own:
         if not record.fault:
-            answers.setdefault(key, answer_of(record))
+            answers.setdefault(key, from_record(record))
     unstable: set[tuple[Key, str]] = set()
     for record, key in own:
         _check(record, key, cases, answers, unstable=())
@@ -72,7 +72,7 @@ def _check(
     at_turn = replace(case.at_turn(record.turn), reference=reference)
     for gate in workload.gates:
         if gate in REFERENCE_GATES and (key, gate) not in unstable:
-            fault = GATES[gate].check(answer_of(record), at_turn, workload)
+            fault = GATES[gate].check(from_record(record), at_turn, workload)
             if record.fault and GATES[gate].check(reference, at_turn, workload) is not None:
                 fault = record.fault
             if fault is not None:
@@ -80,24 +80,12 @@ def _check(
                 record.faults |= {gate: fault} if fault else {}
 
 
-def answer_of(record: RequestRecord) -> Answer:
-    """Return the answer in a record. Tokens that the client has counted itself are unknown here."""
-    return Answer(
-        text=record.text,
-        reasoning=record.reasoning,
-        tool_calls=record.tool_calls,
-        finish_reason=record.finish_reason,
-        error=record.error or "",
-        completion_tokens=None if record.tokens_estimated else record.completion_tokens,
-    )
-
-
 def keyed(records: Iterable[RequestRecord]) -> list[tuple[RequestRecord, Key]]:
     """Return measured records with what their answers depend on."""
     conversations: dict[str, dict[int, str]] = {}
     measured = [r for r in records if not r.warmup]
     for record in measured:
-        answer = json.dumps([record.text.strip(), [normalized_call(dict(c)) for c in record.tool_calls]])
+        answer = json.dumps([record.text.strip(), [normalized_call(c) for c in record.tool_calls]])
         conversations.setdefault(_conversation(record), {})[record.turn] = answer
     result = []
     for record in measured:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from annie_quant import documents
-from annie_quant.bench.aggregates import adjust, labelled, timed, values_by_prompt
+from annie_quant.bench.aggregates import CheckedPrompts, adjust, labelled, timed, values_by_prompt
 from annie_quant.bench.reference_answers import contents
 from annie_quant.bench.run_folder import read_records, read_unanswered
 from annie_quant.core.errors import UsageError
@@ -23,7 +23,6 @@ from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare
 
-Checked = Mapping[Hashable, Mapping[str, bool]]  # prompt → gate → passed
 LEAST_LOSS = 0.02  # of the stored median: smaller losses do not matter, however significant
 
 
@@ -160,7 +159,9 @@ def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[M
     return changes
 
 
-def _gates_lost(before: Mapping[str, Checked], after: Mapping[str, Checked]) -> tuple[list[LostGate], Standing]:
+def _gates_lost(
+    before: Mapping[str, CheckedPrompts], after: Mapping[str, CheckedPrompts]
+) -> tuple[list[LostGate], Standing]:
     """Judge the new answers of all backends together, with the stored ones as their reference (judge/decision/rule.py)."""
     pairs = {name: pair_by_prompt(rows, after[name], bf16=False) for name, rows in before.items() if name in after}
     gates, pooled = decision.judge_gates(

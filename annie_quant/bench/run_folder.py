@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from annie_quant import documents
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.files import replacing, sha256_text
 from annie_quant.core.resume import JsonLines
-from annie_quant.documents import BenchConfig, Inputs, RequestRecord, SentCase, SentWorkload, WorkloadSettings
+from annie_quant.documents import BenchConfig, Inputs, RequestRecord, SentWorkload, WorkloadSettings
 from annie_quant.judge.workloads import Workload
 
 RUN_FILES = (
@@ -38,14 +39,11 @@ def workload_settings(workload: Workload) -> WorkloadSettings:
     ]
     if workload.context is not None:  # runs of versions without contexts stay resumable
         content.append(msgspec.to_builtins(workload.context))
-    return WorkloadSettings(
-        sha256=workload.sha256,
-        asked_sha256=sha256_text(json.dumps([workload.name, workload.gates, content], sort_keys=True, default=str)),
-        thinking=workload.thinking,
-        max_tokens=workload.max_tokens,
-        temperature=workload.temperature,
-        gates=list(workload.gates),
+    settings = msgspec.convert(workload, WorkloadSettings, from_attributes=True)
+    settings.asked_sha256 = sha256_text(
+        json.dumps([workload.name, workload.gates, content], sort_keys=True, default=str)
     )
+    return settings
 
 
 def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Workload], resume: bool) -> None:
@@ -80,32 +78,9 @@ def _has_records(records: Path) -> bool:
 
 def complete_workload(workload: Workload) -> SentWorkload:
     """Return all that a run sends and expects."""
-    return SentWorkload(
-        name=workload.name,
-        description=workload.description,
-        sha256=workload.sha256,
-        system=workload.system_prompt,
-        thinking=workload.thinking,
-        max_tokens=workload.max_tokens,
-        temperature=workload.temperature,
-        gates=list(workload.gates),
-        context=workload.context,
-        cases=[
-            SentCase(
-                id=c.id,
-                messages=[dict(m) for m in c.messages],
-                turns=[turn if isinstance(turn, str) else dict(turn) for turn in c.turns],
-                expect=dict(c.expect),
-                tools=[dict(t) for t in tools] if (tools := workload.tools_for(c)) else None,
-                system=c.system,
-                max_tokens=c.max_tokens,
-                arrival_s=c.arrival_s,
-                blocks=list(c.blocks),
-                prompt_tokens=c.prompt_tokens,
-            )
-            for c in workload.cases
-        ],
-    )
+    cases = tuple(replace(case, tools=tuple(workload.tools_for(case) or ()) or None) for case in workload.cases)
+    sent = replace(workload, system=workload.system_prompt, cases=cases)
+    return msgspec.convert(sent, SentWorkload, from_attributes=True)
 
 
 _HINT = "delete that line, or start again with another --output"

@@ -1,7 +1,7 @@
 """Stopping a run early without more false findings: a few planned looks, of which the early ones spend little of the error.
 
-LOOKS looks at 5 % each would report chance as a difference in far more than 5 of 100 runs. Each of the LOOKS - 1 early looks is
-made at LEVEL, 1 % together, and the end at the usual 5 % (Haybittle-Peto; tests/perf/verdict_rule.py --looks simulates it). A
+LOOKS looks at the 5 % level would report chance as a difference in far more than 5 of 100 runs. Each of the LOOKS - 1 early looks
+is made at LEVEL, 1 % together, and the end at the usual 5 % (Haybittle-Peto; tests/perf/verdict_rule.py --looks simulates it). A
 run stops when everything is decided: each deciding gate keeps or loses by the paired rule (judge/decision/rule.py) at LEVEL,
 and each compared time differs significantly or is equivalent (its interval is within EQUIVALENT of the other side's median). The
 gates of a single backend are compared with their absolute requirements.
@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from annie_quant.bench.aggregates import gate_counts, timed, values_by_prompt
+from annie_quant.bench.aggregates import gate_counts, judged_pairs, timed, values_by_prompt
 from annie_quant.documents import PairedGate, PairedResult, RequestRecord, Roles
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, LARGE_N, Threshold, decides
-from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
+from annie_quant.judge.pairing import deciding_by_prompt
 from annie_quant.judge.statistics import compare, holm, wilson
 
 LOOKS = 5
@@ -36,7 +36,7 @@ def open_questions(
 ) -> list[str]:
     """Return what the records cannot decide yet; empty when everything is decided.
 
-    roles: default: by the order.
+    roles: None: those that follow from the order of the backends.
     """
     undecided = [*_open_gates(records, backends, greedy, roles)]
     pairs = [
@@ -71,9 +71,8 @@ def paired_gates(
         reference = decision.other_side(roles, name)
         if reference is not None:
             before, after = (deciding_by_prompt(own[side], greedy) for side in (reference, name))
-            pairs, pooled = pair_by_prompt(before, after, bf16=reference == roles.reference)
-            gates, _ = decision.judge_gates({"served": pairs}, {"served": pooled})
-            yield name, decision.deciding(gates["served"])
+            gates, _ = judged_pairs(before, after, bf16=reference == roles.reference)
+            yield name, decision.deciding(gates)
 
 
 def _open_gates(

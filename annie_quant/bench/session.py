@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from annie_quant import documents, judge
 from annie_quant.bench import endpoints, memory, sequential
@@ -56,7 +56,7 @@ from annie_quant.core.errors import ServerError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.host import environment, load_per_core, machine_state
 from annie_quant.core.progress import SILENT, Progress
-from annie_quant.core.untrusted import integer
+from annie_quant.core.untrusted import JsonObject, integer
 from annie_quant.documents import Bench, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord, Roles
 from annie_quant.documents.records import incomplete
 from annie_quant.judge import decision
@@ -64,6 +64,9 @@ from annie_quant.judge.answers import Answer, assistant_message
 from annie_quant.judge.gates import GATES
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
+
+if TYPE_CHECKING:
+    from annie_quant.stream import Timings
 
 OnRecord = Callable[[RequestRecord], None]
 
@@ -97,7 +100,7 @@ class PendingRequest:
     """One request that is about to be sent."""
 
     record: RequestRecord
-    body: dict[str, Any]  # of a chat completion
+    body: JsonObject  # of a chat completion
     case: Case
     history: list[ChatMessage]  # the conversation's earlier answers; this request's is added
 
@@ -261,7 +264,7 @@ class Session:
         if smoke:
             self.sized = {w.name: w for w in sized(self.workloads, self.folder, self._prompt_tokens)}
 
-    def _prompt_tokens(self, body: dict[str, Any]) -> int | None:
+    def _prompt_tokens(self, body: JsonObject) -> int | None:
         """Send a chat completion's body to the first backend; return usage.prompt_tokens."""
         backend = next(iter(self.backends.values()))
         model = self._model(backend.name)
@@ -341,13 +344,12 @@ class Session:
         timings.save(self.folder / "streams" / stream)
         self.batch += 1
         for index, turn in enumerate(turns):
-            answer = judge.from_record(answers[turn.record.id])
-            turn.history.append(assistant_message(answer.text, answer.tool_calls))
-            record = turn.record
+            record, received = turn.record, answers[turn.record.id]
             for name in RequestRecord.__struct_fields__:
-                if name in answers[record.id] and name != "model":
-                    setattr(record, name, answers[record.id][name])
-            record.finish_reason = answer.finish_reason
+                if name in received and name != "model":
+                    setattr(record, name, received[name])
+            answer = judge.from_record(record)
+            turn.history.append(assistant_message(answer.text, answer.tool_calls))
             record.started_at = started_at
             record.load_per_core = load_per_core()
             record.clock_mhz, record.temperature_c, record.throttle = state
@@ -363,8 +365,8 @@ class Session:
                 self.on_record(record)
 
     def _send(
-        self, backend: Backend, requests: Sequence[tuple[str, dict[str, Any]]], starts: Sequence[float] | None = None
-    ) -> Any:
+        self, backend: Backend, requests: Sequence[tuple[str, JsonObject]], starts: Sequence[float] | None = None
+    ) -> Timings:
         """Send (tag, body) pairs to a server, all at once or at their start times in seconds; return Timings.
 
         Each connection is opened by a request for the list of models, as a client in daily use has it open already.

@@ -1,4 +1,4 @@
-"""Requests of a log or a trace as workloads: conversations that are replayed, and requests that arrive when they did.
+"""Requests of a log or a trace as workloads: conversations that are replayed, and requests that arrive at their recorded times.
 
     replay(logs)   conversations turn by turn: the user's texts and the logged results of tools; the server's own answers are kept
     trace(file)    one request per record, at its time. Mooncake's traces (timestamp, input_length, output_length, hash_ids) name
@@ -28,6 +28,7 @@ from annie_quant.data.log_sample import max_tokens, plain
 from annie_quant.data.logs import Problems, read_logs
 from annie_quant.data.masking import Scanner
 from annie_quant.documents import ChatMessage, ContextFile
+from annie_quant.judge.answers import Tool
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.workloads import BLOCK_TOKENS, Case, Turn, Workload
 
@@ -148,7 +149,7 @@ def _length(answer: ChatMessage) -> int:
     return len(answer["content"]) + len(str(answer.get("tool_calls") or ""))
 
 
-def _tools(conversation: Conversation, scanner: Scanner) -> tuple[Mapping[str, Any], ...]:
+def _tools(conversation: Conversation, scanner: Scanner) -> tuple[Tool, ...]:
     return tuple(scanner.masked(conversation.tools or []))
 
 
@@ -256,4 +257,4 @@ def _log_trace(path: PathLike, n: int, problems: Problems) -> Workload:
     requests.sort(key=lambda item: item[0])
     first = requests[0][0]
     cases = [dataclasses.replace(case, arrival_s=time_s - first) for time_s, case in requests]
-    return _workload("trace", "Logged requests, arriving when they did", cases, max_tokens(lengths))
+    return _workload("trace", "Logged requests at their recorded times", cases, max_tokens(lengths))

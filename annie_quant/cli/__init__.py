@@ -43,13 +43,13 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
         click.echo(context.get_help())
 
 
-for command in (
+for each in (
     search.demo, data.record_command, data.init, data.data, quantize.quantize, checkpoint.audit, checkpoint.convert,
     checkpoint.compare, evaluate.evaluate, evaluate.lm_eval, evaluate.retention, search.search, quantize.serve, doctor.doctor,
     doctor.validate_gpu, bench.bench, report.report,
     report.export, report.publish, report.explain,
 ):  # fmt: skip
-    cli.add_command(command)
+    cli.add_command(each)
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _report(error: Exception) -> NoReturn:
-    """Print an error of the system as one line and exit with code 3; raise any other, or any if a traceback is asked for."""
+    """Print an error of the system as one line and exit with code 3; raise any other, or all with ANNIE_QUANT_TRACEBACK."""
     description = describe(error)
     if os.environ.get("ANNIE_QUANT_TRACEBACK") or description is None:
         raise error

@@ -4,56 +4,57 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
 import click
 import msgspec
 from msgspec import UNSET
 
 import annie_quant
-from annie_quant.cli.common import PATH, console, emit, json_option, quiet_engines
+from annie_quant.cli.common import console, emit, quiet_engines
+from annie_quant.cli.options import Argument, AsJson, Force, Option, command
 from annie_quant.documents import Audit, TensorRow
 
 COLUMNS = ("name", "format", "shape", "group", "tensor_scale", "input_scale", "scale_min", "scale_max", "zero_blocks",
            "rel_l2")  # fmt: skip
 
 
-@click.command()
-@click.argument("checkpoint", type=PATH)
-@click.option("--source", type=PATH, help="The bf16 checkpoint it was made from: adds the error per tensor.")
-@click.option("--repair", is_flag=True, help="Write a repaired copy next to it, then audit the copy.")
-@click.option("--output", type=PATH, help="With --repair: folder of the copy.")
-@click.option("--names", type=click.Choice(["old", "new"]), help="With --repair: config fields and tensor names for "
-              "transformers 4.57 (old) or from 5.2 (new).")  # fmt: skip
-@click.option("--force", is_flag=True, help="With --repair: replace an existing output.")
-@click.option("--tensors", is_flag=True, help="Also print one line per tensor.")
-@json_option
-def audit(
-    checkpoint: Path,
-    source: Path | None,
-    repair: bool,
-    output: Path | None,
-    names: str | None,
-    force: bool,
-    tensors: bool,
-    as_json: bool,
-) -> None:
+class AuditOptions(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: Annotated[Path, Argument()]
+    source: Annotated[Path | None, Option("The bf16 checkpoint it was made from: adds the error per tensor.")] = None
+    repair: Annotated[bool, Option("Write a repaired copy next to it, then audit the copy.")] = False
+    output: Annotated[Path | None, Option("With --repair: folder of the copy.")] = None
+    names: Annotated[
+        Literal["old", "new"] | None,
+        Option("With --repair: config fields and tensor names for transformers 4.57 (old) or from 5.2 (new)."),
+    ] = None
+    force: Annotated[bool, Option("With --repair: replace an existing output.")] = False
+    tensors: Annotated[bool, Option("Also print one line per tensor.")] = False
+    as_json: AsJson = False
+
+
+@command(AuditOptions)
+def audit(options: AuditOptions) -> None:
     """Read every tensor of a checkpoint and report faults. Exit code 1 if there are any."""
-    if not repair and (output or names or force):
+    checkpoint, source = options.checkpoint, options.source
+    if not options.repair and (options.output or options.names or options.force):
         raise click.UsageError("--output, --names and --force need --repair")
     repaired = None
-    if repair:
+    if options.repair:
         with console.task("repair"):
-            repaired = annie_quant.checkpoint.repair(checkpoint, source=source, output=output, names=names, force=force)
+            repaired = annie_quant.checkpoint.repair(
+                checkpoint, source=source, output=options.output, names=options.names, force=options.force
+            )
         checkpoint = Path(repaired.path)
     result = annie_quant.checkpoint.audit(checkpoint, source=source)
-    if as_json:
+    if options.as_json:
         emit(result.to_dict() | ({"repair": repaired} if repaired else {}))
     else:
         for action in repaired.actions if repaired else ():
             console.note(f"repaired: {action}")
         if repaired and not repaired.actions:
             console.note("nothing to repair")
-        print_audit(checkpoint, result, tensors)
+        print_audit(checkpoint, result, options.tensors)
         if result.findings and not repaired:
             console.line(f"what a code means: annie-quant explain {result.findings[0].code}")
             console.line(advice(result, source))
@@ -86,12 +87,12 @@ def print_audit(path: Path, result: Audit, tensors: bool) -> None:
 
 def advice(result: Audit, source: Path | None) -> str:
     """Return the command that repairs the checkpoint, or what to do where none does."""
-    command = annie_quant.checkpoint.repair_command(result, source)
+    repair = annie_quant.checkpoint.repair_command(result, source)
     count = f"{len(result.findings)} finding{'s' if len(result.findings) != 1 else ''}"
-    if command is None:
+    if repair is None:
         return f"{count}; no command repairs this folder: copy or quantize it again"
-    place = " (SOURCE: the bf16 checkpoint that it was made from)" if command.endswith(" SOURCE") else ""
-    return f"{count}; to repair a copy: {command}{place}"
+    place = " (SOURCE: the bf16 checkpoint that it was made from)" if repair.endswith(" SOURCE") else ""
+    return f"{count}; to repair a copy: {repair}{place}"
 
 
 def print_tensors(rows: list[TensorRow]) -> None:
@@ -109,34 +110,39 @@ def _cell(value: object) -> str:
     return "" if value is None or value is UNSET else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-@click.command()
-@click.argument("checkpoint", type=PATH)
-@click.option(
-    "--to",
-    "target",
-    required=True,
-    type=click.Choice(["modelopt", "compressed-tensors", "gguf", "bf16", "hf"]),
-    help="Dialect of the copy; bf16: plain weights; hf: a GGUF file as a bf16 folder with its tokenizer.",
-)
-@click.option("--type", "kind", help="GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.")
-@click.option("--output", type=PATH, help="Folder, or file for GGUF. Default: in the checkpoint's parent folder.")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
-@json_option
-def convert(checkpoint: Path, target: str, kind: str | None, output: Path | None, force: bool, as_json: bool) -> None:
+class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: Annotated[Path, Argument()]
+    to: Annotated[
+        Literal["modelopt", "compressed-tensors", "gguf", "bf16", "hf"],
+        Option("Dialect of the copy; bf16: plain weights; hf: a GGUF file as a bf16 folder with its tokenizer."),
+    ]
+    type: Annotated[
+        str | None, Option("GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.")
+    ] = None
+    output: Annotated[Path | None, Option("Folder, or file for GGUF. Default: in the checkpoint's parent folder.")] = (
+        None
+    )
+    force: Force = False
+    as_json: AsJson = False
+
+
+@command(ConvertOptions)
+def convert(options: ConvertOptions) -> None:
     """Convert a checkpoint to another dialect, or write it as GGUF."""
-    with console.task(f"convert to {target}") as step:
-        if target == "hf":
-            if kind:
+    source, output, force = options.checkpoint, options.output, options.force
+    with console.task(f"convert to {options.to}") as step:
+        if options.to == "hf":
+            if options.type:
                 raise click.UsageError("--type is for GGUF: --to hf writes bf16 numbers")
             quiet_engines()
             from annie_quant.offline import gguf_source
 
-            result = gguf_source.convert(checkpoint, output, force, step)
+            result = gguf_source.convert(source, output, force, step)
         else:
             result = annie_quant.checkpoint.convert(
-                checkpoint, to=target, output=output, type=kind, force=force, progress=step
+                source, to=options.to, output=output, type=options.type, force=force, progress=step
             )
-    if as_json:
+    if options.as_json:
         emit(result)
         return
     console.note(f"{result.path}: {result.size_bytes / 1e6:.1f} MB")
@@ -144,22 +150,25 @@ def convert(checkpoint: Path, target: str, kind: str | None, output: Path | None
         console.note(f"lost in conversion: {line}")
 
 
-@click.command()
-@click.argument("source", type=PATH)
-@click.argument("forms", nargs=-1, required=True, type=PATH)
-@click.option("--worst", default=3, show_default=True, help="Tensors with the largest error to list per form.")
-@click.option("--plot", type=PATH, help="Also draw a plot: a file named .svg, .png or .pdf.")
-@json_option
-def compare(source: Path, forms: tuple[Path, ...], worst: int, plot: Path | None, as_json: bool) -> None:
+class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
+    source: Annotated[Path, Argument()]
+    forms: Annotated[tuple[Path, ...], Argument()]
+    worst: Annotated[int, Option("Tensors with the largest error to list per form.")] = 3
+    plot: Annotated[Path | None, Option("Also draw a plot: a file named .svg, .png or .pdf.")] = None
+    as_json: AsJson = False
+
+
+@command(CompareOptions)
+def compare(options: CompareOptions) -> None:
     """Compare forms of one model (folders, GGUF files) with its bf16 SOURCE, tensor by tensor."""
     with console.task("compare"):
-        comparison = annie_quant.checkpoint.compare(source, annie_quant.checkpoint.labels(forms))
-        if plot:
-            comparison.plot(plot)
-    if as_json:
-        emit(comparison.to_dict(worst))
+        comparison = annie_quant.checkpoint.compare(options.source, annie_quant.checkpoint.labels(options.forms))
+        if options.plot:
+            comparison.plot(options.plot)
+    if options.as_json:
+        emit(comparison.to_dict(options.worst))
         return
     for form, summary in comparison.summary.items():
         console.print_mapping(form, msgspec.to_builtins(summary))
-        for row in comparison.worst(form, worst):
+        for row in comparison.worst(form, options.worst):
             console.note(f"  worst: {row.tensor} {row.format} rel-L2 {row.rel_l2:.4f}")

@@ -1,12 +1,10 @@
-"""Shared by the commands: the console, --json, and the check of the calibration data's system prompt."""
+"""Shared by the commands: the console, JSON output, and the check of the calibration data's system prompt."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import click
 import msgspec
@@ -15,39 +13,6 @@ from annie_quant.cli.terminal import TerminalConsole, is_secondary_process, show
 from annie_quant.core.files import finite
 
 console = TerminalConsole()
-PATH = click.Path(path_type=Path)
-Command = TypeVar("Command", bound=Callable[..., None])
-
-
-def json_option(function: Command) -> Command:
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(
-        function
-    )
-
-
-def persona_option(function: Command) -> Command:
-    return click.option(
-        "--persona",
-        help="A built-in persona, a JSON file, or a folder from annie-quant init. Default: annie.",
-    )(function)
-
-
-def workloads_option(function: Command) -> Command:
-    return click.option(
-        "--workloads",
-        help="Names (also bfcl), JSON files or folders, comma-separated. Default: those of the persona.",
-    )(function)
-
-
-def role_options(function: Command) -> Command:
-    """Add --candidate, --reference and --incumbent (judge/decision/roles.py)."""
-    for name, text in (
-        ("incumbent", "The side that the candidate would replace. Default: the other one."),
-        ("reference", "The bf16 side that all are compared with. Default: the one whose weights are known to be bf16."),
-        ("candidate", "The side that is judged. Default: backend A; of two sides of one format, the second."),
-    ):
-        function = click.option(f"--{name}", metavar="NAME", help=text)(function)
-    return function
 
 
 def emit(value: object) -> None:

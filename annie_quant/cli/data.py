@@ -9,161 +9,125 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import click
 import msgspec
 
-from annie_quant.cli.common import PATH, console, emit, json_option
+from annie_quant.cli.common import console, emit
+from annie_quant.cli.options import AsJson, Option, command
 from annie_quant.core.errors import UsageError
-from annie_quant.core.untrusted import decode_json
+from annie_quant.core.untrusted import JsonObject, decode_json
+
+FILE = click.Path(path_type=Path, exists=True)
+FILE_OR_STDIN = click.Path(path_type=Path, allow_dash=True)
+POSITIVE = click.FloatRange(0, min_open=True)
+MaskPersonal = Annotated[bool, Option("Mask email addresses, phone and card numbers, and names that users state.")]
+MaskWord = Annotated[tuple[str, ...], Option("Mask this text; repeatable.", metavar="WORD")]
 
 
-@click.command()
-@click.option("--persona", default="annie", show_default=True, help="A built-in persona or a JSON file.")
-@click.option(
-    "--teacher", default="offline", show_default=True, help="Writer of the answers: claude-cli, openai, offline."
-)
-@click.option("--n", default=500, show_default=True, help="Conversations, evenly over the persona's categories.")
-@click.option("--seed", default=0, show_default=True, help="Of the offline teacher's draws.")
-@click.option(
-    "--split",
-    default="calibration",
-    show_default=True,
-    type=click.Choice(["train", "calibration", "gate"]),
-    help="Purpose of the conversations; prompts of gates are excluded from the other two splits.",
-)
-@click.option(
-    "--apart-from",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True),
-    help="A file whose prompts are excluded; repeatable.",
-)
-@click.option("--teacher-model", help="Model of the teacher. Default for claude-cli: claude-opus-4-6.")
-@click.option("--url", help="Endpoint of --teacher openai. Default: OPENAI_BASE_URL.")
-@click.option("--batch-size", default=10, show_default=True, help="Conversations per batch.")
-@click.option("--timeout", default=300.0, show_default=True, help="Time limit of a batch, in seconds.")
-@click.option("--retries", default=3, show_default=True, help="Retries of a failed batch.")
-@click.option("--max-wait", default=900.0, show_default=True, help="Longest single wait for a rate limit, in seconds.")
-@click.option("--max-budget-usd", type=float, help="Stop when this amount is spent, including resumed runs.")
-@click.option("--max-budget-tokens", type=int, help="The same in tokens.")
-@click.option(
-    "--output",
-    default="data/calibration/annie_calibration.jsonl",
-    show_default=True,
-    type=PATH,
-    help="JSON lines, one conversation per line.",
-)
-@click.option("--check", is_flag=True, help="Only validate the conversations in --output.")
-@click.option("--force", is_flag=True, help="Replace a finished set, and discard an unfinished one.")
-@json_option
-def data(
-    persona: str,
-    teacher: str,
-    n: int,
-    seed: int,
-    split: str,
-    apart_from: tuple[Path, ...],
-    teacher_model: str | None,
-    url: str | None,
-    batch_size: int,
-    timeout: float,
-    retries: int,
-    max_wait: float,
-    max_budget_usd: float | None,
-    max_budget_tokens: int | None,
-    output: Path,
-    check: bool,
-    force: bool,
-    as_json: bool,
-) -> None:
+class DataOptions(msgspec.Struct, frozen=True, kw_only=True):
+    persona: Annotated[str, Option("A built-in persona or a JSON file.")] = "annie"
+    teacher: Annotated[str, Option("Writer of the answers: claude-cli, openai, offline.")] = "offline"
+    n: Annotated[int, Option("Conversations, evenly over the persona's categories.")] = 500
+    seed: Annotated[int, Option("Of the offline teacher's draws.")] = 0
+    split: Annotated[
+        Literal["train", "calibration", "gate"],
+        Option("Purpose of the conversations; prompts of gates are excluded from the other two splits."),
+    ] = "calibration"
+    apart_from: Annotated[tuple[Path, ...], Option("A file whose prompts are excluded; repeatable.", type=FILE)] = ()
+    teacher_model: Annotated[str | None, Option("Model of the teacher. Default for claude-cli: claude-opus-4-6.")] = (
+        None
+    )
+    url: Annotated[str | None, Option("Endpoint of --teacher openai. Default: OPENAI_BASE_URL.")] = None
+    batch_size: Annotated[int, Option("Conversations per batch.")] = 10
+    timeout: Annotated[float, Option("Time limit of a batch, in seconds.")] = 300.0
+    retries: Annotated[int, Option("Retries of a failed batch.")] = 3
+    max_wait: Annotated[float, Option("Longest single wait for a rate limit, in seconds.")] = 900.0
+    max_budget_usd: Annotated[float | None, Option("Stop when this amount is spent, including resumed runs.")] = None
+    max_budget_tokens: Annotated[int | None, Option("The same in tokens.")] = None
+    output: Annotated[Path, Option("JSON lines, one conversation per line.")] = Path(
+        "data/calibration/annie_calibration.jsonl"
+    )
+    check: Annotated[bool, Option("Only validate the conversations in --output.")] = False
+    force: Annotated[bool, Option("Replace a finished set, and discard an unfinished one.")] = False
+    as_json: AsJson = False
+
+
+@command(DataOptions)
+def data(options: DataOptions) -> None:
     """Make conversations with a teacher, or validate existing ones. Exit code 1 if they are too few or not valid."""
     from annie_quant import data as conversations
 
-    if check:
-        who = conversations.load_persona(persona)
-        rows = conversations.read_rows(output)
-        conversations.check_prompt_hash(rows, persona)
-        conversations.check_apart(rows, *apart_from, gates=split != "gate")
+    if options.check:
+        who = conversations.load_persona(options.persona)
+        rows = conversations.read_rows(options.output)
+        conversations.check_prompt_hash(rows, options.persona)
+        conversations.check_apart(rows, *options.apart_from, gates=options.split != "gate")
         result: conversations.ValidatedRows = conversations.validate(rows, who)
     else:
-        with console.task(f"conversations by {teacher}") as step:
+        with console.task(f"conversations by {options.teacher}") as step:
             result = conversations.generate(
-                persona,
-                teacher,
-                n,
-                output,
-                seed,
+                options.persona,
+                options.teacher,
+                options.n,
+                options.output,
+                options.seed,
                 step,
-                split=split,
-                apart_from=apart_from,
-                options=conversations.Options(teacher_model, url, timeout, batch_size),
-                limits=conversations.Limits(retries, max_wait, max_budget_usd, max_budget_tokens),
-                force=force,
+                split=options.split,
+                apart_from=options.apart_from,
+                options=conversations.Options(options.teacher_model, options.url, options.timeout, options.batch_size),
+                limits=conversations.Limits(
+                    options.retries, options.max_wait, options.max_budget_usd, options.max_budget_tokens
+                ),
+                force=options.force,
             )
     document = msgspec.to_builtins(result)
-    emit(document) if as_json else console.print_mapping(str(output), document)
+    emit(document) if options.as_json else console.print_mapping(str(options.output), document)
     sys.exit(0 if result.ok else 1)
 
 
-@click.command()
-@click.option(
-    "--prompt", type=click.Path(path_type=Path, allow_dash=True), help="System prompt: a text file; - is stdin."
-)
-@click.option(
-    "--tools", type=click.Path(path_type=Path, allow_dash=True), help="OpenAI function tools: a JSON file; - is stdin."
-)
-@click.option(
-    "--logs",
-    multiple=True,
-    type=PATH,
-    help="Chat logs: JSON lines, server logs, Parquet, or a folder; repeatable.",
-)
-@click.option("--name", default="", help="The assistant's name. Default: Assistant.")
-@click.option("--fill", is_flag=True, help="Also make prompts and conversations from the tools' schemas.")
-@click.option(
-    "--mask-personal", is_flag=True, help="Mask email addresses, phone and card numbers, and names that users state."
-)
-@click.option("--mask-word", multiple=True, metavar="WORD", help="Mask this text; repeatable.")
-@click.option("--seed", default=0, show_default=True, help="Of the sample of the logs, and of generated prompts.")
-@click.option("--output", required=True, type=PATH, help="Folder to write.")
-@click.option("--force", is_flag=True, help="Replace a folder that init has made.")
-@json_option
-def init(
-    prompt: Path | None,
-    tools: Path | None,
-    logs: tuple[Path, ...],
-    name: str,
-    fill: bool,
-    mask_personal: bool,
-    mask_word: tuple[str, ...],
-    seed: int,
-    output: Path,
-    force: bool,
-    as_json: bool,
-) -> None:
+class InitOptions(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: Annotated[Path | None, Option("System prompt: a text file; - is stdin.", type=FILE_OR_STDIN)] = None
+    tools: Annotated[Path | None, Option("OpenAI function tools: a JSON file; - is stdin.", type=FILE_OR_STDIN)] = None
+    logs: Annotated[
+        tuple[Path, ...], Option("Chat logs: JSON lines, server logs, Parquet, or a folder; repeatable.")
+    ] = ()
+    name: Annotated[str, Option("The assistant's name. Default: Assistant.")] = ""
+    fill: Annotated[bool, Option("Also make prompts and conversations from the tools' schemas.")] = False
+    mask_personal: MaskPersonal = False
+    mask_word: MaskWord = ()
+    seed: Annotated[int, Option("Of the sample of the logs, and of generated prompts.")] = 0
+    output: Annotated[Path, Option("Folder to write.")]
+    force: Annotated[bool, Option("Replace a folder that init has made.")] = False
+    as_json: AsJson = False
+
+
+@command(InitOptions)
+def init(options: InitOptions) -> None:
     """Make persona.json, workloads/ and calibration.jsonl from a system prompt, tools and logs.
 
     Secrets in logs are masked. README.md in the folder states where everything comes from.
     """
     from annie_quant.data.init_folder import Sources, initialize
 
-    if prompt == tools == Path("-"):
+    if options.prompt == options.tools == Path("-"):
         raise click.UsageError("--prompt - and --tools - cannot both read stdin")
+    output = options.output
     sources = Sources(
-        prompt=read_text(prompt) if prompt else None,
-        tools=read_tools(tools) if tools else None,
-        logs=logs,
-        name=name,
-        personal=mask_personal,
-        words=mask_word,
-        seed=seed,
-        fill=fill,
+        prompt=read_text(options.prompt) if options.prompt else None,
+        tools=read_tools(options.tools) if options.tools else None,
+        logs=options.logs,
+        name=options.name,
+        personal=options.mask_personal,
+        words=options.mask_word,
+        seed=options.seed,
+        fill=options.fill,
     )
     with console.task("init") as step:
-        result = initialize(sources, output, force, step)
+        result = initialize(sources, output, options.force, step)
     document = msgspec.to_builtins(result)
-    if as_json:
+    if options.as_json:
         emit(document)
         return
     console.print_mapping(str(output), {k: v for k, v in document.items() if k not in ("lines", "output")})
@@ -183,7 +147,7 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path} cannot be read: {reason}", "give a UTF-8 text file, or - for stdin") from None
 
 
-def read_tools(path: Path) -> list[dict[str, Any]]:
+def read_tools(path: Path) -> list[JsonObject]:
     """Return the tools in a file: OpenAI's list, an object with `tools`, or bare function definitions."""
     from annie_quant.data.log_records import tools_of
 
@@ -200,7 +164,7 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
         raise UsageError(
             f"{path} is not a list of OpenAI function tools", '[{"type": "function", "function": {"name": ...}}]'
         )
-    definitions: dict[str, dict[str, Any]] = {}
+    definitions: dict[str, JsonObject] = {}
     for tool in tools:
         name = tool["function"]["name"]
         if definitions.setdefault(name, tool) != tool:
@@ -208,39 +172,20 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     return list(definitions.values())
 
 
-@click.command(name="record")
-@click.option("--upstream", required=True, metavar="URL", help="The OpenAI-compatible server to pass requests on to.")
-@click.option(
-    "--output", type=PATH, default=Path("recorded.jsonl"), show_default=True, help="JSON lines; an existing file grows."
-)
-@click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="0: any free port.")
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen at; others than this machine's are noted."
-)
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Stop after this time. Default: at Ctrl-C.")
-@click.option(
-    "--max-mb",
-    type=click.FloatRange(0, min_open=True),
-    default=1000,
-    show_default=True,
-    help="Limit of the file's size.",
-)
-@click.option(
-    "--mask-personal", is_flag=True, help="Mask email addresses, phone and card numbers, and names that users state."
-)
-@click.option("--mask-word", multiple=True, metavar="WORD", help="Mask this text; repeatable.")
-@json_option
-def record_command(
-    upstream: str,
-    output: Path,
-    port: int,
-    host: str,
-    minutes: float | None,
-    max_mb: float,
-    mask_personal: bool,
-    mask_word: tuple[str, ...],
-    as_json: bool,
-) -> None:
+class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
+    upstream: Annotated[str, Option("The OpenAI-compatible server to pass requests on to.", metavar="URL")]
+    output: Annotated[Path, Option("JSON lines; an existing file grows.")] = Path("recorded.jsonl")
+    port: Annotated[int, Option("0: any free port.", type=click.IntRange(0, 65535))] = 8100
+    host: Annotated[str, Option("Address to listen at; others than this machine's are noted.")] = "127.0.0.1"
+    minutes: Annotated[float | None, Option("Stop after this time. Default: at Ctrl-C.", type=POSITIVE)] = None
+    max_mb: Annotated[float, Option("Limit of the file's size.", type=POSITIVE)] = 1000
+    mask_personal: MaskPersonal = False
+    mask_word: MaskWord = ()
+    as_json: AsJson = False
+
+
+@command(RecordOptions, "record")
+def record_command(options: RecordOptions) -> None:
     """Record real chats: a proxy between your clients and an OpenAI-compatible server.
 
     Point the clients at the printed address. Requests and answers are passed on unchanged, streams too. Keys and headers
@@ -250,36 +195,36 @@ def record_command(
     from annie_quant.data.record_proxy import RecorderSettings, record
 
     settings = RecorderSettings(
-        upstream=upstream,
-        output=output,
-        host=host,
-        port=port,
-        most_bytes=int(max_mb * 1e6),
-        personal=mask_personal,
-        words=mask_word,
-        duration_s=60 * minutes if minutes else None,
+        upstream=options.upstream,
+        output=options.output,
+        host=options.host,
+        port=options.port,
+        most_bytes=int(options.max_mb * 1e6),
+        personal=options.mask_personal,
+        words=options.mask_word,
+        duration_s=60 * options.minutes if options.minutes else None,
     )
 
     def ready(url: str) -> None:
         console.note(f"recording: set your clients' base URL to {url}/v1   (Ctrl-C ends it)")
-        if not is_local(host):
+        if not is_local(options.host):
             console.note(
-                f"{host} is not this machine's own address: everyone who reaches it reaches the server behind it"
+                f"{options.host} is not this machine's own address: everyone who reaches it reaches the server behind it"
             )
 
     with console.task("record") as step:
         result = record(settings, step, ready)
     document = msgspec.to_builtins(result)
-    if as_json:
+    if options.as_json:
         emit(document)
     else:
         console.print_mapping(
-            str(output), {k: v for k, v in document.items() if k not in ("output", "left_out", "masked")}
+            str(options.output), {k: v for k, v in document.items() if k not in ("output", "left_out", "masked")}
         )
         for reason, n in sorted(result.left_out.items(), key=lambda item: -item[1]):
             console.note(f"{n:,} × {reason if reason.startswith('answer ') else f'not recorded: {reason}'}")
         for kind, n in sorted(result.masked.items()):
             console.note(f"masked: {n} × {kind}")
         if result.lines:
-            console.note(f"next: annie-quant init --logs {output} --output mine")
+            console.note(f"next: annie-quant init --logs {options.output} --output mine")
     sys.exit(3 if result.stopped and "--max-mb" not in result.stopped else 0)

@@ -7,66 +7,52 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
-
-from annie_quant.cli.common import PATH, console, echo, emit, json_option, quiet_engines
-from annie_quant.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from annie_quant.ops.doctor import CheckResult
-
-
-import shlex
-from typing import TYPE_CHECKING
-
-import annie_quant
-
-if TYPE_CHECKING:
-    from annie_quant.gemm.stack_check import BackendResult, StackResult
-    from annie_quant.gemm.validate import Validation
-
-
 import importlib.metadata
 import os
 import platform
 import re
+import shlex
+import sys
 import sysconfig
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import click
+import msgspec
+
+import annie_quant
 from annie_quant import __version__
+from annie_quant.cli.common import console, echo, emit, quiet_engines
+from annie_quant.cli.options import AsJson, KeyVariable, Option, command
 from annie_quant.core import native
-from annie_quant.core.errors import EnvironmentFault
+from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.core.untrusted import JsonObject
+
+if TYPE_CHECKING:
+    from annie_quant.gemm.stack_check import BackendResult, StackResult
+    from annie_quant.gemm.validate import Validation
+    from annie_quant.ops.doctor import CheckResult
 
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fault": "[red]✗[/]"}
 
 
-@click.command()
-@click.argument("model", required=False, type=PATH)
-@click.option("--log", type=PATH, help="A server's log, compared with the known errors.")
-@click.option("--fix-plan", is_flag=True, help="Print only the commands that fix the findings.")
-@click.option("--server", metavar="URL", help="A running server: name the arithmetic that it runs on --checkpoint.")
-@click.option("--checkpoint", type=PATH, help="The folder that --server serves.")
-@click.option("--reference", type=PATH, help="The bf16 checkpoint that it was made from.")
-@click.option("--images", is_flag=True, help="With --server: ask it for the colours of two small generated images.")
-@click.option("--key-env", metavar="NAME", help="Environment variable with the server's key.")
-@json_option
-def doctor(
-    model: Path | None,
-    log: Path | None,
-    fix_plan: bool,
-    server: str | None,
-    checkpoint: Path | None,
-    reference: Path | None,
-    images: bool,
-    key_env: str | None,
-    as_json: bool,
-) -> None:
-    """Check what this machine (and a checkpoint) lacks for which stage, with the fix. Exit code 3 on a fault.
+class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
+    log: Annotated[Path | None, Option("A server's log, compared with the known errors.")] = None
+    server: Annotated[
+        str | None, Option("A running server: name the arithmetic that it runs on --checkpoint.", metavar="URL")
+    ] = None
+    checkpoint: Annotated[Path | None, Option("The folder that --server serves.")] = None
+    reference: Annotated[Path | None, Option("The bf16 checkpoint that it was made from.")] = None
+    images: Annotated[bool, Option("With --server: ask it for the colours of two small generated images.")] = False
+    key_env: KeyVariable = None
+    as_json: AsJson = False
+
+
+@command(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
+    """Check what this machine lacks for which stage, with the fix. Exit code 3 on a fault.
 
     With --server, --checkpoint and --reference: compare the log-probabilities that a server (vLLM, llama.cpp) returns for about
     20 prompts with the checkpoint's own under each numerics profile, and name the arithmetic that it runs, or "none of these".
@@ -75,33 +61,34 @@ def doctor(
     """
     from annie_quant.ops import doctor as checks
 
-    figures: dict[str, Any] = {}
-    if images and server is None:
+    figures: dict[str, object] = {}
+    if options.images and options.server is None:
         raise UsageError("--images needs --server", "add --server http://127.0.0.1:8000")
-    if server is not None and images:
-        from annie_quant.bench.backend import key_headers
-        from annie_quant.ops.server_checks import check_images
-
-        findings = [check_images(server, key_headers(key_env))]
-    elif server is not None:
-        if checkpoint is None or reference is None:
-            raise UsageError("--server needs --checkpoint and --reference", "add --checkpoint DIR --reference BF16")
-        quiet_engines()
-        from annie_quant.bench.backend import key_headers
-        from annie_quant.ops.server_checks import check_server
-
-        findings, result = check_server(server, checkpoint, reference, key_headers(key_env))
-        figures = {"fingerprint": {"name": result.name, **asdict(result)}}
+    if options.server is None:
+        findings = checks.examine(options.log)
     else:
-        findings = checks.examine(model, log)
-    plan = checks.fix_plan(findings)
-    if as_json:
-        emit({"findings": findings, "fix_plan": plan, **figures})
-    elif fix_plan:
-        echo("\n".join(plan))
+        findings, figures = check_server(options.server, options)
+    if options.as_json:
+        emit({"findings": findings, "fix_plan": checks.fix_plan(findings), **figures})
     else:
         print_findings(findings)
     sys.exit(3 if any(f.level == "fault" for f in findings) else 0)
+
+
+def check_server(url: str, options: DoctorOptions) -> tuple[list[CheckResult], dict[str, object]]:
+    """Return the findings about a running server, and what --json prints of its arithmetic."""
+    from annie_quant.bench.backend import key_headers
+
+    headers = key_headers(options.key_env)
+    if not options.images and (options.checkpoint is None or options.reference is None):
+        raise UsageError("--server needs --checkpoint and --reference", "add --checkpoint DIR --reference BF16")
+    quiet_engines()
+    from annie_quant.ops import server_checks
+
+    if options.images or options.checkpoint is None or options.reference is None:
+        return [server_checks.check_images(url, headers)], {}
+    findings, result = server_checks.check_server(url, options.checkpoint, options.reference, headers)
+    return findings, {"fingerprint": {"name": result.name, **asdict(result)}}
 
 
 def print_findings(findings: Iterable[CheckResult]) -> None:
@@ -116,28 +103,34 @@ def print_findings(findings: Iterable[CheckResult]) -> None:
 BACKEND_MARKS = {"right": "[green]✓[/]", "wrong": "[red]✗[/]", "failed": "[yellow]·[/]", "missing": "[dim]·[/]"}
 
 
-@click.command(name="validate-gpu")
-@click.option(
-    "--stack", help="Also check the FP4 kernels of an installed serving stack: vllm, flashinfer, torch or all."
-)
-@click.option("--container", metavar="NAME_OR_IMAGE", help="Check the stack in a running container or an image.")
-@click.option("--dry-run", is_flag=True, help="With --container: print its command and start nothing.")
-@json_option
-def validate_gpu(stack: str | None, container: str | None, dry_run: bool, as_json: bool) -> None:
+class ValidateOptions(msgspec.Struct, frozen=True, kw_only=True):
+    stack: Annotated[
+        str | None, Option("Also check the FP4 kernels of an installed serving stack: vllm, flashinfer, torch or all.")
+    ] = None
+    container: Annotated[
+        str | None, Option("Check the stack in a running container or an image.", metavar="NAME_OR_IMAGE")
+    ] = None
+    dry_run: Annotated[bool, Option("With --container: print its command and start nothing.")] = False
+    as_json: AsJson = False
+
+
+@command(ValidateOptions, "validate-gpu")
+def validate_gpu(options: ValidateOptions) -> None:
     """Check NVFP4 arithmetic on this GPU against a float64 oracle. Exit code 3 without a GPU."""
-    if container is None and dry_run:
+    container, stack = options.container, options.stack
+    if container is None and options.dry_run:
         raise click.UsageError("--dry-run needs --container")
     if container is None:
         validation = annie_quant.gemm.validate(stack=stack)
-        emit(validation.to_dict()) if as_json else print_validation(validation)
+        emit(validation.to_dict()) if options.as_json else print_validation(validation)
         sys.exit(0 if validation.ok else 1)
     from annie_quant.gemm import stack_check
 
-    if dry_run:
+    if options.dry_run:
         echo(shlex.join(stack_check.plan_container(container, stack or "all")))
         return
     result = stack_check.examine_container(container, stack or "all")
-    emit(result) if as_json else print_stack(result)
+    emit(result) if options.as_json else print_stack(result)
     sys.exit(1 if result.wrong else 0)
 
 
@@ -187,7 +180,7 @@ def show_version(verbose: bool, as_json: bool) -> None:
         )
 
 
-def inspect_installation() -> dict[str, Any]:
+def inspect_installation() -> JsonObject:
     """Return what is installed as --json prints it, and `fixes`: {what is missing: the command that installs it}.
 
     Nothing larger than the C modules is imported.
@@ -217,14 +210,14 @@ def inspect_installation() -> dict[str, Any]:
     }
 
 
-def inspect_module(name: str) -> dict[str, Any]:
+def inspect_module(name: str) -> JsonObject:
     """Return what a C module reports about itself; `why` and `fix` if it cannot be loaded."""
     try:
         module = native.load(name)
     except EnvironmentFault as fault:
         return {"loaded": False, "why": fault.message, "fix": fault.hint}
     file = Path(str(module.__file__))
-    info: dict[str, Any] = {"loaded": True, "file": str(file), "size_bytes": file.stat().st_size}
+    info: JsonObject = {"loaded": True, "file": str(file), "size_bytes": file.stat().st_size}
     if name == "_nvfp4":
         return info | {"variants": [*module.variants()], "variant": module.variant(), "threads": module.threads()}
     if name == "_stream":
@@ -241,9 +234,9 @@ def declared_requirements() -> Iterable[str]:
         return ()
 
 
-def inspect_extras(requirements: Iterable[str]) -> dict[str, dict[str, Any]]:
+def inspect_extras(requirements: Iterable[str]) -> dict[str, JsonObject]:
     """Return extra → `installed` (package → version) and `missing`, as in pyproject.toml, without those for development."""
-    extras: dict[str, dict[str, Any]] = {}
+    extras: dict[str, JsonObject] = {}
     for requirement in requirements:
         match = _EXTRA.match(requirement)
         if match is None or match[2] in DEVELOPMENT_EXTRAS:
@@ -256,7 +249,7 @@ def inspect_extras(requirements: Iterable[str]) -> dict[str, dict[str, Any]]:
     return extras
 
 
-def version_lines(info: dict[str, Any]) -> list[str]:
+def version_lines(info: JsonObject) -> list[str]:
     """Return one line per item, each followed by the command that installs it if it is missing."""
     python, system = info["python"], info["platform"]
     threads = " free-threaded" if python["free_threaded"] else ""
@@ -281,7 +274,7 @@ def version_lines(info: dict[str, Any]) -> list[str]:
     return out
 
 
-def module_line(name: str, module: dict[str, Any]) -> str:
+def module_line(name: str, module: JsonObject) -> str:
     if not module["loaded"]:
         return f"{module['why']}; {native.BUILDS[name].without}"
     size = f"{module['size_bytes'] / 1e6:.1f} MB"

@@ -11,76 +11,67 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import click
+import msgspec
 
 from annie_quant.cli import tables
-from annie_quant.cli.common import (
-    PATH,
-    console,
-    emit,
-    json_option,
-    persona_option,
-    quiet_engines,
-    refuse_stale_prompt,
-    workloads_option,
+from annie_quant.cli.common import console, emit, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.options import (
+    AllowMismatch,
+    Argument,
+    AsJson,
+    Option,
+    PerGate,
+    PersonaName,
+    WorkloadNames,
+    command,
 )
 from annie_quant.cli.terminal import is_secondary_process
 from annie_quant.core.errors import need
 from annie_quant.documents import DraftAcceptance, EnsembleFigures, Evaluation
 
 
-@click.command(name="eval")
-@click.argument("checkpoint", type=PATH)
-@click.option("--reference", required=True, type=PATH, help="The bf16 checkpoint.")
-@click.option("--n", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate.")
-@persona_option
-@workloads_option
-@click.option(
-    "--numerics",
-    default="w4a4,w4a16",
-    show_default=True,
-    help="Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16, llama.cpp-cpu, "
-    "llama.cpp-blackwell (docs/numerics.md).",
-)
-@click.option("--calib-data", type=PATH, help="Conversations whose assistant tokens are also scored.")
-@click.option("--text", type=PATH, help="A plain text file: its perplexity and KL divergence.")
-@click.option("--layers", is_flag=True, help="Also measure the divergence per layer, with a plot.")
-@click.option(
-    "--layers-n", type=click.IntRange(1), default=10, show_default=True, help="Prompts per gate for --layers."
-)
-@click.option(
-    "--rows",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    help="Answers per batch. Processes share whole batches, so fewer rows can keep more processes busy.",
-)
-@click.option(
-    "--processes",
-    type=click.IntRange(1),
-    help="Processes on this machine that share the work; default: 1 on one GPU; else up to 4 for a small model and many prompts.",
-)
-@click.option("--output", type=PATH, help="JSON file to write; --layers resumes from its folder.")
-@click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")
-@json_option
-def evaluate(
-    checkpoint: Path,
-    reference: Path,
-    n: int,
-    persona: str | None,
-    workloads: str | None,
-    numerics: str,
-    calib_data: Path | None,
-    text: Path | None,
-    layers: bool,
-    layers_n: int,
-    rows: int,
-    processes: int | None,
-    output: Path | None,
-    allow_prompt_mismatch: bool,
-    as_json: bool,
-) -> None:
+class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: Annotated[Path, Argument()]
+    reference: Annotated[Path, Option("The bf16 checkpoint.")]
+    n: PerGate = 100
+    persona: PersonaName = None
+    workloads: WorkloadNames = None
+    numerics: Annotated[
+        tuple[str, ...],
+        Option(
+            "Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16, "
+            "llama.cpp-cpu, llama.cpp-blackwell (docs/numerics.md).",
+            listed=True,
+        ),
+    ] = ("w4a4", "w4a16")
+    calib_data: Annotated[Path | None, Option("Conversations whose assistant tokens are also scored.")] = None
+    text: Annotated[Path | None, Option("A plain text file: its perplexity and KL divergence.")] = None
+    layers: Annotated[bool, Option("Also measure the divergence per layer, with a plot.")] = False
+    layers_n: Annotated[int, Option("Prompts per gate for --layers.", least=1)] = 10
+    rows: Annotated[
+        int,
+        Option(
+            "Answers per batch. Processes share whole batches, so fewer rows can keep more processes busy.", least=1
+        ),
+    ] = 128
+    processes: Annotated[
+        int | None,
+        Option(
+            "Processes on this machine that share the work; default: 1 on one GPU; else up to 4 for a small model and many "
+            "prompts.",
+            least=1,
+        ),
+    ] = None
+    output: Annotated[Path | None, Option("JSON file to write; --layers resumes from its folder.")] = None
+    allow_prompt_mismatch: AllowMismatch = False
+    as_json: AsJson = False
+
+
+@command(EvalOptions, "eval")
+def evaluate(options: EvalOptions) -> None:
     """Compare a checkpoint with its bf16 reference without a server: gates, KL divergence.
 
     Exit code 1 if the checkpoint loses what the reference does, is fragile, its export is broken, or it was not made from the
@@ -99,9 +90,10 @@ def evaluate(
     from annie_quant.offline.process_group import join_group, leave_group
     from annie_quant.quantize.prompt_provenance import check_checkpoint
 
-    refuse_stale_prompt(calib_data, allow_prompt_mismatch, persona)
-    chosen = resolve(persona, workloads)
-    if mismatch := check_checkpoint(checkpoint, personas_of(chosen), allow=allow_prompt_mismatch):
+    refuse_stale_prompt(options.calib_data, options.allow_prompt_mismatch, options.persona)
+    checkpoint, reference = options.checkpoint, options.reference
+    chosen = resolve(options.persona, options.workloads)
+    if mismatch := check_checkpoint(checkpoint, personas_of(chosen), allow=options.allow_prompt_mismatch):
         console.note(mismatch)
     faults = [] if is_secondary_process() else export_notes(checkpoint, reference)
     for fault in faults:
@@ -110,21 +102,21 @@ def evaluate(
         checkpoint=checkpoint,
         reference=reference,
         workloads=judge.distinct_prompts(chosen)[0],
-        n_per_gate=n,
+        n_per_gate=options.n,
         extends=True,
-        numerics=numerics.split(","),
-        conversations=calib_data,
-        text=text,
-        layers_n=layers_n if layers else None,
-        output=output,
-        rows=rows,
+        numerics=options.numerics,
+        conversations=options.calib_data,
+        text=options.text,
+        layers_n=options.layers_n if options.layers else None,
+        output=options.output,
+        rows=options.rows,
         faults=faults,
     )
     with console.task("evaluate") as step:
-        result = job.run(settings, step, processes)
+        result = job.run(settings, step, options.processes)
     if join_group().is_first:
         document = result.to_dict() | {"notes": [*faults, *result.notes]}
-        if as_json:
+        if options.as_json:
             emit(document)
         else:
             console.print_lines(tables.evaluation_lines(result, checkpoint.name, console.width))
@@ -201,26 +193,29 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     need("lm_eval", "lm-eval")
     quiet_engines()
     importlib.import_module("annie_quant.offline.harness_model")  # registers the model
-    command = importlib.import_module("lm_eval.__main__")
+    harness = importlib.import_module("lm_eval.__main__")
 
     sys.argv = ["lm_eval", *arguments]
-    command.cli_evaluate()
+    harness.cli_evaluate()
 
 
-@click.command()
-@click.argument("bf16_run", type=PATH)
-@click.argument("quantized_run", type=PATH)
-@click.option("--seed", default=0, show_default=True, help="Of the bootstrap.")
-@json_option
-def retention(bf16_run: Path, quantized_run: Path, seed: int, as_json: bool) -> None:
+class RetentionOptions(msgspec.Struct, frozen=True, kw_only=True):
+    bf16_run: Annotated[Path, Argument()]
+    quantized_run: Annotated[Path, Argument()]
+    seed: Annotated[int, Option("Of the bootstrap.")] = 0
+    as_json: AsJson = False
+
+
+@command(RetentionOptions)
+def retention(options: RetentionOptions) -> None:
     """Compare two lm-eval runs sample by sample: what the quantized model keeps of bf16's scores.
 
     The runs are folders of lm-eval's --output_path, made with --log_samples (annie-quant lm-eval --model annie_quant ...).
     """
     from annie_quant.judge import retention as table
 
-    result = table.compare_runs(bf16_run, quantized_run, seed)
-    if as_json:
+    result = table.compare_runs(options.bf16_run, options.quantized_run, options.seed)
+    if options.as_json:
         emit(result)
         return
     console.print_lines(list(table.lines(result)))

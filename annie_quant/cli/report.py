@@ -10,39 +10,36 @@ from __future__ import annotations
 import difflib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import click
+import msgspec
 from msgspec.structs import asdict
 
 import annie_quant
-from annie_quant.cli.common import PATH, console, echo, emit, json_option, role_options
+from annie_quant.cli.common import console, echo, emit
+from annie_quant.cli.options import Argument, AsJson, Candidate, Incumbent, Option, Reference, command
 from annie_quant.core.errors import EXIT_CODES, UsageError
 from annie_quant.core.files import write_text
 from annie_quant.documents import Roles
 
 
-@click.command()
-@click.argument("run_dirs", nargs=-1, required=True, type=PATH)
-@click.option("--output", type=PATH, help="Folder of the trends of several runs. Default: trends.")
-@click.option(
-    "--verify",
-    is_flag=True,
-    help="Count the served figures again from records.jsonl; print what differs, write nothing.",
-)
-@click.option(
-    "--judge", is_flag=True, help="First judge the stored answers again, with today's rule; run.json is changed."
-)
-@role_options
-def report(
-    run_dirs: tuple[Path, ...],
-    output: Path | None,
-    verify: bool,
-    judge: bool,
-    candidate: str | None,
-    reference: str | None,
-    incumbent: str | None,
-) -> None:
+class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
+    run_dirs: Annotated[tuple[Path, ...], Argument()]
+    output: Annotated[Path | None, Option("Folder of the trends of several runs. Default: trends.")] = None
+    verify: Annotated[
+        bool, Option("Count the served figures again from records.jsonl; print what differs, write nothing.")
+    ] = False
+    judge: Annotated[bool, Option("First judge the stored answers again, with today's rule; run.json is changed.")] = (
+        False
+    )
+    candidate: Candidate = None
+    reference: Reference = None
+    incumbent: Incumbent = None
+
+
+@command(ReportOptions)
+def report(options: ReportOptions) -> None:
     """Write report.html, report.md and comparison.md into a run directory; for several runs, trends.html and trends.md.
 
     The stored verdict is shown. --judge, and each role that is named, judges the run again. With --verify the exit code is 1 if
@@ -51,22 +48,26 @@ def report(
     from annie_quant.report import trends
     from annie_quant.report.recheck import write_judgement
 
-    stated = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
-    if judge or stated.names:
-        if len(run_dirs) > 1 or verify:
+    folders, stated = options.run_dirs, stated_roles(options)
+    if options.judge or stated.names:
+        if len(folders) > 1 or options.verify:
             raise click.UsageError("--judge and roles are for the report of one run, without --verify")
-        console.note(write_judgement(run_dirs[0], stated).verdict.sentence)
-    if len(run_dirs) == 1 and output is not None:
+        console.note(write_judgement(folders[0], stated).verdict.sentence)
+    if len(folders) == 1 and options.output is not None:
         raise click.UsageError(
             "--output is for the trends of several runs; the report of one run is written into its folder"
         )
-    if verify:
-        _verify(run_dirs)
+    if options.verify:
+        _verify(folders)
         return
-    several = len(run_dirs) > 1
-    paths = trends.build(run_dirs, output or Path("trends")) if several else annie_quant.report.build(run_dirs[0])
+    several = len(folders) > 1
+    paths = trends.build(folders, options.output or Path("trends")) if several else annie_quant.report.build(folders[0])
     for path in paths:
         echo(str(path))
+
+
+def stated_roles(options: ReportOptions | PublishOptions) -> Roles:
+    return Roles(candidate=options.candidate, reference=options.reference, incumbent=options.incumbent)
 
 
 def _verify(run_dirs: tuple[Path, ...]) -> None:
@@ -79,49 +80,44 @@ def _verify(run_dirs: tuple[Path, ...]) -> None:
         sys.exit(1)
 
 
-@click.command()
-@click.argument("run_dir", type=PATH)
-def export(run_dir: Path) -> None:
+class ExportOptions(msgspec.Struct, frozen=True, kw_only=True):
+    run_dir: Annotated[Path, Argument()]
+
+
+@command(ExportOptions)
+def export(options: ExportOptions) -> None:
     """Write a benchmark's results.csv and exports/ again (GuideLLM, AIPerf, vLLM, the original plan's script)."""
     from annie_quant import bench
 
-    table = run_dir / "results.csv"
-    write_text(table, annie_quant.report.compose(run_dir)["results.csv"])
-    for path in (table, *bench.export(run_dir)):
+    table = options.run_dir / "results.csv"
+    write_text(table, annie_quant.report.compose(options.run_dir)["results.csv"])
+    for path in (table, *bench.export(options.run_dir)):
         echo(str(path))
 
 
-@click.command()
-@click.argument("run_dir", type=PATH)
-@click.option(
-    "--repo", required=True, metavar="OWNER/NAME", help="Repository on the Hub; created if it does not exist."
-)
-@click.option("--model", help="The model's name in the run. Default: the verdict's candidate.")
-@click.option("--checkpoint", type=PATH, help="The model's folder, if the run has no record of it.")
-@click.option("--base-model", metavar="OWNER/NAME", help="The Hub model that this one was made from.")
-@click.option("--license", default="", help="The base model's licence, in the Hub's spelling: apache-2.0.")
-@click.option("--calib-data", type=PATH, help="Default: calibration.jsonl of the run.")
-@click.option("--public", is_flag=True, help="Make the repository public (private by default).")
-@click.option("--with-report", is_flag=True, help="Also upload the report and results.csv.")
-@click.option("--with-records", is_flag=True, help="Also upload every request and answer.")
-@click.option(
-    "--force", default="", metavar="REASON", help="Publish in spite of failures; the reason is written to the card."
-)
-@click.option("--dry-run", is_flag=True, help="List files and sizes, write the card, upload nothing.")
-@role_options
-@json_option
-def publish(
-    run_dir: Path,
-    repo: str,
-    public: bool,
-    force: str,
-    dry_run: bool,
-    as_json: bool,
-    candidate: str | None,
-    reference: str | None,
-    incumbent: str | None,
-    **options: Any,
-) -> None:
+class PublishOptions(msgspec.Struct, frozen=True, kw_only=True):
+    run_dir: Annotated[Path, Argument()]
+    repo: Annotated[str, Option("Repository on the Hub; created if it does not exist.", metavar="OWNER/NAME")]
+    model: Annotated[str | None, Option("The model's name in the run. Default: the verdict's candidate.")] = None
+    checkpoint: Annotated[Path | None, Option("The model's folder, if the run has no record of it.")] = None
+    base_model: Annotated[str | None, Option("The Hub model that this one was made from.", metavar="OWNER/NAME")] = None
+    license: Annotated[str, Option("The base model's licence, in the Hub's spelling: apache-2.0.")] = ""
+    calib_data: Annotated[Path | None, Option("Default: calibration.jsonl of the run.")] = None
+    public: Annotated[bool, Option("Make the repository public (private by default).")] = False
+    with_report: Annotated[bool, Option("Also upload the report and results.csv.")] = False
+    with_records: Annotated[bool, Option("Also upload every request and answer.")] = False
+    force: Annotated[
+        str, Option("Publish in spite of failures; the reason is written to the card.", metavar="REASON")
+    ] = ""
+    dry_run: Annotated[bool, Option("List files and sizes, write the card, upload nothing.")] = False
+    candidate: Candidate = None
+    reference: Reference = None
+    incumbent: Incumbent = None
+    as_json: AsJson = False
+
+
+@command(PublishOptions)
+def publish(options: PublishOptions) -> None:
     """Upload a run's checkpoint to the Hugging Face Hub with its model card. Exit code 1 if a gate or audit fails.
 
     Each role that is named judges the run again first, as `annie-quant report` does.
@@ -130,38 +126,53 @@ def publish(
     from annie_quant.report.format import size
     from annie_quant.report.recheck import write_judgement
 
-    stated = Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+    stated = stated_roles(options)
     if stated.names:
-        write_judgement(run_dir, stated)
+        write_judgement(options.run_dir, stated)
     with console.task("audit and card"):
-        plan = publishing.prepare(run_dir, repo, private=not public, forced=force, **options)
-    if not as_json:
+        plan = publishing.prepare(
+            options.run_dir,
+            options.repo,
+            model=options.model,
+            checkpoint=options.checkpoint,
+            base_model=options.base_model,
+            license=options.license,
+            calib_data=options.calib_data,
+            private=not options.public,
+            with_report=options.with_report,
+            with_records=options.with_records,
+            forced=options.force,
+        )
+    if not options.as_json:
         for file in plan.files:
             echo(f"{size(file.size_bytes):>10}  {file.path}")
-        console.note(
-            f"{len(plan.files)} files, {size(plan.size_bytes)}, to {repo} ({'public' if public else 'private'})"
-        )
+        visibility = "public" if options.public else "private"
+        console.note(f"{len(plan.files)} files, {size(plan.size_bytes)}, to {options.repo} ({visibility})")
         console.note(f"card: {plan.folder / 'README.md'}")
         for line in plan.objections:
             console.note(f"objection: {line}")
-    if dry_run or plan.refused:
-        emit(plan) if as_json else None
-        if plan.refused and not as_json:
+    if options.dry_run or plan.refused:
+        emit(plan) if options.as_json else None
+        if plan.refused and not options.as_json:
             console.error("refused", 'fix the objections, or publish anyway: --force "REASON"')
         sys.exit(1 if plan.refused else 0)
     uploaded = publishing.upload(plan, progress=console.note)
-    emit(asdict(plan) | asdict(uploaded)) if as_json else console.note(f"uploaded: {uploaded.url}")
+    emit(asdict(plan) | asdict(uploaded)) if options.as_json else console.note(f"uploaded: {uploaded.url}")
 
 
-@click.command()
-@click.argument("code", required=False)
-@json_option
-def explain(code: str | None, as_json: bool) -> None:
+class ExplainOptions(msgspec.Struct, frozen=True, kw_only=True):
+    code: Annotated[str | None, Argument()] = None
+    as_json: AsJson = False
+
+
+@command(ExplainOptions)
+def explain(options: ExplainOptions) -> None:
     """Explain CODE: that of an audit's finding or a checkpoint's error, or an exit code. Without CODE, list all."""
     from annie_quant.checkpoint.codes import CODES, DEADLY
 
+    code = options.code
     if code is None:
-        if as_json:
+        if options.as_json:
             emit({**{c: e._asdict() for c, e in CODES.items()}, **{str(n): m for n, m in EXIT_CODES.items()}})
             return
         for number, meaning in EXIT_CODES.items():
@@ -178,7 +189,7 @@ def explain(code: str | None, as_json: bool) -> None:
         near = difflib.get_close_matches(code, CODES, 3)
         similar = f"; similar: {', '.join(near)}" if near else ""
         raise UsageError(f"unknown code {code[:60]!r}{similar}", "annie-quant explain lists all codes")
-    if as_json:
+    if options.as_json:
         emit(result)
         return
     console.line(result["meaning"])

@@ -6,10 +6,19 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from annie_quant import documents
-from annie_quant.documents import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates, ServedSide
+from annie_quant.documents import (
+    Evaluation,
+    GateResult,
+    NumericsResult,
+    OfflineSide,
+    Outcome,
+    PairedGate,
+    PairedVerdict,
+    PooledGates,
+    SearchNumerics,
+    ServedSide,
+)
 from annie_quant.judge.decision import POOLED, member_verdict
 from annie_quant.judge.decision.rule import points, title
 
@@ -31,6 +40,10 @@ class Column:
     gates: Mapping[str, GateResult]
     paired: Mapping[str, PairedGate] = field(default_factory=dict)
     pooled: PooledGates | None = None
+
+    @classmethod
+    def of(cls, name: str, side: ServedSide | OfflineSide | NumericsResult | SearchNumerics) -> Column:
+        return cls(name, side.gates, side.paired, side.pooled)
 
     @property
     def verdict(self) -> str:
@@ -169,7 +182,7 @@ def _rows(columns: Sequence[Sequence[str]], advisory: Sequence[bool]) -> list[st
 
 def evaluation_lines(evaluation: Evaluation, name: str, width: int = WIDTH) -> list[str]:
     """Return an evaluation's verdict, its gates next to the reference's, and the absolute requirements."""
-    columns = [Column(kind, side.gates, side.paired, side.pooled) for kind, side in evaluation.numerics.items()]
+    columns = [Column.of(kind, side) for kind, side in evaluation.numerics.items()]
     tables = {"bf16": evaluation.reference_gates, **{c.name: c.gates for c in columns}}
     verdict = evaluation.verdict or PairedVerdict()
     return [
@@ -188,7 +201,7 @@ def served_lines(served: Mapping[str, ServedSide], width: int = WIDTH) -> list[s
     references = dict.fromkeys(str(side.judged_by) for side in judged.values())
     lines: list[str] = []
     for reference in references:
-        columns = [Column(n, s.gates, s.paired, s.pooled) for n, s in judged.items() if s.judged_by == reference]
+        columns = [Column.of(n, side) for n, side in judged.items() if side.judged_by == reference]
         own = served[reference].gates if reference in served else None  # bf16 may be of an earlier run
         lines += [*gate_lines(own, columns, width, reference), ""]
     alone = [Column(name, side.gates) for name, side in served.items() if name not in {*judged, *references}]
@@ -196,18 +209,15 @@ def served_lines(served: Mapping[str, ServedSide], width: int = WIDTH) -> list[s
     return [*lines, *requirement_lines({name: side.gates for name, side in served.items()}, width)]
 
 
-def run_lines(document: Mapping[str, Any], width: int = WIDTH) -> list[str]:
-    """Return one row per side of a demo's verdict (pipeline.demo.run), the reference first."""
-    sides = [documents.convert(Column, side) for side in document["sides"]]
+def demo_lines(sides: Sequence[Column], width: int = WIDTH) -> list[str]:
+    """Return one row per side of a demo's verdict, the reference first."""
     reference = next((side for side in sides if not side.paired), None)
     return side_lines([side for side in sides if side is not reference], reference, width)
 
 
-def side_lines(
-    columns: Sequence[Column], reference: Column | None = None, width: int = WIDTH, name: str = "bf16"
-) -> list[str]:
+def side_lines(columns: Sequence[Column], reference: Column | None = None, width: int = WIDTH) -> list[str]:
     """Return one row per side: its verdict, and the gates that it does not keep, or misses where there is no reference."""
-    rows = [] if reference is None else [(reference.name or name, "reference", _missed(reference))]
+    rows = [] if reference is None else [(reference.name, "reference", _missed(reference))]
     rows += [(c.name, c.verdict, _not_kept(c) if c.paired else _missed(c)) for c in columns]
     rows.insert(0, ("side", "verdict", "gates that are not kept"))
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]

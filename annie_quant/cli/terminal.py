@@ -21,11 +21,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from annie_quant.cli.tables import WIDTH, wrap
 from annie_quant.core import files
 from annie_quant.core.text import printable
+from annie_quant.core.untrusted import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -224,7 +225,7 @@ class TerminalConsole:
                 table.add_row(literal(key), literal(value_text(key, value)))
         self.out.print(table if table.row_count else literal(title))
 
-    def print_verdict(self, verdict: Mapping[str, Any]) -> None:
+    def print_verdict(self, verdict: JsonObject) -> None:
         """Print the stages' times and the verdict's reasons, then, to be read first, its sentence and the report's path."""
         for stage in verdict.get("stages", ()):
             self.err.print(

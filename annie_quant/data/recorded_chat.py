@@ -30,6 +30,7 @@ from annie_quant.data.log_records import Unusable, conversation_of, with_text_ar
 from annie_quant.data.masking import MASK, Scanner
 from annie_quant.documents import ChatMessage, LoggedChat
 from annie_quant.stream import decode
+from annie_quant.stream.answer import MAX_NAME, Frame
 
 MAX_REQUEST_BYTES = 8_000_000
 MAX_ANSWER_BYTES = 16_000_000  # also after decompression
@@ -176,7 +177,7 @@ def answer_of_events(body: bytes) -> tuple[JsonObject, str | None]:
     return message, answer.finish_reason
 
 
-def frames(body: bytes) -> Iterator[decode.Frame]:
+def frames(body: bytes) -> Iterator[Frame]:
     """Yield the events of a stream that was copied as a whole. Times are not known here: all stamps are 0."""
     for raw in _EVENT_END.split(body.removeprefix(b"\xef\xbb\xbf")):
         fields = list(decode.field_lines(raw))
@@ -186,11 +187,11 @@ def frames(body: bytes) -> Iterator[decode.Frame]:
         data = b"\n".join(lines)
         kind = decode.DONE if data.strip() == b"[DONE]" else decode.DATA
         flags = decode.NAMED if any(name == b"event" for name, _ in fields) else 0
-        yield decode.Frame(0, kind, flags, 0, raw, data)
+        yield Frame(0, kind, flags, 0, raw, data)
 
 
 def _reason(value: object) -> str | None:
-    return value[: decode.MAX_NAME] if isinstance(value, str) else None
+    return value[:MAX_NAME] if isinstance(value, str) else None
 
 
 def without(value: Any, secrets: Redactor) -> Any:

@@ -41,8 +41,6 @@ from annie_quant.documents.evaluation import (
     HardenedGate,
     KLFigures,
     KLSummary,
-    Labels,
-    LabelScores,
     LayerDivergence,
     LayerKL,
     MarginBin,

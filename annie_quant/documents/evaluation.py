@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -325,25 +325,6 @@ class Hardened(msgspec.Struct):
     reading: str
 
 
-class LabelScores(msgspec.Struct, rename={"original": "given"}):
-    """Mean nats per token under bf16 of the answers as they are, and of the same answers shuffled among the questions."""
-
-    original: float
-    shuffled: float
-
-
-class Labels(msgspec.Struct):
-    """Whether the calibration answers belong to their questions (cli/pipeline/search_explanation.py).
-
-    verdict: "undecided" where the model does not distinguish the rows; "" in a search of version 0.1.0, which has only `belong`.
-    """
-
-    first: LabelScores
-    last: LabelScores
-    belong: bool
-    verdict: Literal["belong", "shuffled", "undecided", ""] = ""
-
-
 class CalibrationDraw(msgspec.Struct):
     """The strategy made from another random draw of the calibration rows.
 
@@ -407,7 +388,6 @@ class SearchResult(msgspec.Struct):
     n: int
     notes: list[str]
     reference: GateTable
-    labels: Labels | None
     strategies: list[StrategyRow]
     seconds: float
     seeds: int = 1

@@ -138,7 +138,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     first_reasoning_ms: Milliseconds | None = None
     first_content_ms: Milliseconds | None = None
     first_tool_ms: Milliseconds | None = None
-    first_sentence_ms: Milliseconds | None = None  # the first sentence that a voice can speak is complete
     last_token_ms: Milliseconds | None = None
     done_ms: Milliseconds | None = None  # [DONE]
     e2e_ms: Milliseconds | None = None  # end of the answer

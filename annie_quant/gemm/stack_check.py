@@ -4,11 +4,6 @@ A backend is a function (case) -> array [M, N]. `judge` compares it with the flo
 bound that fp32 accumulation allows (times a small factor for other orders of scaling and a bf16 alpha), so that faults
 which a loose tolerance hides (swapped nibbles, a neighbouring scale, a dropped tail) are found. Each backend runs in a
 separate process: an illegal instruction or a crash ends that process only.
-
-In a container: one command as a list of arguments, the code on its standard input. A running container is entered (`docker exec`);
-any other name is an image that is started for the check (`docker run --rm`). Nothing is mounted or installed there: the few pure
-Python files that this module needs are a zip archive in the script that Python reads. It needs Python 3.10 with NumPy, which all
-serving stacks have.
 """
 
 from __future__ import annotations
@@ -157,9 +152,14 @@ def swizzled(scales: np.ndarray) -> np.ndarray:
 
 def backends(stack: str) -> Iterator[Backend]:
     """Yield (name, call or None, reason why it is missing) of each FP4 GEMM in the stack."""
-    if stack not in STACKS:
-        raise UsageError(f"there is no stack called {stack!r}", f"choose one of: {', '.join(STACKS)}, all")
     yield from {"torch": _torch, "vllm": _vllm, "flashinfer": _flashinfer}[stack]()
+
+
+def stacks(name: str) -> tuple[str, ...]:
+    """Return the stacks of a name, which may be "all". Raises UsageError for an unknown one."""
+    if name not in (*STACKS, "all"):
+        raise UsageError(f"there is no stack called {name!r}", f"choose one of: {', '.join(STACKS)}, all")
+    return STACKS if name == "all" else (name,)
 
 
 def _tensors(case: GemmCase) -> tuple[Tensor, ...]:
@@ -298,7 +298,7 @@ def has_fp4_units() -> bool:
 def examine(stack: str, timeout_s: float = 600.0) -> StackResult:
     """Check all backends of `stack`, or of all stacks, and advise which one to choose."""
     rows: list[BackendResult] = []
-    for each in STACKS if stack == "all" else (stack,):
+    for each in stacks(stack):
         for name, call, reason in backends(each):
             if call is None:
                 rows.append(BackendResult(name, "missing", cause=reason))
@@ -354,7 +354,11 @@ def _failed(name: str, reason: str, output: str) -> BackendResult:
     return BackendResult(name, "failed", known.cause if known else reason, known.fix if known else "", [row])
 
 
-# ---- in a container
+# ---- in a container: one command as a list of arguments, the code on its standard input
+#
+# A running container is entered (`docker exec`); any other name is an image that is started for the check (`docker run --rm`).
+# Nothing is mounted or installed there: the few pure Python files that this module needs are a zip archive in the script that
+# Python reads. It needs Python 3.10 with NumPy, which all serving stacks have.
 
 PROGRAMS = ("docker", "podman")
 PACKAGE = Path(__file__).parents[1]
@@ -373,8 +377,7 @@ runpy.run_module("annie_quant.gemm.stack_check", run_name="__main__")
 
 def container_script(stack: str) -> str:
     """Return the program for the container's Python: the archive, then the check of `stack`."""
-    if stack not in (*STACKS, "all"):
-        raise UsageError(f"there is no stack called {stack!r}", f"choose one of: {', '.join(STACKS)}, all")
+    stacks(stack)
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in [*(PACKAGE / f"{name}.py" for name in DEPENDENCIES), *sorted((PACKAGE / "gemm").glob("*.py"))]:

@@ -1,9 +1,7 @@
-r"""One answer: a server's parsed message, or a model's raw text.
+r"""One answer, from a server's parsed message or from a model's raw text, and the tool calls in raw text.
 
-Raw text is parsed in the form of Qwen's chat templates: the generation prompt ends in `<think>\n` when thinking is on
-and in `<think>\n\n</think>\n\n` when it is off, a turn ends with `<|im_end|>`. The forms of tool calls: tool_markup.py.
-
-Tool calls in a model's raw text, in the form that its chat template asks for.
+Raw text has the form of Qwen's chat templates: the generation prompt ends in `<think>\n` when thinking is on and in
+`<think>\n\n</think>\n\n` when it is off, and a turn ends with `<|im_end|>`. Tool calls have the form that the template shows:
 
 qwen_xml    <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>    Qwen3.5, Qwen3-Coder
 hermes      <tool_call>{"name": NAME, "arguments": {...}}</tool_call>                            Qwen2.5, Qwen3, Hermes
@@ -23,7 +21,8 @@ from annie_quant.documents import ChatMessage, RequestRecord, ToolCall
 
 Form = Literal["qwen_xml", "hermes", "llama_json"]
 THINK = "<think>"  # in the chat template of a model that thinks
-Tools = Sequence[Mapping[str, Any]] | None
+Tool = Mapping[str, Any]  # an OpenAI function tool
+Tools = Sequence[Tool] | None
 
 _XML = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
@@ -134,6 +133,8 @@ def _typed(value: str, kind: object) -> object:
         return {"True": True, "False": False, "None": None}.get(value.strip(), value)
 
 
+# ---- answers
+
 END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
 LEAST_CONSTANT, CONSTANT_SHARE = 10, 0.2  # of prompts without a label
 
@@ -161,15 +162,15 @@ class Answer:
         return not self.text.strip() and not self.tool_calls
 
 
-def from_record(record: Mapping[str, Any]) -> Answer:
-    """Return the answer in one record of the stream client (`Timings.records()`)."""
+def from_record(record: RequestRecord) -> Answer:
+    """Return the answer in a record. Tokens that the client has counted itself are unknown here."""
     return Answer(
-        text=record.get("text") or "",
-        reasoning=record.get("reasoning") or "",
-        tool_calls=list(record.get("tool_calls") or []),
-        finish_reason=str(reason)[:200] if (reason := record.get("finish_reason")) else None,
-        error=record.get("error") or "",
-        completion_tokens=record.get("completion_tokens"),
+        text=record.text,
+        reasoning=record.reasoning,
+        tool_calls=record.tool_calls,
+        finish_reason=record.finish_reason,
+        error=record.error or "",
+        completion_tokens=None if record.tokens_estimated else record.completion_tokens,
     )
 
 
@@ -196,7 +197,7 @@ def assistant_message(text: str, tool_calls: Sequence[ToolCall] = ()) -> ChatMes
 def parse_raw(
     raw_text: str,
     thinking: bool,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools = None,
     finish_reason: str | None = None,
     completion_tokens: int | None = None,
     form: Form = "qwen_xml",
@@ -223,7 +224,7 @@ def parse_raw(
     return Answer(text.strip(), reasoning.strip(), calls, finish_reason, "", completion_tokens)
 
 
-def raw_view(answer: Answer, tools: Sequence[Mapping[str, Any]] | None = None) -> Answer:
+def raw_view(answer: Answer, tools: Tools = None) -> Answer:
     """Return the answer with the tool calls that its server left in the text.
 
     Where a call is right here and missing in `answer`, the fault is the server's parser, not the model.

@@ -2,19 +2,9 @@
 
     load()                         all cases of the single-turn categories below
     load("multiple,irrelevance")   complete categories
-    load("multi_turn_base")        multi-turn: one prompt per step of the recorded solutions (bfcl_multi_turn.py)
+    load("multi_turn_base")        multi-turn: one prompt per step of the recorded solutions
 
-Dots in function names are replaced, as the leaderboard does for models that call functions natively: OpenAI's names have
-none.
-
-The Berkeley leaderboard's multi-turn cases as prompts: each step of the recorded solution is one prompt.
-
-The conversation up to a step is replayed with the recorded calls and their results, so bf16 and the quantized model get the same
-prompts; expected is the step's call. The leaderboard lets a model go its own way and compares the final state, so these figures
-are not the leaderboard's: they show whether quantizing changed the next call. A turn whose solution is empty (a function or an
-argument is missing, and the model should say so) expects no call.
-
-Results come from the package's own simulated systems (in memory), whose public functions are called with literal arguments.
+Dots in function names are replaced, as the leaderboard does for models that call functions natively: OpenAI's names have none.
 """
 
 from __future__ import annotations
@@ -31,7 +21,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.judge.workloads import Case, Workload
+
+# ---- multi-turn cases: each step of the recorded solution is one prompt
+#
+# The conversation up to a step is replayed with the recorded calls and their results, so bf16 and the quantized model get the same
+# prompts; the step's call is expected. The leaderboard lets a model go its own way and compares the final state, so these figures
+# are not the leaderboard's: they show whether quantizing changed the next call. A turn whose solution is empty (a function or an
+# argument is missing, and the model should say so) expects no call. Results come from the package's own simulated systems (in
+# memory), whose public functions are called with literal arguments.
 
 MULTI_TURN = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
 MISSING_FUNCTION = "I have updated some more functions you can choose from. What about now?"
@@ -52,17 +51,19 @@ MAX_RESULT = 20_000  # characters
 class Systems(Protocol):
     """The simulated systems of one case; they keep their state from call to call."""
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, name: str, arguments: JsonObject) -> str:
         """Return the result as the model sees it."""
 
 
-Start = Callable[[Mapping[str, Any], bool], Systems]  # (row, long context)
+# id, messages, documents of the tools on offer, expected calls
+Step = tuple[str, list[JsonObject], list[JsonObject], list[JsonObject]]
+Start = Callable[[JsonObject, bool], Systems]  # (row, long context)
 
 
 class PackageSystems:
     """The systems of the package bfcl-eval. Raises EnvironmentFault where one of its imports is missing."""
 
-    def __init__(self, row: Mapping[str, Any], long_context: bool) -> None:
+    def __init__(self, row: JsonObject, long_context: bool) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}
         for name in row["involved_classes"]:
             try:
@@ -79,7 +80,7 @@ class PackageSystems:
                 if not function.startswith("_") and callable(getattr(system, function)):
                     self._functions[function] = getattr(system, function)
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, name: str, arguments: JsonObject) -> str:
         try:
             result = self._functions[name](**arguments)
         except Exception as error:  # what a system rejects is a result, which the model sees
@@ -87,9 +88,7 @@ class PackageSystems:
         return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
-def prompts(
-    root: Path, category: str, rows_of: Callable[[Path], Iterator[dict[str, Any]]], start: Start
-) -> Iterator[Any]:
+def prompts(root: Path, category: str, rows_of: Callable[[Path], Iterator[JsonObject]], start: Start) -> Iterator[Step]:
     """Yield (id, messages, tool documents, expected calls) of each step of each case of a category.
 
     rows_of: reads a file of JSON lines. Expected calls: in the form of judge/checks/calls.py; none where no call is right.
@@ -103,11 +102,11 @@ def prompts(
 
 
 def _turns_with_calls(
-    row: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], solution: Sequence[Sequence[str]], systems: Systems
-) -> Iterator[tuple[str, list[dict[str, Any]], list[Mapping[str, Any]], list[dict[str, Any]]]]:
+    row: JsonObject, tools: Sequence[JsonObject], solution: Sequence[Sequence[str]], systems: Systems
+) -> Iterator[Step]:
     missed = {int(turn): set(names) for turn, names in (row.get("missed_function") or {}).items()}
     orders = {t["name"]: list(t["parameters"].get("properties", {})) for t in tools}
-    history: list[dict[str, Any]] = []
+    history: list[JsonObject] = []
     for turn, messages in enumerate(row["question"]):
         held_back = {name for later, names in missed.items() if later > turn for name in names}
         offered = [t for t in tools if t["name"] not in held_back]
@@ -145,7 +144,7 @@ def allowed(value: object) -> object:
     return [allowed(item) for item in value] if isinstance(value, list) else value
 
 
-def parsed_call(text: str, orders: Mapping[str, Sequence[str]]) -> tuple[str, dict[str, Any]]:
+def parsed_call(text: str, orders: Mapping[str, Sequence[str]]) -> tuple[str, JsonObject]:
     """Return name and arguments of a recorded call such as "sort('a.txt', reverse=True)".
 
     orders: the parameters of each function, in order, for positional arguments. Raises EnvironmentFault for anything but a
@@ -230,19 +229,19 @@ def _cases(root: Path, category: str) -> Iterator[Case]:
     for row in _rows(root / file):
         tools = tuple(map(_tool, row["function"]))
         calls = [{_name(name): values for name, values in call.items()} for call in answers.get(row["id"], ())]
-        expect: dict[str, Any] = {"calls": calls} if category != "irrelevance" else {"no_tool": True}
+        expect: JsonObject = {"calls": calls} if category != "irrelevance" else {"no_tool": True}
         yield Case(id=row["id"], messages=tuple(row["question"][0]), expect=expect, tools=tools, category=category)
 
 
 def _steps(root: Path, category: str, start: Start) -> Iterator[Case]:
     for name, messages, documents, calls in prompts(root, category, _rows, start):
-        expect: dict[str, Any] = {"calls": calls} if calls else {"no_tool": True}
+        expect: JsonObject = {"calls": calls} if calls else {"no_tool": True}
         yield Case(
             id=name, messages=tuple(messages), expect=expect, tools=tuple(map(_tool, documents)), category=category
         )
 
 
-def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(function: JsonObject) -> JsonObject:
     return {
         "type": "function",
         "function": {
@@ -253,7 +252,7 @@ def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path) -> Iterator[JsonObject]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -268,9 +267,9 @@ def _name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)
 
 
-def _schema(node: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(node: JsonObject) -> JsonObject:
     """Convert the leaderboard's types ("dict", "float", "any", ...) to JSON Schema."""
-    schema: dict[str, Any] = {key: node[key] for key in _COPIED if key in node}
+    schema: JsonObject = {key: node[key] for key in _COPIED if key in node}
     kind = str(node.get("type", "any")).lower()
     if kind != "any":
         schema["type"] = _TYPES.get(kind, kind)

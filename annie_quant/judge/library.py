@@ -14,10 +14,12 @@ import msgspec
 from annie_quant import documents
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import CaseFile, Expect, WorkloadFile
 from annie_quant.judge import bfcl
+from annie_quant.judge.answers import Tool
 from annie_quant.judge.gates import GATES, check_names
-from annie_quant.judge.workloads import RESERVED, Case, Workload
+from annie_quant.judge.workloads import RESERVED, Case, Message, Workload
 
 FOLDER = ASSETS / "workloads"
 
@@ -86,7 +88,7 @@ def _check_labels(document: WorkloadFile, where: str) -> None:
         )
 
 
-def build_workload(data: Any, path: str = "") -> Workload:
+def build_workload(data: object, path: str = "") -> Workload:
     """Return a workload from the content of its file, as JSON decodes it."""
     where = Path(path).name or "workload"
     return _checked(documents.convert(WorkloadFile, data, where, error=UsageError), where, "", path)
@@ -109,32 +111,23 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
         raise UsageError(f"{where}: there are no cases")
     if duplicates := [name for name, n in Counter(case.id for case in cases).items() if n > 1]:
         raise UsageError(f"{where}: there are two cases with the id {duplicates[0]!r}")
-    return Workload(
-        name=document.name,
-        description=document.description,
-        persona=_persona_path(document.persona, path),
-        system=document.system,
-        tools=tuple(tools) if isinstance(tools, list) else tools,
-        thinking=document.thinking,
-        max_tokens=document.max_tokens,
-        temperature=document.temperature,
-        gates=tuple(document.gates),
-        cases=cases,
-        sha256=sha256,
-        path=path,
-        default=document.default,
-        extra=extra,
-        context=document.context,
-        informative=tuple(document.informative),
-    )
+    fields = msgspec.structs.asdict(document) | {
+        "persona": _persona_path(document.persona, path),
+        "tools": tuple(tools) if isinstance(tools, list) else tools,
+        "gates": tuple(document.gates),
+        "informative": tuple(document.informative),
+        "extra": extra,
+        "cases": cases,
+    }
+    return Workload(**fields, sha256=sha256, path=path)
 
 
-def _check_tools(where: str, tools: Iterable[Mapping[str, Any]]) -> None:
+def _check_tools(where: str, tools: Iterable[Tool]) -> None:
     functions = [tool.get("function", tool) for tool in tools]
     documents.convert(_Tools, {"tools": functions}, where, error=UsageError)
 
 
-def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
+def _case(where: str, case: CaseFile, own_tools: list[JsonObject]) -> Case:
     if bool(case.messages) == bool(case.turns):
         raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
     documents.convert(Expect, case.expect or {}, f"{where}: case {case.id!r}: expect", error=UsageError)
@@ -166,7 +159,7 @@ def _persona_path(persona: str | None, path: str) -> str | None:
     return os.path.normpath(Path(path).parent / persona)
 
 
-def _check_results(where: str, index: int, turn: Mapping[str, Any]) -> None:
+def _check_results(where: str, index: int, turn: Message) -> None:
     results = turn.get("results")
     if not isinstance(results, list) or not all(
         isinstance(r, Mapping) and isinstance(r.get("name"), str) and isinstance(r.get("content"), str) for r in results

@@ -1,6 +1,6 @@
 """The metrics of a benchmark, one entry each, in the order in which tables show them.
 
-Adding a metric: one entry here, and one field of schema.WorkloadSummary with its name.
+Adding a metric: one entry here, and one field of documents.WorkloadSummary with its name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Workloads and their cases: the requests that they make. judge/library.py reads them from files.
-
-Plain English text of a given length, for prompts at a depth: notes about invented people, the same for the same arguments.
-
-The text answers none of the workloads' questions.
-"""
+"""Workloads and their cases: the requests that they make. judge/library.py reads them from files."""
 
 from __future__ import annotations
 
@@ -17,9 +12,14 @@ from typing import Any
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import ContextFile
 from annie_quant.documents.persona import Persona, load_persona
-from annie_quant.judge.answers import Answer
+from annie_quant.judge.answers import Answer, Tool
+
+# ---- plain English text of a given length, for prompts at a depth: notes about invented people, equal for equal arguments
+#
+# The text answers none of the workloads' questions.
 
 BLOCK_WORDS = 400
 BLOCK_TOKENS = 512  # of a trace's blocks, as Mooncake's have
@@ -80,6 +80,9 @@ def _block(name: int | str, size: int = BLOCK_WORDS) -> str:
     return " ".join(words[:size])
 
 
+# ---- cases and workloads
+
+Message = Mapping[str, Any]  # of a conversation, as a chat completion has it
 Turn = (
     str | Mapping[str, Any]
 )  # a user's text, or {"results": [...]}: what tools return to the calls of the answer before
@@ -91,7 +94,7 @@ RESERVED = ("model", "messages", "tools", "stream", "max_tokens", "temperature",
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt (`messages`) or conversation (`turns`); schema.CaseFile describes the fields.
+    """One prompt (`messages`) or conversation (`turns`); documents.CaseFile describes the fields.
 
     reference: the bf16 model's own answer, for the gates that compare with it; None where there is none.
     blocks: names of the parts of a prompt that a trace only describes, of BLOCK_TOKENS tokens each, the last one shorter.
@@ -102,10 +105,10 @@ class Case:
     """
 
     id: str
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[Message, ...] = ()
     turns: tuple[Turn, ...] = ()
     expect: Mapping[str, Any] = field(default_factory=dict)
-    tools: tuple[Mapping[str, Any], ...] | None = None
+    tools: tuple[Tool, ...] | None = None
     reference: Answer | None = None
     system: str | None = None
     max_tokens: int | None = None
@@ -132,13 +135,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Workload:
-    """A set of cases with one system prompt, tools and limits; schema.WorkloadFile describes the fields."""
+    """A set of cases with one system prompt, tools and limits; documents.WorkloadFile describes the fields."""
 
     name: str
     description: str
     persona: str | None
     system: str | None
-    tools: str | tuple[Mapping[str, Any], ...] | None
+    tools: str | tuple[Tool, ...] | None
     thinking: bool
     max_tokens: int
     temperature: float
@@ -167,7 +170,7 @@ class Workload:
         """Return the token limit of an answer: the case's own, else the workload's."""
         return case.max_tokens or self.max_tokens
 
-    def tools_for(self, case: Case) -> list[Mapping[str, Any]] | None:
+    def tools_for(self, case: Case) -> list[Tool] | None:
         """Return the OpenAI function tools that are offered with a case; None where there are none."""
         if case.tools is not None:
             return list(case.tools) or None
@@ -181,8 +184,8 @@ class Workload:
         return any(case.arrival_s is not None for case in self.cases)
 
     def messages(
-        self, case: Case, turn: int = 0, answers: Sequence[Mapping[str, Any]] = (), unique: str = ""
-    ) -> list[dict[str, Any]]:
+        self, case: Case, turn: int = 0, answers: Sequence[Message] = (), unique: str = ""
+    ) -> list[JsonObject]:
         """Return the conversation up to and including the user's message of `turn` (from 0).
 
         answers: the model's own earlier answers, one assistant message per finished turn.
@@ -205,7 +208,7 @@ class Workload:
                 f"workload {self.name}, case {case.id}: turn {turn + 1} needs {turn} earlier answers, "
                 f"got {len(answers)}"
             )
-        history: list[dict[str, Any]] = []
+        history: list[JsonObject] = []
         for index in range(turn + 1):
             following = case.turns[index]
             if isinstance(following, str):
@@ -220,15 +223,15 @@ class Workload:
         self,
         case: Case,
         turn: int = 0,
-        answers: Sequence[Mapping[str, Any]] = (),
+        answers: Sequence[Message] = (),
         model: str | None = None,
         unique: str = "",
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return the body of one /v1/chat/completions request; `enable_thinking` is always set (R34).
 
         unique: see `messages`.
         """
-        body: dict[str, Any] = {"model": model} if model else {}
+        body: JsonObject = {"model": model} if model else {}
         body["messages"] = self.messages(case, turn, answers, unique)
         tools = self.tools_for(case)
         if tools:
@@ -300,7 +303,7 @@ def _json_text(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def with_results(history: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_results(history: Sequence[Message], results: Sequence[Message]) -> list[JsonObject]:
     """Return a conversation whose last message is the model's answer, followed by the recorded results of its calls.
 
     Each call gets the next result of the same name, so that a model which calls other tools, or in another order, gets an

@@ -2,11 +2,6 @@
 
 A recipe with an image runs in a container; one without runs the program that is installed on this machine. Each recipe
 states when and by whom it was seen to work (R17).
-
-The servers' parsers of tool calls and of thinking that fit a checkpoint's chat template.
-
-Recipes name those of Qwen3.5. Sources: vLLM's documentation, "Tool Calling" (hermes, llama3_json), and SGLang's, "Tool Parser"
-(qwen25, llama3), both read on 2026-11-23.
 """
 
 from __future__ import annotations
@@ -32,6 +27,11 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.documents import salvage_or_default
 from annie_quant.judge.answers import THINK, Form, form_of
 from annie_quant.ops import server as process
+
+# ---- a server's parsers of tool calls and of thinking, as a checkpoint's chat template needs them
+#
+# Recipes name those of Qwen3.5. Sources: vLLM's documentation, "Tool Calling" (hermes, llama3_json), and SGLang's, "Tool Parser"
+# (qwen25, llama3), both read on 2026-11-23.
 
 TOOL_PARSERS: dict[str, dict[Form, str]] = {
     "vllm": {"hermes": "hermes", "llama_json": "llama3_json"},
@@ -81,6 +81,8 @@ def remove(words: list[str], option: str, count: int) -> None:
         at = words.index(option)
         del words[at : at + count]
 
+
+# ---- recipes
 
 RECIPES = ASSETS / "recipes"
 PROGRAMS = {"vllm": ["vllm", "serve"], "sglang": []}

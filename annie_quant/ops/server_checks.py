@@ -1,8 +1,8 @@
 """Checks of a running server (`annie-quant doctor --server`): which arithmetic it runs, and whether it sees images.
 
 The arithmetic is named from the log-probabilities of its greedy answers, in vLLM's and llama.cpp's forms.
-For images the same question is asked about two generated PNGs of one colour each. A model that sees them names both colours; one
-without a working vision tower answers both alike, and a server for text alone refuses the message.
+For images the server gets one question about each of two generated PNGs of one colour. A model that sees them names both colours;
+one without a working vision tower answers both alike, and a server for text alone refuses the message.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from annie_quant.core.errors import ServerError, UsageError
-from annie_quant.core.untrusted import decode_json
-from annie_quant.ops.probe import CheckResult, fault, note, ok
+from annie_quant.core.untrusted import JsonObject, decode_json
+from annie_quant.ops.doctor import CheckResult, fault, note, ok
 from annie_quant.stream.client import Request, chat, fetch, first_model, run
 from annie_quant.stream.timings import transport_fault
 
@@ -149,7 +149,7 @@ def read_answer(reply: bytes, where: str) -> ServedAnswer:
     return ServedAnswer(tokens[: len(rows)], rows[: len(tokens)])
 
 
-def from_steps(steps: Sequence[Mapping[str, Any]]) -> ServedAnswer:
+def from_steps(steps: Sequence[JsonObject]) -> ServedAnswer:
     rows = [{int(t["id"]): float(t["logprob"]) for t in step["top_logprobs"]} for step in steps]
     return ServedAnswer([int(step["id"]) for step in steps], rows)
 
@@ -273,7 +273,7 @@ def names_only(colour: str, answer: str) -> bool:
     return words & COLOURS.keys() == {colour}
 
 
-def message(colour: tuple[int, int, int]) -> list[dict[str, Any]]:
+def message(colour: tuple[int, int, int]) -> list[JsonObject]:
     """Return the content of a message with an image of one colour and the question."""
     data = base64.b64encode(png(colour)).decode()
     return [

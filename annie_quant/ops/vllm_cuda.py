@@ -5,7 +5,7 @@
 Opt-in. Wherever vLLM would run an NVFP4 linear on Marlin (weight-only checkpoints, W4A4 checkpoints on GPUs without FP4 units, and
 --linear-backend marlin), the layer is repacked for our kernel instead. The first layer of each shape and dtype is compared with its
 dequantized product on this device; a layer that does not agree, or that our kernel cannot take, stays on Marlin, with one
-line of log. Biases, merged linears, tensor-parallel shards and LoRA are vLLM's own business around the product. Experts
+line of log. Biases, merged linears, tensor-parallel shards and LoRA are handled by vLLM around the product. Experts
 (vllm_experts) need ANNIE_QUANT_VLLM_EXPERTS=1 in addition.
 """
 
@@ -15,13 +15,13 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import annie_quant
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.gemm import grouped, torch_op
 from annie_quant.ops import vllm_experts, w4a16_layer
-from annie_quant.ops.w4a16_layer import LoadedLinear
+from annie_quant.ops.w4a16_layer import LoadedLinear, VllmObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,7 @@ def compile_key() -> str:
     return f"annie_quant {annie_quant.__version__} {source} {sorted([*_on_marlin, *vllm_experts.on_marlin])}"
 
 
-def kernel(marlin: type[Any]) -> type[Any]:
+def kernel(marlin: type[VllmObject]) -> type[VllmObject]:
     """Return the class that vLLM instantiates, derived from its class for Marlin."""
 
     class AnnieQuantNvFp4LinearKernel(marlin):
@@ -129,7 +129,7 @@ def kernel(marlin: type[Any]) -> type[Any]:
 KEY_LENGTH = 10  # as vLLM's own hash
 
 
-def extend_compile_key(config_class: type[Any], part: Callable[[], str]) -> None:
+def extend_compile_key(config_class: type[VllmObject], part: Callable[[], str]) -> None:
     """Make config_class.compute_hash depend on part(), which is called each time. Does nothing when called again.
 
     vLLM keeps compiled graphs by a hash of its configuration, which does not know what a plug-in does: a graph with Marlin's calls

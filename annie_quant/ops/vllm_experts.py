@@ -14,9 +14,10 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from annie_quant.ops import w4a16_layer
+from annie_quant.ops.w4a16_layer import VllmObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,9 @@ def install(logger: str) -> None:
     stand_for(MarlinExperts, [ours], lambda convert: converter(convert, ours, logger))
 
 
-def stand_for(marlin: type[Any], ours: list[type[Any]], converter: Callable[[Any], Any]) -> None:
+def stand_for(
+    marlin: type[VllmObject], ours: list[type[VllmObject]], converter: Callable[[VllmObject], VllmObject]
+) -> None:
     """Put classes and a conversion of loaded weights, made from vLLM's, in the place of Marlin's. Once: later calls do nothing."""
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
 
@@ -56,7 +59,7 @@ def stand_for(marlin: type[Any], ours: list[type[Any]], converter: Callable[[Any
     if hasattr(classes, "annie_quant"):
         return
 
-    def with_ours(backend: Any) -> list[Any]:
+    def with_ours(backend: VllmObject) -> list[VllmObject]:
         of_backend = classes(backend)
         return ours if of_backend == [marlin] else of_backend
 
@@ -72,10 +75,10 @@ def replace_everywhere(name: str, old: object, new: object, *, but: str = "") ->
             setattr(module, name, new)
 
 
-def converter(convert: Callable[..., Any], ours: type[Any], logger: str) -> Callable[..., Any]:
+def converter(convert: Callable[..., VllmObject], ours: type[VllmObject], logger: str) -> Callable[..., VllmObject]:
     """Return vLLM's conversion of a layer's loaded weights, which repacks for our class where that was chosen."""
 
-    def convert_or_take(nvfp4_backend: Any, layer: Any, **tensors: Any) -> Any:
+    def convert_or_take(nvfp4_backend: VllmObject, layer: VllmObject, **tensors: VllmObject) -> VllmObject:
         layer.annie_width = None
         if getattr(getattr(layer, "quant_method", None), "experts_cls", None) is ours:
             name = getattr(layer, "layer_name", "") or f"experts {list(tensors['w13'].shape)}"
@@ -91,7 +94,7 @@ def converter(convert: Callable[..., Any], ours: type[Any], logger: str) -> Call
     return convert_or_take
 
 
-def unsupported(layer: Any, is_act_and_mul: bool) -> str:
+def unsupported(layer: VllmObject, is_act_and_mul: bool) -> str:
     """Return why our class cannot compute a layer, "" if it can."""
     config = layer.moe_config
     if not is_act_and_mul or layer.activation.name != "SILU" or getattr(layer, "swiglu_limit", None) is not None:
@@ -103,7 +106,7 @@ def unsupported(layer: Any, is_act_and_mul: bool) -> str:
     return "experts are moved between GPUs (EPLB)" if config.moe_parallel_config.enable_eplb else ""
 
 
-def take(layer: Any, tensors: Mapping[str, Any], logger: str) -> Converted | str:
+def take(layer: VllmObject, tensors: Mapping[str, VllmObject], logger: str) -> Converted | str:
     """Repack both weights of a layer for our kernel. Returns them, or why they stay as they are.
 
     tensors: as loaded, with the names of Converted: w13 uint8 [experts, 2 width, K/2], w2 uint8 [experts, K, width/2], block scales
@@ -144,7 +147,7 @@ def align(
     return sorted_pairs, tile_experts, padded
 
 
-def experts_class(marlin: type[Any]) -> type[Any]:
+def experts_class(marlin: type[VllmObject]) -> type[VllmObject]:
     """Return the class that vLLM instantiates per layer, derived from its class for Marlin."""
 
     class AnnieQuantNvFp4Experts(marlin):
@@ -152,7 +155,7 @@ def experts_class(marlin: type[Any]) -> type[Any]:
 
         annie_width: int | None = None  # the experts' intermediate size; None: on Marlin
 
-        def process_weights_after_loading(self, layer: Any) -> None:
+        def process_weights_after_loading(self, layer: VllmObject) -> None:
             super().process_weights_after_loading(layer)
             self.annie_width = layer.annie_width
 
@@ -163,7 +166,7 @@ def experts_class(marlin: type[Any]) -> type[Any]:
                 return super().moe_problem_size(a1, w1, w2, topk_ids)
             return w1.shape[0], a1.shape[0], self.annie_width, a1.shape[1], topk_ids.shape[1]
 
-        def apply(self, **arguments: Any) -> None:
+        def apply(self, **arguments: VllmObject) -> None:
             if self.annie_width is None:
                 return super().apply(**arguments)
             return compute(self, self.annie_width, **arguments)
@@ -173,7 +176,7 @@ def experts_class(marlin: type[Any]) -> type[Any]:
 
 
 def compute(
-    experts: Any,
+    experts: VllmObject,
     width: int,
     *,
     output: Tensor,
@@ -182,7 +185,7 @@ def compute(
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    activation: Any,
+    activation: VllmObject,
     global_num_experts: int,
     expert_map: Tensor | None,
     workspace13: Tensor,

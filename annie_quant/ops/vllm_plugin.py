@@ -1,6 +1,6 @@
 """The plug-in for vLLM, which loads it itself (entry point vllm.general_plugins): linears and experts in NVFP4 on CPUs.
 
-On GPUs, if asked for, it takes our kernels instead of Marlin (vllm_cuda).
+On GPUs it replaces Marlin by our kernels, where a switch is set (vllm_cuda).
 
 vLLM's table of NVFP4 kernels has no entry for CPUs, and it has no class for a mixture's experts there. This plug-in adds W4A4
 (activations rounded to NVFP4 by the C codec, exact weights) and W4A16. Up to nvfp4_linear.FEW_ROWS rows are multiplied with the
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from annie_quant.ops import vllm_experts, w4a16_layer
+from annie_quant.ops.w4a16_layer import VllmObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,16 +94,16 @@ def kernels() -> tuple[type, type]:
         def can_implement(cls, config: object) -> tuple[bool, str | None]:
             return True, None
 
-        def process_weights_after_loading(self, layer: Any) -> None:
+        def process_weights_after_loading(self, layer: VllmObject) -> None:
             _linear_operator()  # must be defined before torch.compile traces the model
             layer.annie_scale = float(layer.weight_global_scale)
             layer.annie_input_scale = self.input_scale(layer)
 
         @staticmethod
-        def input_scale(layer: Any) -> float:
+        def input_scale(layer: VllmObject) -> float:
             return float(layer.input_global_scale)
 
-        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        def apply_weights(self, layer: VllmObject, x: Tensor, bias: Tensor | None = None) -> Tensor:
             import torch
 
             y = torch.ops.annie_quant.vllm_nvfp4_linear(
@@ -114,7 +115,7 @@ def kernels() -> tuple[type, type]:
         """Unrounded activations, as Marlin does."""
 
         @staticmethod
-        def input_scale(layer: Any) -> float:
+        def input_scale(layer: VllmObject) -> float:
             return 0.0
 
     return AnnieNvFp4LinearKernel, AnnieNvFp4W4A16LinearKernel
@@ -140,8 +141,8 @@ def install_experts() -> None:
 
     ours = experts_classes()
 
-    def converter(convert: Any) -> Any:
-        def convert_or_keep(nvfp4_backend: Any, layer: Any, **tensors: Any) -> Any:
+    def converter(convert: VllmObject) -> VllmObject:
+        def convert_or_keep(nvfp4_backend: VllmObject, layer: VllmObject, **tensors: VllmObject) -> VllmObject:
             if getattr(getattr(layer, "quant_method", None), "experts_cls", None) not in ours:
                 return convert(nvfp4_backend=nvfp4_backend, layer=layer, **tensors)
             return vllm_experts.Converted(*(tensors[name] for name in vllm_experts.Converted._fields))
@@ -151,7 +152,7 @@ def install_experts() -> None:
     vllm_experts.stand_for(MarlinExperts, ours, converter)
 
 
-def experts_classes() -> list[type[Any]]:
+def experts_classes() -> list[type[VllmObject]]:
     """Return the classes for W4A4 and W4A16, of which vLLM takes the one that fits a checkpoint."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -161,10 +162,10 @@ def experts_classes() -> list[type[Any]]:
     class AnnieNvFp4Experts(modular_kernel.FusedMoEExpertsModular):
         """Activations rounded to NVFP4 with the checkpoint's input scales."""
 
-        activation_key: Any = kNvfp4Dynamic
+        activation_key: VllmObject = kNvfp4Dynamic
 
         @staticmethod
-        def activation_format() -> Any:
+        def activation_format() -> VllmObject:
             return modular_kernel.FusedMoEActivationFormat.Standard
 
         @staticmethod
@@ -180,7 +181,7 @@ def experts_classes() -> list[type[Any]]:
             return bool(weight_key == kNvfp4Static and activation_key == cls.activation_key)
 
         @staticmethod
-        def _supports_activation(activation: Any) -> bool:
+        def _supports_activation(activation: VllmObject) -> bool:
             return bool(activation.name == "SILU")
 
         @staticmethod
@@ -191,7 +192,7 @@ def experts_classes() -> list[type[Any]]:
         def expects_unquantized_inputs(self) -> bool:
             return True
 
-        def process_weights_after_loading(self, layer: Any) -> None:
+        def process_weights_after_loading(self, layer: VllmObject) -> None:
             _experts_operator()  # must be defined before torch.compile traces the model
             import torch
 
@@ -207,7 +208,7 @@ def experts_classes() -> list[type[Any]]:
         ) -> tuple[Sequence[int], ...]:  # vLLM's names
             return (0,), (0,), (M, K)
 
-        def finalize_weight_and_reduce_impl(self) -> Any:
+        def finalize_weight_and_reduce_impl(self) -> VllmObject:
             return TopKWeightAndReduceNoOP()
 
         def apply(

@@ -7,11 +7,13 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+VllmObject = Any  # a layer, a class or a setting of vLLM, whose types cannot be imported here
 
 _checked: dict[tuple[object, ...], str] = {}  # by device, shape and dtype: why the kernel is not used, "" if it is
 _logged: set[str] = set()

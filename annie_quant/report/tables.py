@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Environment, GateResult, KLFigures, MetricSummary, ModelRow, ToolSurfacePoint
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.format import (
@@ -323,7 +324,7 @@ def _surface_cell(point: ToolSurfacePoint | None) -> Cell:
 def stability_table(run: LoadedRun) -> Table:
     """One row per backend and tested metric: its A/A comparison, and its change over the run."""
     table = Table(
-        "Each backend against itself: prompts measured more than once, their repeats dealt to two sides (A/A), and the largest "
+        "Each backend against itself: prompts measured more than once, their repeats assigned to two sides (A/A), and the largest "
         "step of its times over the run with p after Holm",
         "backend",
         [
@@ -395,7 +396,7 @@ def facts(run: LoadedRun) -> list[tuple[str, list[tuple[str, str]]]]:
     return [(title, pairs) for title, pairs in rows if pairs]
 
 
-def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def _flat(value: JsonObject, prefix: str = "") -> list[tuple[str, str]]:
     rows = []
     for key, item in value.items():
         label = f"{prefix}{key}"
@@ -414,9 +415,9 @@ CSV_COLUMNS = (
 )  # fmt: skip
 
 
-def csv_rows(run: LoadedRun) -> list[dict[str, Any]]:
+def csv_rows(run: LoadedRun) -> list[JsonObject]:
     """results.csv, one row per figure; gates are metric "gate:NAME" with their rate in `mean`, as in bench exports."""
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for model in run.models:
         for metric in ("size_bytes", "bits_per_weight"):
             rows.append({"model": model.name, "part": "size", "metric": metric, "mean": getattr(model, metric)})

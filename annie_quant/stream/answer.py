@@ -48,7 +48,6 @@ class StreamedAnswer:
     first: dict[str, int] = field(default_factory=dict)  # event, reasoning, content, tool
     token_stamps: list[int] = field(default_factory=list)
     token_counts: list[int | None] = field(default_factory=list)  # the server's count after each of these events
-    pieces: list[tuple[int, str]] = field(default_factory=list)  # content, for the first sentence
     done_ns: int | None = None
     merged_reads: int = 0
     fault: tuple[str, str] | None = None
@@ -78,7 +77,6 @@ class StreamedAnswer:
         if content:
             self.first.setdefault("content", stamp)
             self.text.append(content)
-            self.pieces.append((stamp, content))
         return bool(content)
 
     def add_reasoning(self, content: str, stamp: int) -> bool:

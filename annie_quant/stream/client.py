@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import functools
 import math
 import os
 import signal
@@ -196,25 +194,6 @@ def run(
         return _run(plan, concurrency, cancel, options)
 
 
-async def run_async(requests: Iterable[Request], concurrency: int | None = None, **options: Any) -> Timings:
-    """Await `run` in another thread. Cancelling the task stops the run."""
-    import asyncio  # 7 MB that a synchronous run does not need
-
-    cancel = Cancel()
-    call = functools.partial(contextvars.copy_context().run, run, requests, concurrency, cancel=cancel, **options)
-    work = asyncio.get_running_loop().run_in_executor(None, call)
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        cancel.cancel()
-        while not work.done():  # the task may be cancelled again while the thread stops
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([work])
-        raise
-    finally:
-        cancel.close()
-
-
 class _Plan:
     """Requests, and their rows as the C loop reads them."""
 
@@ -309,16 +288,6 @@ def poisson(count: int, rate_per_s: float, seed: int = 0) -> list[float]:
     """Return independent arrivals: exponential gaps with a mean of 1/rate_per_s. The first request follows one gap."""
     gaps = np.random.default_rng(seed).exponential(1 / _positive(rate_per_s, "rate_per_s"), count)
     return np.cumsum(gaps).tolist()
-
-
-def constant(count: int, rate_per_s: float) -> list[float]:
-    """Return one arrival per 1/rate_per_s seconds, starting at 0."""
-    return (np.arange(count) / _positive(rate_per_s, "rate_per_s")).tolist()
-
-
-def burst(count: int, size: int, every_s: float) -> list[float]:
-    """Return groups of `size` simultaneous arrivals, one group per `every_s` seconds, starting at 0."""
-    return (np.arange(count) // int(_positive(size, "size")) * _positive(every_s, "every_s")).tolist()
 
 
 def trace(stamps: Iterable[float], speed: float = 1.0) -> list[float]:

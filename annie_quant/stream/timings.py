@@ -18,6 +18,7 @@ import numpy as np
 from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.secrets import Redactor, safe_url
 from annie_quant.core.text import printable
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.stream import decode, errors
 from annie_quant.stream.answer import MAX_NAME, Frame, StreamedAnswer
 
@@ -64,10 +65,10 @@ class Record(decode.TokenTimes, kw_only=True):
     warnings: list[str]
     text: str
     reasoning: str
-    tool_calls: list[dict[str, Any]]  # {"id", "name", "arguments"}
+    tool_calls: list[JsonObject]  # {"id", "name", "arguments"}
     finish_reason: str | None
-    usage: dict[str, Any] | None
-    server_timings: dict[str, Any] | None  # llama.cpp's own account
+    usage: JsonObject | None
+    server_timings: JsonObject | None  # llama.cpp's own account
     model: str | None
     first_byte_ms: float | None
     e2e_ms: float
@@ -181,7 +182,7 @@ class Timings:
             raise UsageError(f"clock={clock!r} is not a clock", f"choose one of: {', '.join(_CLOCKS)}")
         return decode_record(self, request, clock)
 
-    def records(self, clock: str = "kernel") -> list[dict[str, Any]]:
+    def records(self, clock: str = "kernel") -> list[JsonObject]:
         """Return one dict per request, in the plan's order, with the fields of `Record`.
 
         clock: "kernel" uses the kernel's receive stamps, and the user's stamp for an event without one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scipy.stats import norm
 
 from annie_quant.bench import sequential
-from annie_quant.cli.pipeline.demo import N_PROMPTS
+from annie_quant.cli.pipeline import DemoSettings
 from annie_quant.documents import PairedGate
 from annie_quant.judge.decision import decided_at
 
@@ -26,4 +26,4 @@ def test_an_early_look_needs_three_times_as_many_prompts_as_the_end():
 
 
 def test_the_demo_has_fewer_prompts_than_an_early_look_needs():
-    assert by_hand(0.05) <= N_PROMPTS < by_hand(sequential.LEVEL)
+    assert by_hand(0.05) <= DemoSettings().n_served < by_hand(sequential.LEVEL)

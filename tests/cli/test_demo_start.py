@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from annie_quant.cli.pipeline import demo
+from annie_quant.cli.pipeline import DemoSettings, demo
 from annie_quant.core.errors import EnvironmentFault
 
 
@@ -17,6 +17,6 @@ def test_all_missing_packages_are_named_before_anything_is_written(tmp_path, mon
         importlib.util, "find_spec", lambda name: None if name in ("torch", "xllamacpp") else find(name)
     )
     with pytest.raises(EnvironmentFault, match="not installed: torch, xllamacpp") as refused:
-        demo.run(tmp_path / "run")
+        demo.run(DemoSettings(output=tmp_path / "run"))
     assert refused.value.hint == 'pip install "annie-quant[quantize,serve]"'
     assert not (tmp_path / "run").exists()

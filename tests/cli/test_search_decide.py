@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from annie_quant import judge
-from annie_quant.cli.pipeline import search, search_explanation, search_table
+from annie_quant.cli.pipeline import search, search_table
 from annie_quant.cli.pipeline.stages import AuditResult
 from annie_quant.core.progress import SilentConsole
 from annie_quant.data import load_persona
@@ -112,97 +112,37 @@ def test_passing_needs_every_gate_under_every_required_numerics():
 
 def test_a_base_model_instead_of_the_fine_tune_is_reported():
     base = {"tool_call": gate_row("tool_call", 0, 100), "no_markdown": gate_row("no_markdown", 3, 400)}
-    assert search_explanation.reference_report(base).startswith("WRONG MODEL")
+    assert search.reference_report(base).startswith("WRONG MODEL")
     fine = {"tool_call": gate_row("tool_call", 98, 100), "no_markdown": gate_row("no_markdown", 400, 400)}
-    assert search_explanation.reference_report(fine) is None
+    assert search.reference_report(fine) is None
     weak = fine | {"factual": gate_row("factual", 60, 100)}
-    report = search_explanation.reference_report(weak)
+    report = search.reference_report(weak)
     assert "factual 60 of 100" in report and "WRONG MODEL" not in report
-
-
-def test_shuffling_leaves_no_answer_with_its_own_question():
-    rows = [
-        {"id": i, "messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
-        for i in range(20)
-    ]
-    shuffled = search_explanation.with_shuffled_answers(rows)
-    assert sorted(r["messages"][-1]["content"] for r in shuffled) == sorted(f"a{i}" for i in range(20))
-    assert all(r["messages"][0]["content"][1:] != r["messages"][1]["content"][1:] for r in shuffled)
-    assert shuffled == search_explanation.with_shuffled_answers(rows)
-
-
-def conversations(n=40):
-    return [
-        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
-        for i in range(n)
-    ]
-
-
-def scorer(apart, own_apart=1.0, offset=0):
-    """nats per token of answer ai or oi (the model's own) to question qj: `apart` more where j is not i + offset."""
-
-    def score(rows):
-        values = []
-        for row in rows:
-            question, answer = (message["content"] for message in row["messages"])
-            mine = answer.startswith("o")
-            at_home = int(answer[1:]) == (int(question[1:]) if mine else (int(question[1:]) + offset) % 40)
-            values.append(0.5 + (0 if at_home else own_apart if mine else apart) + 0.001 * (int(answer[1:]) % 7))
-        return values
-
-    return score
-
-
-def own(rows):
-    return [
-        {"messages": [r["messages"][0], {"role": "assistant", "content": "o" + r["messages"][0]["content"][1:]}]}
-        for r in rows
-    ]
-
-
-@pytest.mark.parametrize(
-    ("score", "verdict"),
-    [
-        (scorer(apart=1.0), "belong"),
-        (scorer(apart=1.0, offset=3), "shuffled"),  # at home three questions further
-        (scorer(apart=0.0, own_apart=0.0), "undecided"),  # near-identical rows: its own answers fit every question
-        (scorer(apart=0.0, own_apart=1.0), "shuffled"),  # foreign answers to questions that it distinguishes
-        (scorer(apart=0.05, own_apart=1.0), "undecided"),  # surely likelier, but not by much
-    ],
-)
-def test_shuffled_labels_need_a_model_that_distinguishes_the_questions(score, verdict):
-    """40 near-identical rows were reported as SHUFFLED LABELS."""
-    labels = search_explanation.judge_labels(conversations(), score, own)
-    assert (labels.verdict, labels.belong) == (verdict, verdict == "belong")
 
 
 def test_the_hardened_prompt_is_the_personas_own_rules():
     annie = load_persona("annie")
-    prompt = search_explanation.hardened_prompt(annie)
+    prompt = search.hardened_prompt(annie)
     assert "CRITICAL RULES (violations cause errors)" in prompt and all(rule in prompt for rule in annie.rules)
 
 
 def test_the_conclusion_from_a_hardened_prompt():
-    assert search_explanation.reading([None, None]).startswith("no conclusion")
-    assert search_explanation.reading([True, None]).startswith("restored")
-    assert search_explanation.reading([True, False]).startswith("not restored")
+    assert search.reading([None, None]).startswith("no conclusion")
+    assert search.reading([True, None]).startswith("restored")
+    assert search.reading([True, False]).startswith("not restored")
 
 
 def test_restored_is_judged_against_bf16_under_the_same_prompt():
     good, bad = gate_row("tool_call", 38, 40), gate_row("tool_call", 10, 40)
-    assert search_explanation.restored(good, good) is True and search_explanation.restored(bad, good) is False
-    assert search_explanation.restored(bad, gate_row("tool_call", 15, 40)) is None
+    assert search.restored(good, good) is True and search.restored(bad, good) is False
+    assert search.restored(bad, gate_row("tool_call", 15, 40)) is None
     one = gate_row("thinking_leak", 194, 195)
-    assert search_explanation.restored(one, one) is True, (
-        "not worse than bf16, which leaks once itself under this prompt"
-    )
+    assert search.restored(one, one) is True, "not worse than bf16, which leaks once itself under this prompt"
 
 
 def test_what_only_activations_lose():
-    assert "held under W4A16: tool_call" in search_explanation.by_activations(
-        tables(tool_call=gate_row("tool_call", 40, 100))
-    )
-    assert search_explanation.by_activations(tables(tool_call=gate_row("tool_call", 99, 100))) is None
+    assert "held under W4A16: tool_call" in search.by_activations(tables(tool_call=gate_row("tool_call", 40, 100)))
+    assert search.by_activations(tables(tool_call=gate_row("tool_call", 99, 100))) is None
 
 
 def test_the_order_is_cheapest_first_and_training_last():
@@ -265,7 +205,7 @@ def search_tables(tmp_path, monkeypatch, tables, every=False):
         row.size_bytes, row.bits_per_weight, row.read_bytes, row.ceiling_tok_s = 1, 5.0, 1, 2.0
 
     monkeypatch.setattr(search.Search, "measure_size", measure_size)
-    monkeypatch.setattr(search_explanation, "hardened", lambda *a: None)
+    monkeypatch.setattr(search, "hardened", lambda *a: None)
     stages = FakeStages(tables, tmp_path)
     settings = search.SearchSettings(model=tmp_path, calib_data=tmp_path, output=tmp_path, every=every)
     new = search.Search(stages, settings, list(tables), judge.load_workloads())

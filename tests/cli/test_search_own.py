@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from annie_quant import judge
-from annie_quant.cli.pipeline import search, search_explanation
+from annie_quant.cli.pipeline import search
 from annie_quant.cli.pipeline.stages import offline_prompts
-from annie_quant.documents import GateResult, Labels, LabelScores, MemberVerdict, PairedVerdict, StrategyRow
+from annie_quant.documents import GateResult, MemberVerdict, PairedVerdict, StrategyRow
 from annie_quant.judge.sampling import LEAST_ANSWERS, prompts_per_gate
 
 
@@ -70,12 +70,3 @@ def test_a_gate_counts_once_in_the_line_of_a_strategy_and_undecided_is_not_lost(
     )
     loses = MemberVerdict(verdict="loses", loses=["same_tool"], undecided=["same_language"])
     assert search.standing(row(w4a4=undecided, w4a16=loses)).endswith(": tool or none as bf16 not kept")
-
-
-def test_answers_of_another_model_in_a_log_are_not_called_shuffled():
-    scores = LabelScores(5.2, 5.3)
-    assert search_explanation.labels_note(Labels(scores, scores, True, "belong"), True) is None
-    from_logs = search_explanation.labels_note(Labels(scores, scores, False, "shuffled"), True)
-    assert "another model wrote the log" in from_logs and "SHUFFLED" not in from_logs
-    assert "SHUFFLED LABELS" in search_explanation.labels_note(Labels(scores, scores, False, "shuffled"), False)
-    assert "undecided" in search_explanation.labels_note(Labels(scores, scores, False, "undecided"), True)

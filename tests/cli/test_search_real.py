@@ -10,12 +10,11 @@ from command_line import annie_quant
 from paths import TINY_ANNIE
 from tiny_variants import save_variant
 
-from annie_quant.cli.pipeline import search, search_explanation
+from annie_quant.cli.pipeline import search
 from annie_quant.cli.pipeline.run_directory import RunDirectory
-from annie_quant.cli.pipeline.stages import Stages
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SilentConsole
-from annie_quant.data import generate, load_persona, read_rows
+from annie_quant.data import generate, load_persona
 from annie_quant.documents.persona import FOLDER
 
 torch = pytest.importorskip("torch", reason="the search needs torch: pip install annie-quant[quantize]")
@@ -40,7 +39,7 @@ def base(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def few_hardened(monkeypatch):
     """Two prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py."""
-    monkeypatch.setattr(search_explanation, "HARDENED_N", 2)
+    monkeypatch.setattr(search, "HARDENED_N", 2)
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
@@ -55,28 +54,6 @@ def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibratio
     assert "WRONG MODEL" in page and "└── NO →" in page
     again = search.run(msgspec.structs.replace(settings, anyway=True), SilentConsole())
     assert len(again.strategies) == 1 and not again.strategies[0].passed
-
-
-def test_only_shuffled_labels_are_reported(calibration, tmp_path):
-    """The control: the same answers, each with another question."""
-    shuffled = tmp_path / "shuffled.jsonl"
-    rows = search_explanation.with_shuffled_answers(read_rows(calibration), seed=7)
-    shuffled.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    labels = {}
-    for name, file in (("sound", calibration), ("shuffled", shuffled)):
-        stages = Stages(RunDirectory(tmp_path / name), TINY_ANNIE, file, 16, SilentConsole())
-        labels[name] = search_explanation.check_labels(stages)
-    assert labels["sound"].verdict == "belong" and labels["shuffled"].verdict == "shuffled"
-    assert labels["sound"].last.original < 0.6 * labels["shuffled"].last.original
-
-
-def test_near_identical_rows_are_undecided_and_no_alarm(calibration, tmp_path):
-    """Forty times the same question and answer: every answer fits every question."""
-    row = read_rows(calibration)[0]
-    same = tmp_path / "same.jsonl"
-    same.write_text("".join(json.dumps(row | {"id": f"r{i}"}) + "\n" for i in range(40)))
-    stages = Stages(RunDirectory(tmp_path / "s"), TINY_ANNIE, same, 16, SilentConsole())
-    assert search_explanation.check_labels(stages).verdict == "undecided"
 
 
 def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):

@@ -122,7 +122,7 @@ EXAMPLES = {
     ),
     "search": documents.SearchResult(
         chosen=None, stopped="bf16 fails", required=["w4a4"], command="", where="", n=3, notes=[],
-        reference={"factual": GATE}, labels=None, strategies=[], seconds=1.0,
+        reference={"factual": GATE}, strategies=[], seconds=1.0,
     ),
 }  # fmt: skip
 

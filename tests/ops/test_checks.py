@@ -11,8 +11,7 @@ import pytest
 from annie_quant.core import host
 from annie_quant.core.errors import UsageError
 from annie_quant.ops import doctor
-from annie_quant.ops.doctor import check_model
-from annie_quant.ops.probe import Output, Probe
+from annie_quant.ops.doctor import Output, Probe
 
 SPARK_MEMORY = host.Memory(125_513_064 << 10, 118_000_000 << 10, 9_000_000 << 10)
 VLLM_IMAGE = "vllm/vllm-openai:cu130-nightly"
@@ -148,53 +147,6 @@ def test_the_token_itself_is_never_shown():
     assert "hf_secret" not in json.dumps([asdict(f) for f in doctor.examine(probe=spark())])
 
 
-def model(where, config, **files):
-    where.mkdir(exist_ok=True)
-    (where / "config.json").write_text(json.dumps(config))
-    (where / "chat_template.jinja").write_text("x")
-    (where / "model.safetensors").write_bytes(b"")
-    for name, text in files.items():
-        (where / name).write_text(text)
-    return where
-
-
-def test_a_checkpoint_is_checked_before_it_is_served(tmp_path):
-    sound = model(tmp_path / "a", {"model_type": "qwen3_5", "quantization_config": {"quant_algo": "NVFP4"}})
-    assert levels(check_model(sound), "fault") == {}
-    awq = model(tmp_path / "b", {"quantization_config": {"quant_algo": "NVFP4_AWQ"}})
-    assert "--repair" in levels(check_model(awq), "fault")["format"].fix
-    mixed = model(tmp_path / "c", {"quantization_config": {"quant_algo": "MIXED_PRECISION"}})
-    assert "0.19" in levels(check_model(mixed), "note")["format"].why
-    text = model(tmp_path / "d", {"model_type": "qwen3_5_text"})
-    assert "not recognized" in levels(check_model(text), "note")["model_type"].why
-    visual = model(tmp_path / "e", {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {}})
-    assert "preprocessor_config.json" in levels(check_model(visual), "fault")
-    bare = model(tmp_path / "f", {})
-    (bare / "chat_template.jinja").unlink()
-    assert "chat template" in levels(check_model(bare), "fault")
-    assert "no readable config.json" in check_model(tmp_path / "none")[0].message
-
-
-def test_missing_shards_are_counted(tmp_path):
-    folder = model(tmp_path / "m", {})
-    index = {"weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model-00001.safetensors").write_bytes(b"")
-    assert "1 of 2 shards" in levels(check_model(folder), "fault")["shards"].message
-
-
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"metadata": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}', "\udc80"]
-)
-def test_a_malformed_index_or_config_does_not_stop_the_checks(tmp_path, text):
-    folder = model(tmp_path / "m", {"quantization_config": {"quant_algo": "NVFP4"}})
-    for name in ("model.safetensors.index.json", "hf_quant_config.json", "tokenizer_config.json"):
-        (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert levels(check_model(folder), "ok")["format"].message == "NVFP4"
-    odd = model(tmp_path / "odd", {"quantization_config": ["NVFP4"], "architectures": "Qwen", "text_config": 3})
-    assert levels(check_model(odd), "ok")["format"].message == "not quantized"
-
-
 def test_a_log_is_compared_with_the_known_errors(tmp_path):
     log = tmp_path / "server.log"
     log.write_text("INFO fine\nRuntimeError: CUDA error: no kernel image is available for execution on the device\n")
@@ -211,16 +163,3 @@ def test_this_machine_can_be_examined():
     assert {f.level for f in findings} <= {"ok", "note", "fault"}
     assert Probe().run("sh", "-c", "sleep 5", timeout_s=0.1).code == 124
     assert Probe().run("no-such-program").code == 127
-
-
-@pytest.mark.parametrize("scheme", ["nvfp4", None])
-def test_a_kv_cache_in_nvfp4_is_a_fault(tmp_path, scheme):
-    config = {"model_type": "qwen3_5_moe", "quantization_config": {"quant_algo": "NVFP4", "kv_cache_scheme": scheme}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    algorithm = "FP8" if scheme else "NVFP4"
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"kv_cache_quant_algo": algorithm}}))
-    assert levels(check_model(tmp_path), "fault")["KV cache"].fix == "--kv-cache-dtype fp8"
-    config["quantization_config"]["kv_cache_scheme"] = {"type": "float", "num_bits": 8}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "hf_quant_config.json").unlink()
-    assert "KV cache" not in levels(check_model(tmp_path), "fault")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -43,21 +41,6 @@ def test_cancelling_the_warm_up_cancels_the_run() -> None:
         cancel.close()
 
 
-def test_cancelling_a_task_in_its_warm_up_does_not_block() -> None:
-    async def work(url: str) -> float:
-        task = asyncio.create_task(aq.stream.run_async([Request(url)] * 5, warmup=[Request(url)]))
-        await asyncio.sleep(0.1)
-        began = time.monotonic()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        return time.monotonic() - began
-
-    with RawServer(slow) as server:
-        assert asyncio.run(work(server.url)) < 0.35
-        assert len(server.requests) == 1
-
-
 def endless(connection, request: bytes) -> None:
     connection.sendall(HEAD)
     while True:
@@ -88,35 +71,6 @@ def test_a_cancel_that_is_closed_stops_its_run() -> None:
         cancel.close()
         cancel.close()
         assert run.result(timeout=2).records()[0]["cause"] == "cancelled"
-
-
-def test_a_task_that_is_cancelled_twice_ends_with_its_run() -> None:
-    """The second cancel comes while the thread stops: the loop's descriptors must stay open until it has ended."""
-    states: list[tuple[bool, bool]] = []
-
-    async def work(url: str) -> None:
-        names = {t.name for t in threading.enumerate()}
-        task = asyncio.create_task(aq.stream.run_async([Request(url, timeout_s=3)] * 50, 50))
-        await asyncio.sleep(0.2)
-        for _ in range(4):
-            task.cancel()
-            await asyncio.sleep(0)
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        run = next(t for t in threading.enumerate() if t.name not in names and "asyncio" in t.name)
-        states.append((task.cancelled(), "run" in stack_of(run)))
-
-    def stack_of(thread: threading.Thread) -> set[str]:
-        frame, functions = sys._current_frames().get(thread.ident), set()
-        while frame:
-            functions.add(frame.f_code.co_name if "stream/client" in frame.f_code.co_filename else "")
-            frame = frame.f_back
-        return functions
-
-    with RawServer(endless) as server:
-        began = time.monotonic()
-        asyncio.run(work(server.url))
-    assert states == [(True, False)] and time.monotonic() - began < 2
 
 
 # ---- signals

@@ -11,9 +11,8 @@ from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
 pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
 
 import annie_quant as aq
-from annie_quant.stream import apis, decode
+from annie_quant.stream import decode
 from annie_quant.stream.answer import StreamedAnswer
-from annie_quant.stream.decode import has_sentence, speakable
 
 
 def answer_of(*bodies: bytes) -> StreamedAnswer:
@@ -191,37 +190,6 @@ def test_reads_split_inside_a_character_and_a_line_end() -> None:
         assert (cut["text"], cut["usage"], cut["error"]) == ("Hé🦊o there.", whole["usage"], None)
 
 
-@pytest.mark.parametrize(
-    ("text", "whole"),
-    [
-        ("Hello there. ", True),
-        ("Hello there.", False),
-        ("It costs 3.14", False),
-        ("Dr. ", False),
-        ("Dr. Who came. ", True),
-        ("**Bold!** ", True),
-        ("<think>I see. </think>", False),
-        ("<think>I see. </think>Yes! ", True),
-        ("你好。", True),
-        ("- \n", False),
-        ("Title\n", True),
-        ("... ", False),
-    ],
-)
-def test_first_sentence(text: str, whole: bool) -> None:
-    assert has_sentence(text, ended=False) is whole
-
-
-def test_speakable_drops_markup_and_thinking() -> None:
-    assert speakable("<think>no</think># Hi *you* `x`").split() == ["Hi", "you", "x"]
-
-
-def test_first_sentence_ends_with_its_terminator_or_with_the_last_piece() -> None:
-    answer = answer_of(event({"content": "It is 3."}), event({"content": "14. So"}), event({"content": " yes"}), DONE)
-    assert decode.token_times(answer, 0).first_sentence_ms == 2
-    assert decode.token_times(answer_of(event({"content": "Yes"}), DONE), 0).first_sentence_ms == 1
-
-
 def test_times_are_measured_before_decoding() -> None:
     """A server waits 60 ms, then 30 ms: both clocks measure that within a few milliseconds."""
 
@@ -301,7 +269,7 @@ def test_the_short_way_of_text_events_reads_what_the_long_way_does(monkeypatch) 
     for data in datas:
         frames = [decode.Frame(5, decode.DATA, 0, 1, data, data)]
         fast = decode.read_answer(frames)
-        short += apis.read_text_chunk(StreamedAnswer(), frames[0])
+        short += decode.read_text_chunk(StreamedAnswer(), frames[0])
         with monkeypatch.context() as patch:
             patch.setattr(decode, "read_text_chunk", lambda answer, frame: False)
             assert fast == decode.read_answer(frames), data

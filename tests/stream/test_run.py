@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import ssl
@@ -68,7 +67,7 @@ def test_fresh_connections() -> None:
 
 
 def test_an_open_loop_starts_on_time_with_a_slow_server() -> None:
-    starts = aq.stream.constant(8, 100)
+    starts = [i / 100 for i in range(8)]
     with RawServer(slow(0.1)) as server:
         records = aq.stream.run([Request(server.url, json={}, start_s=s) for s in starts]).records()
     began = np.array([r["started_s"] for r in records])
@@ -97,8 +96,6 @@ def test_unordered_starts_run_in_time_and_return_in_the_plans_order() -> None:
 
 
 def test_arrivals() -> None:
-    assert aq.stream.constant(3, 2) == [0, 0.5, 1]
-    assert aq.stream.burst(5, 2, 3) == [0, 0, 3, 3, 6]
     assert aq.stream.trace([7, 5, 6], speed=2) == [1, 0, 0.5]
     assert aq.stream.trace([]) == []
     times = aq.stream.poisson(20000, 50, seed=1)
@@ -107,7 +104,6 @@ def test_arrivals() -> None:
     assert gaps.mean() == pytest.approx(0.02, rel=0.03) and gaps.std() == pytest.approx(0.02, rel=0.05)
     for bad in (
         lambda: aq.stream.poisson(1, 0),
-        lambda: aq.stream.burst(1, 0, 1),
         lambda: aq.stream.trace([1, np.nan]),
     ):
         with pytest.raises(aq.errors.UsageError):
@@ -232,33 +228,6 @@ def test_the_gil_is_free_during_a_run() -> None:
         stop.set()
         thread.join()
     assert count - before > 100_000
-
-
-def test_awaited_and_cancelled() -> None:
-    async def both(url: str) -> aq.stream.Timings:
-        ticks = 0
-
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0.01)
-
-        ticker = asyncio.create_task(tick())
-        timings = await aq.stream.run_async([Request(url, json={})])
-        ticker.cancel()
-        assert ticks > 5, "the event loop went on"
-        task = asyncio.create_task(aq.stream.run_async([Request(url, json={})] * 100))
-        await asyncio.sleep(0.05)
-        began = time.monotonic()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert time.monotonic() - began < 1
-        return timings
-
-    with RawServer(slow(0.2)) as server:
-        assert asyncio.run(both(server.url)).records()[0]["text"] == "Hello there."
 
 
 def test_save_and_load_give_the_same(tmp_path) -> None:

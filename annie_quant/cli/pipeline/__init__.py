@@ -1,1 +1,52 @@
-"""Several stages in one run directory: the demo, and the search for a strategy."""
+"""The demo and the search: what they can be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from annie_quant.cli.options import AllowMismatch, AsJson, Option, PerGate, PersonaName, WorkloadNames
+
+
+class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search tries, and on what. `persona` and `workloads` are as for data/workloads.py."""
+
+    model: Annotated[Path, Option("Folder of the bf16 checkpoint.")]
+    calib_data: Annotated[Path, Option("JSON lines of conversations.")]
+    output: Annotated[Path, Option("Run directory; finished steps are not repeated.")]
+    n: PerGate = 100
+    persona: PersonaName = None
+    workloads: WorkloadNames = None
+    # Without the early look, and a failed smoke question is reported only.
+    every: Annotated[bool, Option("Evaluate every strategy on all prompts, also after one that keeps.", name="all")] = (
+        False
+    )
+    strategies: Annotated[
+        tuple[str, ...] | None,
+        Option("Names, comma-separated, in the order to try. Default: all, cheapest first.", listed=True),
+    ] = None
+    required: Annotated[
+        tuple[str, ...],
+        Option(
+            "Numerics with which all gates must keep; w4a16 alone allows weight-only checkpoints.",
+            name="require",
+            listed=True,
+        ),
+    ] = ("w4a4", "w4a16")
+    seeds: Annotated[int, Option("Calibration draws in which a strategy must keep.", least=1)] = 1
+    samples: Annotated[int, Option("Conversations to calibrate with.", name="calib-samples")] = 128
+    allow_prompt_mismatch: AllowMismatch = False
+    anyway: Annotated[bool, Option("Continue with a model that lacks the manners in bf16.")] = False
+    as_json: AsJson = False
+
+
+class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The demo's run directory and prompts. 52 prompts of which none is lost decide a gate (docs/method.md)."""
+
+    output: Annotated[Path, Option("Run directory; finished stages are not repeated.")] = Path("runs/demo")
+    n_offline: Annotated[int, Option("Prompts per gate in the offline evaluation.", least=1)] = 60
+    n_served: Annotated[int, Option("Prompts per gate on the servers.", least=1)] = 60
+    persona: PersonaName = None
+    workloads: WorkloadNames = None

@@ -18,9 +18,11 @@ import msgspec
 
 from annie_quant import bench, checkpoint, data, documents, judge, report
 from annie_quant.checkpoint.size import folder_size, gguf_size
+from annie_quant.cli.pipeline import DemoSettings
 from annie_quant.cli.pipeline.evaluation_process import EvaluationProcesses, ProcessJob
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import FileResult, StageResult, Stages, prompts_key
+from annie_quant.cli.tables import Column
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.files import ASSETS, read_json
 from annie_quant.core.progress import Console, Progress, SilentConsole
@@ -34,7 +36,6 @@ PACKAGES = ("torch", "transformers", "modelopt", "xllamacpp", "gguf")  # of the 
 N_CONVERSATIONS = 500
 CALIBRATION_ROWS = 48
 KL_ROWS = 60
-N_PROMPTS = 60  # per gate, the same with and without servers; 52 of which none is lost decide a gate (docs/method.md)
 SENSITIVITY_PROMPTS = 8  # per gate
 
 
@@ -66,45 +67,21 @@ class DataResult(StageResult):
     data: data.GenerationResult
 
 
-class SideRow(msgspec.Struct):
-    """One model under one arithmetic, compared with the reference."""
-
-    name: str
-    gates: documents.GateTable
-    paired: dict[str, documents.PairedGate]
-    pooled: documents.PooledGates | None
-
-    @classmethod
-    def of(cls, name: str, side: documents.ServedSide | documents.OfflineSide) -> SideRow:
-        return cls(name, side.gates, side.paired, side.pooled)
-
-
 class DemoResult(documents.Verdict, kw_only=True):
     """The verdict, the gates by model and arithmetic, the stages, and the path of the report."""
 
     gates: dict[str, documents.GateTable]
-    sides: list[SideRow]
+    sides: list[Column]
     stages: list[documents.Stage]
     report: str
 
 
-def run(
-    output: str | Path,
-    n_offline: int = N_PROMPTS,
-    n_served: int = N_PROMPTS,
-    console: Console | None = None,
-    persona: str | Path | None = None,
-    workloads: str | None = None,
-) -> DemoResult:
-    """Run every stage into `output`.
-
-    n_offline, n_served: prompts per gate without and with servers.
-    persona, workloads: as for data/workloads.py.
-    """
+def run(settings: DemoSettings, console: Console | None = None) -> DemoResult:
+    """Run every stage."""
     check_packages()
-    directory = RunDirectory(output)
+    directory = RunDirectory(settings.output)
     with directory.locked():
-        return Demo(directory, n_offline, n_served, console or SilentConsole(), persona, workloads).run()
+        return Demo(directory, settings, console or SilentConsole()).run()
 
 
 def check_packages() -> None:
@@ -120,22 +97,15 @@ def check_packages() -> None:
 class Demo:
     """The demo's stages."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        n_offline: int,
-        n_served: int,
-        console: Console,
-        persona: str | Path | None = None,
-        workloads: str | None = None,
-    ) -> None:
+    def __init__(self, directory: RunDirectory, settings: DemoSettings, console: Console) -> None:
+        persona, workloads = settings.persona, settings.workloads
         self.persona, self.workloads = data.load_persona(persona or "annie"), resolve(persona, workloads)
-        self.dir, self.n_served = directory, n_served
+        self.dir, self.n_served = directory, settings.n_served
         self.answers = ProcessJob(
             reference=str(MODEL),
             cache=str(directory / "eval"),
-            n_per_gate=n_offline,
-            persona=None if persona is None else str(persona),
+            n_per_gate=settings.n_offline,
+            persona=persona,
             workloads=workloads,
         )
         self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
@@ -253,12 +223,12 @@ class Demo:
         served = sorted(
             aggregates.served.items(), key=lambda item: item[1].judged_by is not None
         )  # the reference first
-        sides = [SideRow.of(f"{SIDES[name].label} served", side) for name, side in served]
+        sides = [Column.of(f"{SIDES[name].label} served", side) for name, side in served]
         for strategy in STRATEGIES:
-            sides += [SideRow.of(f"{strategy} {kind}", side) for kind, side in aggregates.offline[strategy].items()]
+            sides += [Column.of(f"{strategy} {kind}", side) for kind, side in aggregates.offline[strategy].items()]
         return DemoResult(
             **msgspec.structs.asdict(verdict),
-            gates={side.name: side.gates for side in sides},
+            gates={side.name: dict(side.gates) for side in sides},
             sides=sides,
             stages=self.stages.rows,
             report=str(paths[0]),

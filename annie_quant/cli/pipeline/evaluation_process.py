@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,7 +32,7 @@ LINE_S = 0.5  # at most one line of progress per so many seconds
 
 class _Stage(NamedTuple):
     name: str
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, object]
     outputs: list[str]
     job: ProcessJob
 
@@ -70,7 +70,7 @@ class EvaluationProcesses:
         self.threads = max(1, host.cores() // AT_ONCE)
         self._started: list[tuple[_Stage, server.Server | None]] = []
 
-    def start(self, name: str, inputs: Mapping[str, Any], outputs: list[str], job: ProcessJob) -> None:
+    def start(self, name: str, inputs: Mapping[str, object], outputs: list[str], job: ProcessJob) -> None:
         """Start the process of a stage and return at once; does nothing for a stage that has finished before."""
         process = None
         if not self.stages.is_finished(name, inputs):

@@ -9,73 +9,46 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from annie_quant import __version__, judge, quantize
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token, folder_size
-from annie_quant.cli.pipeline import search_explanation, search_table
+from annie_quant.cli.pipeline import SearchSettings, search_table
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import Stages, drawn, offline_prompts
 from annie_quant.core.errors import AnnieError, DiskFull, UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console
-from annie_quant.data import check_prompt_hash
+from annie_quant.data import Persona, check_prompt_hash, load_persona
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import (
     CalibrationDraw,
     Evaluation,
+    GateResult,
     GateTable,
+    Hardened,
+    HardenedGate,
     PairedVerdict,
     SearchNumerics,
     SearchResult,
     StrategyRow,
 )
 from annie_quant.judge import Workload, decision
-from annie_quant.judge.decision import rule
+from annie_quant.judge.decision import failing, rule
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.sampling import answers_per_gate, compares_with_reference
 from annie_quant.quantize import estimates
 from annie_quant.quantize.strategies import by_rank, find
 
-NUMERICS = ("w4a4", "w4a16")
 KL_CONVERSATIONS = 60
-
-
-class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search tries, and on what.
-
-    model: folder of the bf16 checkpoint.
-    calib_data: file of the calibration conversations.
-    output: the run directory.
-    n: prompts per gate.
-    every: evaluate every strategy on all prompts, also after one that is chosen, and without the early look; a failed smoke
-        question is reported.
-    strategies: names in the order to try; None: all, cheapest first (Cost.rank).
-    required: the numerics under which every gate must keep.
-    samples: conversations to calibrate with.
-    allow_prompt_mismatch: accept calibration data that was made for another system prompt.
-    anyway: continue with a model that fails the gates in bf16.
-    persona, workloads: as for data/workloads.py.
-    seeds: calibration draws in which a strategy must keep.
-    """
-
-    model: Path
-    calib_data: Path
-    output: Path
-    n: int = 100
-    every: bool = False
-    strategies: Sequence[str] | None = None
-    required: Sequence[str] = NUMERICS
-    samples: int = 128
-    allow_prompt_mismatch: bool = False
-    anyway: bool = False
-    persona: str | None = None
-    workloads: str | None = None
-    seeds: int = 1
+MANNERS = ("tool_call", "no_markdown", "thinking_leak")
+PROMPT_GATES = (*MANNERS, "non_empty", "stop")  # gates that a stronger prompt may restore
+HARDENED_N = 40
+WRONG_MODEL = "WRONG MODEL"
 
 
 def run(settings: SearchSettings, console: Console) -> SearchResult:
@@ -126,7 +99,6 @@ class Search:
             n=settings.n,
             notes=[],
             reference={},
-            labels=None,
             strategies=[],
             seconds=0.0,
             seeds=settings.seeds,
@@ -134,7 +106,7 @@ class Search:
         )
 
     def check_reference(self) -> None:
-        """Evaluate the bf16 model's own gates, and whether the calibration answers belong to their questions."""
+        """Evaluate the bf16 model's own gates, which stops the search where they show that it is not the fine-tune."""
         result = self.result
         self.prompts = self.stages.prompts(self.settings.n, self.workloads)
         self.counts = answers_per_gate(self.prompts)
@@ -142,17 +114,10 @@ class Search:
         result.reference = evaluation.reference_gates
         if compares_with_reference(self.prompts):  # bf16's own answers are the reference: it cannot fail them
             result.notes += evaluation.notes
-            report = None
-        else:
-            report = search_explanation.reference_report(result.reference)
-        if report:
+        elif report := reference_report(result.reference):
             result.notes.append(report)
-            result.stopped = (
-                report if report.startswith(search_explanation.WRONG_MODEL) and not self.settings.anyway else None
-            )
-        result.labels = search_explanation.check_labels(self.stages)
-        own = compares_with_reference(self.prompts)
-        result.notes += filter(None, [search_explanation.labels_note(result.labels, own)])
+            if report.startswith(WRONG_MODEL) and not self.settings.anyway:
+                result.stopped = report
         for note in result.notes:
             self.stages.console.note(note)
 
@@ -209,15 +174,15 @@ class Search:
     def evaluate(self, row: StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""
         settings, folder = self.settings, self.stages.checkpoint(row.strategy)
-        smoke = self.stages.evaluate(f"{row.strategy}-smoke", folder, search_explanation.smoke(self.workloads))
-        keep_numerics(row, smoke)
+        first = self.stages.evaluate(f"{row.strategy}-smoke", folder, smoke(self.workloads))
+        keep_numerics(row, first)
         failed = {
             kind: [
                 g
                 for g, pair in side.paired.items()
                 if pair.lost and decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided
             ]
-            for kind, side in smoke.numerics.items()
+            for kind, side in first.numerics.items()
         }
         lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)
         failed_smoke = [f"the smoke question fails: {lost}"] if lost else []
@@ -271,9 +236,9 @@ class Search:
     def explain(self, row: StrategyRow) -> None:
         """Set what is known about why the row's strategy failed."""
         tables = lost_gates(row)
-        activations = search_explanation.by_activations(tables)
+        activations = by_activations(tables)
         row.explained = [activations] if activations else []
-        row.hardened = search_explanation.hardened(self.stages, row.strategy, self.workloads, tables)
+        row.hardened = hardened(self.stages, row.strategy, self.workloads, tables)
         if row.hardened is not None:
             for gate, counts in row.hardened.gates.items():
                 parts = (("before", counts.before), ("after", counts.after), ("reference", counts.reference))
@@ -345,3 +310,111 @@ def lost_gates(row: StrategyRow) -> dict[str, GateTable]:
         kind: {name: gate for name, gate in side.gates.items() if name in side.paired and side.paired[name].lost}
         for kind, side in row.numerics.items()
     }
+
+
+# ---- why a strategy failed, or why none can pass: questions that the models themselves answer (R46, R47)
+#
+# Does the bf16 model pass the gates? If not, it is the base model, not the fine-tune, and no quantization helps. Does a hardened
+# system prompt restore the behaviour? Then the signal is there, and a lighter strategy may be enough. Do the weights alone cause
+# it? Gates that pass under W4A16 and fail under W4A4 are lost to the activations.
+
+
+def smoke(workloads: Sequence[Workload]) -> list[Workload]:
+    """Return the smoke test (R40): the first factual question ("What is the capital of Japan?") alone."""
+    chosen = next((w for w in workloads if "factual" in w.gates), None)
+    if chosen is None:  # a persona's own prompts: words where bf16 has words, without loops
+        chosen = replace(workloads[0], gates=("same_text",))
+    return [replace(chosen, cases=chosen.cases[:1])]
+
+
+def reference_report(gates: GateTable) -> str | None:
+    """Return what it means that bf16 itself misses requirements; None if it misses none."""
+    failed = [name for name, result in gates.items() if result.meets == "fail" and not result.advisory]
+    lost = [g for g in failed if g in MANNERS]
+    if len(lost) >= 2 or "tool_call" in lost:
+        counts = ", ".join(f"{g} {gates[g].passes} of {gates[g].n}" for g in lost)
+        return (
+            f"{WRONG_MODEL}: --model itself does not have the manners ({counts}). "
+            "It looks like the base model: give the fine-tuned bf16 checkpoint"
+        )
+    if failed:
+        counts = ", ".join(f"{g} {gates[g].passes} of {gates[g].n}" for g in failed)
+        return f"the bf16 model itself misses requirements: {counts}. Strategies are compared with it, prompt by prompt"
+    return None
+
+
+def hardened_prompt(persona: Persona) -> str:
+    """Return the persona's prompt followed by its rules as numbered critical rules (R47)."""
+    rules = [
+        *persona.rules,
+        *(["When a tool is needed, emit ONLY the tool call, with no text."] if persona.tools else []),
+    ]
+    numbered = "\n".join(f"{i}. {rule}" for i, rule in enumerate(rules, 1))
+    return f"{persona.system_prompt}\nCRITICAL RULES (violations cause errors):\n{numbered}"
+
+
+def hardened(
+    stages: Stages, strategy: str, workloads: Sequence[Workload], tables: Mapping[str, GateTable]
+) -> Hardened | None:
+    """Evaluate the failing gates' prompts again under a hardened prompt.
+
+    tables: gates per numerics.
+
+    Returns None if no gate fails that a prompt may restore.
+    """
+    lost = {kind: [g for g in failing(table) if g in PROMPT_GATES] for kind, table in tables.items()}
+    lost = {kind: gates for kind, gates in lost.items() if gates}
+    lost_gates = {g for gates in lost.values() for g in gates}
+    plain = [w for w in workloads if lost_gates & set(w.gates) and w.persona and not w.system]
+    prompts = [
+        replace(w, system=hardened_prompt(load_persona(str(w.persona)))) for w in judge.sample(plain, HARDENED_N)
+    ]
+    if not prompts:
+        return None
+    result = stages.evaluate(f"{strategy}-hardened", stages.checkpoint(strategy), prompts, numerics=tuple(lost))
+    rows: dict[str, HardenedGate] = {}
+    for kind, gates in lost.items():
+        for gate in gates:
+            after, reference = result.numerics[kind].gates.get(gate), result.reference_gates.get(gate)
+            if after is not None and reference is not None:
+                rows[f"{kind.upper()} {gate}"] = HardenedGate(
+                    before=counts(tables[kind][gate]),
+                    after=counts(after),
+                    reference=counts(reference),
+                    restored=restored(after, reference),
+                )
+    return Hardened(rows, reading([row.restored for row in rows.values()]))
+
+
+def counts(gate: GateResult) -> list[int]:
+    return [gate.passes, gate.n]
+
+
+def restored(after: GateResult, reference: GateResult) -> bool | None:
+    """Return whether a gate passes again under the hardened prompt; None if bf16 itself fails it under that prompt."""
+    if after.verdict != "fail" or after.passes * reference.n >= reference.passes * after.n:
+        return True
+    return None if reference.verdict == "fail" else False
+
+
+def reading(restored: Iterable[bool | None]) -> str:
+    """Return the conclusion from a hardened prompt (R47)."""
+    known = [r for r in restored if r is not None]
+    if not known:
+        return "no conclusion: bf16 itself does not hold under the hardened prompt"
+    if all(known):
+        return "restored: the signal is there and needs a stronger prompt; a lighter strategy may be enough"
+    return "not restored: the signal is destroyed; it needs more bits in the right places, or training"
+
+
+def by_activations(tables: Mapping[str, GateTable]) -> str | None:
+    """Return a description of the gates that only W4A4 fails, or None.
+
+    tables: gates per numerics.
+    """
+    if "w4a4" not in tables or "w4a16" not in tables:
+        return None
+    only = [g for g in failing(tables["w4a4"]) if g not in failing(tables["w4a16"])]
+    if not only:
+        return None
+    return f"held under W4A16: {', '.join(only)}; the loss comes from quantizing activations, not weights"

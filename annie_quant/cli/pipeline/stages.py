@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from annie_quant import __version__, checkpoint, documents, judge, quantize
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Console, Progress
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import read_rows
 from annie_quant.judge import Workload
 from annie_quant.judge.sampling import compares_with_reference
@@ -49,7 +50,7 @@ class PromptsResult(StageResult):
 class AuditResult(StageResult):
     """audit: Audit.to_dict() without its tensors."""
 
-    audit: dict[str, Any]
+    audit: JsonObject
 
     @property
     def ok(self) -> bool:
@@ -79,7 +80,7 @@ class Stages:
     def stage(
         self,
         name: str,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
         outputs: list[str],
         work: Callable[[Progress], Result],
         kind: type[Result],
@@ -98,7 +99,7 @@ class Stages:
         self.rows.append(documents.Stage(name=name, seconds=stamp.seconds, summary=result.summary, ok=ok))
         return result
 
-    def is_finished(self, name: str, inputs: Mapping[str, Any]) -> bool:
+    def is_finished(self, name: str, inputs: Mapping[str, object]) -> bool:
         """Return whether stage() would not repeat this stage."""
         return self.dir.finished(name, self.base | dict(inputs)) is not None
 
@@ -179,7 +180,7 @@ class Stages:
         folder: Path,
         workloads: Sequence[Workload],
         numerics: Sequence[str] = ("w4a4", "w4a16"),
-        conversations: Path | Sequence[dict[str, Any]] | None = None,
+        conversations: Path | Sequence[JsonObject] | None = None,
         n_conversations: int | None = None,
         ensemble: bool = False,
     ) -> documents.Evaluation:
@@ -243,7 +244,7 @@ def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:
 
 
 def prompts_key(workloads: Sequence[Workload]) -> dict[str, list[str]]:
-    """Return what identifies the prompts of an evaluation: by workload, the hashes of its file and of what is asked."""
+    """Return what identifies the prompts of an evaluation: by workload, the hashes of its file and of its prompts."""
     return {w.name: [w.sha256, judge.prompts_sha256(w)] for w in workloads}
 
 

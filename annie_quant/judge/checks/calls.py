@@ -1,11 +1,4 @@
-"""Whole calls against lists of allowed values, in the form of the Berkeley leaderboard's answers.
-
-{"name": {"argument": [allowed, allowed, ...]}}: "" among the allowed values means that the argument may be omitted.
-
-Whether an answer states a word or a number: as a whole word ("15" is not in "150"), not in a question, not denied.
-
-Tool calls against their schemas: the right name, arguments that parse, types that fit, the expected words.
-"""
+"""Checks of what an answer states and of its tool calls: the right function, arguments that parse and fit, allowed values."""
 
 from __future__ import annotations
 
@@ -13,11 +6,13 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from annie_quant.documents import ToolCall
 from annie_quant.documents.tool_schema import mismatch
-from annie_quant.judge.answers import Answer, raw_view
+from annie_quant.judge.answers import Answer, Tools, raw_view
 from annie_quant.judge.workloads import Case, Workload
+
+# ---- what an answer states: a word or a number as a whole ("15" is not in "150"), not in a question, not denied
 
 _UNITS = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
@@ -90,7 +85,7 @@ def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
     return f"the answer does not state {lacking!r}" if lacking else ""
 
 
-Tools = Sequence[Mapping[str, Any]] | None
+# ---- tool calls and their schemas
 
 
 def tool_call(answer: Answer, case: Case, workload: Workload) -> str | None:
@@ -165,7 +160,7 @@ def schemas_fault(answer: Answer, tools: Tools) -> str:
     return next((fault for call in answer.tool_calls if (fault := _schema_fault(call, tools))), "")
 
 
-def arguments_of(call: Mapping[str, Any]) -> Any:
+def arguments_of(call: ToolCall) -> object:
     """Return a call's arguments, decoded. Raises ValueError where they are not JSON."""
     arguments = call.get("arguments")
     if isinstance(arguments, str):
@@ -188,7 +183,7 @@ def _expected_call_fault(answer: Answer, expected: str, tools: Tools) -> str:
     return schemas_fault(answer, tools)
 
 
-def _schema_fault(call: Mapping[str, Any], tools: Tools) -> str:
+def _schema_fault(call: ToolCall, tools: Tools) -> str:
     name = call.get("name")
     try:
         arguments = arguments_of(call)
@@ -212,6 +207,13 @@ def _matches(value: object, choice: object) -> bool:
         return fold(choice) in fold(value)
     return bool(value == choice)
 
+
+# ---- calls and the allowed values of their arguments, in the form of the Berkeley leaderboard's answers
+#
+# {"name": {"argument": [allowed, allowed, ...]}}: "" among the allowed values means that the argument may be omitted.
+
+Allowed = Mapping[str, Sequence[object]]  # argument → allowed values
+ExpectedCall = Mapping[str, Allowed]  # one function → its arguments
 
 # Case, spaces and this punctuation do not decide whether a text argument is right.
 _IGNORED = re.compile(r"[ ,./\-_*^]")
@@ -244,13 +246,13 @@ def use_result(answer: Answer, case: Case, workload: Workload) -> str | None:
     return next(filter(None, applicable), "") if applicable else None
 
 
-def selection_fault(answer: Answer, expected: Sequence[Mapping[str, Any]]) -> str:
+def selection_fault(answer: Answer, expected: Sequence[ExpectedCall]) -> str:
     called = sorted(str(call.get("name")) for call in answer.tool_calls)
     names = sorted(name for call in expected for name in call)
     return "" if called == names else f"it called {', '.join(called) or 'nothing'}, expected {', '.join(names)}"
 
 
-def values_fault(answer: Answer, expected: Sequence[Mapping[str, Any]]) -> str:
+def values_fault(answer: Answer, expected: Sequence[ExpectedCall]) -> str:
     if fault := selection_fault(answer, expected):
         return fault
     left = list(answer.tool_calls)
@@ -264,7 +266,7 @@ def values_fault(answer: Answer, expected: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def _call_fault(call: Mapping[str, Any], name: str, allowed: Mapping[str, Sequence[Any]]) -> str:
+def _call_fault(call: ToolCall, name: str, allowed: Allowed) -> str:
     if call.get("name") != name:
         return f"it called {call.get('name')!r}, expected {name!r}"
     try:
@@ -274,7 +276,7 @@ def _call_fault(call: Mapping[str, Any], name: str, allowed: Mapping[str, Sequen
     return f"{name!r}: {fault}" if (fault := _mapping_fault(arguments, allowed)) else ""
 
 
-def _mapping_fault(arguments: object, allowed: Mapping[str, Sequence[Any]]) -> str:
+def _mapping_fault(arguments: object, allowed: Allowed) -> str:
     if not isinstance(arguments, dict):
         return f"{arguments!r} is not an object"
     if unknown := [key for key in arguments if key not in allowed]:

@@ -12,9 +12,8 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
-from annie_quant.documents import incomplete
+from annie_quant.documents import ToolCall, incomplete
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.calls import arguments_of, has_call_markup, schemas_fault
 from annie_quant.judge.checks.text import markdown_in, repetition, stop, thinking_leak
@@ -156,7 +155,7 @@ def logged_tool(answer: Answer, case: Case, workload: Workload) -> str | None:
     return "" if called == expected else f"it called {_listed(called)}, the log has {_listed(expected)}"
 
 
-def normalized_call(call: Mapping[str, Any]) -> tuple[str, str]:
+def normalized_call(call: ToolCall) -> tuple[str, str]:
     """Return name and arguments of a call so that equal calls are equal: keys sorted, 1.0 as 1, text stripped."""
     try:
         arguments = arguments_of(call)

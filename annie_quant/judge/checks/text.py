@@ -1,16 +1,4 @@
-"""Signs of text that repeats itself or is not language; no model is needed.
-
-The answer as a whole: it exists, it ends, it is language.
-
-Markdown in a text (R31): CommonMark's tokens (markdown-it-py), without what reads as prose or arithmetic.
-
-An answer that is spoken has no **, no #, no list dashes, no backticks, no numbered lists. A minus in prose, a product sign
-between numbers, '#1', 'C#' and '__init__' are not markdown.
-
-Thinking where it does not belong: in the content ever, or anywhere when thinking is off.
-
-It is recognised by think tags (complete, or half open) and by the way base Qwen3.5 starts ("Thinking Process:" first).
-"""
+"""Checks of an answer's text alone: it exists, ends, is language, and has no markdown and no thinking. No model is needed."""
 
 from __future__ import annotations
 
@@ -27,6 +15,8 @@ from annie_quant.judge.workloads import Case, Workload
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
+
+# ---- repetition, and text that is not language
 
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _SPECIAL = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|</?s>")
@@ -106,6 +96,9 @@ def _nonsense(text: str) -> str:
     return f"not words: {', '.join(odd[:3])}" if len(words) >= 6 and len(odd) * 3 > len(words) else ""
 
 
+# ---- the answer as a whole
+
+
 def non_empty(answer: Answer, case: Case, workload: Workload) -> str | None:
     """Visible content or a tool call was received. An error, or white space alone, fails."""
     if answer.error:
@@ -132,6 +125,11 @@ def repetition(answer: Answer, case: Case, workload: Workload) -> str | None:
         return None
     return repeats(answer.text) or garbled(answer.text)
 
+
+# ---- markdown (R31): CommonMark's tokens (markdown-it-py), without what reads as prose or arithmetic
+#
+# An answer that is spoken has no **, no #, no list dashes, no backticks, no numbered lists. A minus in prose, a product sign
+# between numbers, '#1', 'C#' and '__init__' are not markdown.
 
 _BLOCKS = {
     "heading_open": "heading",
@@ -163,7 +161,7 @@ def _parser() -> MarkdownIt:
     return parser.disable(["code", "html_block", "html_inline", "autolink"])
 
 
-@lru_cache(maxsize=2048)  # as in garble.py
+@lru_cache(maxsize=2048)  # as repeats()
 def markdown_in(text: str) -> str:
     """Return the first kind of markdown ("bold", "list", "heading", …); "" where there is none."""
     tokens, lines = _parser().parse(text), text.split("\n")
@@ -243,6 +241,10 @@ def no_markdown(answer: Answer, case: Case, workload: Workload) -> str | None:
     kind = markdown_in(answer.text)
     return f"markdown: {kind}" if kind else ""
 
+
+# ---- thinking where it does not belong: in the content ever, or anywhere when thinking is off
+#
+# It is recognised by think tags (complete, or half open) and by the way base Qwen3.5 starts ("Thinking Process:" first).
 
 _TAG = re.compile(r"</?\s*think(?:ing)?\s*>|<think(?:ing)?\s*$", re.IGNORECASE)
 _DECORATION = r"[\s*_#>`]*"

@@ -1,0 +1,157 @@
+"""The options of a command as one frozen struct, from which its command line and its help are made.
+
+    class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
+        source: Annotated[Path, Argument()]
+        worst: Annotated[int, Option("Tensors with the largest error to list per form.")] = 3
+
+    @command(CompareOptions)
+    def compare(options: CompareOptions) -> None: ...
+
+A field without a default is required. `bool` is a flag, `Literal` a choice, `tuple[X, ...]` an option that may be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import click
+import msgspec
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field is given on the command line.
+
+    name: of the option; default: the field's, with dashes.
+    metavar: what the help calls the value.
+    least: the smallest number.
+    type: click's type, where the field's own does not suffice.
+    listed: whether a tuple is one value, separated by commas, and not an option that may be repeated.
+    """
+
+    help: str
+    name: str = ""
+    metavar: str | None = None
+    least: float | None = None
+    type: click.ParamType[Any] | None = None
+    listed: bool = False
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A field that is given by its position."""
+
+
+class CommaSeparated(click.ParamType[tuple[Any, ...]]):
+    """Values of one type, separated by commas."""
+
+    name = "text"
+
+    def __init__(self, kind: Callable[[str], Any]) -> None:
+        self.kind = kind
+
+    def convert(
+        self, value: str | tuple[Any, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(self.kind(part.strip()) for part in value.split(",") if part.strip())
+        except ValueError:
+            raise click.UsageError(f"{value!r} is not a list of numbers; write it as 1,8") from None
+
+
+def command(options: type[Options], name: str = "") -> Callable[[Callable[[Options], None]], click.Command]:
+    """Return a decorator that makes a command of a function of `options`. name: default: the function's."""
+
+    def decorate(function: Callable[[Options], None]) -> click.Command:
+        def callback(**values: object) -> None:
+            function(options(**values))
+
+        parameters = [_parameter(field) for field in msgspec.structs.fields(options)]
+        return click.Command(name or function.__name__, callback=callback, params=parameters, help=function.__doc__)
+
+    return decorate
+
+
+def _parameter(field: msgspec.structs.FieldInfo) -> click.Parameter:
+    annotation, given = get_args(field.type)
+    kind = _without_none(annotation)
+    items = get_args(kind) if get_origin(kind) is tuple else ()
+    if isinstance(given, Argument):
+        count = -1 if items else 1
+        return click.Argument([field.name], type=_click_type(kind), required=field.required, nargs=count)
+    declared = [f"--{given.name or field.name.replace('_', '-')}", field.name]
+    if kind is bool:
+        return click.Option(declared, is_flag=True, default=field.default, help=given.help)
+    if given.listed:
+        kind, items = CommaSeparated(items[0]), ()
+    several = Ellipsis in items
+    option = click.Option(
+        declared,
+        type=given.type or _click_type(kind, given.least),
+        nargs=len(items) if items and not several else 1,
+        multiple=several,
+        required=field.required,
+        metavar=given.metavar,
+        help=given.help,
+    )
+    if not field.required:  # click takes a default of None for a value
+        option.default = ",".join(map(str, field.default)) if given.listed and field.default else field.default
+        option.show_default = field.default not in (None, "", ())
+    return option
+
+
+def _without_none(annotation: object) -> object:
+    """Return X of `X | None`, any other type as it is."""
+    parts = get_args(annotation)
+    return next(part for part in parts if part is not NoneType) if NoneType in parts else annotation
+
+
+def _click_type(kind: object, least: float | None = None) -> click.ParamType[Any] | type:
+    if get_origin(kind) is Literal:
+        return click.Choice(get_args(kind))
+    if isinstance(kind, click.ParamType):
+        return kind
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+    if kind is Path:
+        return click.Path(path_type=Path)
+    if least is not None:
+        return click.IntRange(int(least)) if kind is int else click.FloatRange(least)
+    assert isinstance(kind, type)
+    return kind
+
+
+# ---- options that several commands have
+
+AsJson = Annotated[bool, Option("Print one JSON object on stdout and nothing else.", name="json")]
+Force = Annotated[bool, Option("Replace an existing output.")]
+PersonaName = Annotated[
+    str | None, Option("A built-in persona, a JSON file, or a folder from annie-quant init. Default: annie.")
+]
+WorkloadNames = Annotated[
+    str | None, Option("Names (also bfcl), JSON files or folders, comma-separated. Default: those of the persona.")
+]
+AllowMismatch = Annotated[bool, Option("Accept data that was made for another system prompt.")]
+PerGate = Annotated[int, Option("Prompts per gate.", least=1)]
+KeyVariable = Annotated[str | None, Option("Environment variable with the API key of the servers.", metavar="NAME")]
+Candidate = Annotated[
+    str | None,
+    Option("The side that is judged. Default: backend A; of two sides of one format, the second.", metavar="NAME"),
+]
+Reference = Annotated[
+    str | None,
+    Option(
+        "The bf16 side that all are compared with. Default: the one whose weights are known to be bf16.", metavar="NAME"
+    ),
+]
+Incumbent = Annotated[
+    str | None, Option("The side that the candidate would replace. Default: the other one.", metavar="NAME")
+]

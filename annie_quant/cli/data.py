@@ -43,10 +43,7 @@ from annie_quant.core.untrusted import decode_json
 @click.option("--url", help="Endpoint of --teacher openai. Default: OPENAI_BASE_URL.")
 @click.option("--batch-size", default=10, show_default=True, help="Conversations per batch.")
 @click.option("--timeout", default=300.0, show_default=True, help="Time limit of a batch, in seconds.")
-@click.option("--retries", default=3, show_default=True, help="Retries of a failed batch.")
-@click.option("--max-wait", default=900.0, show_default=True, help="Longest single wait for a rate limit, in seconds.")
 @click.option("--max-budget-usd", type=float, help="Stop when this amount is spent, including resumed runs.")
-@click.option("--max-budget-tokens", type=int, help="The same in tokens.")
 @click.option(
     "--output",
     default="data/calibration/annie_calibration.jsonl",
@@ -68,10 +65,7 @@ def data(
     url: str | None,
     batch_size: int,
     timeout: float,
-    retries: int,
-    max_wait: float,
     max_budget_usd: float | None,
-    max_budget_tokens: int | None,
     output: Path,
     check: bool,
     force: bool,
@@ -97,8 +91,7 @@ def data(
                 step,
                 split=split,
                 apart_from=apart_from,
-                options=conversations.Options(teacher_model, url, timeout, batch_size),
-                limits=conversations.Limits(retries, max_wait, max_budget_usd, max_budget_tokens),
+                options=conversations.Options(teacher_model, url, timeout, batch_size, max_budget_usd),
                 force=force,
             )
     document = msgspec.to_builtins(result)

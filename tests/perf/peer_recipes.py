@@ -54,7 +54,8 @@ def use_faster_deltanet() -> None:
         query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
         with torch.autocast(query.device.type, enabled=False):  # AutoRound's; the rule chooses each product's precision
             norm, tf32 = options["use_qk_l2norm_in_kernel"], query.dtype == torch.bfloat16
-            return delta_rule.in_torch(query, key, value, options["g"], options["beta"], norm, tf32), None
+            inputs = delta_rule.DeltaInputs(query, key, value, options["g"], options["beta"], norm, tf32)
+            return delta_rule.in_torch(inputs), None
 
     modeling.torch_chunk_gated_delta_rule = rule
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,14 +29,14 @@ class Options:
     model, url: None for the teacher's default.
     timeout_s: per batch.
     batch_size: conversations per batch.
-    max_usd: returns the remaining budget, for teachers that can enforce it themselves; None without a budget.
+    max_usd: budget of the whole run; None without one.
     """
 
     model: str | None = None
     url: str | None = None
     timeout_s: float = 300.0
     batch_size: int = 10
-    max_usd: Callable[[], float | None] = lambda: None
+    max_usd: float | None = None
 
 
 @dataclass

@@ -72,9 +72,6 @@ class ClaudeCli(PromptedTeacher):
             argv += ["--json-schema", json.dumps(schema)]
         if "--no-session-persistence" in self.flags:
             argv.append("--no-session-persistence")
-        remaining = self.options.max_usd()
-        if remaining is not None and "--max-budget-usd" in self.flags:
-            argv += ["--max-budget-usd", f"{remaining:.2f}"]
         return argv
 
     def ask(self, prompt: str, schema: Mapping[str, Any]) -> ModelReply:

@@ -40,8 +40,8 @@ from annie_quant.data.recorded_chat import (
     MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
     READABLE_CODINGS,
+    ChatLog,
     CopiedExchange,
-    LogFile,
     line_of,
 )
 
@@ -169,7 +169,7 @@ class Recorder:
         need("aiohttp", "record")
         self.settings, self.progress = settings, progress
         self.upstream = checked_upstream(settings)
-        self.log = LogFile(settings.output, settings.most_bytes)
+        self.log = ChatLog(settings.output, settings.most_bytes)
         self.result = Recorded(output=str(settings.output))
         self.url = ""
         self._left_out: Counter[str] = Counter()
@@ -330,7 +330,7 @@ class Recorder:
         except Exception as error:  # a record that no rule expects must not end the recording
             self._left_out[f"a chat that cannot be read ({type(error).__name__})"] += 1
             return
-        if not self.log.append(line.data):
+        if not self.log.keep(line.data):
             self._left_out["the file's limit"] += 1
             self.progress.message(f"recording has stopped, traffic goes on: {self.log.stopped}")
             return

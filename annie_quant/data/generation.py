@@ -1,4 +1,4 @@
-"""`annie-quant data`: conversations written by a teacher, evenly over a persona's categories, one row per line.
+"""`annie-quant data`: conversations by a teacher, evenly over a persona's categories, as one row per line.
 
 A row has id, category, messages, tools (where offered), thinking, provenance and split. Tool arguments are a JSON string on
 disk, as in OpenAI's format; chat templates need them decoded. A conversation that breaks a rule, or that repeats another row
@@ -56,7 +56,7 @@ def journal_path(output: Path) -> Path:
 class Journal:
     """The log of an unfinished run, next to its output.
 
-    With it a killed run loses at most one batch, and a budget holds over several runs. It is deleted when the output is complete.
+    A killed run loses at most one batch, and a budget includes all continuations. The log is deleted when the output is complete.
 
     output: None keeps rows and costs in memory only.
     key: the run's settings.
@@ -154,10 +154,11 @@ def generate(
 ) -> GenerationResult:
     """Make n conversations, evenly over the categories, and write the valid ones to `output` (JSON lines).
 
-    The offline teacher gives the same rows for the same seed, except for the time in provenance (set SOURCE_DATE_EPOCH to
-    fix it). An interrupted run resumes from its journal. apart_from: files whose prompts must not be repeated. force: start
-    again, and overwrite a finished output.
+    The offline teacher gives the same rows for the same seed, except for the time in provenance, which SOURCE_DATE_EPOCH
+    fixes. An interrupted run resumes from its journal.
 
+    apart_from: files whose prompts must not be repeated.
+    force: start again, and overwrite a finished output.
     Raises AnnieError if fewer than four fifths could be made; what was made is kept for the next run.
     """
     who = persona if isinstance(persona, Persona) else load_persona(persona)
@@ -236,14 +237,14 @@ class _Run:
         return result
 
     def check_exhausted(self, category: Category, count: int) -> None:
-        """Raise UsageError as soon as the offline teacher's templates cannot give enough; no later category can help."""
+        """Raise UsageError as soon as the offline teacher's templates cannot give enough conversations in all."""
         have = len(self.rows_of(category))
         if self.job.teacher_name != "offline" or have >= count:
             return
         self.exhausted[category.name] = have
         self.n_missing += count - have
         if self.n_missing > (1 - MIN_VALID) * self.job.n:
-            self.journal.close(True)  # the same command would end in the same way
+            self.journal.close(True)  # the same command would fail again
             counts = ", ".join(f"{name} {n}" for name, n in self.exhausted.items())
             raise UsageError(
                 f"the offline teacher has not enough different conversations for {self.job.persona.name}: {counts}, "
@@ -255,7 +256,7 @@ class _Run:
         return [row for row in self.journal.rows if row["category"] == category.name]
 
     def fill(self, category: Category, count: int, progress: Progress) -> None:
-        """Request batches until the category has `count` conversations, or until batches bring nothing new."""
+        """Request batches until the category has `count` conversations, or until several in a row bring nothing new."""
         fruitless = 0
         while (have := len(self.rows_of(category))) < count and fruitless < MAX_FRUITLESS:
             progress.update(len(self.journal.rows), self.job.n, category.name)
@@ -357,9 +358,9 @@ class _Run:
 
 
 def _finished(output: Path, persona: Persona, teacher: str, n: int) -> GenerationResult | None:
-    """Return the result of a finished output of a paid teacher, so that it is not paid for again.
+    """Return the result of a paid teacher's finished output, so that it is not paid for again; None where there is none.
 
-    Raises UsageError if such an output was made with other settings: it is not overwritten without --force.
+    Raises UsageError for such an output with other settings: it is not overwritten without --force.
     """
     if not output.is_file() or journal_path(output).is_file():
         return None

@@ -82,7 +82,7 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
             fault = str(error)
     record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
     if message is not None:
-        # Before reasoning and content are joined, and before the scanner, which would mask a part of a secret and keep the rest.
+        # Here, because joining reasoning and content would hide a secret, and the scanner would mask only a part of it.
         record["response"] = {"choices": [{"message": without(message, exchange.secrets)}]}
     conversation = conversation_of(record)
     size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
@@ -110,8 +110,8 @@ def masked_row(parts: JsonObject, time: str, scanner: Scanner) -> LoggedChat:
     return row
 
 
-def _tools(request: JsonObject) -> Any:
-    """Return the tools on offer; none where the request forbids calls."""
+def _tools(request: JsonObject) -> object:
+    """Return the tools on offer; None where the request forbids calls."""
     return None if request.get("tool_choice") == "none" else request.get("tools") or request.get("functions")
 
 
@@ -190,7 +190,7 @@ def _reason(value: object) -> str | None:
     return value[: decode.MAX_NAME] if isinstance(value, str) else None
 
 
-def without(value: Any, secrets: Redactor) -> Any:
+def without(value: object, secrets: Redactor) -> Any:
     """Return a JSON value without the given secrets, also where they are encoded or spread over texts, and in names."""
     if not secrets:
         return value
@@ -220,7 +220,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
+def _changed(value: object, change: Callable[[str], str]) -> object:
     """Return a JSON value with its names and texts changed, in the order of `_texts`."""
     if isinstance(value, str):
         return change(value)

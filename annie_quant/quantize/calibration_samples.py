@@ -1,8 +1,8 @@
-"""Calibration text as tokens, and what each position predicts: prompt, content, tool-call markup, thinking, end of turn.
+"""Calibration text as tokens, each with the kind of token that it predicts: prompt, content, tool-call markup, thinking, end.
 
-A position's kind is that of the token predicted there, because its activations decide that token. Padding is on the
-right, where no real token attends to it (the models are causal). It repeats the text, so that code which ignores the
-kinds meets natural activations only.
+A position has the kind of the token predicted there, because its activations decide that token. Padding is on the right, where
+no real token attends to it (the models are causal). It repeats the text, so that code which ignores the kinds sees natural
+activations only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PADDING = -1
 TokenWeights = Mapping[int, float]  # kind → how much a position's activations count
 # What the model is to answer, and nothing else.
 RESPONSE: TokenWeights = {PROMPT: 0.0, CONTENT: 1.0, TOOL_MARKUP: 1.0, THINKING: 1.0, END_OF_TURN: 1.0}
-# Few tokens decide whether a checkpoint keeps its manners: the markup of a call, and the token that ends the turn.
+# A few tokens decide whether a checkpoint keeps its manners: the markup of a call, and the token that ends the turn.
 MANNERS: TokenWeights = {PROMPT: 0.1, CONTENT: 1.0, TOOL_MARKUP: 8.0, THINKING: 1.0, END_OF_TURN: 8.0}
 MANNERS_RESPONSE: TokenWeights = {**MANNERS, PROMPT: 0.0}
 MAX_TOKENS = 2048
@@ -36,10 +36,10 @@ class CalibrationSample:
     """One answer after its prompt.
 
     category: of its conversation.
-    ids: the tokens that are fed; the answer's last token is only predicted.
+    ids: the input tokens; the answer's last token is only predicted.
     kinds: of each position.
     answer: the answer's tokens.
-    decides: of each, whether it decides about a call or the end (offline/prompts.py).
+    decides: whether each token of the answer decides about a call or the end (offline/prompts.py).
     row: index of its conversation.
     """
 
@@ -93,7 +93,7 @@ def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[Calibra
     for row, scored in scored_rows:
         ids = (*scored.prompt, *scored.target[:-1])
         if len(ids) > MAX_TOKENS:
-            continue  # the answer is at the end, so cutting would remove it
+            continue  # cutting would remove the answer, which is at the end
         answer_kinds = [k + 1 for k in template.classes(scored.target, scored.thinking)]
         kinds = (PROMPT,) * (len(scored.prompt) - 1) + tuple(answer_kinds)
         decides = tuple(template.decisions(scored.target, scored.thinking))

@@ -1,7 +1,7 @@
 """GPTQ in torch, on a CPU or a GPU: block scales are chosen inside the sweep, and the columns are in activation order.
 
-Each block of a row is rounded once per candidate scale, with the corrections inside the block, and the candidate with the least
-loss is kept. The loss is GPTQ's own objective: the squared output error that remains after the best continuous correction of all
+Each block of a row is rounded once per candidate scale, with corrections inside the block, and the candidate with the least loss
+is kept. The loss is GPTQ's own objective: the squared output error that remains after the best continuous correction of all
 later columns (local-Hessian scales inside GPTQ: PiSO, arXiv 2606.10890). Activation order is by falling diagonal of the Hessian.
 The columns of a block stay together, so that its scale can be chosen in the sweep. Groups and scales keep their place in storage.
 """
@@ -46,7 +46,7 @@ class Rounded:
     loss: torch.Tensor
 
     def rows(self, part: slice) -> Rounded:
-        """Return some of the rows."""
+        """Return the rows of a slice."""
         return Rounded(*(getattr(self, f.name)[part] for f in fields(self)))
 
     def packed(self, tensor_scale: float) -> nvfp4.Tensor:
@@ -74,7 +74,7 @@ def e2m1(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache  # one table per device: a sweep reads it once per block column
 def e4m3_steps(device: torch.device | str) -> torch.Tensor:
-    """Return the value of every positive finite E4M3 code, float32 [127]; code 0 has that of code 1, so it divides nothing by 0."""
+    """Return the value of every positive finite E4M3 code, float32 [127]. Code 0 has that of code 1, to avoid division by 0."""
     codes = torch.arange(E4M3_CODES + 1, dtype=torch.uint8, device=device)
     codes[0] = 1
     return codes.view(torch.float8_e4m3fn).float()

@@ -1,4 +1,4 @@
-"""Gated DeltaNet of delta_rule.py in few launches on a GPU, in Triton.
+"""Gated DeltaNet of delta_rule.py in a few launches on a GPU, in Triton.
 
 `prepare` makes the parts of every chunk at once, `scan_forward` passes a state [Dk, Dv] through the chunks of a head, and
 `conv_forward` is the causal convolution. In torch operations a chunk of the scan takes 7 launches, and the parts write and read
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from annie_quant.quantize.delta_rule import DeltaInputs
 
 CHUNK = 64  # that of delta_rule
-VALUES = 64  # columns of a state in one program, at most
+VALUES = 64  # most columns of a state in one program
 SIZES = (16, 32, 64, 128, 256)  # widths of a head that the kernels take
 CONV_STEPS, CONV_CHANNELS = 32, 64
 

@@ -1,6 +1,6 @@
-"""Gated DeltaNet without flash-linear-attention, for rows that are all real.
+"""Gated DeltaNet without flash-linear-attention, for rows without padding.
 
-The recurrence of offline/deltanet.py in operations that take few launches: chunks of 64 steps, and the triangular systems of a
+The recurrence of offline/deltanet.py in operations that need few launches: chunks of 64 steps, and the triangular systems of a
 chunk by inverses of blocks of 2, 4, ... 64. transformers' own form solves them in 63 sequential steps. Products are in TF32 where
 the inputs are bfloat16, which is finer than the bfloat16 operands of servers' kernels; inverses, decays and sums are float32.
 Source of the rule: Yang et al., Gated Delta Networks (arXiv 2412.06464).
@@ -20,7 +20,7 @@ from annie_quant.offline import deltanet
 from annie_quant.quantize.backend import has_triton, tensor_cores
 
 CHUNK = 64  # a power of two
-CPU_CHUNK = 20  # steps, about, on a CPU; chunks of equal length leave little padding
+CPU_CHUNK = 20  # about this many steps on a CPU; chunks of equal length need little padding
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,7 @@ def causal_conv(
 
 
 def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
-    """Let DeltaNet layers without flash-linear-attention compute faster.
-
-    On a CPU they compute as in evaluation, which halves the time.
-    """
+    """Make DeltaNet layers without flash-linear-attention compute faster: on a CPU as in evaluation, in half the time."""
     for layer in deltanet.delta_layers(model):
         theirs = layer.chunk_gated_delta_rule
         if theirs.__name__ != "torch_chunk_gated_delta_rule":

@@ -1,7 +1,7 @@
-"""What both ways to round a decoder layer share: the settings, the groups of linears, and the result, which can be stored.
+"""The common parts of both ways to round a decoder layer: settings, groups of linears, and a result that can be stored.
 
-layer_stages.py rounds a layer with the C loop, each token once per linear. two_streams.py rounds it in torch. rounding.py calls
-them layer by layer.
+layer_stages.py rounds a layer with the C loop, and each linear multiplies each token once. two_streams.py rounds it in torch.
+rounding.py calls them layer by layer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Method:
     markup: weight of tool-call markup and ends of turns relative to other tokens of responses.
     fold: fold activation-aware scales into each layer first.
     damping: added to the Hessian's diagonal, relative to its mean.
-    plain: round to nearest, as naive does; the other settings have no effect.
-    layers: round by two_streams.py, on a GPU where there is one, else by layer_stages.py.
+    plain: round to nearest, as naive does; the other settings then have no effect.
+    layers: round by two_streams.py, else by layer_stages.py.
     """
 
     prompt: float = 0.1
@@ -118,7 +118,7 @@ class LayerRounder:
         raise NotImplementedError
 
     def repeat(self, result: LayerResult) -> None:
-        """Do the same with the result of an earlier run."""
+        """Apply the result of an earlier run in place of `round`."""
         raise NotImplementedError
 
     def fold(self) -> dict[str, np.ndarray]:
@@ -132,7 +132,7 @@ class LayerRounder:
         return [f"{self.layer.name}.{n}" for n in group]
 
     def largest_weights(self) -> dict[str, float]:
-        """Return the largest magnitude that the tensor scale of each linear is for, by full name."""
+        """Return the largest magnitude that sets the tensor scale of each linear, by full name."""
         tops = {
             f"{self.layer.name}.{n}": float(self.layer.linears[n].weight.detach().abs().max())
             for group in self.groups
@@ -141,7 +141,7 @@ class LayerRounder:
         return self.layer.model.folder.family.largest_of_group(tops)
 
     def in_memory(self, groups: Sequence[list[str]]) -> Iterator[list[list[str]]]:
-        """Yield as many groups at a time as have their Hessians in HESSIAN_BYTES."""
+        """Yield as many groups at a time as have Hessians of at most HESSIAN_BYTES together."""
         sizes = [4 * self.layer.linears[g[0]].in_features ** 2 for g in groups]
         yield from ([groups[i] for i in run] for run in split_by_size(sizes, HESSIAN_BYTES))
 

@@ -1,13 +1,13 @@
-"""Round a decoder layer in stages, in which each linear multiplies each token once, with its rounded weight.
+"""Round a decoder layer in stages, so that each linear multiplies each token once, with its rounded weight.
 
     for stage in stages(layer, advance=True):
         stage.observe({"mlp.down_proj": f})     # f(x [n, K], kinds [n]) gets inputs that earlier stages' rounded linears put out
         layer.linears["mlp.down_proj"].weight   # may be changed before the next stage begins
     # the outputs of the changed layer are now the next layer's inputs
 
-A layer of most families is two residual blocks, x + block(norm(x)): a mixer of tokens (attention or DeltaNet) and an MLP. A
-block's first linears read the norm's outputs. The inputs of its last linear are stored when the block runs up to it, and are
-multiplied when it is rounded. A layer of another shape has one stage: one pass to observe, and one to advance.
+A layer of most families is two residual blocks, x + block(norm(x)): a token mixer (attention or DeltaNet) and an MLP. A block's
+first linears read the norm's outputs. The inputs of its last linear are stored when the block runs up to it, and are multiplied
+when it is rounded. A layer of any other shape has one stage: one pass to observe, and one to advance.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from annie_quant.quantize.layerwise import DecoderLayer, Observer, Prefixes
 
 KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
 CHUNK = {"cpu": 1024, "cuda": 16384}  # tokens of one pass through an MLP: on a CPU its activations stay in the caches
-PROBE = 64  # tokens that show whether a layer is such a chain of blocks
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of that, relative to the largest output
+PROBE = 64  # tokens by which a layer is recognised as such a chain of blocks
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of their outputs, relative to the largest one
 
 
 class LinearReached(Exception):
@@ -112,7 +112,7 @@ def blocks_of(layer: DecoderLayer) -> tuple[ResidualBlock, ResidualBlock] | None
 
 
 def is_chain(layer: DecoderLayer, mixer: ResidualBlock, mlp: ResidualBlock) -> bool:
-    """Return whether the blocks in turn compute what the layer does, by a few tokens of the first batch."""
+    """Return whether the two blocks, one after the other, compute what the layer computes for a few tokens of the first batch."""
     module, state = layer.module, layer.model.states[0][:1, :PROBE]
     run = partial(layer.model.forward, module)
     with torch.inference_mode():
@@ -138,11 +138,11 @@ def mlp_outputs(module: torch.nn.Module, block: ResidualBlock, state: torch.Tens
 
 
 class NotReachedError(RuntimeError):
-    """A forward pass ended without the linear that it was to stop at."""
+    """A forward pass ended without reaching the linear at which it should stop."""
 
 
 def inputs_of(linear: torch.nn.Module, work: Callable[[], Any]) -> torch.Tensor:
-    """Return what a linear gets when `work` runs, which stops there."""
+    """Return the input of a linear in `work`, which ends there."""
 
     def stop(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         raise LinearReached(args[0])
@@ -157,7 +157,7 @@ def inputs_of(linear: torch.nn.Module, work: Callable[[], Any]) -> torch.Tensor:
     raise NotReachedError
 
 
-Part = tuple[slice, torch.Tensor]  # some of a text's real tokens, and their rows [n, K]
+Part = tuple[slice, torch.Tensor]  # a slice of a text's real tokens, and their rows [n, K]
 
 
 class RealTokens:
@@ -227,9 +227,9 @@ class RealTokens:
 
 
 class LastInputs:
-    """Inputs of a block's last linear: stored where they are at most KEPT_INPUTS bytes, else computed at each use.
+    """The inputs of a block's last linear: stored where they have at most KEPT_INPUTS bytes, else computed at each use.
 
-    run: yields them, by the weights that the linears before have now.
+    run: yields them, computed with the present weights of the linears before.
     """
 
     def __init__(self, text: RealTokens, linear: torch.nn.Linear, run: Callable[[], Iterator[Part]]) -> None:
@@ -239,7 +239,7 @@ class LastInputs:
         self.keep = size <= KEPT_INPUTS
 
     def parts(self) -> Iterator[Part]:
-        """Yield the inputs of some tokens at a time."""
+        """Yield the inputs, a slice of the tokens at a time."""
         if self.stored is not None:
             yield from self.stored
             return

@@ -1,7 +1,7 @@
-"""What a strategy decided, and its writing as a checkpoint in ModelOpt's layout: NVFP4, W4A16, FP8, bf16, or a mixture.
+"""The result of a strategy, and its export as a checkpoint in ModelOpt's layout: NVFP4, W4A16, FP8, bf16, or a mixture.
 
-Linears that a server merges into one matrix share their tensor scale and input scale. Nothing but headers is read before
-a tensor is written; rows are packed in pieces.
+Linears that a server merges into one matrix share their tensor scale and input scale. Only headers are read before the first
+tensor is written; rows are packed in pieces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class QuantizationPlan:
-    """What a strategy decided. Keys are full names of linears, except in `weights`.
+    """The result of a strategy. Keys are full names of linears, except in `weights`.
 
     formats: "nvfp4" (W4A4), "w4a16" or "fp8"; all other tensors stay as they are.
     amax: largest |input| of the linears with quantized activations. An expert that saw no token may be left out if another

@@ -1,4 +1,4 @@
-"""Round every decoder layer of a job's model, and keep each finished layer for an interrupted run.
+"""Round every decoder layer of a job's model, and store each finished layer, so that an interrupted run can continue.
 
     job → samples → batches → per layer: fold, Hessians, columns → plan
 

@@ -122,7 +122,7 @@ def run(
 
 
 def scale_rule(part: Strategy, scale: str | None) -> nvfp4.Scale:
-    """Return the rule by which block scales are chosen: the named one, else the strategy's. Raises UsageError for an unknown one."""
+    """Return the rule by which block scales are chosen, by default the strategy's. Raises UsageError for an unknown one."""
     rule: Any = scale or part.scale
     if rule not in get_args(nvfp4.Scale):
         raise UsageError(f"--scale {scale!r}", f"choose one of: {', '.join(get_args(nvfp4.Scale))}")

@@ -21,7 +21,7 @@ from annie_quant.quantize.formats import NVFP4, W4A16
 if TYPE_CHECKING:
     from annie_quant.quantize.plan import QuantizationPlan
 
-WAIT_FOR_FIRST_S = 60.0  # how long further processes wait for the first one's work folder
+WAIT_FOR_FIRST_S = 60.0  # longest wait of the other processes for the first one's work folder
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Job(Generic[OptionsType]):
     scale: rule by which block scales are chosen.
     options: the strategy's.
     seed: of random choices.
-    work: folder of what a killed run should not have to repeat; it is removed after success.
+    work: folder with results that a killed run can use again; it is removed after success.
     """
 
     model: Path
@@ -82,7 +82,7 @@ class Job(Generic[OptionsType]):
         return self.calib_data
 
     def key(self) -> dict[str, object]:
-        """Return what must be equal for a rerun to use what an interrupted run measured."""
+        """Return the settings that must be equal for a rerun to use the measurements of an interrupted run."""
         return {
             "model": source_key(ModelFolder(self.model)),
             "calib_data": sha256_of(self.calib_data),
@@ -122,7 +122,7 @@ class Strategy:
     write: writes the plan instead of plan.export.
     scale: rule by which block scales are chosen unless --scale is given.
     requires: packages of the `quantize` extra that it imports.
-    resume_key: returns what must be equal for an interrupted run's shards to be kept; None keeps none.
+    resume_key: returns the settings that must be equal for an interrupted run's shards to be kept; None keeps no shards.
     needs_text: it calibrates on conversations.
     needs_family: it computes single decoder layers, which takes a family that is known (annie_quant.models).
     conservative: a search tries it next when a checkpoint answers gibberish.

@@ -1,7 +1,7 @@
-"""Round a model's layers with GPTQ in torch, each linear on the inputs that the rounded linears before it give.
+"""Round a model's layers with GPTQ in torch, each linear for the inputs that the rounded linears before it produce.
 
-Two streams of hidden states pass through the layers. That of the source gives the largest input of each linear, and the order in
-which the linears run. That of the layers rounded so far gives the Hessians. No input is rounded in either.
+Two streams of hidden states pass through the layers. The source's stream gives the largest input of each linear and the order in
+which the linears run. The stream of the layers rounded so far gives the Hessians. No input is rounded in either.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StreamRounder(LayerRounder):
         super().__init__(layer, formats, table, method)
         self.source = source
         self.packed: dict[str, nvfp4.Tensor] = {}
-        # Block of `fake` of which everything is rounded → batch → its output, which later passes need again.
+        # Block of `fake` whose linears are all rounded → batch → its output, which later passes use again.
         self.outputs: dict[str, dict[int, Any]] = {}
         self.fake = self.copied()
 
@@ -158,7 +158,7 @@ class StreamRounder(LayerRounder):
 
     @contextlib.contextmanager
     def finished_once(self, batch: int) -> Iterator[None]:
-        """Compute the finished blocks of `fake` once per batch: what runs before them is finished, so their inputs stay."""
+        """Compute the finished blocks of `fake` once per batch: the blocks before them are finished, so their inputs stay."""
         blocks = [(self.fake.module.get_submodule(name), stored) for name, stored in self.outputs.items()]
 
         def forward(original: Callable[..., Any], stored: dict[int, Any], *args: Any, **options: Any) -> Any:
@@ -186,7 +186,7 @@ class StreamRounder(LayerRounder):
     def round_group(self, group: Sequence[str], hessian: Hessian, tops: Mapping[str, float]) -> None:
         """Round the linears that read one input together.
 
-        Where a linear changes by MAX_CHANGE or more, the text has too few tokens for its inputs: the damping is raised.
+        A linear that changes by MAX_CHANGE or more has too few tokens in the text: its damping is raised.
         """
         if self.layer.experts_of(group[0]):
             self.tokens[group[0]] = hessian.tokens

@@ -37,7 +37,9 @@ class HeldOut:
         generate(persona, teacher="offline", n=400, output=file, seed=77, split="gate")
         samples = calibration_samples.samples_of_rows(model, read_conversations(file))
         chosen = list(kl_trial.spread(samples))[:answers]
-        self.trial = kl_trial.Trial(ModelFolder(model), chosen, calibration_samples.RESPONSE, 10**9)
+        self.trial = kl_trial.Trial(
+            ModelFolder(model), kl_trial.answers_to_score(chosen, calibration_samples.RESPONSE, 10**9)
+        )
 
     def divergence(self, checkpoint: Path, numerics: str) -> float:
         """Return the mean KL of a quantized checkpoint, in nats per token."""

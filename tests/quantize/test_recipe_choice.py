@@ -152,7 +152,7 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path
     formats = {n: "nvfp4" if "mlp" in n else "w4a16" for n in names}
     job = Job(home / "model", tmp_path / "out", work=tmp_path / "work")
     plan = round_model(job, formats, samples, recipe, Lines(lambda line: None))
-    trial = kl_trial.Trial(folder, samples, RESPONSE, 10**6, cut=False)
+    trial = kl_trial.Trial(folder, kl_trial.answers_to_score(samples, RESPONSE, 10**6, cut=False))
     source = {n: p.clone() for n, p in trial.model.named_parameters()}
     figures = {inputs: trial.divergence_of(plan, inputs) for inputs in (True, False)}
     assert all(torch.equal(p, source[n]) for n, p in trial.model.named_parameters()), "the model is as it was"
@@ -165,12 +165,12 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path
         trial.engine = kl_trial.Engine(trial.model)
         with torch.inference_mode():
             rows = dict(trial.divergences())
-        expected = {r: [0.0, 0.0] for r in trial.sources}
+        expected = {a.conversation: [0.0, 0.0] for a in trial.answers}
         for i, kl in rows.items():
-            expected[trial.sources[i]][0] += float(kl.sum()) / sum(map(len, rows.values()))
-            expected[trial.sources[i]][1] += float(kl[trial.decides[i]].sum()) / sum(
-                int(d.sum()) for d in trial.decides
-            )
+            answer = trial.answers[i]
+            expected[answer.conversation][0] += float(kl.sum()) / sum(map(len, rows.values()))
+            deciding = sum(int(a.decides.sum()) for a in trial.answers)
+            expected[answer.conversation][1] += float(kl[answer.decides].sum()) / deciding
         for row, part in zip(sorted(expected), figures[inputs], strict=True):
             assert part == pytest.approx(expected[row], rel=0.02, abs=1e-6)
 

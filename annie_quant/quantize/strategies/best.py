@@ -1,8 +1,9 @@
-"""best: every linear in NVFP4, as small as naive, by the recipe that keeps held-out conversations closest to the source.
+"""best: every linear in NVFP4, as small as naive, by the recipe that stays closest to the source on held-out conversations.
 
-First the source answers with the inputs of one group of linears rounded at a time: those that carry most of the harm stay W4A16
-(mixed_formats.py). Then recipes are compared on conversations that none of them rounds with (recipe_choice.py), and the best one
-rounds with all conversations. --effort is how many are tried. A killed run continues after its last trial, recipe or layer.
+First the source answers with the inputs of one group of linears rounded at a time; the groups with most of the harm stay W4A16
+(mixed_formats.py). Then recipes are compared on conversations that they do not round with (recipe_choice.py), and the best one
+rounds with all conversations. --effort sets how many recipes are tried. A killed run continues after its last trial, recipe or
+layer.
 """
 
 from __future__ import annotations

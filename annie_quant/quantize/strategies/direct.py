@@ -3,8 +3,8 @@
 Activations stay bf16 (W4A16) unless input scales are given: nothing is calibrated, so no text is needed. An interrupted
 run resumes after its last complete shard.
 
-Shards can be tasks on a Ray cluster whose machines have the same folders. A task gets the job and the name of its shard and makes
-the plan itself, so only a few settings travel. A worker that dies loses its current shard, and Ray gives that task to another one.
+Shards can be tasks on a Ray cluster whose machines share the folders. A task gets the job and the name of its shard and makes the
+plan itself, so only a few settings are sent. If a worker dies, Ray gives its task to another one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checkpoints: read, audit, repair, compare and convert them.
 
 audit(path, source=None)             every fault of a checkpoint, and a row per tensor
-repair(path, source, output)         a repaired copy, and what was done
-convert(path, to=..., output=...)    ModelOpt, compressed-tensors, GGUF
+repair(path, source, output)         a repaired copy, and the list of repairs
+convert(path, to=..., output=...)    ModelOpt, compressed-tensors, GGUF, bf16
 compare(source, {label: path})       forms of one model, tensor by tensor
 ModelFolder(path)                    the tensors of a safetensors folder, mapped
 linears(folder)                      its quantized linears, whatever the dialect

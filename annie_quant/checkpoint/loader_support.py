@@ -1,4 +1,4 @@
-"""Which servers load a checkpoint, and why not. The rules and their sources are of November 2026."""
+"""The servers that load a checkpoint, and the reasons why others do not. Rules and sources are of November 2026."""
 
 from __future__ import annotations
 
@@ -76,8 +76,10 @@ def tensor_parallel_ranks(model: QuantizedFolder) -> int:
 def fits_modelopt_option(method: str, algorithm: str) -> bool:
     """Return whether a --quantization option of ModelOpt's plain NVFP4 (modelopt, modelopt_fp4) names a checkpoint's format.
 
-    method, algorithm: of its settings.  A checkpoint of another format is served without the option: servers read the
-    format from config.json (docs.sglang.io/advanced_features/quantization.html: no --quantization for a quantized model).
+    A checkpoint of another format is served without the option: servers read the format from config.json
+    (docs.sglang.io/advanced_features/quantization.html: no --quantization for a quantized model).
+
+    method, algorithm: of the checkpoint's settings.
     """
     return method == modelopt.NAME and "MIXED" not in algorithm
 

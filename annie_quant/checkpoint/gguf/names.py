@@ -1,7 +1,7 @@
 """How llama.cpp stores a model: tensor names, the order of DeltaNet's value heads, and changed values.
 
 Source of the conventions: ggml-org/llama.cpp, conversion/qwen.py (Qwen3NextModel, _LinearAttentionVReorderBase,
-_Qwen35MtpMixin) and src/models/qwen35.cpp. The names themselves are the family's (annie_quant.models).
+_Qwen35MtpMixin) and src/models/qwen35.cpp. The family has the names (annie_quant.models).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text
 
 
 def written() -> str:
-    """Return which families are written as GGUF, as a hint."""
+    """Return a hint that lists the families which are written as GGUF."""
     return f"GGUF is written for {', '.join(f.name for f in models.families() if f.gguf)}"
 
 
@@ -46,7 +46,7 @@ class Heads:
         return cls(*(_count(config, field) for field in fields))
 
     def order(self, width: int) -> np.ndarray:
-        """Return the indices that bring values * width entries from grouped to tiled order."""
+        """Return the indices that change values * width entries from grouped to tiled order."""
         index = np.arange(self.values * width).reshape(self.keys, self.values // self.keys, width)
         return index.transpose(1, 0, 2).reshape(-1)
 
@@ -156,5 +156,5 @@ def _module(name: str) -> str:
 
 
 def keeps_float32(stored: str, dimensions: int) -> bool:
-    """Return whether llama.cpp takes a tensor in float32 only, by its name in the file and its number of dimensions."""
+    """Return whether llama.cpp takes a tensor only in float32. stored: its name in the file."""
     return dimensions < 2 or not stored.endswith(".weight") or stored.endswith(FLOAT32)

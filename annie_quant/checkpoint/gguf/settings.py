@@ -1,7 +1,7 @@
 """The fields of config.json that a GGUF file needs, typed.
 
-They are checked against the tensors' shapes before anything is allocated: a vocabulary of 10^9 in config.json would otherwise
-become a token list of that length.
+They are checked against the tensors' shapes before anything is allocated: a vocab_size of 10^9 in config.json would otherwise
+become a list of as many tokens.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class GgufSettings(msgspec.Struct):
         return rope.full_attention or rope
 
     def frequency_factors(self) -> np.ndarray | None:
-        """Return what the rotary frequencies are divided by with Llama 3's scaling, float32 [head_dim / 2]; None without it.
+        """Return the divisors of the rotary frequencies in Llama 3's scaling, float32 [head_dim / 2]; None without that scaling.
 
         Source: transformers' _compute_llama3_parameters.
         """
@@ -114,7 +114,7 @@ class GgufSettings(msgspec.Struct):
 
 
 def read_settings(folder: ModelFolder, linears: Mapping[str, Linear]) -> GgufSettings:
-    """Return the settings. Raises CheckpointError for a field that is missing, has another type, or does not fit the tensors."""
+    """Return the settings. Raises CheckpointError for a field that is missing, has another type, or contradicts the tensors."""
     where = f"{folder.path.name}/config.json"
     if folder.family.deltanet:
         absent = next((f for f in REQUIRED_HYBRID if f not in folder.text_config), None)
@@ -168,7 +168,7 @@ def read_settings(folder: ModelFolder, linears: Mapping[str, Linear]) -> GgufSet
 
 
 def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> None:
-    """Raise CheckpointError where a model with sliding windows differs from what llama.cpp has as constants."""
+    """Raise CheckpointError where a model with sliding windows differs from llama.cpp's constants."""
     names, kinds = folder.family.gguf, settings.layer_types or []
     if names is None or not names.window_pattern:
         if "sliding_attention" in kinds:
@@ -192,7 +192,7 @@ def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> No
 
 
 def _shapes(folder: ModelFolder, linears: Mapping[str, Linear]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name, shape) of every weight, quantized ones with the shape of their numbers."""
+    """Yield (name, shape) of every weight; of a quantized weight the shape of its numbers."""
     quantized = {f"{linear.name}.weight": linear for linear in linears.values()}
     for name, linear in quantized.items():
         yield name, tuple(linear.shape(folder))

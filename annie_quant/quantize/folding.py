@@ -68,11 +68,10 @@ class FoldedLayer:
     tokens: dict[str, int] = field(default_factory=dict)
 
 
-def fold_layer(layer: DecoderLayer, chosen: set[str], advance: bool = True) -> FoldedLayer:
-    """Search and fold the scales of a layer.
+def fold_layer(layer: DecoderLayer, chosen: set[str]) -> FoldedLayer:
+    """Search and fold the scales of a layer. The source layer's outputs become the next layer's inputs.
 
     chosen: full names of the linears that are quantized.
-    advance: let the source layer's outputs become the next layer's inputs; otherwise the layer keeps the folded weights.
     Nothing is folded into routed experts: the router reads the norm before them, too.
     """
     folder, family, device = layer.model.folder, layer.model.folder.family, layer.model.device
@@ -85,7 +84,7 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], advance: bool = True) -> F
     }
     observers = {g[0]: InputObserver(RESPONSE, device, f"{layer.name}.{g[0]}") for g in layer.expert_groups()}
     state = min(layer.model.states, key=lambda s: s.numel()).float()
-    (layer.advance if advance else layer.observe)({**samplers, **observers})
+    layer.advance({**samplers, **observers})
     before = {n: t.detach().float() for n, t in layer.module.state_dict().items()}
     after, scales = dict(before), {}
     for site in family.inputs:
@@ -99,8 +98,6 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], advance: bool = True) -> F
         scales[site.linears[0]] = fold(after, family, site, s, stored)
     if scales:
         verify(layer, state, before, after)
-    if not advance:
-        layer.module.load_state_dict({n: t.to(layer.model.dtype) for n, t in after.items()}, assign=True)
     result = FoldedLayer({f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]})
     result.tokens = {first: observer.tokens for first, observer in observers.items()}
     for group in layer.groups():

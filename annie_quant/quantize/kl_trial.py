@@ -118,12 +118,11 @@ class Trial:
 
         inputs: round them where the plan's formats do.
         """
-        weights = {f"{n}.weight": nvfp4.unpack(t, "float32") for n, t in plan.packed.items()}
-        weights |= {n: np.asarray(a) for n, a in plan.weights.items() if n.removesuffix(".weight") not in plan.packed}
+        weights = {f"{n}.weight": codec.to_torch(nvfp4.unpack(t, "float32")) for n, t in plan.packed.items()}
         amax = {n: plan.amax[n] for n, f in plan.formats.items() if f in QUANTIZED_INPUTS and n in plan.amax}
         tokens, count = sum(len(a.weights) for a in self.answers), self.count_decisions()
         parts = {conversation: [0.0, 0.0] for conversation in sorted({a.conversation for a in self.answers})}
-        with self.changed({n: codec.to_torch(a) for n, a in weights.items()}, amax if inputs else {}):
+        with self.changed(weights, amax if inputs else {}):
             for i, kl in self.divergences():
                 answer = self.answers[i]
                 part = parts[answer.conversation]

@@ -25,7 +25,7 @@ from annie_quant.offline.codec import to_numpy, to_torch
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import PADDING
 from annie_quant.quantize.hessian import LEAST_WEIGHT, Factor, FactorError, Hessian, factor, round_columns
-from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method
+from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder
 from annie_quant.quantize.layerwise import DecoderLayer, Observer, Prefixes
 
 KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
@@ -266,25 +266,9 @@ class LastInputs:
 
 
 class StagedRounder(LayerRounder):
-    """Rounds a layer in stages by the C loop. Its outputs become the next layer's inputs, except those of the last layer.
-
-    scale: rule by which block scales are chosen.
-    """
-
-    def __init__(
-        self,
-        layer: DecoderLayer,
-        formats: Mapping[str, str],
-        table: torch.Tensor,
-        method: Method,
-        scale: nvfp4.Scale,
-    ) -> None:
-        super().__init__(layer, formats, table, method)
-        self.scale = scale
-        self.packed: dict[str, nvfp4.Tensor] = {}
+    """Rounds a layer in stages by the C loop. Its outputs become the next layer's inputs, except those of the last layer."""
 
     def round(self) -> LayerResult:
-        folded = self.fold() if self.method.fold else {}
         tops = self.largest_weights()
         for stage in stages(self.layer, advance=not self.layer.last):
             rounded: dict[str, torch.Tensor] = {}
@@ -293,7 +277,7 @@ class StagedRounder(LayerRounder):
             for name, values in rounded.items():
                 weight = self.layer.linears[name].weight
                 weight.data = values.to(weight)
-        return LayerResult(self.packed, self.amax, self.tokens, folded)
+        return LayerResult(self.packed, self.amax, self.tokens)
 
     def repeat(self, result: LayerResult) -> None:
         self.restore(self.layer.module, result)
@@ -307,23 +291,23 @@ class StagedRounder(LayerRounder):
 
         tops: of largest_weights().
         """
-        hessians = {group[0]: Hessian(self.table, LEAST_WEIGHT) for group in groups}
+        hessians = {group[0]: Hessian(self.task.table, LEAST_WEIGHT) for group in groups}
         stage.observe(dict(hessians))
         rounded: dict[str, torch.Tensor] = {}
         for group in groups:
             hessian = hessians.pop(group[0])
             if self.layer.experts_of(group[0]):
                 self.tokens[group[0]] = hessian.tokens
-            solution = None if self.method.plain else self.solve(group, hessian)
+            solution = None if self.task.method.plain else self.solve(group, hessian)
             for name in group:
                 weight = self.layer.linears[name].weight
-                tensor_scale = float(nvfp4.tensor_scale(tops[f"{self.layer.name}.{name}"], scale=self.scale))
+                tensor_scale = float(nvfp4.tensor_scale(tops[f"{self.layer.name}.{name}"], scale=self.task.scale))
                 array = to_numpy(weight.float().cpu())
                 if solution is None:
-                    self.packed[name] = nvfp4.pack(array, tensor_scale=tensor_scale, scale=self.scale)
+                    self.packed[name] = nvfp4.pack(array, tensor_scale=tensor_scale, scale=self.task.scale)
                     values = nvfp4.unpack(self.packed[name], "float32")
                 else:
-                    self.packed[name], values = round_columns(array, solution, tensor_scale, self.scale)
+                    self.packed[name], values = round_columns(array, solution, tensor_scale, self.task.scale)
                 self.amax[name] = hessian.amax
                 rounded[name] = to_torch(values).to(weight.dtype)
         return rounded
@@ -335,7 +319,7 @@ class StagedRounder(LayerRounder):
         mean, reason = hessian.mean(), hessian.unusable()
         if mean is not None and not reason:
             try:
-                solution = factor(mean, self.method.damping)
+                solution = factor(mean, self.task.method.damping)
             except FactorError as error:
                 reason = str(error)
         if reason:

@@ -39,7 +39,6 @@ BROKEN = 1e6  # divergence of a recipe whose scores are not finite
 EFFORTS = ("fast", "normal", "max")
 INGREDIENTS: list[tuple[str, dict[str, Any], str]] = [
     ("prompt tokens at 0", {"prompt": 0.0}, "fast"),
-    ("AWQ folds", {"fold": True}, "normal"),
     ("prompt tokens at 1", {"prompt": 1.0}, "normal"),
     ("prompt tokens at .03", {"prompt": 0.03}, "max"),
     ("damping .01", {"damping": 0.01}, "max"),

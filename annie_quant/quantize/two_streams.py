@@ -20,7 +20,7 @@ from annie_quant import nvfp4
 from annie_quant.quantize import column_sweep
 from annie_quant.quantize.hessian import LEAST_WEIGHT, FactorError, Hessian
 from annie_quant.quantize.input_stats import by_input
-from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method
+from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, RoundingTask
 from annie_quant.quantize.layer_stages import inputs_of
 from annie_quant.quantize.layerwise import DecoderLayer, Observer
 
@@ -39,34 +39,18 @@ class SourceStream:
 class StreamRounder(LayerRounder):
     """Rounds one decoder layer: a copy, `fake`, whose linears are rounded one group after the other."""
 
-    def __init__(
-        self,
-        layer: DecoderLayer,
-        formats: Mapping[str, str],
-        table: torch.Tensor,
-        method: Method,
-        source: SourceStream,
-    ) -> None:
-        super().__init__(layer, formats, table, method)
+    def __init__(self, layer: DecoderLayer, task: RoundingTask, source: SourceStream) -> None:
+        super().__init__(layer, task)
         self.source = source
-        self.packed: dict[str, nvfp4.Tensor] = {}
         # Block of `fake` whose linears are all rounded → batch → its output, which later passes use again.
         self.outputs: dict[str, dict[int, Any]] = {}
-        self.fake = self.copied()
-
-    def copied(self) -> DecoderLayer:
-        """Return a copy of the layer as it is now."""
-        return DecoderLayer(self.layer.model, self.layer.index, copy.deepcopy(self.layer.module))
+        self.fake = DecoderLayer(layer.model, layer.index, copy.deepcopy(layer.module))
 
     def round(self) -> LayerResult:
-        self.source.states, folded = self.measure(), {}
-        if self.method.fold:
-            folded = self.fold()
-            self.share_amax()
-            self.fake = self.copied()
+        self.source.states = self.measure()
         self.quantize()
         self.advance()
-        return LayerResult(self.packed, self.amax, self.tokens, folded)
+        return LayerResult(self.packed, self.amax, self.tokens)
 
     def repeat(self, result: LayerResult) -> None:
         self.source.states = self.measure()
@@ -176,7 +160,7 @@ class StreamRounder(LayerRounder):
 
     def hessians(self, groups: Sequence[Sequence[str]]) -> dict[str, Hessian]:
         """Return the Hessians of the inputs of these groups, by each one's first linear."""
-        result = {g[0]: Hessian(self.table, LEAST_WEIGHT, fast=True) for g in groups}
+        result = {g[0]: Hessian(self.task.table, LEAST_WEIGHT, fast=True) for g in groups}
         last = None if self.layer.experts_of(groups[0][0]) else groups[0][0]
         for i, (state, kinds) in enumerate(self.batches(self.layer.model.states)):
             with self.finished_once(i):
@@ -201,7 +185,7 @@ class StreamRounder(LayerRounder):
         for factor in RAISED if mean is not None and not reason else ():
             assert mean is not None
             try:
-                result = column_sweep.sweep(weight, mean, scale, self.method.damping * factor)
+                result = column_sweep.sweep(weight, mean, scale, self.task.method.damping * factor)
             except FactorError as error:
                 reason = str(error)
                 break

@@ -1,6 +1,6 @@
 """Mean KL on held-out answers of strategies and their options, one JSON line per row: W4A4, W4A16, seconds.
 
-    python tests/perf/ablate_best.py --seeds 0,1,2 "gptq" "best effort=fast" "best recipe=fixed fold=awq"
+    python tests/perf/ablate_best.py --seeds 0,1,2 "gptq" "best effort=fast" "best recipe=fixed prompt=0"
     python tests/perf/ablate_best.py --model DIR --samples 256 --answers 150 --output rows.jsonl ...
 
 A row is a strategy and its settings. Each seed draws other calibration conversations; the held-out answers are those of the split

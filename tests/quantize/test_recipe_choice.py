@@ -87,16 +87,16 @@ def test_an_ingredient_stays_only_where_the_divergence_falls_by_more_than_the_no
         [x - 0.2 + (1.5 if i % 2 else -1.5) for i, x in enumerate(base)],
     )
     choice, lines = chosen(
-        monkeypatch, {"GPTQ": base, "prompt tokens at 0": better, "AWQ folds": noisy, "plain rounding": noisy}
+        monkeypatch, {"GPTQ": base, "prompt tokens at 0": better, "prompt tokens at 1": noisy, "plain rounding": noisy}
     )
     used = {i.name: i.used for i in choice.ingredients}
-    assert used["GPTQ"] and used["prompt tokens at 0"] and not used["AWQ folds"] and not used["plain rounding"]
+    assert used["GPTQ"] and used["prompt tokens at 0"] and not used["prompt tokens at 1"] and not used["plain rounding"]
     assert choice.method == Method(prompt=0.0)
     entry = choice.ingredients[1]
     assert entry.kl == pytest.approx(sum(better)) and entry.change == pytest.approx(-1.05) and 0 < entry.noise < 0.05
     assert choice.held_out == HeldOut(10, 40, 10)
     assert any("fewer than 2,000" in line for line in lines) and any(
-        line.startswith("refuses AWQ folds") for line in lines
+        line.startswith("refuses prompt tokens at 1") for line in lines
     )
 
 
@@ -131,9 +131,7 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
 RECIPES = {
     "prompt": Method(),
     "plain": Method(plain=True),
-    "awq": Method(fold=True),
     "layers": Method(layers=True),
-    "layers, awq": Method(layers=True, fold=True),
 }
 
 

@@ -35,7 +35,6 @@ class BestOptions(StrategyOptions):
     damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
     prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
     markup: float = option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens")
-    fold: str = option("none", "fold activation-aware scales into the layer first", ("none", "awq"))
     activations: str = option(
         "mixed",
         "bits of the inputs: 4 or 16 of all linears, or 4 for the most weights that `share` allows",
@@ -65,7 +64,6 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     method = Method(
         prompt=options.prompt,
         markup=options.markup,
-        fold=options.fold == "awq",
         damping=options.damping,
         layers=fixed,
     )

@@ -15,7 +15,7 @@ from annie_quant.checkpoint.conversion import Conversion, convert
 from annie_quant.checkpoint.dialects import linears
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.inspection import audit
-from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale
+from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.repairs import RepairResult, repair, repair_command
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, planned, write
@@ -30,11 +30,9 @@ __all__ = [
     "Linear",
     "ModelFolder",
     "Planned",
-    "QuantConfig",
     "RepairResult",
     "ShardError",
     "TensorRow",
-    "TensorScale",
     "audit",
     "compare",
     "convert",

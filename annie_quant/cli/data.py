@@ -78,7 +78,7 @@ def data(
         who = conversations.load_persona(persona)
         rows = conversations.read_rows(output)
         conversations.check_prompt_hash(rows, persona)
-        conversations.check_apart(rows, *apart_from, gates=split != "gate")
+        conversations.check_apart(rows, *apart_from, gates=split != "gate", persona=who)
         result: conversations.ValidatedRows = conversations.validate(rows, who)
     else:
         with console.task(f"conversations by {teacher}") as step:

@@ -242,13 +242,11 @@ def check_apart(rows: Rows, *others: Rows, gates: bool = True, persona: Persona 
         )
 
 
-def check_prompt_hash(
-    rows: Rows, persona: str | Path | Persona | None = None, system_prompt: str | None = None, allow: bool = False
-) -> str | None:
+def check_prompt_hash(rows: Rows, persona: str | Path | Persona | None = None, allow: bool = False) -> str | None:
     """Check, before quantizing or evaluating, that conversations have the system prompt that is served now.
 
-    That prompt is `system_prompt`, else that of `persona`, else that of the persona named in the rows' provenance. Rows without
-    provenance are compared only with a given prompt or persona.
+    That prompt is that of `persona`, else that of the persona named in the rows' provenance. Rows without provenance are compared
+    only with a given persona.
 
     Returns None where all agree, else a description of the mismatch if `allow` is set. Raises UsageError otherwise.
     """
@@ -258,14 +256,9 @@ def check_prompt_hash(
     for row in read_rows(rows):
         provenance = row.get("provenance") or {}
         source: Any = persona if persona is not None else provenance.get("persona")
-        if system_prompt is None and source is None:
-            continue
-        if persona is None and system_prompt is None and not _is_readable(source):
-            continue  # the data came from another folder or machine
-        if system_prompt is not None:
-            current = system_prompt
-        else:
-            current = (source if isinstance(source, Persona) else load(source)).system_prompt
+        if source is None or (persona is None and not _is_readable(source)):
+            continue  # nothing to compare with: no provenance, or that of another folder or machine
+        current = (source if isinstance(source, Persona) else load(source)).system_prompt
         first = row["messages"][0]
         prompt = text_of(first.get("content")) if first["role"] == "system" else ""
         checked += 1

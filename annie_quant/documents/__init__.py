@@ -64,7 +64,6 @@ from annie_quant.documents.evaluation import (
     StrategyRow,
 )
 from annie_quant.documents.prompts import (
-    CalledFunction,
     CaseFile,
     ChatCall,
     ChatMessage,
@@ -77,8 +76,6 @@ from annie_quant.documents.prompts import (
 )
 from annie_quant.documents.reading import (
     SCHEMA_VERSION,
-    Digest,
-    JsonScalar,
     ShortText,
     check_version,
     convert,
@@ -100,7 +97,6 @@ from annie_quant.documents.results import (
     MemoryFigures,
     MemoryGrowth,
     MemoryLevels,
-    ModelMeta,
     ModelRow,
     OfflineSide,
     Roles,

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType, field
 
+from annie_quant.core.untrusted import JsonObject
+
 
 class Finding(msgspec.Struct, frozen=True):
     """One fault.
@@ -103,9 +105,9 @@ class Audit(msgspec.Struct):
     def ok(self) -> bool:
         return not self.findings
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the result as JSON values, as `annie-quant audit --json` prints it."""
-        fields: dict[str, Any] = msgspec.to_builtins(self)
+        fields: JsonObject = msgspec.to_builtins(self)
         return {"path": fields.pop("path"), "ok": self.ok, **fields}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from annie_quant.core.files import finite
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents.reading import SCHEMA_VERSION, UPGRADES, decode
 from annie_quant.documents.statistics import GateResult, PairedGate, PairedVerdict, PooledGates
 
@@ -286,9 +287,9 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Return the outcomes of all members, those of `numerics` first."""
         return {k: v.outcomes for k, v in self.numerics.items()} | {k: v.outcomes for k, v in self.members.items()}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the evaluation as a dict that JSON can hold: None for a figure that is not a number."""
-        document: dict[str, Any] = finite(msgspec.to_builtins(self))
+        document: JsonObject = finite(msgspec.to_builtins(self))
         return document
 
     @classmethod

@@ -11,6 +11,7 @@ from msgspec import field
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.host import Environment
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents.prompts import ContextFile
 from annie_quant.documents.reading import SCHEMA_VERSION, UPGRADES, JsonScalar, decode, write
 from annie_quant.documents.records import Load
@@ -213,7 +214,7 @@ class Run(msgspec.Struct, kw_only=True):
     verdict: Verdict = field(default_factory=Verdict)
 
 
-def _upgrade(document: dict[str, Any]) -> None:
+def _upgrade(document: JsonObject) -> None:
     """Version 1 → 2: what servers report was not limited, both files had the aggregates, KL without tokens was {"n_tokens": 0}."""
     aggregates = document.get("aggregates")
     for sides in _mappings(aggregates.get("offline") if isinstance(aggregates, dict) else None):
@@ -231,7 +232,7 @@ def _upgrade(document: dict[str, Any]) -> None:
         }
 
 
-def _mappings(value: object) -> list[dict[str, Any]]:
+def _mappings(value: object) -> list[JsonObject]:
     return [item for item in value.values() if isinstance(item, dict)] if isinstance(value, dict) else []
 
 

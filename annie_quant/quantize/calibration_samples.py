@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from annie_quant.core.errors import UsageError
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize.strategy import Job, StrategyOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROMPT, CONTENT, TOOL_MARKUP, THINKING, END_OF_TURN = range(5)
 KINDS = 5
@@ -83,7 +87,7 @@ def read_samples(job: Job[StrategyOptions]) -> list[CalibrationSample]:
     return samples_of_rows(job.model, read_conversations(job.conversations, job.calib_samples))
 
 
-def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[CalibrationSample]:
+def samples_of_rows(model: Path, rows: Sequence[JsonObject]) -> list[CalibrationSample]:
     """Return the assistant's answers in conversations. Answers beyond MAX_TOKENS are left out."""
     from annie_quant.offline.prompts import Template, conversation_answers
 
@@ -127,13 +131,13 @@ def padded(samples: Sequence[CalibrationSample]) -> TokenBatch:
     return TokenBatch(ids, kinds)
 
 
-def token_ids(tokenizer: Any, rows: Sequence[Mapping[str, Any]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
-    """Return one list of token ids per conversation, cut at max_tokens."""
+def token_ids(tokenizer: PreTrainedTokenizerBase, rows: Sequence[JsonObject]) -> list[list[int]]:
+    """Return one list of token ids per conversation, cut at MAX_TOKENS."""
     from annie_quant.checkpoint.chat_template import ChatTemplate
 
     template, ids = ChatTemplate(tokenizer, str(tokenizer.name_or_path)), []
     for row in rows:
         thinking = bool(row.get("thinking", False))
         text = template.render(row["messages"], row.get("tools"), enable_thinking=thinking)
-        ids.append(tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens])
+        ids.append(tokenizer(text, add_special_tokens=False)["input_ids"][:MAX_TOKENS])
     return ids

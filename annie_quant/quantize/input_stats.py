@@ -306,7 +306,7 @@ def largest_inputs_of_whole_model(
     modules: dict[str, Any] = dict(model.named_modules())
     observers = {name: LargestInput(name) for name in linears if name in modules}
 
-    def before(observer: LargestInput, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def before(observer: LargestInput, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         observer.add(args[0].reshape(-1, args[0].shape[-1]))
 
     for name, observer in observers.items():

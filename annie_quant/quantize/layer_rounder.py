@@ -35,14 +35,14 @@ class Method:
     markup: weight of tool-call markup and ends of turns relative to other tokens of responses.
     damping: added to the Hessian's diagonal, relative to its mean.
     plain: round to nearest, as naive does; the other settings then have no effect.
-    layers: round by two_streams.py, else by layer_stages.py.
+    two_streams: round by two_streams.py, else by layer_stages.py.
     """
 
     prompt: float = 0.1
     markup: float = 1.0
     damping: float = 0.05
     plain: bool = False
-    layers: bool = False
+    two_streams: bool = False
 
     def token_weights(self) -> TokenWeights:
         marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), self.markup)

@@ -16,7 +16,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -141,10 +140,10 @@ class NotReachedError(RuntimeError):
     """A forward pass ended without reaching the linear at which it should stop."""
 
 
-def inputs_of(linear: torch.nn.Module, work: Callable[[], Any]) -> torch.Tensor:
+def inputs_of(linear: torch.nn.Module, work: Callable[[], object]) -> torch.Tensor:
     """Return the input of a linear in `work`, which ends there."""
 
-    def stop(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def stop(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         raise LinearReached(args[0])
 
     handle = linear.register_forward_pre_hook(stop)

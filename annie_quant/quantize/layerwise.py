@@ -117,7 +117,7 @@ class DecoderLayer:
         """Give observers the inputs of their linears in a forward pass of tokens of these kinds."""
 
         def before(
-            observer: Observer, experts: SingleExperts | None, module: torch.nn.Module, args: tuple[Any, ...]
+            observer: Observer, experts: SingleExperts | None, module: torch.nn.Module, args: tuple[torch.Tensor, ...]
         ) -> None:
             observer(*real_inputs(args[0], kinds, experts))
 

@@ -87,7 +87,7 @@ def choose_method(
     held_out = HeldOut(len({s.row for s in held}), sum(len(s.answer) for s in held), sum(sum(s.decides) for s in held))
     progress.message(held_out_line(held_out, conversations))
     if device == "cuda":
-        start = replace(start, layers=True)
+        start = replace(start, two_streams=True)
     trials = Trials(job, formats, learned, held, progress)
     tried = list(tried)
     count = len(tried) + 2

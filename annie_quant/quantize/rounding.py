@@ -54,7 +54,7 @@ def round_model(
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
     rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder]
-    if method.layers:
+    if method.two_streams:
         tokens = MAX_BATCH_TOKENS[device_kind(device_and_dtype(folder)[0])]
         model = DecoderLayers(folder, make_batches(samples, tokens))
         table = weight_table(method.token_weights(), model.device)

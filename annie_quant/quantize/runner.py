@@ -126,7 +126,7 @@ def scale_rule(part: Strategy, scale: str | None) -> nvfp4.Scale:
     rule: Any = scale or part.scale
     if rule not in get_args(nvfp4.Scale):
         raise UsageError(f"--scale {scale!r}", f"choose one of: {', '.join(get_args(nvfp4.Scale))}")
-    return rule  # type: ignore[no-any-return]
+    return rule
 
 
 def write(part: Strategy, job: Job[StrategyOptions], plan: QuantizationPlan, progress: Progress) -> None:

@@ -141,7 +141,7 @@ class Strategy:
     needs_family: bool = False
     conservative: bool = False
 
-    def settings(self, values: Mapping[str, Any]) -> StrategyOptions:
+    def settings(self, values: Mapping[str, object]) -> StrategyOptions:
         """Return the options with the given values. Raises UsageError for a name or a value that they do not take."""
         known = {f.name: f for f in fields(self.options)}
         parsed = {}

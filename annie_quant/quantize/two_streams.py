@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ class StreamRounder(LayerRounder):
         super().__init__(layer, task)
         self.source = source
         # Block of `fake` whose linears are all rounded → batch → its output, which later passes use again.
-        self.outputs: dict[str, dict[int, Any]] = {}
+        self.outputs: dict[str, dict[int, object]] = {}
         self.fake = DecoderLayer(layer.model, layer.index, copy.deepcopy(layer.module))
 
     def round(self) -> LayerResult:
@@ -145,7 +144,9 @@ class StreamRounder(LayerRounder):
         """Compute the finished blocks of `fake` once per batch: the blocks before them are finished, so their inputs stay."""
         blocks = [(self.fake.module.get_submodule(name), stored) for name, stored in self.outputs.items()]
 
-        def forward(original: Callable[..., Any], stored: dict[int, Any], *args: Any, **options: Any) -> Any:
+        def forward(
+            original: Callable[..., object], stored: dict[int, object], *args: object, **options: object
+        ) -> object:
             if batch not in stored:
                 stored[batch] = original(*args, **options)
             return stored[batch]

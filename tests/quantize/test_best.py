@@ -57,7 +57,7 @@ def rounders(home: Path, index: int) -> tuple[StreamRounder, list[torch.Tensor]]
     source = SourceStream([s.clone() for s in model.states])
     for layer in model:
         rounder = StreamRounder(
-            layer, RoundingTask(formats, torch.tensor([0.1, 1, 1, 1, 1]), Method(layers=True)), source
+            layer, RoundingTask(formats, torch.tensor([0.1, 1, 1, 1, 1]), Method(two_streams=True)), source
         )
         source.states = rounder.measure()
         rounder.quantize()

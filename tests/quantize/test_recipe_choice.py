@@ -131,7 +131,7 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
 RECIPES = {
     "prompt": Method(),
     "plain": Method(plain=True),
-    "layers": Method(layers=True),
+    "two streams": Method(two_streams=True),
 }
 
 

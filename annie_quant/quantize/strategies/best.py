@@ -65,7 +65,7 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
         prompt=options.prompt,
         markup=options.markup,
         damping=options.damping,
-        layers=fixed,
+        two_streams=fixed,
     )
     choice = RecipeChoice(method)
     if not fixed:

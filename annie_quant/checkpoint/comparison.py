@@ -18,6 +18,7 @@ from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.checks.source import rel_l2
 from annie_quant.checkpoint.gguf.names import Layout
 from annie_quant.checkpoint.gguf.reader import open_gguf
+from annie_quant.checkpoint.gguf.settings import read_settings
 from annie_quant.checkpoint.linears import label_of
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import folder_size, gguf_size
@@ -198,7 +199,7 @@ def gguf_weights(path: Path, source: ModelFolder) -> Iterator[ComparedWeight]:
     """Yield the matrices that both a GGUF file and the source have; the source's are as llama.cpp would store them."""
     gguf = need("gguf", "serve")
     tensors = open_gguf(path)
-    layout, experts = Layout.of(source), source.family.experts
+    layout, experts = Layout.of(source.family, read_settings(source)), source.family.experts
     for name in matrices(source):
         stored = layout.name(name)
         if stored not in tensors:

@@ -8,7 +8,8 @@ from annie_quant import models
 from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.codes import DEADLY
 from annie_quant.checkpoint.dialects import QuantizedFolder, fp8, modelopt
-from annie_quant.checkpoint.gguf import names
+from annie_quant.checkpoint.gguf.names import Layout
+from annie_quant.checkpoint.gguf.settings import read_settings, written
 from annie_quant.checkpoint.linears import COLUMNS_PER_RANK
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
@@ -118,12 +119,12 @@ def llama_cpp(model: QuantizedFolder) -> Rule:
     if any(x.pre_quant for x in linears.values()):
         return "no", "GGUF has no activation scales"
     try:
-        layout = names.Layout.of(folder)
+        layout = Layout.of(folder.family, read_settings(folder))
         for name in [*model.unowned, *(f"{n}.weight" for n in linears)]:
             for part in folder.parts_of(name) or [name]:
                 layout.name(part)
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return "no", f"its tensors are not of a text model that is written here ({names.written()})"
+        return "no", f"its tensors are not of a text model that is written here ({written()})"
     if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
         return "no", "DeltaNet's key and value heads differ in size"
     convert, columns = "after `annie-quant convert --to gguf`", nvfp4_columns(model)

@@ -20,9 +20,9 @@ from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import Planned, ShardPlan
+from annie_quant.checkpoint.writer import Planned
 from annie_quant.core.errors import CheckpointError
-from annie_quant.core.progress import SILENT, ByteProgress, Progress
+from annie_quant.core.progress import Progress
 from annie_quant.documents import HeldOut, Ingredient
 from annie_quant.models import Family
 from annie_quant.quantize.formats import ALGORITHM, FP8, GROUP, NVFP4, QUANTIZED_INPUTS, expected_bytes
@@ -85,14 +85,11 @@ def export(
     folder: ModelFolder,
     output: Path,
     plan: QuantizationPlan,
-    shard_bytes: int = writer.DEFAULT_SHARD_BYTES,
-    progress: Progress = SILENT,
-    resume: bool = False,
-    write_shards: Callable[[Path, list[ShardPlan], ByteProgress], None] | None = None,
+    write: Callable[[Path, list[Planned]], object] = writer.write,
 ) -> None:
-    """Write tensors and settings into the folder `output`. The last four parameters are those of checkpoint.writer.write."""
+    """Write tensors and settings into the folder `output`. write: writes the planned tensors into a folder."""
     check(folder, plan)
-    writer.write(output, planned_tensors(folder, plan), shard_bytes, progress, resume, write_shards)
+    write(output, planned_tensors(folder, plan))
     writer.write_settings(output, folder.config, modelopt.settings(plan.formats, excluded_names(folder, plan), GROUP))
 
 

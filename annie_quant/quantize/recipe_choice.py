@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.files import sha256_text
@@ -37,7 +36,7 @@ BROKEN = 1e6  # divergence of a recipe whose scores are not finite
 # Ingredient, its change, and the smallest effort that tries it. On Qwen2.5-Coder none lowers the divergence by more than the noise;
 # on tiny-annie a weight of 0 for prompt tokens lowered the KL (tests/perf/strategies.md).
 EFFORTS = ("fast", "normal", "max")
-INGREDIENTS: list[tuple[str, dict[str, Any], str]] = [
+INGREDIENTS: list[tuple[str, dict[str, float], str]] = [
     ("prompt tokens at 0", {"prompt": 0.0}, "fast"),
     ("prompt tokens at 1", {"prompt": 1.0}, "normal"),
     ("prompt tokens at .03", {"prompt": 0.03}, "max"),
@@ -46,7 +45,7 @@ INGREDIENTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def ingredients(effort: str, fixed: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def ingredients(effort: str, fixed: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the ingredients that an effort tries, without those that change a setting of the user."""
     for name, changes, least in INGREDIENTS:
         if EFFORTS.index(least) <= EFFORTS.index(effort) and not changes.keys() & set(fixed):
@@ -67,7 +66,7 @@ def choose_method(
     formats: Mapping[str, str],
     samples: Sequence[CalibrationSample],
     start: Method,
-    tried: Iterable[tuple[str, dict[str, Any]]],
+    tried: Iterable[tuple[str, dict[str, float]]],
     progress: Progress,
 ) -> RecipeChoice:
     """Return the method with the least held-out divergence.

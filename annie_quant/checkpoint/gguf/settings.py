@@ -113,14 +113,27 @@ class GgufSettings(msgspec.Struct):
         return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
-def read_settings(folder: ModelFolder, linears: Mapping[str, Linear]) -> GgufSettings:
-    """Return the settings. Raises CheckpointError for a field that is missing, has another type, or contradicts the tensors."""
+def written() -> str:
+    """Return a hint that lists the families which are written as GGUF."""
+    return f"GGUF is written for {', '.join(f.name for f in models.families() if f.gguf)}"
+
+
+def read_settings(folder: ModelFolder) -> GgufSettings:
+    """Return the settings. Raises CheckpointError for another family, and for a field that is missing or has another type."""
     where = f"{folder.path.name}/config.json"
+    if folder.family.gguf is None:
+        problem = f"model_type {folder.text_config.get('model_type')!r} cannot be stored as GGUF here"
+        raise CheckpointError(f"{folder.path}: {problem}", written())
     if folder.family.deltanet:
         absent = next((f for f in REQUIRED_HYBRID if f not in folder.text_config), None)
         if absent:
             raise CheckpointError(f"{where}: {absent} is missing", HINT)
-    settings = documents.convert(GgufSettings, folder.text_config, where, error=CheckpointError, hint=HINT)
+    return documents.convert(GgufSettings, folder.text_config, where, error=CheckpointError, hint=HINT)
+
+
+def check_settings(folder: ModelFolder, settings: GgufSettings, linears: Mapping[str, Linear]) -> None:
+    """Raise CheckpointError where llama.cpp cannot compute with the settings, or where they contradict the tensors."""
+    where = f"{folder.path.name}/config.json"
     if settings.rope.kind not in ROPE_KINDS:
         raise CheckpointError(
             f"{where}: rotary scaling {settings.rope.kind[:40]!r} is not written, expected one of: {', '.join(ROPE_KINDS)}",
@@ -164,7 +177,6 @@ def read_settings(folder: ModelFolder, linears: Mapping[str, Linear]) -> GgufSet
             raise CheckpointError(f"{where}: {fields} need {name} of shape {_text(needed)}, got {_text(shape)}", HINT)
     if len(numbers) != layers:
         raise CheckpointError(f"{where}: num_hidden_layers {layers}, and {len(numbers)} layers have tensors", HINT)
-    return settings
 
 
 def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> None:

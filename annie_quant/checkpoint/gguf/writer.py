@@ -22,7 +22,7 @@ from annie_quant import kquant, nvfp4
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.gguf import vocabulary
 from annie_quant.checkpoint.gguf.names import Heads, Layout, keeps_float32
-from annie_quant.checkpoint.gguf.settings import GgufSettings, read_settings
+from annie_quant.checkpoint.gguf.settings import GgufSettings, check_settings, read_settings
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import need_room
@@ -112,7 +112,9 @@ def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
             f"{folder.path} is quantized already, {kind} needs unquantized weights",
             "give the bf16 checkpoint it was made from",
         )
-    layout, settings = Layout.of(folder), read_settings(folder, model.linears)
+    settings = read_settings(folder)
+    check_settings(folder, settings, model.linears)
+    layout = Layout.of(folder.family, settings)
     heads = layout.heads
     if heads and heads.key_dim != heads.value_dim:
         raise CheckpointError(

@@ -65,7 +65,10 @@ def write(job: Job[DirectOptions], plan: QuantizationPlan, progress: Progress) -
     """Write the shards here or on a cluster."""
     shard_bytes = parse_size(job.options.shard_size)
     write_shards = partial(write_on_cluster, job) if job.options.ray else None
-    export(ModelFolder(job.model), job.output, plan, shard_bytes, progress, resume=True, write_shards=write_shards)
+    write_tensors = partial(
+        writer.write, shard_bytes=shard_bytes, progress=progress, resume=True, write_shards=write_shards
+    )
+    export(ModelFolder(job.model), job.output, plan, write_tensors)
 
 
 def write_shard(job: Job[DirectOptions], name: str) -> None:

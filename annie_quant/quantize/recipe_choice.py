@@ -92,7 +92,8 @@ def choose_method(
     count = len(tried) + 2
     best = ScoredMethod("GPTQ", start, trials.score(start, f"1 of {count}, GPTQ"))
     trace = [best.entry(None)]
-    waiting = [*tried, ("plain rounding", {f.name: f.default for f in fields(Method)} | {"plain": True})]
+    defaults: dict[str, float] = {f.name: f.default for f in fields(Method)}
+    waiting = [*tried, ("plain rounding", defaults | {"plain": True})]
     for number, (name, changes) in enumerate(waiting, 2):
         method = replace(best.method, **changes)
         if method == best.method:

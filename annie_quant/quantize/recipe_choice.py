@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.files import sha256_text
@@ -32,11 +33,11 @@ POSITIONS = {"cpu": 8192, "cuda": 1 << 17}  # held-out tokens at most, prompts i
 TOKENS = 8192  # of answers, whose logits stay in memory
 BROKEN = 1e6  # divergence of a recipe whose scores are not finite
 
-
+Changes = dict[str, Any]  # settings of a Method
+EFFORTS = ("fast", "normal", "max")
 # Ingredient, its change, and the smallest effort that tries it. On Qwen2.5-Coder none lowers the divergence by more than the noise;
 # on tiny-annie a weight of 0 for prompt tokens lowered the KL (tests/perf/strategies.md).
-EFFORTS = ("fast", "normal", "max")
-INGREDIENTS: list[tuple[str, dict[str, float], str]] = [
+INGREDIENTS: list[tuple[str, Changes, str]] = [
     ("prompt tokens at 0", {"prompt": 0.0}, "fast"),
     ("prompt tokens at 1", {"prompt": 1.0}, "normal"),
     ("prompt tokens at .03", {"prompt": 0.03}, "max"),
@@ -45,7 +46,7 @@ INGREDIENTS: list[tuple[str, dict[str, float], str]] = [
 ]
 
 
-def ingredients(effort: str, fixed: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
+def ingredients(effort: str, fixed: Iterable[str]) -> Iterator[tuple[str, Changes]]:
     """Yield the ingredients that an effort tries, without those that change a setting of the user."""
     for name, changes, least in INGREDIENTS:
         if EFFORTS.index(least) <= EFFORTS.index(effort) and not changes.keys() & set(fixed):
@@ -66,7 +67,7 @@ def choose_method(
     formats: Mapping[str, str],
     samples: Sequence[CalibrationSample],
     start: Method,
-    tried: Iterable[tuple[str, dict[str, float]]],
+    tried: Iterable[tuple[str, Changes]],
     progress: Progress,
 ) -> RecipeChoice:
     """Return the method with the least held-out divergence.
@@ -92,7 +93,7 @@ def choose_method(
     count = len(tried) + 2
     best = ScoredMethod("GPTQ", start, trials.score(start, f"1 of {count}, GPTQ"))
     trace = [best.entry(None)]
-    defaults: dict[str, float] = {f.name: f.default for f in fields(Method)}
+    defaults: Changes = {f.name: f.default for f in fields(Method)}
     waiting = [*tried, ("plain rounding", defaults | {"plain": True})]
     for number, (name, changes) in enumerate(waiting, 2):
         method = replace(best.method, **changes)

@@ -33,7 +33,7 @@ LEAST_ANSWERS = 8  # that share a trial's tokens
 
 
 @dataclass(frozen=True)
-class ScoredAnswer:
+class TrialAnswer:
     """An answer and its prompt.
 
     weights: how much each token of the answer counts, float32 [T].
@@ -53,7 +53,7 @@ def answers_to_score(
     tokens: int,
     positions: float = math.inf,
     cut: bool = True,
-) -> list[ScoredAnswer]:
+) -> list[TrialAnswer]:
     """Return answers of all categories in turn.
 
     token_weights: how much a token counts, by its kind.
@@ -61,7 +61,7 @@ def answers_to_score(
     positions: of these answers with their prompts, at most.
     cut: cut answers that are longer than a LEAST_ANSWERS-th of `tokens`.
     """
-    answers, total, length = list[ScoredAnswer](), 0, 0
+    answers, total, length = list[TrialAnswer](), 0, 0
     for sample in spread(samples):
         answer = sample.answer[: max(1, tokens // LEAST_ANSWERS)] if cut else sample.answer
         size = len(sample.prompt) + len(answer)
@@ -71,7 +71,7 @@ def answers_to_score(
         kinds = sample.kinds[len(sample.prompt) - 1 :][: len(answer)]
         weights = torch.tensor([token_weights.get(k, 0.0) for k in kinds])
         decides = torch.tensor((sample.decides or (False,) * len(answer))[: len(answer)])
-        answers.append(ScoredAnswer(Row(sample.prompt, answer), weights, decides, sample.row))
+        answers.append(TrialAnswer(Row(sample.prompt, answer), weights, decides, sample.row))
     return answers
 
 
@@ -81,7 +81,7 @@ class Trial:
     Raises CheckpointError where the model's own probabilities are not finite.
     """
 
-    def __init__(self, folder: ModelFolder, answers: Sequence[ScoredAnswer]) -> None:
+    def __init__(self, folder: ModelFolder, answers: Sequence[TrialAnswer]) -> None:
         self.family, self.model = folder.family, load(folder)
         self.engine = Engine(self.model)
         device = next(self.model.parameters()).device

@@ -21,6 +21,7 @@ from annie_quant.cli.common import (
     quiet_engines,
     refuse_stale_prompt,
 )
+from annie_quant.core.errors import CheckpointError
 
 
 @click.command()
@@ -51,6 +52,9 @@ from annie_quant.cli.common import (
 @click.option("--output", required=True, type=PATH, help="Folder of the new checkpoint.")
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Continue with data made for another system prompt.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print size, memory and time to expect (--model 9b and 27b work too), and stop."
+)
 @json_option
 def quantize(
     strategy: str,
@@ -68,13 +72,27 @@ def quantize(
     output: Path,
     force: bool,
     allow_prompt_mismatch: bool,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
+    from annie_quant.quantize import estimates
+
     if invalid := [item for item in settings if "=" not in item]:
         raise click.UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
     settings += (f"effort={effort}",) if effort else ()
     options = dict(item.split("=", 1) for item in settings)
+    if dry_run or estimates.is_large(model):
+        try:
+            lines = estimates.estimate(model, strategy, calib_samples, options=options, calib_data=calib_data).lines()
+        except CheckpointError:
+            if dry_run:
+                raise
+            lines = []
+        for line in lines:
+            echo(line, err=not dry_run)
+    if dry_run:
+        return
     quiet_engines()
     refuse_stale_prompt(calib_data, allow_prompt_mismatch, persona)
     with console.task(f"quantize ({strategy})") as step:

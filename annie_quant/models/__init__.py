@@ -80,7 +80,9 @@ def _default() -> Family:
     from annie_quant.models import qwen3_5
 
     # Its layers include the dense ones, and its relatives (qwen3_5_moe) have its norms.
-    return replace(qwen3_5.FAMILY, name="unknown", text=Form("", ""), multimodal=None, gguf=None, position_axes=1)
+    return replace(
+        qwen3_5.FAMILY, name="unknown", text=Form("", ""), multimodal=None, gguf=None, published={}, position_axes=1
+    )
 
 
 def is_log_decay(name: str) -> bool:

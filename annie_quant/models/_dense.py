@@ -18,6 +18,7 @@ MLP_INPUT = LinearInput(MLP, "post_attention_layernorm", "norm")
 MLP_OUTPUT = LinearInput(("mlp.down_proj",), "mlp.up_proj", "rows")  # it reads silu(gate) * up
 DENSE_INPUTS = (ATTENTION_INPUT, MLP_INPUT, MLP_OUTPUT, ATTENTION_OUTPUT)
 DENSE_FUSED = {"qkv_proj": ATTENTION, "gate_up_proj": MLP}
+DENSE_KINDS = {"mlp": ("mlp.*",), "attention": ("self_attn.*_proj*",)}
 GGUF_TOP = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
@@ -71,4 +72,4 @@ def dense(name: str, class_name: str, model_type: str, **gguf: Any) -> Family:
     """Return a family with four linears of attention, a gated MLP and plain norms. gguf: further fields of GGUFNames."""
     names = GGUFNames(architecture=model_type, top=GGUF_TOP, layer=GGUF_LAYER, mtp={}, **gguf)
     form = Form(class_name, model_type)
-    return Family(name, form, DENSE_INPUTS, DENSE_FUSED, COMMON_UNQUANTIZED, gguf=names)
+    return Family(name, form, DENSE_INPUTS, DENSE_FUSED, DENSE_KINDS, COMMON_UNQUANTIZED, gguf=names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal
 
@@ -185,6 +186,22 @@ class GGUFNames:
 
 
 @dataclass(frozen=True, eq=False)
+class ModelSize:
+    """The size and the shape of a published model, for estimates.
+
+    label: its name.
+    counts: kind of part → number of weights.
+    layers: number of decoder layers.
+    """
+
+    label: str
+    counts: Mapping[str, int]
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True, eq=False)
 class Family:
     """The description of one family of models.
 
@@ -192,6 +209,7 @@ class Family:
     text, multimodal: the forms of its checkpoints; multimodal is None for a family of text models.
     inputs: the activations that a decoder layer's linears read.
     fused: the name of a matrix that servers merge → the linears that it is made of. Their scales must be equal.
+    kinds: kind of part → patterns of the linears inside a layer, for sizes; "head", "embedding" and "rest" are added.
     unquantized: patterns (fnmatch over the full module name) that no strategy quantizes by default.
     norms_add_one: whether the norms compute (1 + w) * x.
     plain_norms: those of them that compute w * x.
@@ -203,6 +221,7 @@ class Family:
     gguf: None where no GGUF file can be written.
     renamed_classes: field of a tokenizer's or processor's file → (transformers 4.57, transformers from 5.2).
     preprocessor_stub: preprocessor_config.json for a multimodal checkpoint that serves text only.
+    published: short name → size of a published model.
     experts: the routed experts of a mixture, or None for a dense model.
     keys_values: the linears whose modules hold the scales of the KV cache.
     row_parallel: ends of the linears whose columns tensor parallelism divides among ranks.
@@ -212,6 +231,7 @@ class Family:
     text: Form
     inputs: tuple[LinearInput, ...]
     fused: Mapping[str, tuple[str, ...]]
+    kinds: Mapping[str, tuple[str, ...]]
     unquantized: tuple[str, ...]
     norms_add_one: bool = False
     plain_norms: tuple[str, ...] = ()
@@ -224,6 +244,7 @@ class Family:
     gguf: GGUFNames | None = None
     renamed_classes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     preprocessor_stub: Mapping[str, Any] = field(default_factory=dict)
+    published: Mapping[str, ModelSize] = field(default_factory=dict)
     experts: Experts | None = None
     keys_values: tuple[str, str] = ("self_attn.k_proj", "self_attn.v_proj")
     row_parallel: tuple[str, ...] = (".down_proj", ".o_proj", ".out_proj")
@@ -264,9 +285,17 @@ class Family:
         """Return whether a tensor or module is in one of the decoder's layers."""
         return bool(layer_of(name)) and not self.is_auxiliary(name)
 
-    def in_mlp(self, name: str) -> bool:
-        """Return whether a tensor or module is in a decoder layer's MLP, its experts included."""
-        return ".mlp." in name and not self.is_auxiliary(name)
+    def kind_of(self, name: str) -> str:
+        """Return the kind of part that a tensor or module belongs to."""
+        if "embed_tokens" in name:
+            return "embedding"
+        if "lm_head" in name:
+            return "head"
+        if not self.in_mtp(name):
+            for kind, patterns in self.kinds.items():
+                if any(fnmatchcase(name, f"*.{pattern}") for pattern in patterns):
+                    return kind
+        return "rest"
 
     def fused_groups(self, names: Iterable[str]) -> list[list[str]]:
         """Return those of the module `names` that servers merge into one matrix, in groups of at least two."""

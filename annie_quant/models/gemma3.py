@@ -12,6 +12,7 @@ from annie_quant.models._dense import (
     ATTENTION_OUTPUT,
     COMMON_UNQUANTIZED,
     DENSE_FUSED,
+    DENSE_KINDS,
     GGUF_LAYER,
     GGUF_TOP,
     MLP,
@@ -24,6 +25,7 @@ FAMILY = Family(
     text=Form("Gemma3ForCausalLM", "gemma3_text"),
     inputs=(ATTENTION_INPUT, LinearInput(MLP, "pre_feedforward_layernorm", "norm"), MLP_OUTPUT, ATTENTION_OUTPUT),
     fused=DENSE_FUSED,
+    kinds=DENSE_KINDS,
     unquantized=COMMON_UNQUANTIZED,
     norms_add_one=True,
     gguf=GGUFNames(

@@ -12,12 +12,13 @@ from annie_quant.models._dense import (
     ATTENTION_OUTPUT,
     COMMON_UNQUANTIZED,
     DENSE_FUSED,
+    DENSE_KINDS,
     GGUF_ATTENTION,
     GGUF_TOP,
     MLP_INPUT,
     MLP_OUTPUT,
 )
-from annie_quant.models.family import GGUF_MLP, DeltaNet, Family, Form, GGUFNames, LinearInput
+from annie_quant.models.family import GGUF_MLP, DeltaNet, Family, Form, GGUFNames, LinearInput, ModelSize
 
 DELTANET = DeltaNet(
     mixed=("linear_attn.in_proj_qkv", "linear_attn.conv1d"),
@@ -55,6 +56,34 @@ GGUF = GGUFNames(
 )
 
 
+def _published(
+    label: str,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    key_heads: int,
+    value_heads: int,
+    vocabulary: int,
+) -> ModelSize:
+    """Weights per part of a published shape with untied embeddings; DeltaNet's heads have 128 elements."""
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads + heads)  # q is doubled for its gate
+    deltanet = hidden * 128 * (2 * key_heads + 3 * value_heads)  # q and k, then v, z and the output
+    rest = hidden * 2 * value_heads + 4 * 128 * (2 * key_heads + value_heads)
+    full = layers // 4
+    counts = {
+        "mlp": 3 * hidden * intermediate * layers,
+        "attention": attention * full,
+        "deltanet": deltanet * (layers - full),
+        "rest": rest * (layers - full) + hidden * (2 * layers + 1),
+        "head": hidden * vocabulary,
+        "embedding": hidden * vocabulary,
+    }
+    return ModelSize(label, counts, layers, hidden, intermediate)
+
+
 FAMILY = Family(
     name="Qwen3.5",
     text=Form("Qwen3_5ForCausalLM", "qwen3_5_text"),
@@ -72,6 +101,7 @@ FAMILY = Family(
         ATTENTION_OUTPUT,  # its input passes a gate, too
     ),
     fused={**DENSE_FUSED, "in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")},
+    kinds={**DENSE_KINDS, "deltanet": ("linear_attn.in_proj_qkv*", "linear_attn.in_proj_z*", "linear_attn.out_proj*")},
     unquantized=(*COMMON_UNQUANTIZED, "*linear_attn.conv1d", "*linear_attn.in_proj_a", "*linear_attn.in_proj_b"),
     norms_add_one=True,
     plain_norms=("linear_attn.norm",),
@@ -99,6 +129,10 @@ FAMILY = Family(
         "image_std": [0.5, 0.5, 0.5],
         "processor_class": "Qwen3VLProcessor",
         "image_processor_type": "Qwen2VLImageProcessorFast",
+    },
+    published={
+        "9b": _published("Qwen3.5-9B", 4096, 12288, 32, 16, 4, 256, 16, 32, 248320),
+        "27b": _published("Qwen3.5-27B", 5120, 17408, 64, 24, 4, 256, 16, 48, 248320),
     },
 )
 

@@ -39,6 +39,7 @@ FAMILY = replace(
     ),
     fused={k: v for k, v in qwen3_5.FAMILY.fused.items() if k != "gate_up_proj"} | {"gate_up_proj": SHARED_EXPERT},
     gguf=qwen3_5.GGUF.with_experts("qwen35moe", EXPERTS),
+    published={},
     experts=EXPERTS,
 )
 

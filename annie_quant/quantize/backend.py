@@ -15,8 +15,7 @@ import transformers
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT, Progress
-
-FLOAT32_BYTES = 1 << 30  # models up to this size are computed in float32
+from annie_quant.quantize.strategy import FLOAT32_BYTES
 
 
 def device_and_dtype(folder: ModelFolder) -> tuple[str, torch.dtype]:

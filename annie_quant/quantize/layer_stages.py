@@ -26,8 +26,8 @@ from annie_quant.quantize.calibration_samples import PADDING
 from annie_quant.quantize.hessian import LEAST_WEIGHT, Factor, FactorError, Hessian, factor, round_columns
 from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder
 from annie_quant.quantize.layerwise import DecoderLayer, Observer, Prefixes
+from annie_quant.quantize.strategy import KEPT_INPUTS
 
-KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
 CHUNK = {"cpu": 1024, "cuda": 16384}  # tokens of one pass through an MLP: on a CPU its activations stay in the caches
 PROBE = 64  # tokens by which a layer is recognised as such a chain of blocks
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of their outputs, relative to the largest one

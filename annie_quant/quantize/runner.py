@@ -95,7 +95,7 @@ def run(
     kv_format = kv_cache_format.check(kv_cache)
     # What needs no library is reported before libraries and the model are loaded.
     check_output(job.output, force or rank() > 0, (job.model, job.calib_data))
-    if part.needs_text:
+    if part.cost.passes:
         _ = job.conversations
     strategies.check_family(part, read_object(job.model / "config.json") or {})
     prompts = prompt_provenance.of_data(job.calib_data, persona, allow_prompt_mismatch)

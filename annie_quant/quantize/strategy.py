@@ -16,11 +16,15 @@ from annie_quant.checkpoint.writer import source_key
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.core.resume import KeyedJson, keyed_folder
-from annie_quant.quantize.formats import NVFP4, W4A16
+from annie_quant.quantize.formats import BITS, NVFP4, PLAIN_BITS, W4A16
 
 if TYPE_CHECKING:
     from annie_quant.quantize.plan import QuantizationPlan
 
+SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
+KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
+FLOAT32_BYTES = 1 << 30  # models up to this size are computed in float32, one layer at a time
+ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 WAIT_FOR_FIRST_S = 60.0  # longest wait of the other processes for the first one's work folder
 
 
@@ -113,33 +117,73 @@ def sha256_of(file: Path | None) -> str | None:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a strategy needs, for its place in a search and for estimates before it starts.
+
+    rank: a search tries lower ranks first: cheapest to serve, then cheapest to make.
+    layerwise: one decoder layer is in memory at a time.
+    passes: forward passes of the calibration text through the whole model, or their equivalent.
+    encode: time of the codec relative to plain rounding.
+    column_feedback: Hessians are accumulated and factored, and each rounded column corrects those after it.
+    bytes_per_weight: memory where the whole model is loaded.
+    bytes_per_layer_weight: memory where one layer is loaded, per weight of the layer.
+    hessians: float32 matrices of the widest input.
+    keeps_results: the rounded layers stay in memory until the last one is rounded.
+    whole_model: options → bytes per weight of a step with the whole model, besides the layers; 0 without such a step.
+    kept_inputs: most bytes of a linear's inputs that are stored until it is rounded (layer_stages.py).
+    """
+
+    rank: int
+    layerwise: bool = False
+    passes: float = 0.0
+    encode: float = 1.0
+    column_feedback: bool = False
+    bytes_per_weight: float = 2.0
+    bytes_per_layer_weight: float = 4.0
+    hessians: int = 0
+    keeps_results: bool = False
+    whole_model: Callable[[Any], float] = lambda options: 0.0
+    kept_inputs: int = 0
+
+
+@dataclass(frozen=True)
 class Strategy:
     """A way to quantize a checkpoint.
 
-    rank: a search tries lower ranks first: cheapest to serve, then cheapest to make.
+    formats: kind of module (annie_quant.models) → format, or average bits per weight where the strategy chooses formats;
+        for size estimates. Other modules stay bf16.
     plan: decides formats, scales and weights. The plan is then written into job.output.
     options: type of its settings.
     write: writes the plan instead of plan.export.
     scale: rule by which block scales are chosen unless --scale is given.
     requires: packages of the `quantize` extra that it imports.
     resume_key: returns the settings that must be equal for an interrupted run's shards to be kept; None keeps no shards.
-    needs_text: it calibrates on conversations.
-    needs_family: it computes single decoder layers, which takes a family that is known (annie_quant.models).
     conservative: a search tries it next when a checkpoint answers gibberish.
+    any_family: it takes a family that is not known, although it computes single layers of the known ones.
     """
 
     name: str
     summary: str
-    rank: int
+    formats: Mapping[str, str | float]
+    cost: Cost
     plan: Callable[[Any, Progress], QuantizationPlan]
     options: type[StrategyOptions] = StrategyOptions
     write: Callable[[Any, QuantizationPlan, Progress], None] | None = None
     scale: nvfp4.Scale = "amax"
     requires: tuple[str, ...] = ("torch", "transformers")
     resume_key: Callable[[Any], dict[str, object]] | None = None
-    needs_text: bool = True
-    needs_family: bool = False
     conservative: bool = False
+    any_family: bool = False
+
+    @property
+    def needs_family(self) -> bool:
+        """Return whether it has to compute single decoder layers, which takes a family that is known (annie_quant.models)."""
+        return self.cost.layerwise and self.cost.passes > 0 and not self.any_family
+
+    def bits(self, kind: str) -> float:
+        """Return the bits per weight of a kind of module."""
+        stored = self.formats.get(kind, PLAIN_BITS)
+        return BITS[stored] if isinstance(stored, str) else stored
 
     def settings(self, values: Mapping[str, object]) -> StrategyOptions:
         """Return the options with the given values. Raises UsageError for a name or a value that they do not take."""

@@ -90,18 +90,20 @@ def test_names_in_both_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "inside"),
+    ("name", "kind"),
     [
-        ("model.layers.0.mlp.down_proj.weight", True),
-        ("transformer.h.0.mlp.dense_h_to_4h", True),
-        ("model.layers.3.self_attn.q_proj.weight", False),
-        ("mtp.layers.0.mlp.down_proj.weight", False),
-        ("model.visual.blocks.0.mlp.linear_fc1.weight", False),
-        ("lm_head.weight", False),
+        ("model.layers.0.mlp.down_proj.weight", "mlp"),
+        ("model.layers.3.self_attn.q_proj.weight", "attention"),
+        ("model.layers.3.self_attn.q_norm.weight", "rest"),
+        ("model.layers.0.linear_attn.out_proj", "deltanet"),
+        ("model.layers.0.linear_attn.in_proj_a.weight", "rest"),
+        ("mtp.layers.0.mlp.down_proj.weight", "rest"),
+        ("model.embed_tokens.weight", "embedding"),
+        ("lm_head.weight", "head"),
     ],
 )
-def test_what_is_in_an_mlp(name: str, inside: bool) -> None:
-    assert QWEN.in_mlp(name) == inside
+def test_the_kind_of_a_part(name: str, kind: str) -> None:
+    assert QWEN.kind_of(name) == kind
 
 
 def test_fused_linears_of_one_layer_are_grouped() -> None:

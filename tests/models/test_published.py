@@ -50,7 +50,7 @@ def test_the_tables_have_the_published_counts(name: str) -> None:
 
 @pytest.mark.parametrize("name", published.RELEASES)
 def test_the_family_knows_every_tensor_of_a_release(name: str) -> None:
-    """At the published size: each linear is in a known block, and each name has its short form; fused groups are whole."""
+    """At the published size: each linear has a kind, and each name its short form; fused groups are whole."""
     config = published.config(name)
     family, release = models.family_of(config), published.RELEASES[name]
     assert (family.experts is not None) == release.experts
@@ -62,10 +62,7 @@ def test_the_family_knows_every_tensor_of_a_release(name: str) -> None:
     modules = {n for n, _ in published.formats(name) if not n.startswith("mtp.")}
     for module in modules:
         expert = family.experts.split(module) if family.experts else None
-        blocks = ("self_attn.", "linear_attn.")
-        assert expert or family.in_mlp(module) or models.in_layer(module).startswith(blocks) or module == "lm_head", (
-            module
-        )
+        assert expert or family.kind_of(module) in ("mlp", "attention", "deltanet", "head"), module
     sizes = {len(g) for g in family.fused_groups(modules)}
     assert sizes <= {2, 3}
 

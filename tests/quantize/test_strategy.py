@@ -1,4 +1,4 @@
-"""A strategy is one file: it is listed, run and searched without a change anywhere else."""
+"""A strategy is one file: it is listed, run, estimated and searched without a change anywhere else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paths import ROOT, TINY_ANNIE
 from annie_quant import quantize
 from annie_quant.cli.pipeline import search
 from annie_quant.core.errors import UsageError
-from annie_quant.quantize import runner, strategies
+from annie_quant.quantize import estimates, runner, strategies
 
 NEW_STRATEGY = '''
 """new: every linear in FP8, with input scales of 1."""
@@ -22,7 +22,7 @@ import numpy as np
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.quantize.formats import FP8, choose
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
-from annie_quant.quantize.strategy import StrategyOptions, Strategy, option
+from annie_quant.quantize.strategy import Cost, StrategyOptions, Strategy, option
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ def plan(job, progress):
     return QuantizationPlan(formats, input_scales=dict.fromkeys(formats, np.float32(job.options.scale)))
 
 
-STRATEGY = Strategy("new", "every linear in FP8", 15, plan, NewOptions, requires=(), needs_text=False)
+STRATEGY = Strategy("new", "every linear in FP8", dict.fromkeys(("mlp", "attention", "deltanet"), FP8),
+                    Cost(rank=15, layerwise=True), plan, NewOptions, requires=())
 '''
 
 
@@ -54,6 +55,8 @@ def test_a_new_strategy_is_one_file(new: str, tmp_path: Path) -> None:
     lines: list[str] = []
     result = quantize.run(new, TINY_ANNIE, tmp_path / "out", report=lines.append, scale=None)
     assert result.expected_bytes == pytest.approx(result.size_bytes, rel=0.01) and "FP8" in lines[0]
+    expected = estimates.estimate(TINY_ANNIE, new, rates=estimates.SPARK)
+    assert expected.size_bytes == pytest.approx(result.size_bytes, rel=0.03)
     assert search.chosen_order(None)[:4] == ["naive", "best", "new", "direct"]
 
 
@@ -94,7 +97,7 @@ def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
     assert uses == []
 
 
-@pytest.mark.parametrize("name", [n for n in strategies.names() if strategies.find(n).needs_text])
+@pytest.mark.parametrize("name", [n for n in strategies.names() if strategies.find(n).cost.passes])
 def test_missing_conversations_are_reported_before_libraries_are_loaded(name, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "need", lambda *_: pytest.fail("a library was loaded"))
     (tmp_path / "config.json").write_text("{}")

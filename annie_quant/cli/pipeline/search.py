@@ -38,11 +38,11 @@ from annie_quant.judge import Workload, decision
 from annie_quant.judge.decision import rule
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.sampling import answers_per_gate, compares_with_reference
+from annie_quant.quantize import estimates
 from annie_quant.quantize.strategies import by_rank, find
 
 NUMERICS = ("w4a4", "w4a16")
 KL_CONVERSATIONS = 60
-GB10_READ = 232e9  # bytes per second, measured (tests/perf/gemm.md)
 
 
 class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     n: prompts per gate.
     every: evaluate every strategy on all prompts, also after one that is chosen, and without the early look; a failed smoke
         question is reported.
-    strategies: names in the order to try; None: all, cheapest first (Strategy.rank).
+    strategies: names in the order to try; None: all, cheapest first (Cost.rank).
     required: the numerics under which every gate must keep.
     samples: conversations to calibrate with.
     allow_prompt_mismatch: accept calibration data that was made for another system prompt.
@@ -98,7 +98,7 @@ def run(settings: SearchSettings, console: Console) -> SearchResult:
 
 
 def chosen_order(strategies: Sequence[str] | None) -> list[str]:
-    """Return the names of the strategies to try: by default all, cheapest first (Strategy.rank)."""
+    """Return the names of the strategies to try: by default all, cheapest first (Cost.rank)."""
     if strategies is None:
         return [s.name for s in by_rank()]
     available = list(quantize.available())
@@ -204,7 +204,7 @@ class Search:
         size = folder_size(shards)
         row.size_bytes, row.bits_per_weight = size.size_bytes, size.bits_per_weight
         row.read_bytes = bytes_per_token(shards)
-        row.ceiling_tok_s = GB10_READ / row.read_bytes
+        row.ceiling_tok_s = estimates.GB10_READ / row.read_bytes
 
     def evaluate(self, row: StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""

@@ -24,7 +24,7 @@ def find(name: str) -> Strategy:
 
 def by_rank() -> list[Strategy]:
     """Return all strategies in the order in which a search tries them."""
-    return sorted(map(find, names()), key=lambda s: (s.rank, s.name))
+    return sorted(map(find, names()), key=lambda s: (s.cost.rank, s.name))
 
 
 def check_family(strategy: Strategy, config: Mapping[str, object]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import FP8, NVFP4
 from annie_quant.quantize.plan import QuantizationPlan
-from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, option
+from annie_quant.quantize.strategy import Cost, Job, Strategy, StrategyOptions, option
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ def plan(job: Job[AutoMixedOptions], progress: Progress) -> QuantizationPlan:
 STRATEGY = Strategy(
     name="auto_mixed",
     summary="C: NVFP4, FP8 or bf16 by KL on response tokens (--set bits=4.8)",
-    rank=90,
+    formats=dict.fromkeys(("mlp", "attention", "deltanet"), AutoMixedOptions.bits),
+    cost=Cost(rank=90, passes=200),
     plan=plan,
     options=AutoMixedOptions,
     conservative=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.plan import QuantizationPlan
-from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions
 
 
 def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
@@ -16,7 +16,7 @@ def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
 STRATEGY = Strategy(
     name="awq_lite",
     summary="A: activation-aware scales, searched and folded exactly into norms; plain NVFP4 W4A4",
-    rank=30,
+    formats=ALL_NVFP4,
+    cost=Cost(rank=30, layerwise=True, passes=22, encode=20),
     plan=plan,
-    needs_family=True,
 )

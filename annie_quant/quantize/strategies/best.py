@@ -16,6 +16,9 @@ from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import choose
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import (
+    ALL_NVFP4,
+    SWEEP_TIME,
+    Cost,
     Job,
     Strategy,
     StrategyOptions,
@@ -41,6 +44,11 @@ class BestOptions(StrategyOptions):
         ("mixed", "4", "16"),
     )
     share: float = option(0.05, "of the divergence that rounding all inputs adds, what activations=mixed may leave")
+
+    @property
+    def whole_model_bytes(self) -> float:
+        """Bytes per weight of the trials with the whole model, in bf16."""
+        return 2.0 if self.activations == "mixed" or self.recipe == "measured" else 0.0
 
 
 def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
@@ -80,9 +88,21 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
 STRATEGY = Strategy(
     name="best",
     summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
-    rank=12,
+    formats=ALL_NVFP4,
+    # Of the passes (counted, not measured) 16 are trials of inputs, 22 the search of folds, 18 the recipes, their scores and the
+    # final rounding. Of a layer's bytes per weight 4 are the layer and its copy in bf16, the others the sweep's.
+    cost=Cost(
+        rank=12,
+        layerwise=True,
+        passes=56,
+        encode=SWEEP_TIME,
+        column_feedback=True,
+        bytes_per_layer_weight=20,
+        hessians=5,
+        keeps_results=True,
+        whole_model=lambda options: options.whole_model_bytes,
+    ),
     plan=plan,
-    needs_family=True,
     options=BestOptions,
     scale="sweep",
 )

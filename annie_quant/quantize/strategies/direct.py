@@ -28,7 +28,7 @@ from annie_quant.core.progress import SILENT, ByteProgress, Progress
 from annie_quant.models import short_name
 from annie_quant.quantize.formats import NVFP4, W4A16, choose
 from annie_quant.quantize.plan import QuantizationPlan, export, planned_tensors
-from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, option
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, option
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 RETRIES = 5  # of a shard whose worker died
@@ -175,11 +175,11 @@ def read_input_scales(path: str) -> dict[str, float]:
 STRATEGY = Strategy(
     name="direct",
     summary="weight-only NVFP4 from the shards by our C codec: no GPU, no text; --scale amax, four_over_six or sweep",
-    rank=20,
+    formats=ALL_NVFP4,
+    cost=Cost(rank=20, layerwise=True),
     plan=plan,
     options=DirectOptions,
     write=write,
     requires=(),
     resume_key=resume_key,
-    needs_text=False,
 )

@@ -9,6 +9,10 @@ from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import choose
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import (
+    ALL_NVFP4,
+    KEPT_INPUTS,
+    SWEEP_TIME,
+    Cost,
     Job,
     Strategy,
     StrategyOptions,
@@ -40,9 +44,11 @@ def plan(job: Job[GptqOptions], progress: Progress) -> QuantizationPlan:
 STRATEGY = Strategy(
     name="gptq",
     summary="error feedback column by column under the codec's block scales, Hessian over responses and prompts; W4A4",
-    rank=50,
+    formats=ALL_NVFP4,
+    cost=Cost(
+        rank=50, layerwise=True, passes=1, encode=SWEEP_TIME, column_feedback=True, hessians=2, kept_inputs=KEPT_INPUTS
+    ),
     plan=plan,
-    needs_family=True,
     options=GptqOptions,
     scale="sweep",
 )

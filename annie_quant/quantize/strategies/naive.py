@@ -6,7 +6,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import choose
 from annie_quant.quantize.plan import QuantizationPlan
-from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions
 
 
 def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
@@ -18,6 +18,8 @@ def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
 STRATEGY = Strategy(
     name="naive",
     summary="ModelOpt's NVFP4_DEFAULT_CFG, max calibration: smallest, loses manners (the control)",
-    rank=10,
+    formats=ALL_NVFP4,
+    cost=Cost(rank=10, layerwise=True, passes=1),
     plan=plan,
+    any_family=True,
 )

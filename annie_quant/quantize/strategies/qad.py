@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.plan import QuantizationPlan
-from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, activations_option, option
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, activations_option, option
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,10 @@ def plan(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
 STRATEGY = Strategy(
     name="qad",
     summary="E: distillation from the bf16 model with quantizers on, on the assistant's answers; W4A4 (--set steps=300)",
-    rank=100,
+    formats=ALL_NVFP4,
+    # The student, its gradients, two moments and master weights in fp32, and the frozen teacher; 4 epochs, and a backward
+    # pass takes twice as long as a forward pass.
+    cost=Cost(rank=100, passes=16, bytes_per_weight=18.0),
     plan=plan,
     options=QadOptions,
     requires=("torch", "transformers", "accelerate"),

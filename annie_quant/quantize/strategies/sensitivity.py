@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import FP8, W4A16
 from annie_quant.quantize.plan import QuantizationPlan
-from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, option
+from annie_quant.quantize.strategy import SWEEP_TIME, Cost, Job, Strategy, StrategyOptions, option
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ def plan(job: Job[SensitivityOptions], progress: Progress) -> QuantizationPlan:
 STRATEGY = Strategy(
     name="sensitivity",
     summary="ours: W4A4, W4A16, FP8 or bf16 by measured divergence under a size budget (--set bits=5.5)",
-    rank=70,
+    formats=dict.fromkeys(("mlp", "attention", "deltanet"), SensitivityOptions.bits),
+    cost=Cost(rank=70, passes=200, encode=SWEEP_TIME),
     plan=plan,
     options=SensitivityOptions,
     scale="sweep",

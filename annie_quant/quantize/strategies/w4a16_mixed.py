@@ -11,7 +11,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.quantize.formats import FP8, W4A16, choose, excluded
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
-from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions
+from annie_quant.quantize.strategy import SWEEP_TIME, Cost, Job, Strategy, StrategyOptions
 
 
 def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
@@ -19,8 +19,9 @@ def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.input_stats import collect_stats
 
     folder = ModelFolder(job.model)
-    formats = {n: W4A16 if folder.family.in_mlp(n) else FP8 for n in choose(folder, job.exclude)}
-    head = {n for n in all_linears(folder) if n.endswith("lm_head")}
+    kind_of = folder.family.kind_of
+    formats = {n: W4A16 if kind_of(n) == "mlp" else FP8 for n in choose(folder, job.exclude)}
+    head = {n for n in all_linears(folder) if kind_of(n) == "head"}
     formats |= dict.fromkeys(head - excluded(job.exclude, all_linears(folder)), W4A16)
     announce_size(folder, formats, progress)
     stats = collect_stats(job, RESPONSE, progress)
@@ -30,8 +31,8 @@ def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
 STRATEGY = Strategy(
     name="w4a16_mixed",
     summary="D: MLP and head in NVFP4 W4A16, attention and DeltaNet in FP8: no 4-bit activation anywhere",
-    rank=60,
+    formats={"mlp": W4A16, "head": W4A16, "attention": FP8, "deltanet": FP8},
+    cost=Cost(rank=60, layerwise=True, passes=1, encode=SWEEP_TIME),
     plan=plan,
-    needs_family=True,
     scale="sweep",
 )

@@ -1,0 +1,340 @@
+"""Estimate the size of a result, and the memory and time that it takes, before anything starts.
+
+Sizes are counted from the model's own tensors (or a published model's shapes) and the formats of a strategy. Times are operations
+divided by rates: measured on this machine in a second, or those of a DGX Spark. The rates of a CPU are per processor second, so
+that other processes change them little: a crowded machine takes longer than estimated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from annie_quant import models, nvfp4
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import CheckpointError
+from annie_quant.data.rows import read_conversations
+from annie_quant.models.family import ModelSize
+from annie_quant.quantize import strategies
+from annie_quant.quantize.formats import PLAIN_BITS
+from annie_quant.quantize.strategy import FLOAT32_BYTES, Cost
+
+GB10_READ = 232e9  # bytes per second, measured (tests/perf/gemm.md)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A machine.
+
+    flop_s: operations per second of a large matmul in bf16
+    float32_flop_s: in float32
+    cpu_flop_s: in float32 on the CPU
+    copy: bytes that a copy in the device's memory reads and writes per second
+    encode: bytes of bf16 rounded to NVFP4 per second
+    memory: free bytes
+    description: one line
+    """
+
+    flop_s: float
+    float32_flop_s: float
+    cpu_flop_s: float
+    copy: float
+    encode: float
+    memory: float
+    description: str
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.float32_flop_s == self.cpu_flop_s
+
+
+# The matmul and the memory were measured on a GB10 (tests/perf/gemm.md), the codec on two x86 cores.
+SPARK = Rates(
+    91e12, 20e12, 5e11, GB10_READ, 12e9, 119e9,
+    "DGX Spark: 91 bf16 TFLOP/s and 232 GB/s measured; 119 GB free, 20 float32 TFLOP/s, codec 12 GB/s and CPU 0.5 TFLOP/s assumed",
+)  # fmt: skip
+# Shares of the matmul rate, measured on a CPU (SmolLM2-135M) and consistent with an H200 (Qwen2.5-Coder-0.5B and 1.5B).
+FORWARD_SHARE = 0.6
+HESSIAN_SHARE = 0.9
+FACTOR_SHARE = {True: 0.45, False: 0.01}  # on a CPU; on a GPU, of its float32 rate and with the copy to the host
+COLUMNS_SHARE = 0.75
+PER_COLUMN = 1500  # operations per weight that the rounding of columns takes at any width
+HESSIAN_TOKENS = 0.6  # share of the tokens that a Hessian multiplies (hessian.Sampling)
+START_S = {True: 8.0, False: 20.0}  # imports and tokenizer; on a GPU also CUDA
+ROW_S = 0.01  # template and tokens of a conversation
+BATCH_S = 2e-3  # of one layer and batch
+DISK = 1e9  # bytes per second, assumed
+CHARACTERS = 6  # of a conversation's JSON per token
+HIDDEN_COPIES = 3  # of the text: a layer's inputs and outputs, and the gathered inputs or the second stream
+BASE_BYTES = 0.4e9  # Python, torch, the mapped shard that is being read
+BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one strategy makes of one model, and what that takes.
+
+    weights: number of the model's weights.
+    size_bytes, bits_per_weight: of the result.
+    read_bytes: bytes that are read per decoded token.
+    peak_bytes: most memory in use.
+    layerwise: one layer is in memory at a time.
+    seconds: step → duration.
+    rates: the machine's.
+    """
+
+    strategy: str
+    model: str
+    weights: int
+    size_bytes: int
+    bits_per_weight: float
+    read_bytes: int
+    peak_bytes: int
+    layerwise: bool
+    seconds: Mapping[str, float]
+    rates: Rates
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.rates.memory
+
+    def lines(self) -> list[str]:
+        """Return the estimate as text."""
+        parts = " + ".join(f"{name} {_time(s)}" for name, s in self.seconds.items() if s >= 0.5)
+        how = "one layer at a time" if self.layerwise else "the whole model in memory"
+        smaller = ", ".join(s.name for s in strategies.by_rank() if s.cost.layerwise and s.name != self.strategy)
+        fits = "fits" if self.fits else f"DOES NOT FIT: choose a strategy that loads one layer at a time ({smaller})"
+        return [
+            f"{self.strategy} on {self.model}: {self.weights / 1e9:.2f} B weights, {2 * self.weights / 1e9:.1f} GB in bf16",
+            f"  result  {_bytes(self.size_bytes)}, {self.bits_per_weight:.2f} bits per weight; decode on a GB10 at most "
+            f"{GB10_READ / self.read_bytes:,.0f} tok/s",
+            f"  memory  about {_bytes(self.peak_bytes)} ({how}) of {_bytes(self.rates.memory)}: {fits}",
+            f"  time    about {_time(sum(self.seconds.values()))}" + (f" ({parts})" if parts else ""),
+            f"  rates   {self.rates.description}",
+        ]
+
+
+def estimate(
+    model: str | os.PathLike,
+    strategy: str,
+    samples: int = 512,
+    tokens: int = 600,
+    rates: Rates | None = None,
+    options: Mapping[str, Any] | None = None,
+    calib_data: Path | None = None,
+) -> Estimate:
+    """Estimate a strategy on a model folder, or on a published model ("9b", "27b").
+
+    samples, tokens: of calibration text, conversations and tokens per conversation.  calib_data: file to count them in instead.
+    rates: by default measured here for a folder, those of a DGX Spark for a published model.
+    options: of the strategy. Raises UsageError for one that it does not have.
+    """
+    part = strategies.find(strategy)
+    whole = part.cost.whole_model(part.settings(options or {}))
+    published, layerwise = published_sizes().get(str(model)), part.cost.layerwise
+    if not published:
+        config = ModelFolder(model).config
+        strategies.check_family(part, config)
+        layerwise &= not part.any_family or models.is_known(config)
+    size = published or size_of_folder(Path(model))
+    rates = rates or (SPARK if published else measure())
+    cost, counts = part.cost, size.counts
+    size_bytes = sum(n * part.bits(kind) / 8 for kind, n in counts.items())
+    weights = sum(counts.values())
+    body = weights - counts.get("embedding", 0)
+    conversations, text = samples, samples * tokens if cost.passes else 0
+    if cost.passes and calib_data:
+        conversations, text = text_of_file(calib_data, samples, share=rates.on_cpu)
+    if layerwise:
+        layer = cost.bytes_per_layer_weight * (body - counts.get("head", 0)) / max(1, size.layers)
+        peak = BASE_BYTES + (layer + HIDDEN_COPIES * text * size.hidden_size * 2 if cost.passes else 0)
+        peak += cost.hessians * 4 * size.intermediate_size**2
+        peak += size_bytes if cost.keeps_results else 0
+        peak += min(2 * text * size.intermediate_size, cost.kept_inputs)
+    else:
+        # A batch's logits in float32; the vocabulary is the number of rows of the head or the tied embedding.
+        logits = 4 * min(text, BATCH_TOKENS) * max(counts["head"], counts["embedding"]) / size.hidden_size
+        peak = cost.bytes_per_weight * weights + logits + BASE_BYTES
+    rounded = sum(n for kind, n in counts.items() if part.bits(kind) < PLAIN_BITS)
+    if whole:
+        peak = max(peak, BASE_BYTES + whole * rounded + 2 * (weights - rounded))
+    seconds = {
+        "read": 2 * weights / DISK,
+        "encode": cost.encode * 2 * rounded / rates.encode,
+        "write": size_bytes / DISK,
+    }
+    if cost.passes:
+        seconds |= calibration_seconds(cost, size, rates, conversations, text, rounded)
+    read_bytes = size_bytes - counts.get("embedding", 0) * 2
+    return Estimate(part.name, size.label, weights, round(size_bytes), 8 * size_bytes / weights, round(read_bytes),
+                    round(peak), layerwise and not whole, seconds, rates)  # fmt: skip
+
+
+def text_of_file(file: Path, samples: int, share: bool) -> tuple[int, int]:
+    """Return the number of conversations of a file that are used, and about how many tokens they have.
+
+    share: tokens of a shared beginning count once, as they are computed on a CPU (shared_text.py).
+    """
+    from annie_quant.offline.engine import common_prefix
+
+    rows = read_conversations(file, samples)
+    texts = sorted(json.dumps([row.get("tools"), row["messages"]]) for row in rows)
+    shared = sum(common_prefix(a, b) for a, b in itertools.pairwise(texts)) if share else 0
+    return len(rows), (sum(map(len, texts)) - shared) // CHARACTERS
+
+
+def calibration_seconds(
+    cost: Cost, size: ModelSize, rates: Rates, conversations: int, text: int, rounded: int
+) -> dict[str, float]:
+    """Return the durations of what calibration does. text: tokens.  rounded: number of weights that are rounded."""
+    hidden, width, layers, mlp = size.hidden_size, size.intermediate_size, size.layers, size.counts.get("mlp", 0)
+    body = sum(size.counts.values()) - size.counts.get("embedding", 0) - size.counts.get("head", 0)
+    rate = rates.float32_flop_s if 2 * sum(size.counts.values()) < FLOAT32_BYTES else rates.flop_s
+    activations = 4 * text * layers * (20 * hidden + 6 * width)  # bytes that norms, attention and gates read and write
+    batches = 1 + text / BATCH_TOKENS
+    seconds = {
+        "start": START_S[rates.on_cpu] + ROW_S * conversations,
+        "text": cost.passes
+        * (2 * body * text / (rate * FORWARD_SHARE) + activations / rates.copy + layers * batches * BATCH_S),
+    }
+    if cost.column_feedback:
+        groups = layers * (3 * hidden**2 + width**2)
+        experts = max(layers, mlp / (3 * hidden * width))
+        cubes = layers * 2 * hidden**3 + experts * (hidden**3 + width**3)
+        columns = mlp / 3 * (width + PER_COLUMN) + (rounded - mlp / 3) * (hidden + PER_COLUMN)
+        seconds |= {
+            "Hessians": 2 * HESSIAN_TOKENS * text * groups / (rates.float32_flop_s * HESSIAN_SHARE),
+            "factors": 4 / 3 * cubes / (rates.float32_flop_s * FACTOR_SHARE[rates.on_cpu]),
+            "columns": columns / (rates.cpu_flop_s * COLUMNS_SHARE),
+        }
+    return seconds
+
+
+def is_large(model: Path) -> bool:
+    """Return whether an estimate is worth a second before starting: one gigabyte of weights or more."""
+    return sum(f.stat().st_size for f in model.glob("*.safetensors")) >= 1e9
+
+
+def published_sizes() -> dict[str, ModelSize]:
+    """Return the published models of all families by their short name."""
+    return {name: size for family in models.families() for name, size in family.published.items()}
+
+
+def size_of_folder(folder: Path) -> ModelSize:
+    """Return a model folder's weights per kind of part, from the headers and the config."""
+    shards = ModelFolder(folder)
+    counts = dict.fromkeys([*shards.family.kinds, "head", "embedding", "rest"], 0)
+    for name in shards:
+        counts[shards.family.kind_of(name)] += shards.info(name).elements
+    config = shards.text_config
+    experts = shards.family.experts
+    layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
+    if not isinstance(layers, int) or not isinstance(hidden, int) or min(layers, hidden) < 1:
+        raise CheckpointError(
+            f"{folder}/config.json has no num_hidden_layers and hidden_size, so nothing can be estimated",
+            "quantize it without --dry-run",
+        )
+    width = config.get("intermediate_size") or (config.get(experts.width) if experts else None) or hidden
+    return ModelSize(folder.name, counts, layers, hidden, width)
+
+
+def measure() -> Rates:
+    """Measure this machine's rates in about a second: matmul, a copy, the codec, the free memory."""
+    import psutil
+    import torch
+
+    threads, device = torch.get_num_threads(), _device()
+    torch.set_num_threads(1)
+    try:
+        cpu, flop_s = _matmul("cpu") * threads, _matmul("cpu", "bfloat16") * threads
+        copy, encode = _copy("cpu"), _encode() * threads
+    finally:
+        torch.set_num_threads(threads)
+    float32 = cpu
+    if device != "cpu":
+        flop_s, float32, copy = _matmul(device, "bfloat16"), _matmul(device), _copy(device)
+    free = _free(device, psutil.virtual_memory().available)
+    description = (
+        f"measured here on {device}: matmul {flop_s / 1e12:,.2f} TFLOP/s (float32 {float32 / 1e12:,.2f}), "
+        f"memory {copy / 1e9:,.0f} GB/s, codec {encode / 1e9:,.1f} GB/s"
+    )
+    return Rates(flop_s, float32, cpu, copy, encode, free, description)
+
+
+def _free(device: str, host: float) -> float:
+    if device == "cpu":
+        return host
+    import torch
+
+    # Where GPU and CPU share one memory (a Spark) the driver's number leaves out the page cache, which can be freed.
+    return max(float(torch.cuda.mem_get_info()[0]), host if torch.cuda.get_device_properties(0).is_integrated else 0.0)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _matmul(device: str, dtype: str = "float32") -> float:
+    """Return operations per second, of one thread on a CPU."""
+    import torch
+
+    size = 8192 if device == "cuda" else 1024
+    a = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
+    return 2 * size**3 / fastest(lambda: a @ a, device)
+
+
+def _copy(device: str) -> float:
+    """Return the bytes that a copy reads and writes per second."""
+    import torch
+
+    source = torch.zeros(1 << 24, device=device)
+    target = torch.ones_like(source)
+    return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
+
+
+def _encode() -> float:
+    """Return bytes of bf16 rounded per processor second."""
+    import ml_dtypes
+    import numpy as np
+
+    w = np.random.default_rng(0).standard_normal((1024, 2048), np.float32).astype(ml_dtypes.bfloat16)
+    return w.nbytes / fastest(lambda: nvfp4.pack(w), "cpu")
+
+
+def fastest(work: Callable[[], object], device: str, times: int = 3) -> float:
+    """Return the seconds of the fastest of a few runs, on a CPU processor seconds of all threads."""
+    least = math.inf
+    for _ in range(times):
+        start = clock(device)
+        work()
+        least = min(least, clock(device) - start)
+    return max(least, 1e-9)
+
+
+def clock(device: str) -> float:
+    """Return the processor time of this process, or the time after all work of the GPU."""
+    if device == "cpu":
+        return time.process_time()
+    import torch
+
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _bytes(n: float) -> str:
+    return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.1f} MB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,8 +1,8 @@
 """Checkpoints: read, audit, repair, compare and convert them.
 
 audit(path, source=None)             every fault of a checkpoint, and a row per tensor
-repair(path, source, output)         a repaired copy, and what was done
-convert(path, to=..., output=...)    ModelOpt, compressed-tensors, GGUF
+repair(path, source, output)         a repaired copy, and the list of repairs
+convert(path, to=..., output=...)    ModelOpt, compressed-tensors, GGUF, bf16
 compare(source, {label: path})       forms of one model, tensor by tensor
 ModelFolder(path)                    the tensors of a safetensors folder, mapped
 linears(folder)                      its quantized linears, whatever the dialect
@@ -15,7 +15,7 @@ from annie_quant.checkpoint.conversion import Conversion, convert
 from annie_quant.checkpoint.dialects import linears
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.inspection import audit
-from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale
+from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.repairs import RepairResult, repair, repair_command
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, planned, write
@@ -30,11 +30,9 @@ __all__ = [
     "Linear",
     "ModelFolder",
     "Planned",
-    "QuantConfig",
     "RepairResult",
     "ShardError",
     "TensorRow",
-    "TensorScale",
     "audit",
     "compare",
     "convert",

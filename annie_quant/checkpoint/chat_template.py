@@ -1,4 +1,4 @@
-"""A checkpoint's chat template, rendered in another process with limits, because it is a program from elsewhere."""
+"""A checkpoint's chat template: a program from elsewhere, rendered in another process with limits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.text import printable
+from annie_quant.core.untrusted import JsonObject
 
 WORKER = Path(__file__).with_name("template_worker.py")
 # Of the processor, for one rendering; Qwen3.5's template needs less than 10 ms for a long conversation.
@@ -21,11 +22,11 @@ MAX_SECONDS = 10.0
 MAX_MEMORY_BYTES = 1_000_000_000
 MAX_TEMPLATE = 1_000_000  # characters
 MAX_TEXT = 4_000_000  # characters of a rendered conversation
-MAX_REPLY_BYTES = 6 * MAX_TEXT + 1000  # a character is at most six bytes of JSON
+MAX_REPLY_BYTES = 6 * MAX_TEXT + 1000  # a character takes at most six bytes in JSON
 
 
 class TemplateTokenizer(Protocol):
-    """What is needed of a tokenizer of transformers."""
+    """The part of a transformers tokenizer that is needed here."""
 
     @property
     def special_tokens_map(self) -> Mapping[str, object]: ...
@@ -43,8 +44,8 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
         generation_prompt: bool = False,
         **variables: object,
     ) -> str:
@@ -83,7 +84,7 @@ class ChatTemplate:
         return source
 
 
-def with_decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_decoded_calls(message: Mapping[str, Any]) -> JsonObject:
     """Return the message with the arguments of its tool calls as objects, which Qwen3.5's template needs.
 
     Text that is not JSON becomes the object {"arguments": text}, empty text an empty object. A call that has its fields

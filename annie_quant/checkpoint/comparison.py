@@ -1,7 +1,7 @@
 """Compare several forms of one model with its bf16 source, tensor by tensor: NVFP4, Q4_K_M, or any other.
 
-A form is a model folder in any dialect, or a GGUF file. GGUF tensors are compared with the source after llama.cpp's own
-changes (head order, norms) were applied to it, so that the error is that of the format alone.
+A form is a model folder in any dialect, or a GGUF file. For a GGUF file, llama.cpp's changes (order of heads, norms) are applied
+to the source first, so that the error is that of the format alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.checks.source import rel_l2
 from annie_quant.checkpoint.gguf.names import Layout
 from annie_quant.checkpoint.gguf.reader import open_gguf
+from annie_quant.checkpoint.gguf.settings import read_settings
 from annie_quant.checkpoint.linears import label_of
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import folder_size, gguf_size
@@ -88,7 +89,7 @@ class FormComparison(msgspec.Struct):
         return sorted((r for r in self.rows if r.form == form), key=lambda r: -r.rel_l2)[:n]
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Write the relative error of each tensor as an image (.svg, .png, .pdf): kinds of tensor down, forms by colour."""
+        """Write a plot of each tensor's relative error (.svg, .png, .pdf): one row per kind of tensor, one colour per form."""
         need("matplotlib", "plots")
         from matplotlib.figure import Figure
 
@@ -115,7 +116,7 @@ class FormComparison(msgspec.Struct):
 
 
 def labels(paths: Iterable[str | os.PathLike]) -> dict[str, str | os.PathLike]:
-    """Return a short label for each path: its name, with as many of its folders as make the labels different."""
+    """Return label → path. A label is the path's name, with as many parent folders as it takes to make all labels different."""
     forms = [Path(p) for p in paths]
     parts = [Path(os.path.abspath(p)).parts for p in forms]  # noqa: PTH100 - links keep their names
     for depth in range(1, max(map(len, parts), default=1) + 1):
@@ -175,13 +176,13 @@ def cosine(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def matrices(source: ModelFolder) -> Iterator[str]:
-    """Yield the names of the source's matrices, those of single experts inside merged tensors included."""
+    """Yield the names of the source's matrices, including those of single experts inside merged tensors."""
     for name in source:
         yield from (n for n in source.parts_of(name) or [name] if len(source.info(n).shape) == 2)
 
 
 def folder_weights(folder: ModelFolder, source: ModelFolder) -> Iterator[ComparedWeight]:
-    """Yield the matrices of a model folder that the source has, too."""
+    """Yield the matrices that both a model folder and the source have."""
     linears = {source.find(f"{n}.weight"): x for n, x in dialects.linears(folder).items()}
     for name in matrices(source):
         values = source.tensor(name).astype(np.float32)
@@ -195,10 +196,10 @@ def folder_weights(folder: ModelFolder, source: ModelFolder) -> Iterator[Compare
 
 
 def gguf_weights(path: Path, source: ModelFolder) -> Iterator[ComparedWeight]:
-    """Yield the matrices of a GGUF file that the source has, too; the source's as llama.cpp would store them."""
+    """Yield the matrices that both a GGUF file and the source have; the source's are as llama.cpp would store them."""
     gguf = need("gguf", "serve")
     tensors = open_gguf(path)
-    layout, experts = Layout.of(source), source.family.experts
+    layout, experts = Layout.of(source.family, read_settings(source)), source.family.experts
     for name in matrices(source):
         stored = layout.name(name)
         if stored not in tensors:

@@ -35,10 +35,10 @@ class Conversion(msgspec.Struct, omit_defaults=True):
 
     path: of the folder or file.
     size_bytes, tensors: of the weights.
-    loss: what the target cannot hold, one sentence each; empty where the conversion is exact.
+    loss: what the target cannot store, one sentence each; empty where the conversion is exact.
     type: of a GGUF file.
-    left_out: for GGUF, the names of tensors that it leaves out.
-    dequantized: for GGUF, the names of linears that became numbers.
+    left_out: names of the tensors that a GGUF file leaves out.
+    dequantized: names of the linears that a GGUF file stores as 16-bit numbers.
     """
 
     path: str
@@ -126,7 +126,7 @@ def write_folder(
 
 
 def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
-    """Write a folder whose quantized linears are bf16 numbers, the nearest to what they stand for."""
+    """Write a folder whose quantized linears are bf16 numbers, rounded from the values of their codes."""
     folder, linears = model.folder, model.linears
 
     def numbers(linear: Linear) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""One safetensors file: parse and build its header, and map its tensors. Sizes and offsets are checked before data is read.
+"""One safetensors file: parse and build its header, and map its tensors. Sizes and offsets are checked before data are read.
 
 Format (huggingface/safetensors, README "Format"): 8 bytes little-endian header size N, N bytes of JSON, then the data.
 Each entry is {"dtype", "shape", "data_offsets": [begin, end]} relative to the data; entries may not overlap or leave
@@ -82,7 +82,7 @@ class TensorInfo:
 def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
     """Return the header's length in bytes, read from the file's first 9 bytes and checked against the file's size.
 
-    Raises ShardError for anything else than a safetensors file.
+    Raises ShardError for a file that is not safetensors.
     """
     if len(prefix) < PREFIX_BYTES:
         raise ShardError("not_safetensors", f"{file}: {file_size} bytes, too short for a safetensors file")

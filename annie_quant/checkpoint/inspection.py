@@ -1,4 +1,4 @@
-"""Audit a checkpoint: find every fault that can be known before a server loads it.
+"""Audit a checkpoint: find every fault that can be detected before a server loads it.
 
 A finding is a fault: a sound checkpoint has none. Other properties are in the summary.
 """
@@ -22,8 +22,8 @@ from annie_quant.checkpoint.size import folder_size
 from annie_quant.documents import Audit, AuditSummary, Finding
 
 NOT_FROM_SOURCE = ("large_error", "differs_from_source", "not_in_source", "source_shape")
-LEAST_SHARE = 0.5  # of the compared tensors: one broken tensor is a fault, half of them are another model
-LEAST_PLAIN = 4  # linears that were not quantized, whose values are then compared exactly
+LEAST_SHARE = 0.5  # of the compared tensors; more differing ones mean another model, fewer are faults of the export
+LEAST_PLAIN = 4  # unquantized linears, from which on their values show whether the reference is the source
 SHOWN = 3  # findings in the notes of an evaluation
 
 
@@ -88,7 +88,7 @@ def count_labels(modules: Iterable[str]) -> list[str]:
     return [f"{n} x {label}" if n > 1 else label for label, n in sorted(counts.items())]
 
 
-# ---- faults that explain an evaluation: another model's reference, or a broken export
+# ---- faults that explain an evaluation: the reference is another model, or the export is broken
 
 
 def export_notes(path: str | os.PathLike[str], reference: str | os.PathLike[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The quantized linears of a checkpoint, read by a dialect: which tensors belong to one, and what they mean."""
+"""The quantized linears of a checkpoint: which tensors belong to a linear, and what they mean. A dialect reads them."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Linear:
     name: of the module.
     format: "nvfp4" or "fp8".
     weight: the codes.
-    block_scale: the scales of blocks or rows, or of an FP8 weight as a whole.
-    global_scale: the scale of an NVFP4 weight as a whole.
+    block_scale: the scales of blocks or rows, or the one scale of an FP8 weight.
+    global_scale: the scale of a whole NVFP4 weight.
     input_global: the scale of the activations.
     pre_quant: activation scales of NVFP4_AWQ.
     reciprocal: whether the scales of whole tensors are divisors on disk.
@@ -120,7 +120,7 @@ class Linear:
         return shape in (rows, (*rows, 1)) and rows != (1,)
 
     def scale_grid(self, folder: ModelFolder) -> tuple[int, int]:
-        """Return how many blocks an FP8 weight has in rows and in columns; those at the ends may be smaller."""
+        """Return the numbers of blocks in the rows and columns of an FP8 weight; the last ones may be smaller."""
         (rows, columns), block = self.shape(folder), self.block or (1, 1)
         return -(-rows // block[0]), -(-columns // block[1])
 
@@ -149,7 +149,7 @@ class Linear:
         )
 
     def dequantize(self, folder: ModelFolder) -> np.ndarray:
-        """Return float32 [out, in]: what the activations are multiplied with, a pre_quant_scale included."""
+        """Return the weight by which the activations are multiplied, including a pre_quant_scale: float32 [out, in]."""
         if self.format == "fp8":
             return self._dequantize_fp8(folder)
         try:
@@ -189,7 +189,7 @@ class QuantConfig:
     group: columns per block scale.
     excluded: patterns of modules that are not quantized.
     layers: module → algorithm, for mixed precision; in compressed-tensors also patterns and class names, of which the
-        first that matches counts.
+        first match counts.
     kv_cache: format of the KV cache, or None for a cache in 16 bits.
     raw: the settings as they were read.
     """
@@ -229,7 +229,7 @@ class KvScheme(msgspec.Struct):
 
 
 class KvSettings(msgspec.Struct):
-    """What quantization settings have about the KV cache; the name is hf_quant_config.json's."""
+    """The KV cache in quantization settings. kv_cache_quant_algo: of hf_quant_config.json."""
 
     kv_cache_scheme: KvScheme | None = None
     kv_cache_quant_algo: str | None = None
@@ -242,7 +242,7 @@ def kv_format(quant: JsonObject) -> str | None:
 
 
 def read_struct(kind: type[Settings], value: JsonObject) -> Settings:
-    """Return a JSON object as settings whose fields all have defaults; one of another type than its own counts as absent."""
+    """Return a JSON object as settings whose fields all have defaults; a field of another type counts as absent."""
     return salvage_value(kind, value) or kind()
 
 

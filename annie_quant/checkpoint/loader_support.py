@@ -1,4 +1,4 @@
-"""Which servers load a checkpoint, and why not. The rules and their sources are of November 2026."""
+"""The servers that load a checkpoint, and the reasons why others do not. Rules and sources are of November 2026."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from annie_quant import models
 from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.codes import DEADLY
 from annie_quant.checkpoint.dialects import QuantizedFolder, fp8, modelopt
-from annie_quant.checkpoint.gguf import names
+from annie_quant.checkpoint.gguf.names import Layout
+from annie_quant.checkpoint.gguf.settings import read_settings, written
 from annie_quant.checkpoint.linears import COLUMNS_PER_RANK
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
@@ -76,8 +77,10 @@ def tensor_parallel_ranks(model: QuantizedFolder) -> int:
 def fits_modelopt_option(method: str, algorithm: str) -> bool:
     """Return whether a --quantization option of ModelOpt's plain NVFP4 (modelopt, modelopt_fp4) names a checkpoint's format.
 
-    method, algorithm: of its settings.  A checkpoint of another format is served without the option: servers read the
-    format from config.json (docs.sglang.io/advanced_features/quantization.html: no --quantization for a quantized model).
+    A checkpoint of another format is served without the option: servers read the format from config.json
+    (docs.sglang.io/advanced_features/quantization.html: no --quantization for a quantized model).
+
+    method, algorithm: of the checkpoint's settings.
     """
     return method == modelopt.NAME and "MIXED" not in algorithm
 
@@ -116,12 +119,12 @@ def llama_cpp(model: QuantizedFolder) -> Rule:
     if any(x.pre_quant for x in linears.values()):
         return "no", "GGUF has no activation scales"
     try:
-        layout = names.Layout.of(folder)
+        layout = Layout.of(folder.family, read_settings(folder))
         for name in [*model.unowned, *(f"{n}.weight" for n in linears)]:
             for part in folder.parts_of(name) or [name]:
                 layout.name(part)
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return "no", f"its tensors are not of a text model that is written here ({names.written()})"
+        return "no", f"its tensors are not of a text model that is written here ({written()})"
     if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
         return "no", "DeltaNet's key and value heads differ in size"
     convert, columns = "after `annie-quant convert --to gguf`", nvfp4_columns(model)

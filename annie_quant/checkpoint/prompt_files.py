@@ -1,14 +1,14 @@
-"""Checks of an audit, against the source, on the files that make prompts and end answers.
+"""Compare the files that make prompts and end answers with the source's, for an audit.
 
-tokenizer.json, the chat template, generation_config.json. Weights cannot show a fault in them: with a vocabulary in which ids are
-exchanged, a template without tools or another end token, a server answers other prompts than the source's.
+These are tokenizer.json, the chat template and generation_config.json. Weights show no fault in them: with exchanged ids in the
+vocabulary, a template without tools or another end token, a server answers other prompts than the source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from annie_quant.checkpoint.chat_template import ChatTemplate
 from annie_quant.checkpoint.shards import (
@@ -34,7 +34,7 @@ SAMPLING: JsonObject = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1,
 }  # fmt: skip
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")  # of an added token
-STEPS = ("normalizer", "pre_tokenizer", "decoder")  # how text becomes pieces, and pieces text
+STEPS = ("normalizer", "pre_tokenizer", "decoder")  # from text to pieces, and back
 TOOL: JsonObject = {
     "type": "function",
     "function": {
@@ -52,7 +52,7 @@ ANSWERS: list[JsonObject] = [
     {"role": "assistant", "content": "It is."},
     {"role": "user", "content": "And tomorrow?"},
 ]
-# What a template must render as the source's does: messages, tools, other variables.
+# What a template must render like the source's: messages, tools, other variables.
 CONVERSATIONS: dict[str, tuple[list[JsonObject], list[JsonObject] | None, JsonObject]] = {
     "a question": ([USER], None, {}),
     "a system prompt": ([SYSTEM, USER], None, {}),
@@ -68,8 +68,8 @@ class FileDifference(NamedTuple):
     """One difference from the source.
 
     code: of the finding.
-    file: that differs.
-    problem: how, as the end of a sentence.
+    file: name of the file that differs.
+    problem: the difference, as the end of a sentence.
     """
 
     code: str
@@ -87,9 +87,9 @@ def check(folder: Path, source: Path) -> list[Finding]:
 
 
 def differences(folder: Path, source: Path) -> list[FileDifference]:
-    """Return how the files that make prompts differ from the source's, by content; none where the folder has no tokenizer.
+    """Return how the files that make prompts differ in content from the source's; nothing where the folder has no tokenizer.
 
-    A folder without tokenizer and template is served with other files, and a server refuses it by itself.
+    A folder without a tokenizer is served with another folder's files; a server refuses it alone.
     """
     if not has_tokenizer(folder):
         return []
@@ -205,8 +205,8 @@ def _other_flags(own: Mapping[str, list[bool]], expected: Mapping[str, list[bool
     return f"added tokens with other flags, such as special: {len(other)} ({_shown(other[0])})" if other else ""
 
 
-def _stated(value: Any) -> Any:
-    """Return a value without the fields that state nothing, which some versions of the tokenizers library leave out."""
+def _stated(value: object) -> object:
+    """Return a value without null and false fields, which some versions of the tokenizers library leave out."""
     if isinstance(value, dict):
         return {k: _stated(v) for k, v in value.items() if v not in (None, False)}
     return [_stated(v) for v in value] if isinstance(value, list) else value
@@ -238,7 +238,7 @@ def templates(folder: Path) -> dict[str, str]:
 
 
 class _Tokenizer:
-    """What ChatTemplate needs of a tokenizer: the sources of its templates, and the special tokens that they may name."""
+    """The part of a tokenizer that ChatTemplate needs: the sources of its templates, and the special tokens they may name."""
 
     def __init__(self, folder: Path) -> None:
         self.sources = templates(folder)
@@ -302,7 +302,7 @@ def _generation(folder: Path, source: Path) -> Iterator[FileDifference]:
 
 
 def _settings(folder: Path) -> JsonObject:
-    """Return the ids that begin and end answers (generation_config.json's, else config.json's), their texts, and the sampling."""
+    """Return the ids that begin and end answers (of generation_config.json, else config.json), their texts, and the sampling."""
     config, generation = read_object(folder / "config.json") or {}, read_object(folder / GENERATION) or {}
     text = config.get("text_config")
     inner = {**config, **text} if isinstance(text, dict) else config

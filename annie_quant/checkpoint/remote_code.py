@@ -1,6 +1,6 @@
-"""Refuse Python code that a checkpoint brings (auto_map): it is never run.
+"""Refuse Python code in a checkpoint (auto_map): it is never run.
 
-transformers is called with trust_remote_code=False everywhere; what it then refuses becomes one line that names the code.
+transformers is always called with trust_remote_code=False; its refusal becomes one line that names the code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_FILE_BYTES = 100 << 20
 
 @contextlib.contextmanager
 def loading_tokenizer(folder: Path) -> Iterator[None]:
-    """Raise CheckpointError where transformers cannot read the tokenizer's files: it raises errors of many types."""
+    """Raise CheckpointError for the many types of errors that transformers raises for a tokenizer's files."""
     try:
         with refused(folder):
             yield

@@ -1,9 +1,9 @@
-"""Repair a checkpoint in ModelOpt's layout, into a copy: exact where that is possible, else quantized again from the source.
+"""Repair a copy of a checkpoint in ModelOpt's layout: exactly where possible, else by quantizing again from the source.
 
-Sound tensors keep their bytes, those of a sound fold (AWQ) too. A linear is packed again from the source when its own tensors
-are faulty, when its error shows that they are not the source's, or when its layer was folded and the fold or a linear of it is
-faulty: the norms then become the source's, too, so that the model computes what the source does. Settings are always written
-from what is on disk.
+Sound tensors keep their bytes, also those of a sound fold (AWQ). A linear is packed again from the source where its own tensors
+are faulty, where its error shows that it does not come from the source, or where its layer was folded and the fold or one of its
+linears is faulty; the norms of such a layer also become the source's, so that the model computes the same. Settings are always
+written from the tensors on disk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from annie_quant.documents import Audit, Finding
 
 # Findings about single blocks: the tensor's other blocks may stay.
 BLOCK_FAULTS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}
-# Beginnings of the codes that concern no linear's codes and scales: settings, names, input scales, plain tensors.
+# Prefixes of the findings' codes that are not about a linear's codes and scales: settings, names, input scales, plain tensors.
 UNRELATED = (
     "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "not_finite",
     "differs_from_source", "group_size", "nothing_", "names_", "prefix_",
@@ -62,7 +62,7 @@ class RepairPlan:
     tensors: what is written, under the copy's names.
     config: config.json.
     files: further JSON files by name.
-    actions: what is done, one sentence each.
+    actions: the repairs, one sentence each.
     """
 
     tensors: list[Planned]
@@ -73,13 +73,13 @@ class RepairPlan:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The quantized linears of a checkpoint by what a repair does with them. All others stay as they are.
+    """The linears of a checkpoint that a repair changes. All others stay as they are.
 
-    modules: all that the repaired copy quantizes.
-    faulty: packed again from the source.
-    patched: only their bad blocks are.
-    restored: of the MTP head, in NVFP4; they become the source's 16-bit weights again.
-    folded: layers with moved scales that do not cancel, or with a linear that is packed again: they get the source's norms.
+    modules: all linears that the repaired copy quantizes.
+    faulty: those that are packed again from the source.
+    patched: those of which only the bad blocks are packed again.
+    restored: those of the MTP head in NVFP4, which become the source's 16-bit weights again.
+    folded: layers with moved scales that do not cancel, or with a linear that is packed again; they get the source's norms.
     group: columns per block scale of the repaired copy.
     """
 
@@ -92,7 +92,7 @@ class Diagnosis:
 
 
 def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -> Diagnosis:
-    """Return what is to be done, by the findings of an audit. Raises UsageError where the source is needed and not given."""
+    """Return the linears to change, by the findings of an audit. Raises UsageError where the source is needed and not given."""
     folder, linears, family = model.folder, model.linears, model.folder.family
     faulty, modules = faulty_modules(model, audit)
     group = group_size(model, faulty)
@@ -105,7 +105,7 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
         return Diagnosis(modules, faulty, set(), set(), set(), group)
     patched = {n for n in faulty if n in linears and codes_of(audit, n) <= BLOCK_FAULTS}
     faulty -= patched
-    # Such a layer is packed again as a whole: nothing is known of a fold's scales but what its tensors show.
+    # Such a layer is packed again as a whole: a fold's scales are known only from its tensors.
     folded = {models.layer_of(n) for n in source_checks.changed_norms(folder, source)}
     folded |= {models.layer_of(r.name) for r in audit.tensors if r.rel_l2 is not None and r.name not in faulty
                and not r.rel_l2 < source_checks.SUSPICIOUS_ERROR}  # fmt: skip
@@ -126,9 +126,9 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
 
 
 def faulty_modules(model: QuantizedFolder, audit: Audit) -> tuple[set[str], set[str]]:
-    """Return the modules whose codes or scales cannot stay, and all that are to be quantized.
+    """Return the modules whose codes or scales cannot stay, and all modules to quantize.
 
-    The latter have all or some of a linear's tensors on disk, or are fused with one that has.
+    The latter have all or some of a linear's tensors on disk, or are fused with such a module.
     """
     folder = model.folder
     scales = {n.rpartition(".")[0] for n in folder if n.endswith((".weight_scale", ".weight_scale_2"))}
@@ -147,7 +147,7 @@ def faulty_modules(model: QuantizedFolder, audit: Audit) -> tuple[set[str], set[
 
 
 def codes_of(audit: Audit, module: str) -> set[str]:
-    """Return the codes of the findings about a module; one that nothing names has an unknown fault."""
+    """Return the codes of the findings about a module; {"unknown"} where there are none."""
     about = {f.code for f in audit.findings if f.tensor == module or f.tensor.startswith(f"{module}.")}
     return about or {"unknown"}
 
@@ -248,7 +248,7 @@ class _RepairPlanner:
         }
 
     def input_scales(self) -> dict[str, np.float32]:
-        """Return an input scale for every linear, or none at all: without one for each, only the weights are quantized."""
+        """Return an input scale for every linear, or none at all: where one lacks a scale, only the weights are quantized."""
         modules = self.diagnosis.modules
         scales = {m: scale for m in sorted(modules) if (scale := self.input_scale(m)) is not None}
         for group in self.folder.family.fused_groups(modules):
@@ -264,7 +264,7 @@ class _RepairPlanner:
         return scales
 
     def input_scale(self, module: str) -> np.float32 | None:
-        """Return the input scale on disk if it is valid, enlarged by the largest factor that a fold took from it."""
+        """Return the input scale on disk if it is valid, multiplied by the largest factor by which a fold had reduced it."""
         name = f"{module}.input_scale"
         if name not in self.folder or self.folder.info(name).elements != 1:
             return None
@@ -280,7 +280,7 @@ class _RepairPlanner:
         return np.float32(scale * self.fold_factor(linear))
 
     def fold_factor(self, linear: Linear) -> float:
-        """Return the largest column factor of a folded linear; 1 where its own tensors are too faulty to fit one."""
+        """Return the largest column factor of a folded linear; 1 where its tensors are too faulty to fit one."""
         try:
             ours = linear.dequantize(self.folder)
             theirs = source_checks.float32(self.source, self.original(linear.name))
@@ -351,7 +351,7 @@ class _RepairPlanner:
         return (scale >= NAN) | ((scale == 0) & filled)
 
     def plain_tensor(self, name: str) -> Planned:
-        """Plan a tensor that is not quantized: the source's where it differs and is at fault."""
+        """Plan a tensor that is not quantized: the source's where this one differs and is at fault."""
         original = self.optional_source.find(name) if self.optional_source else None
         if original is not None and self.is_faulty(name, original):
             self.actions.append(f"{name}: taken from the source")
@@ -373,7 +373,7 @@ class _RepairPlanner:
         return not source_checks.rel_l2(ours, theirs) < source_checks.SAME_VALUES
 
 
-# ---- the source's MTP head and vision tower, for a checkpoint that lost them
+# ---- tensors and settings of the MTP head and the vision tower that a checkpoint lost
 
 
 def describe_lost(folder: ModelFolder, lost: Sequence[str]) -> list[str]:
@@ -384,7 +384,7 @@ def describe_lost(folder: ModelFolder, lost: Sequence[str]) -> list[str]:
 
 
 def with_lost_settings(source: ModelFolder, config: JsonObject, multimodal: bool) -> tuple[JsonObject, list[str]]:
-    """Return config.json with what it lost of the head and, in a multimodal form, of the tower, and what was done."""
+    """Return config.json with the lost settings of the head and, in a multimodal form, of the tower; and the repairs."""
     config, actions = dict(config), list[str]()
     inner = config.get("text_config")
     text = config
@@ -401,7 +401,7 @@ def with_lost_settings(source: ModelFolder, config: JsonObject, multimodal: bool
 
 # ---- the repaired copy
 
-# Beginnings of the codes of findings about settings, names and input scales, which are fixed without the source.
+# Prefixes of the findings' codes about settings, names and input scales, which are repaired without the source.
 WITHOUT_SOURCE = (
     "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
 )  # fmt: skip
@@ -413,8 +413,8 @@ class RepairResult(msgspec.Struct):
     """A repaired copy.
 
     path: its folder.
-    actions: what was done, one sentence each.
-    remaining: findings that it still has.
+    actions: the repairs, one sentence each.
+    remaining: findings about the copy.
     """
 
     path: str

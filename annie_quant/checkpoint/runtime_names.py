@@ -1,9 +1,9 @@
-"""Names across runtimes: transformers from 5.2 and runtimes on 4.57 call the same Qwen3.5 differently.
+"""Names across runtimes: transformers from 5.2 and runtimes on transformers 4.57 have different names for the same Qwen3.5.
 
-A text checkpoint has the text form's class and tensors `model.layers...`; a multimodal one has the multimodal form's
-class, the text settings in `text_config` and a longer prefix, and its servers read a processor's settings even when they
-serve text only. Runtimes on transformers 4.57 know the multimodal form only, under older class
-names. The names are the family's (annie_quant.models).
+A text checkpoint has the text form's class and tensors named `model.layers...`. A multimodal checkpoint has the multimodal form's
+class, the text settings in `text_config` and a longer prefix; its servers read a processor's settings even for text only.
+Runtimes on transformers 4.57 know only the multimodal form, under older class names. The family has the names
+(annie_quant.models).
 """
 
 from __future__ import annotations

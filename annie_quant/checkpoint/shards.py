@@ -24,8 +24,8 @@ SINGLE = "model.safetensors"
 MAX_JSON_BYTES = 100_000_000  # of an index or a config; the index of a model of 400 B parameters has about 10 MB
 PIECE_BYTES = 1 << 25
 ROWS_ELEMENTS = 1 << 24
-# The small files of a model folder besides config.json: those that make prompts and end answers, those that name Python classes,
-# and all that a copy of the model needs.
+# The small files of a model folder in addition to config.json: those that make prompts and end answers, those that name Python
+# classes, and all that a copy of the model needs.
 PROMPT_FILES = GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS = (
     "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
 )  # fmt: skip
@@ -59,7 +59,9 @@ class ModelFolder:
             raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", hint)
         self.shards: dict[str, Shard] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        self.unlisted: list[tuple[str, str]] = []  # (tensor, file) that the index does not list, or in another file
+        self.unlisted: list[
+            tuple[str, str]
+        ] = []  # (tensor, file) where the index lists the tensor in another file, or not at all
         weight_map = self._weight_map()
         for file in sorted(set(weight_map.values())) if weight_map else self._files():
             self.shards[file] = shard = Shard(self._checked(file))
@@ -91,8 +93,8 @@ class ModelFolder:
     def expert_parts(self) -> dict[str, TensorInfo]:
         """The linears of single experts inside the merged tensors on disk, as views of their bytes.
 
-        Their names ("mlp.experts.7.up_proj.weight") can be given to `find`, `info`, `tensor`, `pieces`, `rows` and
-        `release`; iteration and `in` have the merged names only, because those are what the files hold.
+        `find`, `info`, `tensor`, `pieces`, `rows` and `release` take their names ("mlp.experts.7.up_proj.weight"). Iteration and
+        `in` have only the merged names, which are those of the files.
         """
         experts, parts = self.family.experts, {}
         for name, info in self.tensors.items() if experts else ():
@@ -132,7 +134,7 @@ class ModelFolder:
         return self.tensors[name]
 
     def find(self, name: str) -> str | None:
-        """Return this folder's name of a tensor that another form of the model calls `name`, or None."""
+        """Return this folder's name of a tensor that is called `name` in some form of the model, or None."""
         names = models.aliases(name)
         parts = self.expert_parts
         return next((n for n in names if n in self.tensors), next((n for n in names if n in parts), None))

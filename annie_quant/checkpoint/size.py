@@ -1,7 +1,7 @@
 """The size of a stored model: the one definition of its bits per weight.
 
-Bits per weight are 8 × the bytes of all tensors, scales included and file headers not, over the weights of the model that
-they store: a quantized linear of N rows and K columns counts N × K, its scales count none, every other tensor its elements.
+Bits per weight are 8 × the bytes of all tensors (with scales, without file headers) divided by the number of weights that they
+store: N × K for a quantized linear of N rows and K columns, none for its scales, and the elements of every other tensor.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def folder_size(folder: ModelFolder, linears: Mapping[str, Linear] | None = None
 
 
 def bytes_per_token(folder: ModelFolder) -> int:
-    """Return the bytes of weights that one decoded token reads: of a mixture's experts the share that it passes.
+    """Return the bytes of weights that one decoded token reads; of a mixture's experts only the share that a token passes.
 
-    Not read are the vision tower, the MTP head, and of an embedding that is not the head all but one row.
+    The vision tower and the MTP head are not read, and of an embedding that is not also the head only one row is.
     """
     family = folder.family
     experts = family.experts

@@ -3,8 +3,8 @@
     {"template", "memory_bytes", "seconds"}       first line
     {variables}   →   {"text"} or {"error"}       all others
 
-The environment is that of transformers (utils/chat_template_utils.py): a sandbox in which a template can change nothing, the
-same white space rules, filters and functions. A template can still loop or grow without end, so it gets a process with limits.
+The environment is that of transformers (utils/chat_template_utils.py): a sandbox in which a template can change nothing, with the
+same white-space rules, filters and functions. A template can still loop or allocate without end, so its process has limits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def main() -> None:
     sys.path.pop(0)  # this file's folder, whose modules must not shadow others
     settings = json.loads(sys.stdin.readline())
     environment = make_environment()
-    # The timer's signal ends the process, also where the parent ended and nobody else would. It counts the processor's time: on a
-    # busy machine a sound template may wait for long.
+    # The timer's signal ends the process even if the parent has ended. It counts processor time, because a sound template may wait
+    # for a long time on a busy machine.
     seconds = settings["seconds"]
     template: Any = None
     limit = (settings["memory_bytes"], settings["memory_bytes"])

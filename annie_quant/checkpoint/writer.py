@@ -1,10 +1,10 @@
 """Write a model folder: shards that are planned first, then streamed, in a folder that has its name only when it is complete.
 
-A plan names every tensor's dtype and shape, so the headers are known before a weight is read. Arrays are made one after
-the other, in file order. With `resume` a shard that an interrupted run completed is kept if its header is the planned one.
+A plan has every tensor's dtype and shape, so the headers are known before a weight is read. Arrays are loaded one after the other,
+in file order. With `resume`, a shard that an interrupted run completed is kept if its header is the planned one.
 
-The work happens in `.NAME.part` in the same parent folder. With a key (what the output is made from, and how) that
-folder is kept after a kill: the next run with the same key finds the finished shards there, any other key starts again.
+The output is written into `.NAME.part` in the same parent folder. With a key (a description of the inputs and settings) that
+folder survives a kill: the next run with the same key uses its finished shards; a run with any other key starts again.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def staged(
         remove_temporary(part)
         take_name(part, output)
     except BaseException as error:
-        # A fault of the source will be there again; a full disk or Ctrl-C will not.
+        # A fault of the source would occur again; a full disk or Ctrl-C would not.
         passing = not isinstance(error, Exception) or isinstance(error, OSError) or type(error) is EnvironmentFault
         keep = key is not None and passing and any(part.glob("*.safetensors"))
         raise
@@ -308,7 +308,7 @@ def open_lock(part: Path) -> int:
                 )
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(lock).st_ino:
-                    return lock  # and not a file that its last owner has just removed
+                    return lock  # and not a file that the last owner has just removed
         except BaseException:
             os.close(lock)
             raise
@@ -322,7 +322,7 @@ def remove_temporary(part: Path) -> None:
 
 
 def take_name(part: Path, output: Path) -> None:
-    """Rename `part` to `output`; what had that name is moved away first and removed last."""
+    """Rename `part` to `output`. An existing output is renamed first, and removed last."""
     old = output.with_name(f".{output.name}.old")
     if output.exists():
         shutil.rmtree(old, ignore_errors=True)

@@ -42,10 +42,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True):
     url: Annotated[str | None, Option("Endpoint of --teacher openai. Default: OPENAI_BASE_URL.")] = None
     batch_size: Annotated[int, Option("Conversations per batch.")] = 10
     timeout: Annotated[float, Option("Time limit of a batch, in seconds.")] = 300.0
-    retries: Annotated[int, Option("Retries of a failed batch.")] = 3
-    max_wait: Annotated[float, Option("Longest single wait for a rate limit, in seconds.")] = 900.0
     max_budget_usd: Annotated[float | None, Option("Stop when this amount is spent, including resumed runs.")] = None
-    max_budget_tokens: Annotated[int | None, Option("The same in tokens.")] = None
     output: Annotated[Path, Option("JSON lines, one conversation per line.")] = Path(
         "data/calibration/annie_calibration.jsonl"
     )
@@ -63,7 +60,7 @@ def data(options: DataOptions) -> None:
         who = conversations.load_persona(options.persona)
         rows = conversations.read_rows(options.output)
         conversations.check_prompt_hash(rows, options.persona)
-        conversations.check_apart(rows, *options.apart_from, gates=options.split != "gate")
+        conversations.check_apart(rows, *options.apart_from, gates=options.split != "gate", persona=who)
         result: conversations.ValidatedRows = conversations.validate(rows, who)
     else:
         with console.task(f"conversations by {options.teacher}") as step:
@@ -76,9 +73,8 @@ def data(options: DataOptions) -> None:
                 step,
                 split=options.split,
                 apart_from=options.apart_from,
-                options=conversations.Options(options.teacher_model, options.url, options.timeout, options.batch_size),
-                limits=conversations.Limits(
-                    options.retries, options.max_wait, options.max_budget_usd, options.max_budget_tokens
+                options=conversations.Options(
+                    options.teacher_model, options.url, options.timeout, options.batch_size, options.max_budget_usd
                 ),
                 force=options.force,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 from annie_quant.core.text import printable
 
@@ -56,7 +56,7 @@ class ServerError(AnnieError):
     exit_code = 4
 
 
-def need(module: str, extra: str) -> Any:
+def need(module: str, extra: str) -> ModuleType:
     """Import an optional package and return it. Raises EnvironmentFault that names the extra which installs it."""
     try:
         return importlib.import_module(module)

@@ -49,7 +49,7 @@ def write_json(path: str | os.PathLike, value: object) -> None:
     write_text(path, json.dumps(finite(value), indent=1, ensure_ascii=False, sort_keys=False) + "\n")
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """Return a value of dicts, lists and numbers with None for each NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
@@ -63,7 +63,7 @@ def read_json(path: str | os.PathLike) -> Any:
 
 
 def read_whole_json(path: str | os.PathLike) -> Any:
-    """Return the file's value, or None where the file is missing or is not valid JSON."""
+    """Return the value in a JSON file, or None where the file is missing or is not valid JSON."""
     try:
         return read_json(path)
     except (FileNotFoundError, ValueError, RecursionError):
@@ -75,7 +75,7 @@ def sha256_text(text: str) -> str:
 
 
 def owner(path: str | os.PathLike) -> str:
-    """Return a note for an error message where `path` belongs to another user, else "" (containers often write as root)."""
+    """Return a note for an error message where `path` belongs to another user, as files of a container do; else ""."""
     path = Path(path)
     with contextlib.suppress(OSError):
         uid = (path if path.exists() else path.parent).stat().st_uid
@@ -88,7 +88,9 @@ def take_lock(file: IO | int, path: str | os.PathLike) -> bool:
     """Lock an open file against other processes until it is closed. Return False where another process holds the lock.
 
     On a file system without locks this logs a warning and returns True: nothing could run there otherwise.
-    Raises EnvironmentFault for any other error. path: for the messages.
+
+    path: for the messages.
+    Raises EnvironmentFault for any other error.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Facts about this machine: processors, memory, processes, GPUs, package versions. No secrets and no user paths.
+"""Facts about this machine: processors, memory, processes, GPUs, package versions; no secrets and no paths of users.
 
 Memory and processes come from psutil, GPUs from nvidia-smi. What is sampled during a run comes from NVML where the package
 nvidia-ml-py (extra `gpu`) is installed.
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -142,7 +143,7 @@ def package_version(distribution: str) -> str | None:
 
 
 @cache
-def nvml_devices() -> tuple[Any, list[Any]]:
+def nvml_devices() -> tuple[ModuleType | None, list[object]]:
     """Return (the module pynvml, one handle per GPU); (None, []) without the package, a driver or a GPU."""
     try:
         import pynvml
@@ -158,8 +159,8 @@ def gpus() -> list[dict[str, str]]:
     return _smi("gpu", _GPU_FIELDS) or []
 
 
-def _nvml_value(nvml: Any, function: str, *arguments: Any) -> Any:
-    """Return what an NVML function reports; None where this GPU does not report it, or this pynvml does not know it."""
+def _nvml_value(nvml: ModuleType, function: str, *arguments: object) -> Any:
+    """Return what an NVML function reports; None where this GPU or this version of pynvml does not have it."""
     try:
         return getattr(nvml, function)(*arguments)
     except (nvml.NVMLError, AttributeError):
@@ -167,7 +168,7 @@ def _nvml_value(nvml: Any, function: str, *arguments: Any) -> Any:
 
 
 def gpu_process_bytes() -> dict[int, int]:
-    """Return the GPU memory of each process that computes on a GPU, {pid: bytes}. Processes without a figure are left out."""
+    """Return the GPU memory per process that computes on a GPU, {pid: bytes}. Processes without a figure are left out."""
     nvml, devices = nvml_devices()
     sizes: dict[int, int] = {}
     if nvml is None:
@@ -233,7 +234,7 @@ def machine_state() -> tuple[float | None, float | None, str | None]:
     return _cpu_clock(), _cpu_temperature_c(), None
 
 
-def _gpu_state(nvml: Any, device: Any) -> tuple[float | None, float | None, str | None]:
+def _gpu_state(nvml: ModuleType, device: object) -> tuple[float | None, float | None, str | None]:
     reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksEventReasons", device)
     if reasons is None:  # the name in older versions of pynvml
         reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", device) or 0
@@ -244,7 +245,7 @@ def _gpu_state(nvml: Any, device: Any) -> tuple[float | None, float | None, str 
 
 
 def _cpu_clock() -> float | None:
-    """Mean of the current clocks of all processors, where the kernel scales them."""
+    """Return the mean of the current clocks of all processors, in MHz; None where the kernel does not scale them."""
     clocks = []
     for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_cur_freq"):
         with contextlib.suppress(OSError, ValueError):

@@ -16,9 +16,9 @@ FROM_SOURCE = "pip install --force-reinstall --no-deps SOURCE (a clone, or an un
 class Build:
     """How a C module is built.
 
-    needs    what setup.py must find on the machine
-    without  what does not work when the module is missing
-    fix      the commands that install it
+    needs: what setup.py must find on the machine.
+    without: what does not work when the module is missing.
+    fix: the commands that install it.
     """
 
     needs: str

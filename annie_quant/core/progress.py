@@ -18,7 +18,8 @@ class Progress(Protocol):
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
         """Report that `done` of `total` units are finished.
 
-        total: None where it is not known.  text: describes the state, complete without the two numbers.
+        total: None where it is not known.
+        text: describes the state; complete without the two numbers.
         """
 
     def message(self, text: str) -> None:
@@ -79,7 +80,7 @@ def as_progress(report: Progress | Callable[[str], object] | None) -> Progress:
 class ByteProgress:
     """Counts bytes and reports amount (in MB), speed and remaining time.
 
-    done_before: bytes that an earlier, interrupted run finished; they are not part of the speed.
+    done_before: bytes that an earlier, interrupted run finished; they do not count for the speed.
     """
 
     def __init__(self, progress: Progress, total_bytes: int, done_before: int = 0) -> None:

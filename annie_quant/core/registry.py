@@ -21,7 +21,8 @@ def names(package: ModuleType) -> list[str]:
 def find(package: ModuleType, name: str, kind: str, spelling: Callable[[str], str] = str) -> ModuleType:
     """Import and return the part called `name`; dashes and dots count as underscores.
 
-    kind: the part's kind for the error, such as "strategy". spelling: from a module's name to the name that users write.
+    kind: what a part is, for the error message: "strategy", "teacher".
+    spelling: converts a module's name to the name that users write.
     Raises UsageError that lists the available parts.
     """
     module_name = name.replace("-", "_").replace(".", "_")

@@ -19,6 +19,7 @@ from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.core.files import read_whole_json, take_lock, write_json
 
 KEY_FILE = "key.json"
+BLOCK_BYTES = 64 << 10
 
 
 def plain_key(key: object) -> object:
@@ -49,7 +50,7 @@ class KeyedJson:
     def __init__(self, path: Path, key: object) -> None:
         self.path, self._key = path, plain_key(key)
 
-    def load(self, default: Any = None) -> Any:
+    def load(self, default: object = None) -> Any:
         stored = read_whole_json(self.path)
         if not isinstance(stored, dict) or stored.get("key") != self._key or "value" not in stored:
             return default
@@ -62,54 +63,75 @@ class KeyedJson:
 class JsonLines:
     """An append-only log with one JSON object per line. A last line that a kill cut short is removed when it is opened.
 
-    sync: force the lines to the disk before `append` returns. exclusive: raise UsageError if another process has the log
-    open in this way. restart: discard what earlier runs wrote.
+    sync: force the lines to the disk before `append` returns.
+    exclusive: raise UsageError if another process has the log open in this way.
+    restart: discard what earlier runs wrote.
+    private: a new file is readable by its owner only.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], sync: bool = False, exclusive: bool = False, restart: bool = False
+        self,
+        path: str | os.PathLike[str],
+        sync: bool = False,
+        exclusive: bool = False,
+        restart: bool = False,
+        private: bool = False,
     ) -> None:
         self.path, self._sync = Path(path), sync
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a+b")
+            self._file = os.open(self.path, flags, 0o600 if private else 0o666)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{self.path} cannot be written: {error.strerror}", "choose another --output"
+            ) from error
+        try:
             if exclusive and not take_lock(self._file, self.path):
                 raise UsageError(f"{self.path}: another annie-quant writes there", "wait until it has ended")
-            if restart:
-                self._file.truncate(0)
-            self._file.seek(0)
-            content = self._file.read()
-            complete = content.rfind(b"\n") + 1
-            if complete < len(content):
-                self._file.truncate(complete)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"{self.path} cannot be written: {error.strerror}", "choose another folder"
-            ) from error
-        self._content = content[:complete]
+            self.size_bytes = 0 if restart else self._end_of_last_line()
+            os.ftruncate(self._file, self.size_bytes)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._earlier_bytes = self.size_bytes
+
+    def _end_of_last_line(self) -> int:
+        end = os.fstat(self._file).st_size
+        while end > 0:
+            start = max(0, end - BLOCK_BYTES)
+            newline = os.pread(self._file, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+        return 0
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (number from 1, line without its end) of everything that earlier runs wrote. Can be read once."""
-        content, self._content = self._content, b""
-        yield from enumerate(content.splitlines(), 1)
+        """Yield (number from 1, line without its end) of everything that earlier runs wrote."""
+        with self.path.open("rb") as file:
+            yield from enumerate(file.read(self._earlier_bytes).splitlines(), 1)
 
     def append(self, *lines: bytes) -> None:
-        """Write encoded objects, one per line."""
+        """Write encoded objects, one per line: all of them, or none where EnvironmentFault is raised."""
+        data, written = b"".join(line + b"\n" for line in lines), 0
         try:
-            self._file.write(b"".join(line + b"\n" for line in lines))
-            self._file.flush()
+            while written < len(data):
+                written += os.write(self._file, data[written:])
             if self._sync:
-                os.fsync(self._file.fileno())
+                os.fsync(self._file)
         except OSError as error:
-            reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self.size_bytes)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             raise EnvironmentFault(
-                f"{self.path}: {reason}; all earlier lines are safe",
+                f"{self.path}: {'the disk is full' if full else error.strerror}; all earlier lines are safe",
                 "free some space and run the same command again: it resumes",
             ) from error
+        self.size_bytes += len(data)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of a line whose append has failed and was reported
-            self._file.close()
+        with contextlib.suppress(OSError):  # an append that failed has reported it
+            os.close(self._file)
 
     def __enter__(self) -> JsonLines:
         return self

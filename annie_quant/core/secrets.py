@@ -32,7 +32,7 @@ _SHORTEST = 8  # shorter secrets are not masked: local servers use ordinary word
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the value of this header, query parameter or variable must not be shown."""
+    """Return whether the value of a header, query parameter or variable with this name must not be shown."""
     return bool(_SECRET.search(name))
 
 
@@ -53,7 +53,7 @@ def safe_url(url: str) -> str:
 def refuse_secrets_in(url: str, name: str) -> None:
     """Raise UsageError for a URL with a user, password or query: it would be in shell histories, process lists and results.
 
-    name: what the URL is of, for the message
+    name: the option or setting that has the URL, for the message.
     """
     try:
         parts = urlsplit(url)
@@ -116,7 +116,7 @@ class SecretForm(NamedTuple):
 
 
 def _token(name: str, prefix: str, characters: str, certain: int | None, likely: int) -> SecretForm:
-    """Return the form of a token that begins with a prefix. certain, likely: how many characters of the rest make it so."""
+    """Return the form of a token that begins with a prefix. certain, likely: how many further characters it needs to be so."""
     start = rf"\b(?:{prefix}){characters}"
     return SecretForm(name, "API key", None if certain is None else f"{start}{{{certain},}}", f"{start}{{{likely},}}")
 
@@ -230,8 +230,8 @@ _FEWEST = 4  # further characters of a form that are masked in another text
 class Redactor:
     """Finds secrets in a server's bytes.
 
-    In any letter case, and also reversed, in base64, in hex or percent-encoded, with spaces, line ends or invisible characters
-    between their characters, and spread over several texts.
+    Found are secrets in any letter case, reversed, in base64, in hex or percent-encoded, with spaces, line ends or invisible
+    characters between their characters, and spread over several texts.
 
     The first half of a form (at least 8 bytes) counts as the form: a prefix of a key identifies it.
     """
@@ -286,7 +286,7 @@ class Redactor:
         return sorted(spans)
 
     def _rests(self, text: bytes) -> tuple[bytes, ...]:
-        """Return what completes a secret that begins at the end of a text: at least up to half of the form."""
+        """Return the texts that complete a secret which begins at the end of a text: at least up to half of the form."""
         tail = _FILLER.sub(_character, text[-self._reach :].lower())
         return tuple(
             form[size : max(least, min(len(form), size + _FEWEST))]
@@ -300,9 +300,9 @@ class Redactor:
     ) -> Iterator[tuple[int, int, int]]:
         """Yield (event, start, end) of every part of a secret in one answer's events.
 
-        It may be in one piece, cut by network reads, or spread over the texts of many events, one character per event.
+        A secret may be in one piece, cut by network reads, or spread over the texts of many events, one character per event.
 
-        payload: returns the JSON document of an event
+        payload: returns the JSON document of an event.
         """
         yield from _parts(events, self.spans(b"".join(events)))
         for index, string, start, end in self._spread(events, payload):
@@ -314,7 +314,7 @@ class Redactor:
     ) -> Iterator[tuple[int, bytes, int, int]]:
         """Yield (event, string, start, end) of the parts of JSON strings that form a secret when they are joined.
 
-        Joined are the strings at the same path of successive events, as a client does for display, also where a secret continues at
+        The strings at the same path of successive events are joined, as a client does for display. A secret may also continue at
         another path.
         """
         texts: dict[tuple[object, ...], list[tuple[int, bytes]]] = {}

@@ -32,8 +32,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 def decode_json(data: bytes | str, lenient: bool = False) -> Any:
     """Return the value of a JSON document. Raises ValueError, with one line, for everything that cannot be decoded.
 
-    lenient: also accept what Python's json does and msgspec does not: NaN, infinities, and lone surrogates, which become
-        U+FFFD, because no file can hold them.
+    lenient: also accept what Python's json module accepts and msgspec does not: NaN, infinities, and lone surrogates, which
+        become U+FFFD, because no file can hold them.
     """
     try:
         return msgspec.json.decode(data)
@@ -47,7 +47,7 @@ def decode_json(data: bytes | str, lenient: bool = False) -> Any:
     raise ValueError(fault)
 
 
-def without_surrogates(value: Any) -> Any:
+def without_surrogates(value: object) -> Any:
     """Return a decoded JSON value with U+FFFD for each lone surrogate. RecursionError where it is nested too deeply."""
     if isinstance(value, str):
         return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
@@ -56,7 +56,7 @@ def without_surrogates(value: Any) -> Any:
     return [without_surrogates(item) for item in value] if isinstance(value, list) else value
 
 
-def limited(value: Any, depth: int = MAX_DEPTH) -> Any:
+def limited(value: object, depth: int = MAX_DEPTH) -> Any:
     """Return a copy of a decoded JSON value that can be stored.
 
     It has MAX_ENTRIES per list or object, MAX_TEXT characters per text, finite numbers, integers up to MAX_INTEGER. What does not

@@ -2,10 +2,10 @@
 
 draw(category, rng, split) returns one exchange; conversation(rng, split) returns five.
 
-Every template (assets/offline_teacher/phrases.json) belongs to one split (train, calibration or gate), so that a model is never
-judged with a phrasing that it was trained or calibrated on. Facts (words.json) are the same in every split. Topics of tool calls
-are separate, so that a correct call in a gate cannot have been learned by heart: train has all combinations of two words except
-the topics of calibration and gate.
+Every template (assets/offline_teacher/phrases.json) belongs to one split (train, calibration or gate), so that no model is judged
+with a phrasing that it was trained or calibrated on. Facts (words.json) are the same in every split. Topics of tool calls differ,
+so that a correct call in a gate cannot have been memorized: train has all combinations of two words except the topics of
+calibration and gate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TopicWords(msgspec.Struct):
     gate: tuple[str, ...]
 
     def by_split(self, everything: list[str]) -> dict[str, tuple[str, ...]]:
-        """Return the topics of each split. everything: all topics; train has those that are in no other split, sorted."""
+        """Return the topics of each split. everything: all topics; train has, sorted, those of no other split."""
         train = tuple(sorted(set(everything).difference(self.calibration, self.gate)))
         return {"train": train, "calibration": self.calibration, "gate": self.gate}
 
@@ -44,7 +44,7 @@ class Words(msgspec.Struct):
 
     facts: kind of fact → (subject, answer).
     containers: (singular, plural).
-    devices: things that no tool can operate.
+    devices: things that no tool can control.
     """
 
     facts: dict[str, tuple[tuple[str, str], ...]]

@@ -1,4 +1,4 @@
-"""`annie-quant data`: conversations written by a teacher, evenly over a persona's categories, one row per line.
+"""`annie-quant data`: conversations by a teacher, evenly over a persona's categories, as one row per line.
 
 A row has id, category, messages, tools (where offered), thinking, provenance and split. Tool arguments are a JSON string on
 disk, as in OpenAI's format; chat templates need them decoded. A conversation that breaks a rule, or that repeats another row
@@ -10,11 +10,11 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 
 import msgspec
 
@@ -56,7 +56,7 @@ def journal_path(output: Path) -> Path:
 class Journal:
     """The log of an unfinished run, next to its output.
 
-    With it a killed run loses at most one batch, and a budget holds over several runs. It is deleted when the output is complete.
+    A killed run loses at most one batch, and a budget includes all continuations. The log is deleted when the output is complete.
 
     output: None keeps rows and costs in memory only.
     key: the run's settings.
@@ -118,23 +118,9 @@ class Journal:
 CATEGORIES = ("greeting", "factual", "memory", "web", "multi_turn")
 SPLITS = ("train", "calibration", "gate")
 MAX_FRUITLESS = 3  # consecutive batches without a new conversation, after which a category is given up
-FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 120.0
+MAX_RETRIES = 3  # of one failed batch
+FIRST_WAIT_S, LONGEST_WAIT_S, MAX_WAIT_S = 5.0, 120.0, 900.0  # for a rate limit; the last one is the sum for one batch
 MIN_BUDGET_USD = 0.005
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When a run gives up.
-
-    retries: of one failed batch.
-    max_wait_s: total wait for the rate limit of one batch.
-    max_usd, max_tokens: of the whole run, including resumed runs.
-    """
-
-    retries: int = 3
-    max_wait_s: float = 900.0
-    max_usd: float | None = None
-    max_tokens: int | None = None
 
 
 class GenerationResult(ValidatedRows, kw_only=True, omit_defaults=True):
@@ -164,16 +150,15 @@ def generate(
     split: str = "calibration",
     apart_from: Sequence[str | Path] = (),
     options: Options | None = None,
-    limits: Limits | None = None,
     force: bool = False,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> GenerationResult:
     """Make n conversations, evenly over the categories, and write the valid ones to `output` (JSON lines).
 
-    The offline teacher gives the same rows for the same seed, except for the time in provenance (set SOURCE_DATE_EPOCH to
-    fix it). An interrupted run resumes from its journal. apart_from: files whose prompts must not be repeated. force: start
-    again, and overwrite a finished output.
+    The offline teacher gives the same rows for the same seed, except for the time in provenance, which SOURCE_DATE_EPOCH
+    fixes. An interrupted run resumes from its journal.
 
+    apart_from: files whose prompts must not be repeated.
+    force: start again, and overwrite a finished output.
     Raises AnnieError if fewer than four fifths could be made; what was made is kept for the next run.
     """
     who = persona if isinstance(persona, Persona) else load_persona(persona)
@@ -186,18 +171,19 @@ def generate(
     finished = _finished(target, who, module.NAME, n) if target is not None and not force else None
     if finished is not None:
         return finished
-    job = _Job(who, module.NAME, n, target, seed, split, limits or Limits(), sleep)
-    opened: Teacher = module.open_teacher(replace(options or Options(), max_usd=lambda: run.remaining_usd()), split)
+    options = options or Options()
+    job = _Job(who, module.NAME, n, target, seed, split, options.max_usd)
+    opened: Teacher = module.open_teacher(options, split)
     opened.check(who)
     texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
     forbidden = DuplicateFinder([*texts, *(gate_texts(who) if split != "gate" else ())])
-    run = _Run(job, opened, Journal(target, job.key(opened.model), restart=force), forbidden)
-    return run.run(progress or SILENT)
+    journal = Journal(target, job.key(opened.model), restart=force)
+    return _Run(job, opened, journal, forbidden).run(progress or SILENT)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be made. sleep: waits for a rate limit."""
+    """What is to be made. max_usd: budget of the whole run, including resumed runs."""
 
     persona: Persona
     teacher_name: str
@@ -205,8 +191,7 @@ class _Job:
     output: Path | None
     seed: int
     split: str
-    limits: Limits
-    sleep: Callable[[float], None]
+    max_usd: float | None
 
     def key(self, model: str) -> dict[str, object]:
         """Return the settings on which the rows depend. model: the teacher's."""
@@ -237,9 +222,6 @@ class _Run:
     def finder(self, category: str) -> DuplicateFinder:
         return self.finders.setdefault(category, DuplicateFinder())
 
-    def remaining_usd(self) -> float | None:
-        return None if self.job.limits.max_usd is None else max(0.0, self.job.limits.max_usd - self.journal.cost_usd)
-
     def run(self, progress: Progress) -> GenerationResult:
         finished = False
         base, remainder = divmod(self.job.n, len(self.job.persona.categories))
@@ -255,14 +237,14 @@ class _Run:
         return result
 
     def check_exhausted(self, category: Category, count: int) -> None:
-        """Raise UsageError as soon as the offline teacher's templates cannot give enough; no later category can help."""
+        """Raise UsageError as soon as the offline teacher's templates cannot give enough conversations in all."""
         have = len(self.rows_of(category))
         if self.job.teacher_name != "offline" or have >= count:
             return
         self.exhausted[category.name] = have
         self.n_missing += count - have
         if self.n_missing > (1 - MIN_VALID) * self.job.n:
-            self.journal.close(True)  # the same command would end in the same way
+            self.journal.close(True)  # the same command would fail again
             counts = ", ".join(f"{name} {n}" for name, n in self.exhausted.items())
             raise UsageError(
                 f"the offline teacher has not enough different conversations for {self.job.persona.name}: {counts}, "
@@ -274,7 +256,7 @@ class _Run:
         return [row for row in self.journal.rows if row["category"] == category.name]
 
     def fill(self, category: Category, count: int, progress: Progress) -> None:
-        """Request batches until the category has `count` conversations, or until batches bring nothing new."""
+        """Request batches until the category has `count` conversations, or until several in a row bring nothing new."""
         fruitless = 0
         while (have := len(self.rows_of(category))) < count and fruitless < MAX_FRUITLESS:
             progress.update(len(self.journal.rows), self.job.n, category.name)
@@ -295,25 +277,21 @@ class _Run:
                 return self.teacher.batch(self.job.persona, category, count, seed, avoid)
             except RateLimited as limit:
                 wait_s = limit.wait_s if limit.wait_s is not None else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries)
-                if waited_s + wait_s > self.job.limits.max_wait_s:
+                if waited_s + wait_s > MAX_WAIT_S:
                     raise self.stopped(f"{limit}; it requires another {wait_s:.0f} s", ServerError) from None
-                self.job.sleep(wait_s)
+                sleep(wait_s)
                 waited_s, tries = waited_s + wait_s, tries + 1
             except BatchFailed as failure:
                 tries += 1
                 self.journal.add(category.name, [], failure.cost_usd, failure.tokens, str(failure))
-                if tries > self.job.limits.retries:
+                if tries > MAX_RETRIES:
                     self.failed.append(f"{category.name}: {failure}")
                     return None
 
     def check_budget(self) -> None:
-        remaining = self.remaining_usd()
-        if remaining is not None and remaining < MIN_BUDGET_USD:
-            raise self.stopped(
-                f"the budget of {self.job.limits.max_usd:.2f} USD is spent ({self.journal.cost_usd:.2f})"
-            )
-        if self.job.limits.max_tokens is not None and self.journal.tokens >= self.job.limits.max_tokens:
-            raise self.stopped(f"the budget of {self.job.limits.max_tokens} tokens is spent ({self.journal.tokens})")
+        most, spent = self.job.max_usd, self.journal.cost_usd
+        if most is not None and most - spent < MIN_BUDGET_USD:
+            raise self.stopped(f"the budget of {most:.2f} USD is spent ({spent:.2f})")
 
     def stopped(self, reason: str, kind: type[AnnieError] = AnnieError) -> AnnieError:
         stored = f"{len(self.journal.rows)} of {self.job.n} conversations are kept"
@@ -321,8 +299,8 @@ class _Run:
 
     def keep_new(self, category: Category, batch: TeacherBatch, progress: Progress) -> int:
         """Record the batch's valid, new conversations in the journal, and return their number."""
-        if self.job.limits.max_usd is not None and batch.cost_usd is None:
-            raise UsageError(f"{self.job.teacher_name} does not report its costs", "use --max-budget-tokens")
+        if self.job.max_usd is not None and batch.cost_usd is None:
+            raise UsageError(f"{self.job.teacher_name} does not report its costs", "leave --max-budget-usd out")
         provenance = {
             "teacher": self.job.teacher_name,
             "model": self.teacher.model,
@@ -380,9 +358,9 @@ class _Run:
 
 
 def _finished(output: Path, persona: Persona, teacher: str, n: int) -> GenerationResult | None:
-    """Return the result of a finished output of a paid teacher, so that it is not paid for again.
+    """Return the result of a paid teacher's finished output, so that it is not paid for again; None where there is none.
 
-    Raises UsageError if such an output was made with other settings: it is not overwritten without --force.
+    Raises UsageError for such an output with other settings: it is not overwritten without --force.
     """
     if not output.is_file() or journal_path(output).is_file():
         return None

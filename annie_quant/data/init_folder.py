@@ -1,4 +1,4 @@
-"""`annie-quant init`: a folder with a persona, gate workloads and calibration data, made from what a user has.
+"""`annie-quant init`: a folder with a persona, gate workloads and calibration data, made from a prompt, tools and logs.
 
     prompt + tools           persona.json; prompts and conversations are made from the tools by the offline teacher
     logs (+ prompt, tools)   persona.json, workloads/ and calibration.jsonl from production's own conversations
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,6 +20,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.text import inert
+from annie_quant.data.log_records import Tool
 from annie_quant.data.log_sample import LogSample, inferred_tools, read_sample, split_conversations
 from annie_quant.data.masking import Scanner
 from annie_quant.data.workloads import WORKLOADS, gate_documents
@@ -60,7 +60,7 @@ class Initialized(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Sources:
-    """What init starts from.
+    """The inputs of init.
 
     prompt, tools: None to take those of the logs.
     personal, words: what is masked besides secrets (see Scanner).
@@ -69,7 +69,7 @@ class Sources:
     """
 
     prompt: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     logs: Sequence[Path] = ()
     name: str = ""
     personal: bool = False
@@ -221,7 +221,7 @@ def teacher_rows(persona: Persona, seed: int) -> list[ChatRow]:
 
 
 def _shortcomings(persona: Persona, behaviours: Counter[str], short: dict[str, int]) -> list[str]:
-    """Return what the gate prompts cannot decide, one line each."""
+    """Return one line for each behaviour that the gate prompts cannot decide."""
     lines = [
         f"{name}: {n} gate prompts, {MIN_CASES - n} short of {MIN_CASES}; gates on it may stay undecided"
         for name, n in sorted(short.items())
@@ -236,7 +236,7 @@ def _shortcomings(persona: Persona, behaviours: Counter[str], short: dict[str, i
 
 
 def render_card(result: Initialized, persona: Persona, sample: LogSample) -> str:
-    """Return the README.md of the folder: where its content comes from, and what it lacks."""
+    """Return the README.md of the folder: the origin of its content, and what is missing."""
     data_files = [{"split": "calibration", "path": CALIBRATION_FILE}]
     lines = [
         "---",

@@ -19,7 +19,7 @@ Tool = dict[str, Any]  # a tool in OpenAI's form; its parameters are a JSON sche
 
 
 class Unusable(Exception):
-    """A record is not a conversation that can be used. The message is the reason, the same for all such records."""
+    """A record has no conversation that can be used. The message is the reason, the same for all records with this fault."""
 
 
 @dataclass
@@ -65,7 +65,10 @@ def row_of(
     system: str | None = None,
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> ChatRow:
-    """Return the conversation up to its last answer, as a calibration row. system, tools: used where the log has none."""
+    """Return the conversation up to its last answer, as a calibration row.
+
+    system, tools: used where the log has none.
+    """
     last = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
     system = conversation.system if conversation.system is not None else system or ""
     head: list[ChatMessage] = [{"role": "system", "content": system}] if system.strip() else []
@@ -134,7 +137,7 @@ def conversation_of(record: object) -> Conversation:
 
 
 def _time(record: Record) -> float | None:
-    """Return when a record was logged, in seconds since 1970: ISO 8601, or a number of seconds or milliseconds."""
+    """Return when a record was logged, in seconds since 1970. Records have ISO 8601, or a number of seconds or milliseconds."""
     for key in TIME_KEYS:
         value = record.get(key)
         if isinstance(value, str):
@@ -148,7 +151,7 @@ def _time(record: Record) -> float | None:
 
 
 def finished(messages: list[ChatMessage], tools: list[Tool] | None, system: object = None) -> Conversation:
-    """Return a conversation without what a template could not render. Raises Unusable where nothing is left."""
+    """Return a conversation that every chat template can render. Raises Unusable where nothing is left."""
     systems = [m["content"] for m in messages if m["role"] == "system"]
     prompt = "\n".join(s for s in [str(system)] * bool(system) + systems if s.strip()) or None
     messages = [m for m in messages if m["role"] != "system"]
@@ -164,7 +167,7 @@ def finished(messages: list[ChatMessage], tools: list[Tool] | None, system: obje
 
 
 def _request(record: Record, depth: int) -> tuple[Record, str]:
-    """Return the object that has the messages, and their key."""
+    """Return the object with the messages, and their key in it."""
     for key in MESSAGE_KEYS:
         value = record.get(key)
         if isinstance(value, Sequence) and not isinstance(value, str) and value:
@@ -182,7 +185,7 @@ def _request(record: Record, depth: int) -> tuple[Record, str]:
     raise Unusable("no messages in the record")
 
 
-def _object_in(record: Record, key: str) -> Any:
+def _object_in(record: Record, key: str) -> object:
     """Return a field's value, decoded where it is the text of a JSON object; None where such text cannot be decoded."""
     value = record.get(key)
     if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -193,8 +196,8 @@ def _object_in(record: Record, key: str) -> Any:
     return value
 
 
-def _answer(record: Record) -> Any:
-    """Return the message of a response that is logged with its request."""
+def _answer(record: Record) -> object:
+    """Return the message of a response that is logged with its request; None where there is none."""
     for key in ("response", "response_body", "output", "completion", "result"):
         value = _object_in(record, key)
         if isinstance(value, Mapping):
@@ -361,7 +364,7 @@ def _result(text: str, name: object, identity: object) -> ChatMessage:
 
 
 def _linked(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with the ids of calls and results as call_1, call_2, ...: the log's ids have no meaning here."""
+    """Return the messages with calls and results numbered call_1, call_2, ... in place of the log's ids."""
     numbers: dict[str, str] = {}
     waiting: list[str] = []
     n = 0

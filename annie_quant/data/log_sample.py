@@ -1,4 +1,4 @@
-"""A bounded sample of logged conversations, and what becomes of them: gate cases and calibration rows that share no prompt.
+"""A bounded sample of logged conversations, split into gate cases and calibration rows that share no prompt.
 
 The sample is the same for the same conversations in any order. Each behaviour (the tool that is called first, or none) has its
 own pool, so that a rare tool in a million rows is kept. A pool holds the conversations with the smallest hashes; an exact
@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from annie_quant.core.progress import Progress
-from annie_quant.data.log_records import Conversation, row_of, with_text_arguments
+from annie_quant.core.untrusted import JsonObject
+from annie_quant.data.log_records import Conversation, Tool, row_of, with_text_arguments
 from annie_quant.data.logs import Problems, read_logs
 from annie_quant.data.masking import Scanner
 from annie_quant.data.rows import DuplicateFinder, Row, user_text
@@ -106,7 +106,7 @@ class LogSample:
 
     pool: Pool
     prompts: Counter[str] = field(default_factory=Counter)
-    tools: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tools: dict[str, Tool] = field(default_factory=dict)
     formats: Counter[str] = field(default_factory=Counter)
     files: Counter[str] = field(default_factory=Counter)
     problems: Problems = field(default_factory=Problems)
@@ -128,9 +128,9 @@ def read_sample(logs: Sequence[Path], seed: int, progress: Progress) -> LogSampl
     return sample
 
 
-def inferred_tools(sample: LogSample) -> list[dict[str, Any]]:
-    """Return tools with the arguments of the logged calls; an argument that every call has is required."""
-    calls_by_tool: dict[str, list[dict[str, Any]]] = {}
+def inferred_tools(sample: LogSample) -> list[Tool]:
+    """Return definitions of the called tools, inferred from the calls; an argument that every call has is required."""
+    calls_by_tool: dict[str, list[JsonObject]] = {}
     for _, conversation in sample.pool.conversations():
         for message in conversation.messages:
             for call in message.get("tool_calls") or ():
@@ -152,7 +152,7 @@ def inferred_tools(sample: LogSample) -> list[dict[str, Any]]:
     ]
 
 
-def _schema(values: Sequence[object]) -> dict[str, Any]:
+def _schema(values: Sequence[object]) -> JsonObject:
     kinds = {
         "boolean" if isinstance(v, bool) else "integer" if isinstance(v, int) else "number" if isinstance(v, float)
         else "string" if isinstance(v, str) else "array" if isinstance(v, list) else "object"
@@ -162,7 +162,10 @@ def _schema(values: Sequence[object]) -> dict[str, Any]:
 
 
 def without_prefixes(conversations: list[tuple[str, Conversation]]) -> list[tuple[str, Conversation]]:
-    """Return the conversations that are not the beginning of another one; request logs have each turn of a chat again."""
+    """Return the conversations that are not the beginning of another one.
+
+    Request logs have one record per turn, each of which repeats the turns before.
+    """
     prefixes: set[str] = set()
     keys = []
     for _, conversation in conversations:
@@ -184,8 +187,8 @@ def _content(message: ChatMessage) -> bytes:
 class GateCases:
     """Gate cases per kind of answer.
 
-    behaviours: number of cases per tool, of answers in words, and of answers from results.
-    shared: number of cases that are left out because the calibration rows have nearly the same prompt.
+    behaviours: number of cases per tool, of answers in words, and of answers from a tool's result.
+    shared: number of cases left out because the calibration rows have nearly the same prompt.
     """
 
     def __init__(self, persona: Persona, calibration: Sequence[Row]) -> None:
@@ -276,7 +279,7 @@ def answer_positions(conversation: Conversation) -> list[int]:
 
 
 def calibration_row(conversation: Conversation, persona: Persona, index: int) -> ChatRow | None:
-    """Return a conversation as a calibration row; None if its form is invalid, for example arguments that do not fit the schema."""
+    """Return a conversation as a calibration row; None where its form is invalid, such as arguments that violate the schema."""
     row = row_of(conversation, index, persona.system_prompt, persona.tools)
     row["provenance"] |= {"persona": persona.source, "prompt_sha256": persona.prompt_sha256}
     return None if form_faults(row) else row
@@ -304,7 +307,7 @@ def plain(message: ChatMessage) -> ChatMessage:
 
 
 def max_tokens(lengths: Sequence[int]) -> int:
-    """Return a token limit that nearly all logged answers (lengths in characters) fit into."""
+    """Return a token limit that holds nearly all logged answers. lengths: of the answers, in characters."""
     if not lengths:
         return 256
     usual = sorted(lengths)[int(USUAL_SHARE * (len(lengths) - 1))]
@@ -345,7 +348,7 @@ def split_conversations(sample: LogSample, persona: Persona, scanner: Scanner) -
 def _distinct_conversations(
     sample: LogSample, persona: Persona, scanner: Scanner
 ) -> tuple[dict[str, list[Conversation]], list[str]]:
-    """Return the conversations to use by behaviour, masked, and what was left out."""
+    """Return the conversations to use, masked, per behaviour, and one note per reason for leaving some out."""
     offered = {t["function"]["name"] for t in persona.tools}
     finder, n_repeated, n_missing = DuplicateFinder(), sample.pool.repeated, Counter[str]()
     chosen: dict[str, list[Conversation]] = {}

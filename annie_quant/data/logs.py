@@ -1,4 +1,4 @@
-"""Log files as a stream of conversations, one at a time, whatever the size of the file.
+"""Read log files of any size as a stream of conversations.
 
     OpenAI chat       JSON lines with `messages` (and `tools`), or a request with its `response`, as proxies and batches log them
     ShareGPT, Hermes  `conversations` of {from, value}; tools in the system prompt, calls and results in tags
@@ -8,7 +8,7 @@
     llama.cpp         log_server_r: request:  {...} and response: {...} (--verbose)
     datasets          Parquet, Arrow and JSON files of Hugging Face chat datasets, also with gzip, and folders of all of these
 
-vLLM logs the prompt after the chat template; it is parsed back here for templates in ChatML (Qwen, Hermes).
+vLLM logs the rendered prompt; prompts of ChatML templates (Qwen, Hermes) are parsed back into messages.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _records(records: Iterable[tuple[str, object]], problems: Problems) -> Itera
 
 
 def _whole(path: Path) -> list[object] | None:
-    """Return the entries of a JSON file; None where it has JSON lines after all."""
+    """Return the entries of a JSON file; None where the file is not one JSON document, such as JSON lines."""
     try:
         document = decode_json(_open(path).read())
     except ValueError:
@@ -231,8 +231,8 @@ def _columns(path: Path, suffix: str) -> Iterator[tuple[int, object]]:
         raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _without_none(value: Any) -> Any:
-    """Return a row without the empty fields that a column format adds to nested objects."""
+def _without_none(value: object) -> object:
+    """Return a row without the null fields that a column format adds to nested objects."""
     if isinstance(value, dict):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return [_without_none(v) for v in value] if isinstance(value, list) else value
@@ -248,7 +248,7 @@ def _format(record: object) -> str:
 
 
 class Transcript:
-    """A transcript with one event or one message per line (OpenClaw and similar agents): one conversation per session."""
+    """A transcript of OpenClaw or a similar agent: one event or message per line, one conversation per session."""
 
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
@@ -298,7 +298,7 @@ MAX_WAITING = 10_000  # requests whose answer has not been logged yet
 
 
 class ServerLog:
-    """The requests in the text log of one server. format: which server's, once it is known."""
+    """The requests in the text log of one server. format: the name of the log's format, once it is known."""
 
     def __init__(self) -> None:
         self.format = ""

@@ -52,8 +52,8 @@ class Scanner:
         self._personal = personal
         self.counts: Counter[str] = Counter()
 
-    def masked(self, value: Any) -> Any:
-        """Return a text, or every text and property name in a JSON value, without secrets."""
+    def masked(self, value: object) -> Any:
+        """Return a JSON value without the secrets in its texts and property names."""
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping):
@@ -76,7 +76,7 @@ class Scanner:
             result = _without_name(result, re.compile(rf"\b{re.escape(name)}\b"), self.counts)
         return result
 
-    def _field(self, name: str, value: Any) -> Any:
+    def _field(self, name: str, value: object) -> object:
         if isinstance(value, str) and len(value) >= 6 and re.search(r"passw|secret|api_?key|token$", str(name), re.I):
             self.counts["password"] += 1
             return MASK
@@ -102,7 +102,7 @@ def _luhn(text: str) -> bool:
     return sum(sum(divmod(2 * d, 10)) if i % 2 else d for i, d in enumerate(reversed(digits))) % 10 == 0
 
 
-def _without_name(value: Any, pattern: re.Pattern[str], counts: Counter[str]) -> Any:
+def _without_name(value: object, pattern: re.Pattern[str], counts: Counter[str]) -> Any:
     if isinstance(value, str):
         text, n = pattern.subn(MASK, value)
         counts["name"] += n

@@ -1,14 +1,14 @@
-"""A proxy in front of one OpenAI-compatible server, which keeps copies of its chat completions (aiohttp on both sides).
+"""A proxy in front of one OpenAI-compatible server that records its chat completions (aiohttp on both sides).
 
-Every method and path is passed on, and every status, header and body back; a stream is written as it is read. Redirects are
-passed back and not followed, the environment's proxies are not used, and cookies are not kept, so that a key reaches no
-other server. A fault of recording never stops the traffic.
+Every method and path is passed on, and every status, header and body is passed back; a stream is written as it is read.
+So that a key reaches no other server, redirects are passed back and not followed, the environment's proxies are not used, and
+cookies are not kept. A fault of recording never stops the traffic.
 
-Limits of what is kept in memory: MAX_REQUEST_BYTES and MAX_ANSWER_BYTES per exchange, MAX_HELD_BYTES in all,
-MAX_CLIENTS requests at once (further ones get status 503, or the place of one whose body is late).
+Memory is limited to MAX_REQUEST_BYTES and MAX_ANSWER_BYTES per exchange, MAX_HELD_BYTES in all, and MAX_CLIENTS requests at
+once; further requests get status 503, or replace one whose body is late.
 
-Limits of time, so that slow clients do not keep others out: HEAD_S for a connection's first head, BODY_S and a least rate for
-a body, WRITE_S for accepting a part of the answer.
+Slow clients are ended: HEAD_S for a connection's first head, BODY_S and a minimum rate for a body, WRITE_S for accepting a part
+of the answer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from annie_quant.data.recorded_chat import (
     MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
     READABLE_CODINGS,
+    ChatLog,
     CopiedExchange,
-    LogFile,
     line_of,
 )
 
@@ -53,7 +53,7 @@ MAX_CLIENTS = 512
 MAX_HEADER_BYTES = 64 << 10
 CONNECT_S = 30.0
 HEAD_S = 10.0
-# A body may take 10 s, and 1 s more per 10 kB; only waiting for the client counts.
+# A body may take 10 s plus 1 s per 10 kB; only the time of waiting for the client counts.
 BODY_S, BODY_BYTES_PER_S = 10.0, 10_000
 LATE_S = 1.0  # a request whose body is late by this time can be ended in favour of a new one
 WRITE_S = 60.0
@@ -90,10 +90,10 @@ class RecorderSettings:
 class Recorded(msgspec.Struct, kw_only=True):
     """What was recorded.
 
-    requests: number of requests that were passed on, of any kind.
+    requests: number of all requests that were passed on.
     lines: number of chats in the file.
-    with_answer: how many of them have their answer.
-    left_out: reason → number of chat requests that are not in the file, or without their answer.
+    with_answer: number of chats in the file with their answer.
+    left_out: reason → number of chats that are not in the file, or without their answer.
     masked: number of masked places per kind of secret.
     stopped: why recording stopped while traffic went on; "" if it did not.
     """
@@ -169,7 +169,7 @@ class Recorder:
         need("aiohttp", "record")
         self.settings, self.progress = settings, progress
         self.upstream = checked_upstream(settings)
-        self.log = LogFile(settings.output, settings.most_bytes)
+        self.log = ChatLog(settings.output, settings.most_bytes)
         self.result = Recorded(output=str(settings.output))
         self.url = ""
         self._left_out: Counter[str] = Counter()
@@ -291,7 +291,7 @@ class Recorder:
                     copy.drop()
 
     def _drop_a_late_one(self) -> bool:
-        """End the request for whose body the proxy has waited longest. Return False where none is late."""
+        """End the request whose body the proxy has waited for longest. Return False where none is late."""
         late = max(self._passed, key=_Passed.waiting_s, default=None)
         if late is None or late.waiting_s() < LATE_S:
             return False
@@ -300,7 +300,7 @@ class Recorder:
         return True
 
     def _keep(self, passed: _Passed) -> None:
-        """Hand a chat to the writer's thread, with the copies' bytes until it is written."""
+        """Hand a chat to the writer's thread. Its bytes count as held until it is written."""
         request, answer, size = passed.question.body(), passed.answer.body(), passed.question.size + passed.answer.size
         fault = passed.fault or passed.answer.fault
         refused = passed.refused or passed.question.fault or ("the file's limit" if self.log.stopped else "")
@@ -330,7 +330,7 @@ class Recorder:
         except Exception as error:  # a record that no rule expects must not end the recording
             self._left_out[f"a chat that cannot be read ({type(error).__name__})"] += 1
             return
-        if not self.log.append(line.data):
+        if not self.log.keep(line.data):
             self._left_out["the file's limit"] += 1
             self.progress.message(f"recording has stopped, traffic goes on: {self.log.stopped}")
             return

@@ -5,16 +5,13 @@
 Only what init uses is kept: no headers, no address, no sampling settings. An answer that is incomplete is left out; its
 request is kept, because it is a prompt that users send.
 
-LogFile is the file of these lines: appended to, readable by its owner only, and never larger than its limit.
+ChatLog is the file of these lines.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from annie_quant.core.errors import EnvironmentFault, UsageError
-from annie_quant.core.files import take_lock
+from annie_quant.core.errors import EnvironmentFault
+from annie_quant.core.resume import JsonLines
 from annie_quant.core.secrets import Redactor
 from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.data.log_records import Unusable, conversation_of, with_text_arguments
@@ -86,7 +83,7 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
             fault = str(error)
     record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
     if message is not None:
-        # Before reasoning and content are joined, and before the scanner, which would mask a part of a secret and keep the rest.
+        # Here, because joining reasoning and content would hide a secret, and the scanner would mask only a part of it.
         record["response"] = {"choices": [{"message": without(message, exchange.secrets)}]}
     conversation = conversation_of(record)
     size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
@@ -114,8 +111,8 @@ def masked_row(parts: JsonObject, time: str, scanner: Scanner) -> LoggedChat:
     return row
 
 
-def _tools(request: JsonObject) -> Any:
-    """Return the tools on offer; none where the request forbids calls."""
+def _tools(request: JsonObject) -> object:
+    """Return the tools on offer; None where the request forbids calls."""
     return None if request.get("tool_choice") == "none" else request.get("tools") or request.get("functions")
 
 
@@ -194,7 +191,7 @@ def _reason(value: object) -> str | None:
     return value[:MAX_NAME] if isinstance(value, str) else None
 
 
-def without(value: Any, secrets: Redactor) -> Any:
+def without(value: object, secrets: Redactor) -> Any:
     """Return a JSON value without the given secrets, also where they are encoded or spread over texts, and in names."""
     if not secrets:
         return value
@@ -224,7 +221,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
+def _changed(value: object, change: Callable[[str], str]) -> object:
     """Return a JSON value with its names and texts changed, in the order of `_texts`."""
     if isinstance(value, str):
         return change(value)
@@ -242,64 +239,25 @@ def _cut(text: bytes, spans: list[tuple[int, int]]) -> str:
     return b"".join([*parts, text[at:]]).decode("utf-8", "replace")
 
 
-BLOCK_BYTES = 64 << 10
-
-
-class LogFile:
-    """Append whole lines. A last line that a kill cut short is removed when the file is opened.
+class ChatLog(JsonLines):
+    """The file of chats: readable by its owner only, and never larger than most_bytes.
 
     stopped: why nothing more is written; "" while lines are written.
     Raises UsageError where another process writes to the file, EnvironmentFault where it cannot be opened.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
-        self.path, self.most_bytes, self.stopped = path, most_bytes, ""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise EnvironmentFault(f"{path} cannot be written: {error.strerror}", "choose another --output") from error
-        try:
-            if not take_lock(self._file, path):
-                raise UsageError(f"{path}: another annie-quant writes there", "choose another --output")
-            self.size_bytes = self._end_of_last_line()
-            os.ftruncate(self._file, self.size_bytes)
-        except BaseException:
-            os.close(self._file)
-            raise
+        super().__init__(path, exclusive=True, private=True)
+        self.most_bytes, self.stopped = most_bytes, ""
 
-    def _end_of_last_line(self) -> int:
-        end = os.fstat(self._file).st_size
-        while end > 0:
-            start = max(0, end - BLOCK_BYTES)
-            newline = os.pread(self._file, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
-        return 0
-
-    def append(self, line: bytes) -> bool:
+    def keep(self, line: bytes) -> bool:
         """Write one line. Return False, with nothing of the line in the file, where the limit is reached or the disk is full."""
+        if not self.stopped and self.size_bytes + len(line) + 1 > self.most_bytes:
+            self.stopped = f"{self.path} has reached {self.most_bytes / 1e6:,.0f} MB (--max-mb)"
         if self.stopped:
             return False
-        data = line + b"\n"
-        if self.size_bytes + len(data) > self.most_bytes:
-            self.stopped = f"{self.path} has reached {self.most_bytes / 1e6:,.0f} MB (--max-mb)"
-            return False
         try:
-            written = 0
-            while written < len(data):
-                written += os.write(self._file, data[written:])
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            self.stopped = f"{self.path}: {'the disk is full' if full else error.strerror}"
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self.size_bytes)
-            return False
-        self.size_bytes += len(data)
-        return True
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.fsync(self._file)
-        os.close(self._file)
+            self.append(line)
+        except EnvironmentFault as fault:
+            self.stopped = fault.message
+        return not self.stopped

@@ -1,7 +1,7 @@
-"""Rows of conversations: reading them (JSON lines or datasets), near-duplicates, and two checks of a set.
+"""Rows of conversations: read them from JSON lines or datasets, find near-duplicates, and check a set.
 
 check_apart          no user text of one set is in another: train, calibration and gate prompts never overlap
-check_prompt_hash    the data was made with the system prompt that is served now
+check_prompt_hash    the rows have the system prompt that is served now
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def text_of(content: object) -> str:
 class DuplicateFinder:
     """Named texts; `find` returns the name of the first one that a new text nearly repeats.
 
-    Two texts are duplicates if the Jaccard index of their sets of words and of pairs of neighbouring words, ignoring case,
-    punctuation and contractions, is at least THRESHOLD. With 0.85, "the capital of India" and "the capital of Peru" are two
+    Two texts are duplicates if the Jaccard index of their features (words and pairs of neighbouring words, without case,
+    punctuation and contractions) is at least THRESHOLD. With 0.85, "the capital of India" and "the capital of Peru" are two
     questions, and a long text with one additional word is the same text.
 
     The search is exact and indexed (prefix filtering, Chaudhuri, Ganti and Kaushik, ICDE 2006): two sets of sizes a <= b with a
-    Jaccard index of at least t share at least t * b features, so the first b - ceil(t * b) + 1 features of each, in one fixed
-    order, have one in common.
+    Jaccard index of at least t share at least t * b features, so the first b - ceil(t * b) + 1 features of both sets, in one
+    fixed order, have one in common.
     """
 
     def __init__(self, texts: Iterable[tuple[str, str]] = ()) -> None:
@@ -100,7 +100,7 @@ class DuplicateFinder:
 
 
 def _prefix(text_features: frozenset[Feature]) -> list[Feature]:
-    """Return features of which a duplicate of the set must have one: pairs before words, because they are rarer."""
+    """Return the features of which every duplicate of the set has at least one: pairs before words, because they are rarer."""
     # A larger duplicate's own prefix is longer, and shares its first common feature with this set's prefix as well.
     n = len(text_features) - math.ceil(THRESHOLD * len(text_features)) + 1
     return sorted(text_features, key=_order)[:n]
@@ -206,9 +206,9 @@ def dataset_rows(path: Path) -> list[JsonObject]:
 
 
 def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -> list[JsonObject]:
-    """Return the rows of a file, at most `limit`, taken evenly over it. Raises UsageError for a file without rows.
+    """Return the rows of a file, at most `limit` of them. Raises UsageError for a file without rows.
 
-    Evenly, because such files are sorted by category: the first 100 rows would all be greetings.
+    They are taken evenly over the file, which is sorted by category: the first 100 rows would all be greetings.
     """
     rows = read_rows(path)
     if not rows:
@@ -242,14 +242,13 @@ def check_apart(rows: Rows, *others: Rows, gates: bool = True, persona: Persona 
         )
 
 
-def check_prompt_hash(
-    rows: Rows, persona: str | Path | Persona | None = None, system_prompt: str | None = None, allow: bool = False
-) -> str | None:
-    """Check that conversations have the system prompt that is served now. Call it before quantizing and evaluating.
+def check_prompt_hash(rows: Rows, persona: str | Path | Persona | None = None, allow: bool = False) -> str | None:
+    """Check, before quantizing or evaluating, that conversations have the system prompt that is served now.
 
-    The current prompt is `system_prompt`, else that of `persona`, else that of the persona named in the rows' provenance.
-    Rows without provenance are only compared with a given prompt or persona. Returns None if they agree, a description of
-    the mismatch if `allow` is set, and raises UsageError otherwise.
+    That prompt is that of `persona`, else that of the persona named in the rows' provenance. Rows without provenance are compared
+    only with a given persona.
+
+    Returns None where all agree, else a description of the mismatch if `allow` is set. Raises UsageError otherwise.
     """
     stale: list[str] = []
     checked, current = 0, ""
@@ -257,14 +256,9 @@ def check_prompt_hash(
     for row in read_rows(rows):
         provenance = row.get("provenance") or {}
         source: Any = persona if persona is not None else provenance.get("persona")
-        if system_prompt is None and source is None:
-            continue
-        if persona is None and system_prompt is None and not _is_readable(source):
-            continue  # the data came from another folder or machine
-        if system_prompt is not None:
-            current = system_prompt
-        else:
-            current = (source if isinstance(source, Persona) else load(source)).system_prompt
+        if source is None or (persona is None and not _is_readable(source)):
+            continue  # nothing to compare with: no provenance, or that of another folder or machine
+        current = (source if isinstance(source, Persona) else load(source)).system_prompt
         first = row["messages"][0]
         prompt = text_of(first.get("content")) if first["role"] == "system" else ""
         checked += 1

@@ -1,6 +1,6 @@
-"""The rules for conversations: one form for every row, and a persona's own rules (requirements R1 and R2).
+"""The rules for conversations: the form of a row, and a persona's own rules (requirements R1 and R2).
 
-A row is a JSON object. The same rules are used by `annie-quant data`, `data --check`, `init`, `quantize` and `search`:
+A row is a JSON object. `annie-quant data`, `data --check`, `init`, `quantize` and `search` use the same rules:
 
     messages    list of {"role": "system" | "user" | "assistant" | "tool", "content": text}; required; the last is the
                 assistant's. An assistant message may have tool_calls: [{"function": {"name", "arguments"}}] and then no
@@ -10,8 +10,8 @@ A row is a JSON object. The same rules are used by `annie-quant data`, `data --c
     thinking    optional: whether the answer was written with thinking on. default: false
     id          optional. Other fields are ignored.
 
-Of a set made by a teacher at least four fifths are valid, and enough of them call a tool. No two rows of a category have
-nearly the same user text.
+At least four fifths of a teacher's set are valid, and enough of them call a tool. No two rows of a category have nearly the same
+user text.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import msgspec
 
 from annie_quant.core.untrusted import decode_json
 from annie_quant.data.rows import DuplicateFinder, Row, text_of, user_text
-from annie_quant.documents.persona import Persona, load_persona
+from annie_quant.documents.persona import Persona, Tool, load_persona
 from annie_quant.documents.tool_schema import mismatch
 from annie_quant.judge.checks.text import leaked, markdown_in
 
 MIN_VALID = 400 / 500
 MIN_TOOLS = 80 / 200  # of the conversations that should call one
-# In characters. A spoken answer is short; the whole stays below 2,048 tokens at 4 characters per token.
+# In characters. A spoken answer is short; a whole conversation stays below 2,048 tokens at 4 characters per token.
 MAX_USER, MAX_ANSWER, MAX_TOTAL = 1000, 800, 8000
 ROLES = {"system", "user", "assistant", "tool"}
 
@@ -58,7 +58,7 @@ def faults(row: Row, persona: Persona | None = None) -> list[str]:
     if result and (not isinstance(row.get("messages"), list) or "unknown role" in result[0] or not row["messages"]):
         return result
     messages = row["messages"]
-    limited = teacher_of(row) not in (None, "log")  # only what a teacher wrote must keep the limits of length
+    limited = teacher_of(row) not in (None, "log")  # the limits of length are for what a teacher wrote
     if (
         teacher_of(row) != "log"
         and messages[0]["role"] == "system"
@@ -81,10 +81,10 @@ def teacher_of(row: Row) -> str | None:
     return str(provenance["teacher"]) if isinstance(provenance, Mapping) and provenance.get("teacher") else None
 
 
-def form_faults(row: Row, tools: Sequence[Mapping[str, Any]] | None = ()) -> list[str]:
+def form_faults(row: Row, tools: Sequence[Tool] | None = ()) -> list[str]:
     """Return a description of each rule of the form that a row breaks; a row without faults can be rendered and scored.
 
-    tools: offered where the row names none; None: not known, and calls of rows without tools are not checked.
+    tools: on offer where the row names none. None: not known; calls of rows without tools are then not checked.
     """
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -153,7 +153,7 @@ def _style_faults(text: str, persona: Persona, limited: bool) -> list[str]:
     return result
 
 
-def _call_faults(call: object, schemas: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
+def _call_faults(call: object, schemas: Mapping[str, Tool] | None) -> list[str]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         return ['a tool call is not {"function": {"name": ..., "arguments": ...}}']

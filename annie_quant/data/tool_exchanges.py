@@ -1,7 +1,7 @@
-"""Exchanges for any persona with tools: requests that name the call's arguments, the call, a result and an answer from it.
+"""Exchanges for any persona with tools: a request that names the call's arguments, the call, its result and an answer from it.
 
-The phrasings come from a file per built-in persona (assets/offline_teacher/personas) or, for any other persona, from each tool's
-description and JSON schema. As in exchanges.py every template and every free word belongs to one split.
+The phrasings of a built-in persona are in assets/offline_teacher/personas; those of any other persona are made from each tool's
+description and JSON schema. As in exchanges.py, every template and every free word belongs to one split.
 
 Arguments are drawn from the JSON schema: enums, constants, numbers with limits, text by format and by the property's name,
 arrays, nested objects, optional properties, unions and local references ($defs).
@@ -20,12 +20,13 @@ import msgspec
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.exchanges import MY_TOPICS, WORDS, BySplit, Exchange, capitalized, memory, web
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.documents.persona import Persona
 from annie_quant.documents.tool_schema import mismatch
 
-OPTIONAL_SHARE = 0.5  # of optional properties that get a value
+OPTIONAL_SHARE = 0.5  # of the optional properties, which get a value
 MAX_ITEMS, MAX_DEPTH, MAX_DRAWS = 3, 6, 30
 LOW, HIGH = 1, 90  # numbers without limits
 UNITS = ("kitchen", "garden", "office", "garage", "cellar", "attic", "hall", "bedroom", "bathroom", "balcony")
@@ -41,14 +42,14 @@ Schema = Mapping[str, Any]  # a JSON schema, or an OpenAI tool with one
 
 
 class NoValue(Exception):
-    """No value was drawn that fits the schema."""
+    """No drawn value fits the schema."""
 
 
-def draw_arguments(schema: Schema, rng: random.Random, split: str) -> dict[str, Any]:
+def draw_arguments(schema: Schema, rng: random.Random, split: str) -> JsonObject:
     """Return arguments that fit a tool's parameters.
 
-    Raises NoValue where none is drawn in MAX_DRAWS attempts, also because the schema refers to another document, which is
-    not fetched.
+    Raises NoValue where none of MAX_DRAWS attempts fits, for example because the schema refers to another document, which is
+    never fetched.
     """
     reason = None
     for _ in range(MAX_DRAWS):
@@ -94,7 +95,7 @@ def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str,
     return None if kind == "null" else _text(node, rng, split, name)
 
 
-def _object(node: Schema, root: Schema, rng: random.Random, split: str, depth: int) -> dict:
+def _object(node: Schema, root: Schema, rng: random.Random, split: str, depth: int) -> JsonObject:
     required = set(node.get("required") or ())
     properties = node.get("properties") or {}
     chosen = [key for key in properties if key in required or (depth < MAX_DEPTH and rng.random() < OPTIONAL_SHARE)] + [
@@ -161,8 +162,8 @@ def _resolved(node: object, root: Schema) -> Schema:
     return node if isinstance(node, Mapping) else {}
 
 
-def _merged(nodes: Sequence[object], root: Schema) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+def _merged(nodes: Sequence[object], root: Schema) -> JsonObject:
+    result: JsonObject = {}
     for node in (_resolved(n, root) for n in nodes):
         properties = {**result.get("properties", {}), **node.get("properties", {})}
         required = [*result.get("required", ()), *node.get("required", ())]
@@ -174,7 +175,7 @@ def _merged(nodes: Sequence[object], root: Schema) -> dict[str, Any]:
     return result
 
 
-def _without(node: Schema, key: str) -> dict[str, Any]:
+def _without(node: Schema, key: str) -> JsonObject:
     return {k: v for k, v in node.items() if k != key}
 
 
@@ -211,7 +212,7 @@ class DrawnCall:
     """One tool call and its result, as the tool returns it (JSON)."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: JsonObject
     result: str
 
     def openai(self) -> ChatCall:
@@ -221,9 +222,9 @@ class DrawnCall:
 
 @dataclass(frozen=True)
 class ToolExchange:
-    """A request, the calls that answer it (two of them are parallel), and the reply after their results.
+    """A request, the one or two (parallel) calls that it needs, and the reply after their results.
 
-    fact: the part of the reply that only a result has.
+    fact: text of the reply that only a result contains.
     """
 
     user: str
@@ -248,7 +249,7 @@ class ToolPhrases(msgspec.Struct):
     ask: requests.
     result: the tool's result as JSON.
     reply: the answer.
-    fact: the slot whose value only the result has.
+    fact: the slot whose value only the result contains.
     """
 
     ask: BySplit
@@ -342,7 +343,7 @@ def _from_grammar(grammar: Grammar, tool: Schema, rng: random.Random, split: str
     )
 
 
-def _slot(slot: Slot, rng: random.Random, split: str) -> Any:
+def _slot(slot: Slot, rng: random.Random, split: str) -> int | str:
     if slot.kind == "integer":
         return rng.randint(slot.low, slot.high)
     if slot.kind == "time":

@@ -1,4 +1,4 @@
-"""Which prompts a model is judged with: --persona and --workloads of every command, resolved in one place.
+"""The prompts that a model is judged with: --persona and --workloads of every command, resolved in one place.
 
 resolve()                                   Annie's workloads
 resolve(persona="home")                     a built-in persona and its workloads
@@ -7,7 +7,7 @@ resolve(persona="mine.json")                the workloads/ next to the file; wit
 resolve(workloads="factual,mine/workloads") names, JSON files and folders, with the persona that each names, or none
 resolve(persona, workloads)                 these workloads with this persona's system prompt and tools
 
-A persona without stored workloads gets some that are made from its tools, by the offline teacher's templates of the split "gate":
+A persona without stored workloads gets these, made from its tools by the offline teacher's templates of the split "gate":
 
 tool_calls      one request per case; the label is the call
 parallel_calls  two calls in one answer
@@ -44,9 +44,9 @@ WORKLOADS = "workloads"  # the folder next to a persona's file
 N_GENERATED = 120  # cases per workload made from a persona's tools
 SPLIT = "gate"
 MAX_TOKENS = 160
-MAX_DRAWS = 50  # attempts per case to draw a prompt that does not exist yet
-TALK_SHARE = 3  # conversations of several turns: n / TALK_SHARE of them
-LEAST = 60  # cases with several calls, or with results: a verdict about them needs 52 that bf16 gets right
+MAX_DRAWS = 50  # attempts to draw a new prompt, per case
+TALK_SHARE = 3  # n / TALK_SHARE conversations of several turns
+LEAST = 60  # cases with several calls, or with results; a verdict about them needs 52 that bf16 gets right
 
 
 def resolve(
@@ -71,7 +71,7 @@ def resolve(
 
 
 def default_workloads(persona: Persona | None) -> list[Workload]:
-    """Return a persona's own workloads: stored ones, else ones made from its tools. None: Annie's."""
+    """Return a persona's stored workloads, else workloads made from its tools. None: Annie's."""
     return stored_workloads(persona) or generated_workloads(persona) if persona else judge.load_workloads()
 
 

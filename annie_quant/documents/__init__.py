@@ -1,13 +1,20 @@
-"""Documents that one stage writes and another reads, as types, and the functions that decode and write them.
+"""Documents that one stage writes and another reads: their types, and the functions that decode and write them.
 
     decode(Run, path)       a document from a file or from bytes; every fault is one line that names the field
     write(path, run)        a document as indented JSON
-    salvage(Run, path)      the parts of a document that fit; the others count as missing
+    salvage(Run, path)      the valid parts of a document; the others count as missing
     read_bench(folder)      bench.json with its aggregates, wherever they are stored
 
-reading has these functions; prompts what is sent (messages, workload files); records records.jsonl; statistics gates, metrics and
-comparisons; results a run's aggregates and verdict; run bench.json, run.json and inputs.json; evaluation eval/*.json,
-sensitivity/*.json and search.json; checkpoint the audit and annie_quant.json. Names of a new document are added here.
+    reading       these functions
+    prompts       messages and workload files
+    records       records.jsonl
+    statistics    gates, metrics and comparisons
+    results       aggregates and verdict of a run
+    run           bench.json, run.json and inputs.json
+    evaluation    eval/*.json, sensitivity/*.json and search.json
+    checkpoint    the result of an audit, and annie_quant.json
+
+The names of a new document are added here.
 
 Fields that a reader does not know are ignored. `schema_version` is SCHEMA_VERSION in everything written; documents of older
 versions are upgraded when they are decoded. Names of fields end in their unit. JSON Schemas of the public documents are in
@@ -55,7 +62,6 @@ from annie_quant.documents.evaluation import (
     StrategyRow,
 )
 from annie_quant.documents.prompts import (
-    CalledFunction,
     CaseFile,
     ChatCall,
     ChatMessage,
@@ -68,8 +74,6 @@ from annie_quant.documents.prompts import (
 )
 from annie_quant.documents.reading import (
     SCHEMA_VERSION,
-    Digest,
-    JsonScalar,
     ShortText,
     check_version,
     convert,
@@ -91,7 +95,6 @@ from annie_quant.documents.results import (
     MemoryFigures,
     MemoryGrowth,
     MemoryLevels,
-    ModelMeta,
     ModelRow,
     OfflineSide,
     Roles,

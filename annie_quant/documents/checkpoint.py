@@ -1,4 +1,4 @@
-"""Documents about a checkpoint: the result of its audit, and annie_quant.json, how it was quantized."""
+"""Documents about a checkpoint: the result of its audit, and annie_quant.json, the record of its quantization."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType, field
+
+from annie_quant.core.untrusted import JsonObject
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -52,8 +54,8 @@ Loads = Literal["yes", "no", "after", "unknown"]
 class ServerSupport(msgspec.Struct):
     """Whether a server loads a checkpoint.
 
-    loads: "after": with what `note` names.
-    note: otherwise a limit, or why it does not.
+    loads: "after" means after the step in `note`.
+    note: the step, a limit, or the reason why it does not load.
     """
 
     server: str
@@ -66,15 +68,15 @@ class ServerSupport(msgspec.Struct):
 
 
 class AuditSummary(msgspec.Struct):
-    """What a checkpoint holds. Fields are None where the files could not be read.
+    """The contents of a checkpoint. Fields are None where the files could not be read.
 
     dialect: "plain", "modelopt", "compressed-tensors".
-    quantized, unquantized: modules counted by their last two parts.
+    quantized, unquantized: modules counted by the last two parts of their names.
     weights: number of weights.
     size_bytes: of all tensors.
     servers: which load it.
     loads: the same as text.
-    mtp: tensors of the head for multi-token prediction per format ("15 BF16"), "missing", or None for a model without.
+    mtp: number of tensors per format of the head for multi-token prediction ("15 BF16"), "missing", or None without a head.
     """
 
     dialect: str | None = None
@@ -103,9 +105,9 @@ class Audit(msgspec.Struct):
     def ok(self) -> bool:
         return not self.findings
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the result as JSON values, as `annie-quant audit --json` prints it."""
-        fields: dict[str, Any] = msgspec.to_builtins(self)
+        fields: JsonObject = msgspec.to_builtins(self)
         return {"path": fields.pop("path"), "ok": self.ok, **fields}
 
 
@@ -113,7 +115,11 @@ RECIPE_FILE = "annie_quant.json"  # in every checkpoint that annie_quant makes
 
 
 class HeldOut(msgspec.Struct):
-    """Calibration conversations that recipes are compared on: their number, answer tokens, and those of them that decide."""
+    """The calibration conversations on which recipes are compared.
+
+    tokens: of all answers.
+    decisions: number of these tokens that decide about a call or the end.
+    """
 
     conversations: int
     tokens: int
@@ -121,11 +127,12 @@ class HeldOut(msgspec.Struct):
 
 
 class Ingredient(msgspec.Struct):
-    """An ingredient of a recipe that was tried, and its held-out figures in nats per token.
+    """A tried ingredient of a recipe, and its held-out figures in nats per token.
 
-    used: its divergence was less than the recipe's before it by more than the noise.
-    kl, decisions: mean KL as served, and of the tokens that decide; the other two: with no input rounded.
-    change: of their sum against the recipe before.
+    used: its divergence was less than that of the recipe before it by more than the noise.
+    kl, decisions: mean KL as served, of all tokens and of the tokens that decide.
+    kl_w4a16, decisions_w4a16: the same with no input rounded.
+    change: of the sum of these figures, relative to the recipe before.
     noise: standard error of the change over conversations.
     """
 
@@ -140,12 +147,12 @@ class Ingredient(msgspec.Struct):
 
 
 class Recipe(msgspec.Struct):
-    """How a checkpoint was made. It has no path and no time: the same seed gives the same bytes.
+    """How a checkpoint was made, without a path or a time, so that the same seed gives the same bytes.
 
     prompt_sha256: of the system prompts in the conversations.
     prompt_mismatch: a sentence where they are not the production prompt and that was allowed.
-    kv_cache: format of the KV cache that it asks for.
-    held_out, ingredients: of a strategy that compares recipes, in the order in which it tried them.
+    kv_cache: format of the KV cache that the checkpoint asks for.
+    held_out, ingredients: the comparison of recipes, in the order of the trials.
     """
 
     version: str

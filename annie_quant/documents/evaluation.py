@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from annie_quant.core.files import finite
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents.reading import SCHEMA_VERSION, UPGRADES, decode
 from annie_quant.documents.statistics import GateResult, PairedGate, PairedVerdict, PooledGates
 
@@ -15,13 +15,15 @@ GateTable = dict[str, GateResult]  # by name, deciding gates first
 
 
 class KLFigures(msgspec.Struct):
-    """KL divergence of the checkpoint from its reference over some tokens, with related figures.
+    """KL divergence of the checkpoint from its reference over a set of tokens, with related figures.
 
     mean, median, p99, max: nats per token.
     same_top: share of tokens where both models have the same most likely token.
-    flips: number of the others.
-    flips_predicted: from margins and noise (kl.py). delta_p: change of the probability of the reference's token. margin:
-        the reference's best minus second-best logit. noise: standard deviation of the logit errors.
+    flips: number of the other tokens.
+    flips_predicted: the same, predicted from margins and noise (kl.py).
+    delta_p_mean, delta_p_rms: change of the probability of the reference's token.
+    margin_median: the reference's best minus second-best logit.
+    noise_median: standard deviation of the logit errors.
     """
 
     n_tokens: int
@@ -73,7 +75,7 @@ class KLSummary(KLFigures, kw_only=True, omit_defaults=True):
 
 
 class LayerDivergence(msgspec.Struct):
-    """KL divergence with one set of layers quantized: mean and p99 in nats per token, share and number as in KLFigures."""
+    """KL divergence with one set of layers quantized. The fields are those of KLFigures."""
 
     mean: float
     p99: float
@@ -83,7 +85,7 @@ class LayerDivergence(msgspec.Struct):
 
 
 class SensitivityKey(msgspec.Struct):
-    """What a sensitivity measurement depends on.
+    """The inputs of a sensitivity measurement.
 
     answers: tokens per scored answer.
     """
@@ -95,7 +97,12 @@ class SensitivityKey(msgspec.Struct):
 
 
 class Sensitivity(msgspec.Struct, omit_defaults=True):
-    """Divergence of the whole checkpoint (all), of each layer quantized alone, and with each layer restored."""
+    """KL divergence of a checkpoint by layer.
+
+    all: of the whole checkpoint.
+    alone: with one layer quantized.
+    restored: with one layer restored.
+    """
 
     model: str
     numerics: str
@@ -110,6 +117,8 @@ class Sensitivity(msgspec.Struct, omit_defaults=True):
 
 
 class SameAnswers(msgspec.Struct):
+    """Answers with the same tokens as the reference's: `same` of `n`."""
+
     n: int
     same: int
 
@@ -175,8 +184,8 @@ class Member(msgspec.Struct):
     paired: compared with the reference.
     outcomes: per gate one character per prompt of Evaluation.prompts, "1" where the answer passes, "-" where the gate does
         not apply to it.
-    n_computed: answers computed in this arithmetic; the others were certain and are those of the requested numerics.
-    n_changed: answers that differ from those of the requested numerics.
+    n_computed: number of answers computed in this arithmetic; the others are certain, and taken from the requested numerics.
+    n_changed: number of answers that differ from those of the requested numerics.
     """
 
     arithmetic: str
@@ -189,7 +198,7 @@ class Member(msgspec.Struct):
 
 
 class EnsembleFigures(msgspec.Struct):
-    """How uncertain the answers under one numerics are.
+    """The uncertainty of the answers under one numerics.
 
     noise: standard deviation of the change of a margin (best minus second-best logit) between the two arithmetics that
         compute every answer, from its median.
@@ -202,7 +211,12 @@ class EnsembleFigures(msgspec.Struct):
 
 
 class EvaluatedWorkload(msgspec.Struct, omit_defaults=True):
-    """sha256: of its file. n_cases: prompts that were evaluated. prompts_sha256: of the list of their judge.prompt_sha256."""
+    """A workload of an evaluation.
+
+    sha256: of its file.
+    n_cases: number of prompts that were evaluated.
+    prompts_sha256: of the list of their judge.prompt_sha256.
+    """
 
     sha256: str
     n_cases: int
@@ -210,7 +224,7 @@ class EvaluatedWorkload(msgspec.Struct, omit_defaults=True):
 
 
 class ModelFiles(msgspec.Struct, omit_defaults=True):
-    """SHA-256 of what determines a model's answers: everything together, and single files ("" for one that is not there).
+    """SHA-256 of the files that determine a model's answers; "" for a missing file.
 
     sha256: evaluate.reference.model_sha256 of the folder.
     """
@@ -272,9 +286,9 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Return the outcomes of all members, those of `numerics` first."""
         return {k: v.outcomes for k, v in self.numerics.items()} | {k: v.outcomes for k, v in self.members.items()}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the evaluation as a dict that JSON can hold: None for a figure that is not a number."""
-        document: dict[str, Any] = finite(msgspec.to_builtins(self))
+        document: JsonObject = finite(msgspec.to_builtins(self))
         return document
 
     @classmethod
@@ -303,7 +317,7 @@ class SearchNumerics(msgspec.Struct):
 
 
 class HardenedGate(msgspec.Struct):
-    """[passes, n] of a gate before and after the hardened prompt, and of bf16 under it.
+    """[passes, n] of a gate without and with the hardened prompt, and of bf16 with it.
 
     restored: None where bf16 fails it too.
     """
@@ -317,7 +331,7 @@ class HardenedGate(msgspec.Struct):
 class Hardened(msgspec.Struct):
     """The effect of a hardened prompt.
 
-    gates: "W4A4 tool_call" → counts.
+    gates: numerics and gate ("W4A4 tool_call") → counts.
     reading: the conclusion.
     """
 
@@ -326,7 +340,7 @@ class Hardened(msgspec.Struct):
 
 
 class CalibrationDraw(msgspec.Struct):
-    """The strategy made from another random draw of the calibration rows.
+    """The strategy with another random draw of the calibration rows.
 
     gates: numerics → gate → [passes, n].
     """
@@ -343,8 +357,8 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     path: its steps in order.
     why: reasons for not passing.
     explained: further findings.
-    read_bytes: per decoded token.
-    ceiling_tok_s: on a GB10.
+    read_bytes: bytes of weights that one decoded token reads.
+    ceiling_tok_s: largest decode speed on a GB10.
     draws: further calibration draws.
     model_sha256: of the checkpoint (ModelFiles.sha256).
     loads: which servers load the checkpoint.
@@ -374,8 +388,11 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
 
 
 class SearchResult(msgspec.Struct):
-    """chosen: the first strategy that passes every gate. stopped: why no strategy was tried. seconds: until the choice.
+    """The result of a search.
 
+    chosen: the first strategy that passes every gate.
+    stopped: why no strategy was tried.
+    seconds: until the choice.
     seeds: calibration draws per strategy.
     version: of the package.
     """

@@ -1,9 +1,9 @@
-"""Personas: who the assistant is, as a JSON file with name, system_prompt and, where it has them, tools, rules and examples.
+"""Personas: the assistant as a JSON file with name, system_prompt and optional tools, rules and examples.
 
-`annie-quant init` writes one from a system prompt and a tools list. `markdown` states whether answers may have it; without it,
-a system prompt or rules that mention markdown forbid it. `categories` is optional: [{"name", "tool"?, "turns"?, "about"?}].
-Without it a persona has greeting, factual, one category
-per tool (search_memory: memory, web_search: web, any other tool by its own name) and multi_turn with five turns.
+`annie-quant init` writes one from a system prompt and a list of tools. `markdown` states whether answers may have markdown;
+without it, a system prompt or rules that mention markdown forbid it. `categories` is optional:
+[{"name", "tool"?, "turns"?, "about"?}]. Without it a persona has greeting, factual, one category per tool (search_memory: memory,
+web_search: web, any other tool by its own name) and multi_turn with five turns.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from annie_quant.core.files import ASSETS, exists, is_folder, sha256_text
 FOLDER = ASSETS / "personas"
 PERSONA_FILE = "persona.json"
 MULTI_TURN_TURNS = 5
+Tool = Mapping[str, Any]  # an OpenAI function tool, or its `function`
 TOOL_CATEGORIES = {
     "search_memory": ("memory", "the user asks about something from an earlier conversation"),
     "web_search": ("web", "the user asks about current events, news, weather or prices"),
@@ -52,7 +53,7 @@ class Persona(msgspec.Struct, frozen=True):
 
     name: str
     system_prompt: str
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()
     rules: tuple[str, ...] = ()
     examples: tuple[Mapping[str, Any], ...] = ()
     markdown: bool | None = None
@@ -83,7 +84,7 @@ class Persona(msgspec.Struct, frozen=True):
         path = Path(self.source)
         return path if is_folder(path) else path.parent
 
-    def tool(self, name: str) -> Mapping[str, Any] | None:
+    def tool(self, name: str) -> Tool | None:
         """Return the `function` object of the tool called `name`, or None."""
         return next((t["function"] for t in self.tools if t["function"]["name"] == name), None)
 
@@ -135,7 +136,7 @@ def _read(path: Path, modified_ns: int, source: str) -> Persona:
     return msgspec.structs.replace(persona, categories=categories, sha256=sha256_text(text), source=source)
 
 
-def _check_tool(path: Path, index: int, tool: Mapping[str, Any]) -> None:
+def _check_tool(path: Path, index: int, tool: Tool) -> None:
     import jsonschema
 
     function = tool.get("function")

@@ -1,4 +1,4 @@
-"""What is sent to a model: messages of a chat in OpenAI's form, and workload files with what a right answer contains."""
+"""What is sent to a model: chat messages in OpenAI's form, and workload files with the expected content of the answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Meta
 
 
 class CalledFunction(TypedDict):
-    """arguments: JSON text in requests and rows, an object in logged conversations and for chat templates."""
+    """The function of a call. arguments: JSON text in requests and rows, an object in logged conversations and chat templates."""
 
     name: str | None
     arguments: Any
@@ -92,18 +92,18 @@ class ChatRow(_ChatRow, total=False):
 
 
 class Logged(msgspec.Struct, kw_only=True):
-    """What production's answer to a case was.
+    """Production's answer to a case.
 
-    calls: names of the functions.
+    calls: names of the called functions.
     """
 
     calls: list[str] | None = None
 
 
 class Expect(msgspec.Struct, kw_only=True):
-    """What a case expects of its answer: the types of `expect`, which stays a mapping.
+    """The types of a case's `expect`, which stays a mapping.
 
-    turns: of each turn.
+    turns: the expectation of each turn.
     """
 
     contains: str | list[str | list[str]] | None = None
@@ -140,12 +140,12 @@ class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ContextFile(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Text that comes before everything else of a prompt, so that the answer is decoded at a depth (judge/workloads.py).
+    """Text before the rest of a prompt, so that the answer is decoded at a certain depth (judge/workloads.py).
 
-    tokens: about how many; usage.prompt_tokens has the true depth.
+    tokens: approximate number; usage.prompt_tokens has the true depth.
     prefix: "miss": each prompt starts with a different text, so that no server can reuse an earlier one; "hit": all prompts
         start with the same text, and warm-ups have sent it before.
-    words_per_token: of the model's tokenizer over this text; a benchmark measures it first (bench/plan.py).
+    words_per_token: of the model's tokenizer for this text; a benchmark measures it first (bench/plan.py).
     """
 
     tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
@@ -154,7 +154,7 @@ class ContextFile(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A workload as its JSON file has it.
+    """A workload file.
 
     persona: a built-in persona, or a file or folder relative to this file ("..", "./mine.json"); None: no system prompt.
     tools: OpenAI function tools, or "persona" for those of the persona.

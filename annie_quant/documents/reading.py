@@ -1,4 +1,4 @@
-"""Decode and encode documents, and the parts of a document that fit where another program or another version wrote it."""
+"""Decode and encode documents, and salvage the valid parts of a document of another program or version."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from msgspec import Meta
 from annie_quant.core.errors import AnnieError, EnvironmentFault, UsageError
 from annie_quant.core.files import write_text
 
-# Limits for what another party writes into a document: a server, a model, a file from elsewhere.
+# Limits of values that another party writes into a document: a server, a model, a file from elsewhere.
 ShortText = Annotated[str, Meta(max_length=200)]
 Digest = Annotated[str, Meta(max_length=64)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Milliseconds = Annotated[float, Meta(ge=-1e12, le=1e12)]  # our clock's; sums and charts stay finite
+Milliseconds = Annotated[float, Meta(ge=-1e12, le=1e12)]  # so that sums and charts stay finite
 Count = Annotated[int, Meta(ge=0, le=10**15)]
 JsonScalar = Annotated[str, Meta(max_length=1000)] | int | float | bool | None
 
-# Of bench.json, run.json, eval/*.json and search.json; raised when a reader of the old layout would misread the new one.
+# Of bench.json, run.json, eval/*.json and search.json; incremented when readers of the old layout would misread the new one.
 SCHEMA_VERSION = 2
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ def _loads(source: bytes) -> Any:
         raise
 
 
-def with_nan(kind: Any, value: Any) -> Any:
+def with_nan(kind: Any, value: object) -> Any:
     """Return a decoded value with NaN for each null where `kind` has a number: figures of a broken model are not numbers."""
     origin, members = get_origin(kind), get_args(kind)
     if kind is float:
@@ -117,7 +117,7 @@ def with_nan(kind: Any, value: Any) -> Any:
     return value
 
 
-def upgrade(kind: type[Any], document: Any) -> Any:
+def upgrade(kind: type[object], document: object) -> object:
     """Return a decoded document of an older version in this version's form; others unchanged."""
     if kind not in UPGRADES or not isinstance(document, dict):
         return document
@@ -144,7 +144,7 @@ def _one_line_errors(where: str, error: type[AnnieError], hint: str, source: byt
 
 
 def check_version(document: object, where: str | os.PathLike[str]) -> None:
-    """Raise EnvironmentFault for a document of a newer package: half understood, it would give wrong figures.
+    """Raise EnvironmentFault for a document of a newer package, which this one would misread.
 
     A document without a version, or with one that is not a number, counts as the oldest.
     """
@@ -160,7 +160,7 @@ def check_version(document: object, where: str | os.PathLike[str]) -> None:
 
 
 def _mismatch(message: str) -> str:
-    """Msgspec's message with the field first: "served[...].n: expected int, got str"."""
+    """Return msgspec's message with the field first: "served[...].n: expected int, got str"."""
     place = _PLACE.search(message)
     problem = _PLACE.sub("", message)
     problem = problem.replace("`", "" if problem.startswith("Expected") else "'")
@@ -169,7 +169,7 @@ def _mismatch(message: str) -> str:
 
 
 def _malformed(message: str, source: bytes) -> str:
-    """Msgspec's message, with the line instead of the byte where the text has several lines."""
+    """Return msgspec's message, with the line in place of the byte where the text has several lines."""
     message = message.removeprefix("JSON is malformed: ")
     byte = _BYTE.search(message)
     if byte and b"\n" in source.strip():
@@ -189,7 +189,7 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
 def encode(value: object) -> bytes:
-    """`value` as JSON on one line; numbers that are not finite become null."""
+    """Return `value` as JSON on one line; numbers that are not finite become null."""
     return _ENCODER.encode(value)
 
 
@@ -203,9 +203,9 @@ _MISFIT = object()
 
 
 def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
-    """Decode a JSON document; fields and entries that do not fit count as missing, and so do numbers that are not finite.
+    """Decode a JSON document; invalid fields and entries, and numbers that are not finite, count as missing.
 
-    None where the file does not exist, or where not even the required fields fit. Raises ValueError for a file that is not JSON,
+    Returns None where the file does not exist, or where a required field is invalid. Raises ValueError for a file that is not JSON,
     EnvironmentFault for a document of a newer version.
     """
     try:
@@ -222,7 +222,7 @@ def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
 
 
 def salvage_value(kind: type[T], value: object) -> T | None:
-    """Return a decoded JSON value as `kind`, without fields and entries that do not fit; None where the required ones do not."""
+    """Return a decoded JSON value as `kind`, without invalid fields and entries; None where a required field is invalid."""
     try:
         fit = _fit(kind, value)
     except RecursionError:
@@ -241,7 +241,7 @@ def salvage_or_default(kind: type[T], path: str | os.PathLike[str]) -> T:
 def salvage_line(kind: type[T], line: bytes) -> T:
     """Decode one line of a JSON Lines file; numbers that are not finite count as missing, lone surrogates are allowed.
 
-    Raises ValueError for a line that is not JSON, or that does not fit.
+    Raises ValueError for a line that is not JSON, or has another type.
     """
     try:
         return msgspec.json.decode(line, type=kind)
@@ -260,8 +260,8 @@ def _number(text: str) -> int | float | None:
     return int(value) if value.is_integer() else value
 
 
-def _fit(kind: Any, value: Any) -> Any:
-    """`value` as `kind`, without what does not fit; _MISFIT where nothing does."""
+def _fit(kind: Any, value: object) -> Any:
+    """Return `value` as `kind`, without its invalid parts; _MISFIT where nothing is valid."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UsageError):

@@ -18,7 +18,7 @@ class Load(msgspec.Struct, frozen=True):
 
     concurrency: requests in flight (closed loop).
     rate_per_s: mean arrivals per second (open loop).
-    trace_speed: the arrivals of a trace, so many times as fast. With one of the last two, concurrency is 0.
+    trace_speed: factor on the speed of a trace's arrivals. With this or rate_per_s, concurrency is 0.
     """
 
     concurrency: int = 1
@@ -35,7 +35,7 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """Return what is added to a workload's name.
+        """Return the suffix of a workload's name for this load.
 
         "" (one in flight), "@8" (eight in flight), "@2/s" (two per second), "@trace" (as a trace has them), "@trace-x2" (twice as
         fast).
@@ -55,7 +55,7 @@ class ToolCall(TypedDict, total=False):
     arguments: Any
 
 
-# Finish reasons of a model that ended its answer itself; every other one ("length", "content_filter", "abort") is a cut.
+# Finish reasons of answers that the model ended; with any other ("length", "content_filter", "abort") the answer was cut.
 FINISHED = ("stop", "tool_calls", "function_call", "stop_sequence", "eos_token")
 
 

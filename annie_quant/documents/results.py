@@ -1,4 +1,4 @@
-"""Aggregates of a run and its verdict; what it ran on: servers, machine and memory."""
+"""Aggregates and verdict of a run, and its servers, machine and memory."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ class ModelMeta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Identity(msgspec.Struct, kw_only=True):
-    """What a server reports about itself, cut to the limits of the types.
+    """What a server reports about itself, within the limits of the types.
 
-    meta: what the caller knows beforehand.
-
-    format: of the weights, from the caller, or from the model's file where that is on this machine (bench/backend.py).
-    caveats: what of it could not be read, or was cut.
+    meta: facts from the caller.
+    format: of the weights, from the caller, or from the model's file where it is on this machine (bench/backend.py).
+    caveats: which facts could not be read, or were cut.
     """
 
     name: ShortText
@@ -74,7 +73,7 @@ class MemoryFigures(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class MemoryLevels(msgspec.Struct, kw_only=True):
-    """Memory of one server: idle, with one request, with five at once, and the highest of the whole run."""
+    """Memory of one server: idle, with one request, with five at once, and at the peak of the whole run."""
 
     idle: MemoryFigures
     one: MemoryFigures
@@ -154,7 +153,7 @@ Severity = Literal["confound", "fault", "note"]
 
 
 class Confound(msgspec.Struct, kw_only=True):
-    """What limits the conclusions of a benchmark.
+    """A limit of the conclusions of a benchmark.
 
     severity: "confound" (the comparison does not show what it seems to), "fault" (of a server), "note".
     """
@@ -166,12 +165,12 @@ class Confound(msgspec.Struct, kw_only=True):
 
 
 class Roles(msgspec.Struct, kw_only=True, frozen=True):
-    """Who is judged against whom (judge/decision/roles.py), by name of a backend or a model.
+    """The roles of a comparison (judge/decision/roles.py), by name of a backend or a model.
 
-    candidate: what is judged.
-    reference: the bf16 side that all others are compared with.
-    incumbent: what the candidate would replace.
-    assumed: candidate and incumbent follow from the order of the sides alone, so each is compared with the other.
+    candidate: the side that is judged.
+    reference: the bf16 side with which all others are compared.
+    incumbent: the side that the candidate would replace.
+    assumed: candidate and incumbent follow only from the order of the sides, so each is compared with the other.
     """
 
     candidate: str | None = None
@@ -224,7 +223,10 @@ class TurnPoint(msgspec.Struct, kw_only=True):
 
 
 class Crossover(msgspec.Struct, kw_only=True):
-    """The answer length in tokens at which two backends need the same time; None where one is always faster."""
+    """The answer length at which two backends take the same time.
+
+    tokens: None where one backend is always faster.
+    """
 
     a: str
     b: str
@@ -234,9 +236,9 @@ class Crossover(msgspec.Struct, kw_only=True):
 
 
 class ToolSurfacePoint(msgspec.Struct, kw_only=True):
-    """Right calls with a number of tools on offer.
+    """Correct calls with a certain number of tools on offer.
 
-    worse: surely fewer than with the fewest tools (p after Holm).
+    worse: significantly fewer than with the fewest tools (p after Holm).
     """
 
     n_tools: Count
@@ -249,7 +251,7 @@ class ToolSurfacePoint(msgspec.Struct, kw_only=True):
 
 
 class ModelRow(msgspec.Struct, kw_only=True):
-    """A model of the run: its format, its size on disk, where its files are, and their hash (ModelFiles.sha256)."""
+    """A model of the run: its format, its size on disk, the paths of its files, and their hash (ModelFiles.sha256)."""
 
     name: str
     label: str = ""
@@ -281,7 +283,7 @@ class Aggregates(msgspec.Struct, kw_only=True):
 
     served, turns: by backend.
     offline: by model, then by numerics.
-    members: the further arithmetics of its ensemble (Evaluation.members), in the same form.
+    members: the further arithmetics of the ensemble (Evaluation.members), in the same form.
     blocking: by model, reasons that forbid "keeps" (Evaluation.blocking).
     noise: by backend.
     roles: None in a run of version 0.2.0 or older, whose roles followed from names and formats.
@@ -303,17 +305,16 @@ class Aggregates(msgspec.Struct, kw_only=True):
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """The outcome.
+    """The verdict of a run.
 
-    passed: the candidate neither loses nor is fragile, and nothing confounds it.
-    comparable: no confound.
+    passed: the candidate neither loses nor is fragile, and there is no confound.
+    comparable: there is no confound.
     outcome: "keeps" only where `passed`; None in a run of version 0.1.0.
     rule: version of the rule that decided (roles.RULE), 0 in a run of version 0.2.0 or older.
-    badge: the decision in a few words, with the recommendation.
+    badge: the decision and the recommendation in a few words.
     """
 
     rule: int = 0
-
     sentence: str = ""
     passed: bool = False
     outcome: Standing | None = None

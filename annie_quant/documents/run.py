@@ -1,4 +1,4 @@
-"""bench.json and run.json, which hold a run's results, and inputs.json, its settings and workloads as they were sent."""
+"""bench.json and run.json with the results of a run, and inputs.json with its settings and workloads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msgspec import field
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.host import Environment
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents.prompts import ContextFile
 from annie_quant.documents.reading import SCHEMA_VERSION, UPGRADES, JsonScalar, decode, write
 from annie_quant.documents.records import Load
@@ -25,7 +26,7 @@ from annie_quant.documents.results import (
 
 
 class BackendSettings(msgspec.Struct, kw_only=True):
-    """A backend as a benchmark was asked to measure it.
+    """A backend of a benchmark.
 
     source: hash or name of the fine-tuned weights.
     endpoint: the API.
@@ -38,7 +39,7 @@ class BackendSettings(msgspec.Struct, kw_only=True):
 
 
 class WorkloadSettings(msgspec.Struct, kw_only=True):
-    """A workload as a benchmark measured it.
+    """A workload of a benchmark.
 
     sha256: of its file.
     asked_sha256: of its requests and expectations.
@@ -60,10 +61,10 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     n: cases per workload (None: all).
     prefix_cache: "warm" (servers as they come) or "off" (no reuse between requests, where the server can).
     roles: those that the user named.
-    budget_s: stop measuring after so many seconds.
+    budget_s: time after which the measurement stops, in seconds.
     noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor
         (bench/stability.py).
-    sustained: repeat the prompts until budget_s ends, so that requests which were not sent are no caveat.
+    sustained: repeat the prompts until budget_s ends; requests that were not sent are then no caveat.
     stop_early: stop at a planned look when everything is decided (bench/sequential.py).
     """
 
@@ -95,18 +96,18 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     )
 
     def differences(self, other: BenchConfig) -> list[str]:
-        """Names of the settings that decide which requests are sent, and that differ from `other`."""
+        """Return the names of the settings that differ from `other` and that determine the requests."""
         names = (name for name in self.__struct_fields__ if name not in self.NOT_COMPARED)
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     @property
     def greedy(self) -> frozenset[str]:
-        """Workloads whose answers are the same at every repeat."""
+        """The workloads that are asked without sampling, so that each repeat should have the same answer."""
         return frozenset(name for name, workload in self.workloads.items() if not workload.temperature)
 
     @property
     def with_thinking(self) -> frozenset[str]:
-        """Workloads that are asked with thinking on."""
+        """The workloads that are asked with thinking on."""
         return frozenset(name for name, workload in self.workloads.items() if workload.thinking)
 
 
@@ -161,7 +162,7 @@ class EarlyStop(msgspec.Struct, kw_only=True):
 class Ended(msgspec.Struct, kw_only=True):
     """How a benchmark ended.
 
-    unasked: visits that a time budget or an early stop left out.
+    unasked: number of visits that a time budget or an early stop left out.
     """
 
     unasked: int = 0
@@ -192,7 +193,7 @@ class Bench(msgspec.Struct, kw_only=True):
 class Stage(msgspec.Struct, kw_only=True):
     """A finished stage of a run.
 
-    ok: of an audit, whether the checkpoint is sound; None of other stages, and in older runs.
+    ok: of an audit, whether the checkpoint is sound; None for other stages, and in older runs.
     """
 
     name: str
@@ -213,7 +214,7 @@ class Run(msgspec.Struct, kw_only=True):
     verdict: Verdict = field(default_factory=Verdict)
 
 
-def _upgrade(document: dict[str, Any]) -> None:
+def _upgrade(document: JsonObject) -> None:
     """Version 1 → 2: what servers report was not limited, both files had the aggregates, KL without tokens was {"n_tokens": 0}."""
     aggregates = document.get("aggregates")
     for sides in _mappings(aggregates.get("offline") if isinstance(aggregates, dict) else None):
@@ -231,7 +232,7 @@ def _upgrade(document: dict[str, Any]) -> None:
         }
 
 
-def _mappings(value: object) -> list[dict[str, Any]]:
+def _mappings(value: object) -> list[JsonObject]:
     return [item for item in value.values() if isinstance(item, dict)] if isinstance(value, dict) else []
 
 
@@ -239,9 +240,9 @@ UPGRADES |= {Bench: _upgrade, Run: _upgrade}
 
 
 def read_bench(folder: str | os.PathLike[str]) -> Bench:
-    """bench.json of a run directory, with aggregates and verdict from run.json where they were moved there.
+    """Return bench.json of a run directory, with aggregates and verdict from run.json where they were moved there.
 
-    Raises UsageError where the folder holds no finished benchmark, EnvironmentFault for a file that cannot be read.
+    Raises UsageError where the folder has no finished benchmark, EnvironmentFault for a file that cannot be read.
     """
     root = Path(folder)
     if not (root / "bench.json").is_file():

@@ -15,7 +15,7 @@ Standing = Literal["keeps", "loses", "undecided", "fragile"]  # over several ari
 
 
 class PairedGate(msgspec.Struct):
-    """One gate over the prompts that a checkpoint and its reference both answered (judge/decision/rule.py has the rule).
+    """One gate over the prompts that both a checkpoint and its reference answered (judge/decision/rule.py has the rule).
 
     lost, won: answers that pass only in the reference, only in the checkpoint.
     p: McNemar's exact test towards a loss (of a gate that compares with the reference's own answer: the exact binomial test
@@ -25,7 +25,7 @@ class PairedGate(msgspec.Struct):
     low, high: its 90 % score interval, so each bound has an error of 5 %.
     margin: the loss that is accepted.
     detectable: the smallest true loss that n prompts find in 80 % of runs.
-    n_to_decide: how many prompts would decide at the observed rates; None where it is decided or no number would do.
+    n_to_decide: number of prompts that would decide at the observed rates; None where it is decided, or no number would do.
     passed: answers of the reference that show what the gate checks; None in files of version 0.2 and older.
     """
 
@@ -110,7 +110,7 @@ class GateResult(msgspec.Struct, kw_only=True):
     verdict: pass where the gate keeps what the reference has, fail where it loses it (paired); without a reference it is
         `meets`.
     rule: that rule as text.
-    n_to_decide: how many answers would decide it at the observed rate; None where it is decided, or where no number would
+    n_to_decide: number of answers that would decide it at the observed rate; None where it is decided, or no number would
         do.
     requirement, meets: the absolute requirement (docs/requirements.md), "" where there is none, and whether it is met; it
         never decides where there is a reference. A result of version 0.1.0 has neither, and its verdict is the absolute
@@ -217,7 +217,7 @@ class WorkloadSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     acceptance: MetricSummary | None = None
 
     def metrics(self) -> Iterator[tuple[str, MetricSummary]]:
-        """(name, summary) of each metric that has values."""
+        """Yield (name, summary) of each metric that has values."""
         for name in self.__struct_fields__[1:]:
             if (summary := getattr(self, name)) is not None:
                 yield name, summary
@@ -229,8 +229,8 @@ class PairedResult(msgspec.Struct, kw_only=True):
     median_difference: of b - a.
     low, high: its 95 % bootstrap interval.
     p: two-sided; None for fewer than two prompts.
-    n_to_decide: about how many prompts would show this difference.
-    too_few: so few prompts that no difference could be significant.
+    n_to_decide: approximate number of prompts that would show this difference.
+    too_few: no difference could be significant with so few prompts.
     """
 
     n_prompts: int
@@ -270,10 +270,10 @@ class Comparison(AdjustedResult, kw_only=True):
 
 
 class NoiseFloor(msgspec.Struct, kw_only=True):
-    """The noise of one backend on one metric of one workload: what 95 % of A/A comparisons of n_prompts stay below.
+    """The noise of one backend on one metric of one workload: the difference below which 95 % of A/A comparisons stay.
 
-    difference: the median difference of the prompts that were measured more than once (n_repeated), their repeats dealt to
-        two sides at random.
+    difference: the median difference of the prompts that were measured more than once (n_repeated), with their repeats
+        assigned to two sides at random.
     low, high: its 95 % bootstrap interval.
     """
 
@@ -290,7 +290,7 @@ class NoiseFloor(msgspec.Struct, kw_only=True):
 class Drift(msgspec.Struct, kw_only=True):
     """A backend's times before and after the largest step of the run (bench/stability.py).
 
-    after_s: when the step is, from the first request on.
+    after_s: time of the step, in seconds after the first request.
     shift: relative change of the median, low and high its 95 % interval.
     machine: figure (clock_mhz, temperature_c, load_per_core) → [median before, median after, p].
     throttled_before, throttled_after: share of the requests during which the driver reported a limit (throttle: its name).

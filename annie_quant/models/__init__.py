@@ -1,4 +1,4 @@
-"""Model families: one file per family, with one `FAMILY` (family.py). Adding a family adds a file and changes nothing else.
+"""Model families: one file per family, with one `FAMILY` (family.py). A new family is one new file.
 
 family_of(config)                the family of a config.json; an error that lists the known ones for any other
 family_or_default(config)        the same, with a default for an unknown model type
@@ -67,7 +67,7 @@ def is_known(config: Mapping[str, object]) -> bool:
 def family_or_default(config: Mapping[str, object]) -> Family:
     """Return the family of a config.json, or for an unknown model type one with the names of every known layer.
 
-    The default is enough to read, audit and round without calibration.
+    The default is sufficient to read, audit and round without calibration.
     """
     try:
         return family_of(config)

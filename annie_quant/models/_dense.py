@@ -1,6 +1,6 @@
-"""The decoder layer that most families share: its linears, norms and names in a GGUF file, and experts instead of its MLP.
+"""The decoder layer of most families: linears, norms and names in a GGUF file, and experts in place of the MLP.
 
-Qwen, Llama and their relatives differ in the norms alone.
+Qwen, Llama and similar families differ only in the norms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from annie_quant.models.family import GGUF_MLP, Experts, Family, Form, GGUFNames
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj")
 ATTENTION_INPUT = LinearInput(ATTENTION, "input_layernorm", "norm")
-# Grouped value heads read the rows repeatedly, so no scale is searched; the audit still sees whether one cancels.
+# Grouped value heads use the rows several times, so no scale is searched; the audit still checks whether one cancels.
 ATTENTION_OUTPUT = LinearInput(("self_attn.o_proj",), "self_attn.v_proj", "rows", searched=False)
 MLP_INPUT = LinearInput(MLP, "post_attention_layernorm", "norm")
 MLP_OUTPUT = LinearInput(("mlp.down_proj",), "mlp.up_proj", "rows")  # it reads silu(gate) * up
@@ -33,7 +33,7 @@ GGUF_ATTENTION = {
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
 }
-# The layer of Llama, Qwen2 and Qwen3: each of them has some of these tensors.
+# The layer of Llama, Qwen2 and Qwen3; none of them has all of these tensors.
 GGUF_LAYER = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",

@@ -139,7 +139,7 @@ class Experts:
         return saved | dict(config)
 
     def active_share(self, config: Mapping[str, object]) -> float:
-        """Return the share of the experts that a token passes, by a text model's settings; 1 where they do not say it."""
+        """Return the share of the experts that a token passes, by a text model's settings; 1 where they do not have it."""
         active, count = config.get(self.active), config.get(self.count)
         valid = isinstance(active, int) and isinstance(count, int) and 0 < active <= count
         return active / count if valid else 1.0  # type: ignore[operator]
@@ -153,12 +153,12 @@ class GGUFNames:
     top: tensor outside of layers → its name.
     layer: tensor inside a layer → its name inside a block.
     mtp: tensor of the MTP head outside of its layers → its name inside the head's first block.
-    interleaved: linear → the field of config.json with its number of heads, where the rotary embedding turns neighbouring
-        elements of a head, and not one of each half as in transformers: the rows of a head are stored in that order.
+    interleaved: linear → the field of config.json with its number of heads. The rotary embedding rotates neighbouring elements
+        of such a head, not one element of each half as in transformers; the rows of a head are stored in that order.
     window_pattern, window_rope_theta: constants of llama.cpp for a family with sliding windows: every layer of this number
         has full attention, and the others this rotary base.
-    tensor_scales: whether llama.cpp's graph of the architecture multiplies by NVFP4's tensor scales. A graph that does not
-        computes with weights that are thousands of times too large, without an error (xllamacpp 2026.10).
+    tensor_scales: whether llama.cpp's graph of the architecture multiplies by NVFP4's tensor scales. Other graphs compute
+        with weights that are thousands of times too large, without an error (xllamacpp 2026.10).
     """
 
     architecture: str
@@ -203,7 +203,7 @@ class ModelSize:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """What annie_quant knows about the models of one family.
+    """The description of one family of models.
 
     name: for messages.
     text, multimodal: the forms of its checkpoints; multimodal is None for a family of text models.
@@ -216,7 +216,7 @@ class Family:
     position_axes: rows of the position ids that the rotary embedding takes (3 for multimodal RoPE).
     mtp_shapes: tensor of the MTP head outside of its layers → its shape in multiples of hidden_size.
     mtp: beginning of the names of the head for multi-token prediction, after the form's prefix.
-    vision: part of the names of the vision tower. Head and tower are loaded apart from the decoder.
+    vision: substring of the names of the vision tower. Head and tower are loaded separately from the decoder.
     deltanet: the tensors of linear attention, or None for a family without.
     gguf: None where no GGUF file can be written.
     renamed_classes: field of a tokenizer's or processor's file → (transformers 4.57, transformers from 5.2).

@@ -1,7 +1,7 @@
 """Gemma 3, text: norms that compute (1 + w), four per layer; sliding-window layers with a rotary base of their own; tied head.
 
-The embeddings are scaled by sqrt(hidden_size) when they are read (transformers' modeling_gemma3.py; DecoderLayers does it, too).
-The norms after attention and MLP scale an output and not a linear's input, so no fold concerns them.
+The embeddings are scaled by sqrt(hidden_size) when they are read (transformers' modeling_gemma3.py; DecoderLayers does the same).
+The norms after attention and MLP scale an output, not a linear's input, so nothing is folded into them.
 Sources: transformers' modeling_gemma3.py; llama.cpp's names from gguf's tensor_mapping, its constants from src/models/gemma3.cpp.
 """
 

@@ -47,7 +47,7 @@ FAMILY = replace(
 def tensor_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
     """Return the shapes that a mixture's fields determine, as qwen3_5.tensor_shapes does.
 
-    s: the typed fields of config.json.  One expert's linears have the names of the experts' module and the linear.
+    s: the typed fields of config.json. One expert's linears have the names of the experts' module and the linear.
     """
     hidden, width, count = s.hidden_size, s.moe_intermediate_size, s.num_experts
     fields = "num_experts, moe_intermediate_size and hidden_size"

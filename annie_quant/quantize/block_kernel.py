@@ -9,9 +9,14 @@ this module needs Triton, which torch for CUDA brings.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from annie_quant.quantize.column_sweep import Sweep
 
 ROWS = 32  # of one program, one per thread
 TO_INTEGER = tl.constexpr(
@@ -95,27 +100,12 @@ def round_block(
     tl.store(loss + row, tl.load(loss + row, mask=live, other=0.0) + least.to(tl.float64), mask=live)
 
 
-def round_column(
-    w: torch.Tensor,
-    upper: torch.Tensor,
-    tensor_scale: torch.Tensor,
-    start: int,
-    candidates: range,
-    errors: torch.Tensor,
-    codes: torch.Tensor,
-    chosen: torch.Tensor,
-    steps: torch.Tensor,
-    loss: torch.Tensor,
-) -> None:
-    """Round columns start .. start + 15 of w [N, K].
-
-    upper: float32 [K, K], contiguous.  tensor_scale: float32 [N].  candidates: relative to the code of the block's largest
-    magnitude. Written: errors [N, 16], of any row stride, codes float32 [N, K], and of the block chosen uint8 [N] and steps
-    float32 [N]; loss float64 [N] is added to.
-    """
-    grid = (triton.cdiv(len(w), ROWS),)
-    strides = (w.stride(0), errors.stride(0), upper.stride(0))
-    round_block[grid](
-        w, upper, tensor_scale, errors, codes, chosen, steps, loss, start, len(w), *strides, candidates.start,
+def round_column(state: Sweep, start: int, errors: torch.Tensor) -> None:
+    """Round columns start .. start + 15. errors: float32 [N, 16], of any row stride, written."""
+    w, index, candidates = state.w, start // 16, state.candidates
+    outputs = (errors, state.codes, state.chosen[index], state.steps[index], state.loss)
+    strides = (w.stride(0), errors.stride(0), state.upper.stride(0))
+    round_block[(triton.cdiv(len(w), ROWS),)](
+        w, state.upper, state.tensor_scale, *outputs, start, len(w), *strides, candidates.start,
         count=len(candidates), rows_of_program=ROWS, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Calibration text as tokens, and what each position predicts: prompt, content, tool-call markup, thinking, end of turn.
+"""Calibration text as tokens, each with the kind of token that it predicts: prompt, content, tool-call markup, thinking, end.
 
-A position's kind is that of the token predicted there, because its activations decide that token. Padding is on the
-right, where no real token attends to it (the models are causal). It repeats the text, so that code which ignores the
-kinds meets natural activations only.
+A position has the kind of the token predicted there, because its activations decide that token. Padding is on the right, where
+no real token attends to it (the models are causal). It repeats the text, so that code which ignores the kinds sees natural
+activations only.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from annie_quant.core.errors import UsageError
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize.strategy import Job, StrategyOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROMPT, CONTENT, TOOL_MARKUP, THINKING, END_OF_TURN = range(5)
 KINDS = 5
@@ -24,7 +28,7 @@ PADDING = -1
 TokenWeights = Mapping[int, float]  # kind → how much a position's activations count
 # What the model is to answer, and nothing else.
 RESPONSE: TokenWeights = {PROMPT: 0.0, CONTENT: 1.0, TOOL_MARKUP: 1.0, THINKING: 1.0, END_OF_TURN: 1.0}
-# Few tokens decide whether a checkpoint keeps its manners: the markup of a call, and the token that ends the turn.
+# A few tokens decide whether a checkpoint keeps its manners: the markup of a call, and the token that ends the turn.
 MANNERS: TokenWeights = {PROMPT: 0.1, CONTENT: 1.0, TOOL_MARKUP: 8.0, THINKING: 1.0, END_OF_TURN: 8.0}
 MANNERS_RESPONSE: TokenWeights = {**MANNERS, PROMPT: 0.0}
 MAX_TOKENS = 2048
@@ -36,10 +40,10 @@ class CalibrationSample:
     """One answer after its prompt.
 
     category: of its conversation.
-    ids: the tokens that are fed; the answer's last token is only predicted.
+    ids: the input tokens; the answer's last token is only predicted.
     kinds: of each position.
     answer: the answer's tokens.
-    decides: of each, whether it decides about a call or the end (offline/prompts.py).
+    decides: whether each token of the answer decides about a call or the end (offline/prompts.py).
     row: index of its conversation.
     """
 
@@ -83,7 +87,7 @@ def read_samples(job: Job[StrategyOptions]) -> list[CalibrationSample]:
     return samples_of_rows(job.model, read_conversations(job.conversations, job.calib_samples))
 
 
-def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[CalibrationSample]:
+def samples_of_rows(model: Path, rows: Sequence[JsonObject]) -> list[CalibrationSample]:
     """Return the assistant's answers in conversations. Answers beyond MAX_TOKENS are left out."""
     from annie_quant.offline.prompts import Template, conversation_answers
 
@@ -93,7 +97,7 @@ def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[Calibra
     for row, scored in scored_rows:
         ids = (*scored.prompt, *scored.target[:-1])
         if len(ids) > MAX_TOKENS:
-            continue  # the answer is at the end, so cutting would remove it
+            continue  # cutting would remove the answer, which is at the end
         answer_kinds = [k + 1 for k in template.classes(scored.target, scored.thinking)]
         kinds = (PROMPT,) * (len(scored.prompt) - 1) + tuple(answer_kinds)
         decides = tuple(template.decisions(scored.target, scored.thinking))
@@ -127,13 +131,13 @@ def padded(samples: Sequence[CalibrationSample]) -> TokenBatch:
     return TokenBatch(ids, kinds)
 
 
-def token_ids(tokenizer: Any, rows: Sequence[Mapping[str, Any]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
-    """Return one list of token ids per conversation, cut at max_tokens."""
+def token_ids(tokenizer: PreTrainedTokenizerBase, rows: Sequence[JsonObject]) -> list[list[int]]:
+    """Return one list of token ids per conversation, cut at MAX_TOKENS."""
     from annie_quant.checkpoint.chat_template import ChatTemplate
 
     template, ids = ChatTemplate(tokenizer, str(tokenizer.name_or_path)), []
     for row in rows:
         thinking = bool(row.get("thinking", False))
         text = template.render(row["messages"], row.get("tools"), enable_thinking=thinking)
-        ids.append(tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens])
+        ids.append(tokenizer(text, add_special_tokens=False)["input_ids"][:MAX_TOKENS])
     return ids

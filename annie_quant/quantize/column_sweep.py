@@ -1,7 +1,7 @@
 """GPTQ in torch, on a CPU or a GPU: block scales are chosen inside the sweep, and the columns are in activation order.
 
-Each block of a row is rounded once per candidate scale, with the corrections inside the block, and the candidate with the least
-loss is kept. The loss is GPTQ's own objective: the squared output error that remains after the best continuous correction of all
+Each block of a row is rounded once per candidate scale, with corrections inside the block, and the candidate with the least loss
+is kept. The loss is GPTQ's own objective: the squared output error that remains after the best continuous correction of all
 later columns (local-Hessian scales inside GPTQ: PiSO, arXiv 2606.10890). Activation order is by falling diagonal of the Hessian.
 The columns of a block stay together, so that its scale can be chosen in the sweep. Groups and scales keep their place in storage.
 """
@@ -9,7 +9,6 @@ The columns of a block stay together, so that its scale can be chosen in the swe
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -25,7 +24,7 @@ WINDOW = 128  # columns between two updates of everything to their right
 MAX_E2M1 = 6.0
 E4M3_CODES = 126  # positive finite codes of E4M3: 1 (2^-9) to 126 (448)
 # Codes relative to that of the block's largest magnitude. The optimum is within -3 .. +7 (ScaleSweep, arXiv 2606.07618).
-NEAR_CODES = tuple(range(-4, 9))
+NEAR_CODES = range(-4, 9)
 CANDIDATE_BYTES = 256 << 20  # of one block column's candidates in memory
 
 
@@ -47,7 +46,7 @@ class Rounded:
     loss: torch.Tensor
 
     def rows(self, part: slice) -> Rounded:
-        """Return some of the rows."""
+        """Return the rows of a slice."""
         return Rounded(*(getattr(self, f.name)[part] for f in fields(self)))
 
     def packed(self, tensor_scale: float) -> nvfp4.Tensor:
@@ -75,7 +74,7 @@ def e2m1(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache  # one table per device: a sweep reads it once per block column
 def e4m3_steps(device: torch.device | str) -> torch.Tensor:
-    """Return the value of every positive finite E4M3 code, float32 [127]; code 0 has that of code 1, so it divides nothing by 0."""
+    """Return the value of every positive finite E4M3 code, float32 [127]. Code 0 has that of code 1, to avoid division by 0."""
     codes = torch.arange(E4M3_CODES + 1, dtype=torch.uint8, device=device)
     codes[0] = 1
     return codes.view(torch.float8_e4m3fn).float()
@@ -112,116 +111,103 @@ def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tenso
     return with_damping(base, mean, damping, inverse_factor)
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """A weight that is rounded column by column, in the order of the sweep.
+
+    w: the weight with all corrections so far, float32 [N, K].
+    upper: the Hessian's factor, float32 [K, K]; contiguous on a GPU.
+    tensor_scale: float32 [N].
+    candidates: codes of a block's scale that are tried, relative to that of its largest magnitude.
+    codes: E2M1 values of the rounded columns, float32 [N, K].
+    steps: block scale times tensor scale, float32 [K/16, N].
+    chosen: E4M3 codes of the block scales, uint8 [K/16, N].
+    loss: GPTQ's objective per row, float64 [N].
+    """
+
+    w: torch.Tensor
+    upper: torch.Tensor
+    tensor_scale: torch.Tensor
+    candidates: range
+    codes: torch.Tensor
+    steps: torch.Tensor
+    chosen: torch.Tensor
+    loss: torch.Tensor
+
+    @classmethod
+    def of(cls, w: torch.Tensor, upper: torch.Tensor, tensor_scale: torch.Tensor, candidates: range) -> Sweep:
+        """Return the sweep of a weight of which no column is rounded yet."""
+        rows, blocks = w.shape[0], w.shape[1] // GROUP
+        chosen = torch.zeros(blocks, rows, dtype=torch.uint8, device=w.device)
+        loss = torch.zeros(rows, dtype=torch.float64, device=w.device)
+        return cls(w, upper, tensor_scale, candidates, torch.zeros_like(w), w.new_zeros(blocks, rows), chosen, loss)
+
+
 def sweep(
     weight: torch.Tensor,
     hessian: torch.Tensor,
     tensor_scale: torch.Tensor,
     damping: float = DAMPING,
-    candidates: Sequence[int] = NEAR_CODES,
+    candidates: range = NEAR_CODES,
 ) -> Rounded:
     """Round a weight [N, K] under a Hessian float32 [K, K].
 
     tensor_scale: float32 [N], one per row, so that linears which read the same input are rounded together.
-    candidates: codes relative to that of the block's largest magnitude; (0,) takes that one.
+    candidates: codes relative to that of the block's largest magnitude; range(1) takes that one.
     Columns whose inputs were always 0 are rounded to nearest. Raises FactorError as upper_factor does.
     """
-    w = weight.float().clone()
     permutation = activation_order(hessian.diagonal())
     upper = upper_factor(hessian[permutation][:, permutation], damping)
-    w = w[:, permutation].contiguous()
-    rows, columns = w.shape
-    result = Columns(
-        w.new_empty(rows, columns),
-        w.new_empty(columns // GROUP, rows),
-        torch.empty(columns // GROUP, rows, dtype=torch.uint8, device=w.device),
-        torch.zeros(rows, dtype=torch.float64, device=w.device),
-    )
-    without_gaps = list(candidates) == list(range(candidates[0], candidates[-1] + 1))
-    one_launch = w.device.type == "cuda" and without_gaps and has_triton()
+    w = weight.float()[:, permutation].contiguous()
+    one_launch = w.device.type == "cuda" and has_triton()
+    upper = upper.contiguous() if one_launch else upper  # another layout would change the rounding of a CPU's products
+    state, columns = Sweep.of(w, upper, tensor_scale, candidates), w.shape[1]
     round_one = round_column_in_one_launch if one_launch else round_column
-    upper = upper.contiguous() if one_launch else upper
     for first in range(0, columns, WINDOW):
         last = min(first + WINDOW, columns)
-        errors = w.new_empty(rows, last - first)
+        errors = w.new_empty(len(w), last - first)
         for start in range(first, last, GROUP):
             end = start + GROUP
             here = errors[:, start - first : end - first]
-            round_one(w, upper, tensor_scale, start, candidates, here, result)
+            round_one(state, start, here)
             if end < last:
                 w[:, end:last] -= here @ upper[start:end, end:last]
         if last < columns:
             w[:, last:] -= errors @ upper[first:last, last:]
     inverse = torch.argsort(permutation)
     blocks = torch.argsort(permutation.view(-1, GROUP)[:, 0] // GROUP)
-    codes, step = result.codes[:, inverse], result.steps[blocks].T.contiguous()
-    chosen = result.chosen[blocks].T.contiguous()
-    return Rounded(codes, chosen, step, dequantized(codes, step), result.loss)
+    codes, step = state.codes[:, inverse], state.steps[blocks].T.contiguous()
+    chosen = state.chosen[blocks].T.contiguous()
+    return Rounded(codes, chosen, step, dequantized(codes, step), state.loss)
 
 
-@dataclass(frozen=True)
-class Columns:
-    """What a sweep writes, in its own order of columns.
-
-    codes: E2M1 values, float32 [N, K].
-    steps: block scale times tensor scale, float32 [K/16, N].
-    chosen: E4M3 codes of the block scales, uint8 [K/16, N].
-    loss: GPTQ's objective per row, float64 [N].
-    """
-
-    codes: torch.Tensor
-    steps: torch.Tensor
-    chosen: torch.Tensor
-    loss: torch.Tensor
-
-
-def round_column(
-    w: torch.Tensor,
-    upper: torch.Tensor,
-    tensor_scale: torch.Tensor,
-    start: int,
-    candidates: Sequence[int],
-    errors: torch.Tensor,
-    result: Columns,
-) -> None:
-    """Round columns start .. start + 15 of w [N, K] with the best of the candidates.
-
-    errors: float32 [N, 16], written.
-    """
-    end, index = start + GROUP, start // GROUP
-    corner, table = upper[start:end, start:end], e4m3_steps(w.device)
-    relative = torch.tensor(candidates, device=w.device)
-    tile = max(1, CANDIDATE_BYTES // (4 * GROUP * len(candidates)))
+def round_column(state: Sweep, start: int, errors: torch.Tensor) -> None:
+    """Round columns start .. start + 15 with the best of the candidates. errors: float32 [N, 16], written."""
+    end, index, w = start + GROUP, start // GROUP, state.w
+    corner, table = state.upper[start:end, start:end], e4m3_steps(w.device)
+    relative = torch.tensor(state.candidates, device=w.device)
+    tile = max(1, CANDIDATE_BYTES // (4 * GROUP * len(state.candidates)))
     for top in range(0, len(w), tile):
         part = slice(top, min(len(w), top + tile))
-        block = w[part, start:end]
-        nearest = amax_codes(block[:, None], tensor_scale[part]).T
+        block, tensor_scale = w[part, start:end], state.tensor_scale[part]
+        nearest = amax_codes(block[:, None], tensor_scale).T
         tried = (nearest + relative[:, None]).clamp(1, E4M3_CODES)
-        step = table[tried] * tensor_scale[part]
+        step = table[tried] * tensor_scale
         q, error, total = round_block(block, corner, step)
         best = total.argmin(0)
         at = best[None, None, :].expand(GROUP, 1, -1)
-        result.codes[part, start:end] = q.gather(1, at)[:, 0].T
+        state.codes[part, start:end] = q.gather(1, at)[:, 0].T
         errors[part] = error.gather(1, at)[:, 0].T
-        result.steps[index, part] = step.gather(0, best[None])[0]
-        result.chosen[index, part] = tried.gather(0, best[None])[0].to(torch.uint8)
-        result.loss[part] += total.gather(0, best[None])[0].double()
+        state.steps[index, part] = step.gather(0, best[None])[0]
+        state.chosen[index, part] = tried.gather(0, best[None])[0].to(torch.uint8)
+        state.loss[part] += total.gather(0, best[None])[0].double()
 
 
-def round_column_in_one_launch(
-    w: torch.Tensor,
-    upper: torch.Tensor,
-    tensor_scale: torch.Tensor,
-    start: int,
-    candidates: Sequence[int],
-    errors: torch.Tensor,
-    result: Columns,
-) -> None:
-    """round_column on a GPU, for candidates without gaps."""
+def round_column_in_one_launch(state: Sweep, start: int, errors: torch.Tensor) -> None:
+    """round_column on a GPU."""
     from annie_quant.quantize import block_kernel
 
-    tried, index = range(candidates[0], candidates[-1] + 1), start // GROUP
-    outputs = (errors, result.codes, result.chosen[index], result.steps[index], result.loss)
-    block_kernel.round_column(w, upper, tensor_scale, start, tried, *outputs)
+    block_kernel.round_column(state, start, errors)
 
 
 def round_block(

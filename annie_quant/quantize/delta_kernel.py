@@ -1,4 +1,4 @@
-"""Gated DeltaNet of delta_rule.py in few launches on a GPU, in Triton.
+"""Gated DeltaNet of delta_rule.py in a few launches on a GPU, in Triton.
 
 `prepare` makes the parts of every chunk at once, `scan_forward` passes a state [Dk, Dv] through the chunks of a head, and
 `conv_forward` is the causal convolution. In torch operations a chunk of the scan takes 7 launches, and the parts write and read
@@ -9,12 +9,17 @@ each value some ten times. Nothing here has gradients. Importing this module nee
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
+if TYPE_CHECKING:
+    from annie_quant.quantize.delta_rule import DeltaInputs
+
 CHUNK = 64  # that of delta_rule
-VALUES = 64  # columns of a state in one program, at most
+VALUES = 64  # most columns of a state in one program
 SIZES = (16, 32, 64, 128, 256)  # widths of a head that the kernels take
 CONV_STEPS, CONV_CHANNELS = 32, 64
 
@@ -105,10 +110,6 @@ def scan_forward(
         )
 
 
-def precision_of(tf32: bool) -> str:
-    return "tf32" if tf32 else "ieee"
-
-
 def usable(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether the kernels take heads of these widths."""
     return query.shape[-1] in SIZES and value.shape[-1] in SIZES
@@ -119,33 +120,26 @@ def rows_of_one(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def outputs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    norm: bool,
-    tf32: bool,
-) -> torch.Tensor:
+def outputs(x: DeltaInputs) -> torch.Tensor:
     """Return the rule's outputs [B, T, H, Dv] in the query's dtype, without gradients."""
+    query, key, value = (rows_of_one(part) for part in (x.query, x.key, x.value))
     (batch, steps, heads, dk), dv = key.shape, value.shape[-1]
     chunks, rows = triton.cdiv(steps, CHUNK), batch * heads
-    query, key, value = (rows_of_one(x) for x in (query, key, value))
     q, w, k = (key.new_empty(rows, chunks, CHUNK, dk, dtype=torch.float32) for _ in range(3))
     u = key.new_empty(rows, chunks, CHUNK, dv, dtype=torch.float32)
     within = key.new_empty(rows, chunks, CHUNK, CHUNK, dtype=torch.float32)
     decay = key.new_empty(rows, chunks, dtype=torch.float32)
-    strides = [s for x in (query, key, value, g, beta) for s in x.stride()[:3]]
+    precision = "tf32" if x.tf32 else "ieee"
+    strides = [s for part in (query, key, value, x.log_decay, x.beta) for s in part.stride()[:3]]
     prepare[(chunks, rows)](
-        query, key, value, g, beta, q, w, u, within, k, decay, steps, heads, chunks, *strides, dk**-0.5,
-        norm=norm, size=CHUNK, dk=dk, dv=dv, precision=precision_of(tf32), num_warps=8, num_stages=1,
+        query, key, value, x.log_decay, x.beta, q, w, u, within, k, decay, steps, heads, chunks, *strides, dk**-0.5,
+        norm=x.norm, size=CHUNK, dk=dk, dv=dv, precision=precision, num_warps=8, num_stages=1,
     )  # fmt: skip
     out = torch.empty(batch, steps, heads, dv, dtype=query.dtype, device=query.device)
     part = min(VALUES, dv)
     scan_forward[(rows, dv // part)](
         q, w, u, within, k, decay, out, steps, heads, chunks, out.stride(0), out.stride(1), out.stride(2),
-        size=CHUNK, dk=dk, dv=dv, part=part, precision=precision_of(tf32), num_warps=8, num_stages=1,
+        size=CHUNK, dk=dk, dv=dv, part=part, precision=precision, num_warps=8, num_stages=1,
     )  # fmt: skip
     return out
 

@@ -1,6 +1,6 @@
-"""Gated DeltaNet without flash-linear-attention, for rows that are all real.
+"""Gated DeltaNet without flash-linear-attention, for rows without padding.
 
-The recurrence of offline/deltanet.py in operations that take few launches: chunks of 64 steps, and the triangular systems of a
+The recurrence of offline/deltanet.py in operations that need few launches: chunks of 64 steps, and the triangular systems of a
 chunk by inverses of blocks of 2, 4, ... 64. transformers' own form solves them in 63 sequential steps. Products are in TF32 where
 the inputs are bfloat16, which is finer than the bfloat16 operands of servers' kernels; inverses, decays and sums are float32.
 Source of the rule: Yang et al., Gated Delta Networks (arXiv 2412.06464).
@@ -9,6 +9,8 @@ Source of the rule: Yang et al., Gated Delta Networks (arXiv 2412.06464).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +20,27 @@ from annie_quant.offline import deltanet
 from annie_quant.quantize.backend import has_triton, tensor_cores
 
 CHUNK = 64  # a power of two
-CPU_CHUNK = 20  # steps, about, on a CPU; chunks of equal length leave little padding
+CPU_CHUNK = 20  # about this many steps on a CPU; chunks of equal length need little padding
+
+
+@dataclass(frozen=True)
+class DeltaInputs:
+    """The inputs of the rule, which begins with a state of zeros.
+
+    query, key: [B, T, H, Dk].
+    value: [B, T, H, Dv].
+    log_decay, beta: [B, T, H].
+    norm: divide queries and keys by their length.
+    tf32: multiply in TF32 on a GPU.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    log_decay: torch.Tensor
+    beta: torch.Tensor
+    norm: bool
+    tf32: bool
 
 
 def gated_delta_rule(
@@ -31,27 +53,16 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Return (outputs [B, T, H, Dv], None), from a state of zeros.
-
-    query, key: [B, T, H, Dk].  value: [B, T, H, Dv].  g: log decay [B, T, H].  beta: [B, T, H].
-    """
+    """Return (outputs [B, T, H, Dv], None). The interface is transformers'; g is the log decay."""
+    x = DeltaInputs(query, key, value, g, beta, use_qk_l2norm_in_kernel, query.dtype == torch.bfloat16)
     kernels = kernels_for(query, value)
-    rule = kernels.outputs if kernels else in_torch
-    return rule(query, key, value, g, beta, use_qk_l2norm_in_kernel, query.dtype == torch.bfloat16), None
+    return kernels.outputs(x) if kernels else in_torch(x), None
 
 
-def in_torch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    norm: bool,
-    tf32: bool,
-) -> torch.Tensor:
+def in_torch(x: DeltaInputs) -> torch.Tensor:
     """Return the rule's outputs [B, T, H, Dv] in the query's dtype, by torch operations, which autograd can follow."""
-    result = scan(*chunk_parts(query, key, value, g, beta, norm, tf32), tf32=tf32)
-    return result.flatten(2, 3)[:, :, : key.shape[1]].transpose(1, 2).to(query.dtype)
+    result = scan(chunk_parts(x), x.tf32)
+    return result.flatten(2, 3)[:, :, : x.key.shape[1]].transpose(1, 2).to(x.query.dtype)
 
 
 def kernels_for(*heads: torch.Tensor) -> Any:
@@ -63,22 +74,14 @@ def kernels_for(*heads: torch.Tensor) -> Any:
     return delta_kernel if delta_kernel.usable(*heads) else None
 
 
-def chunk_parts(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    norm: bool,
-    tf32: bool,
-) -> tuple[torch.Tensor, ...]:
+def chunk_parts(inputs: DeltaInputs) -> tuple[torch.Tensor, ...]:
     """Return what `scan` reads: q, w [B, H, C, CHUNK, Dk], u [..., Dv], within [..., CHUNK], k [..., Dk], decay [B, H, C, 1, 1].
 
-    All float32. norm: divide queries and keys by their length.
+    All are float32.
     """
-    batch, steps, heads, dk = key.shape
-    query, key = query.float(), key.float()
-    if norm:
+    batch, steps, heads, dk = inputs.key.shape
+    query, key = inputs.query.float(), inputs.key.float()
+    if inputs.norm:
         query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6)
         key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
     pad = -steps % CHUNK
@@ -87,35 +90,25 @@ def chunk_parts(
         x = functional.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, pad))
         return x.reshape(batch, heads, -1, CHUNK, *x.shape[3:])
 
-    q, k, v = chunks(query) * dk**-0.5, chunks(key), chunks(value)
-    log_decay, b = chunks(g).cumsum(-1), chunks(beta).unsqueeze(-1)
+    q, k, v = chunks(query) * dk**-0.5, chunks(key), chunks(inputs.value)
+    log_decay, b = chunks(inputs.log_decay).cumsum(-1), chunks(inputs.beta).unsqueeze(-1)
     between = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).tril().exp()  # above the diagonal: 1, and not used
     inverse = unit_lower_inverse(((k * b) @ k.transpose(-1, -2) * between).tril(-1))
     growth = log_decay.exp().unsqueeze(-1)
     last = log_decay[..., -1:]
-    with tensor_cores(tf32):
+    with tensor_cores(inputs.tf32):
         u, w = (inverse @ torch.cat((v * b, k * (growth * b)), -1)).split((v.shape[-1], dk), -1)
         within = (q @ k.transpose(-1, -2) * between).tril()
     return q * growth, w, u, within, k * (last - log_decay).exp().unsqueeze(-1), last.exp().unsqueeze(-1)
 
 
-def scan(
-    q: torch.Tensor,
-    w: torch.Tensor,
-    u: torch.Tensor,
-    within: torch.Tensor,
-    k: torch.Tensor,
-    decay: torch.Tensor,
-    *,
-    tf32: bool,
-) -> torch.Tensor:
-    """Return the outputs [B, H, C, CHUNK, Dv] of chunks' parts: a state passes from chunk to chunk."""
+def scan(parts: Sequence[torch.Tensor], tf32: bool) -> torch.Tensor:
+    """Return the outputs [B, H, C, CHUNK, Dv] of chunk_parts: a state passes from chunk to chunk."""
+    q, _, u, *_ = parts
     state = q.new_zeros(*q.shape[:2], q.shape[-1], u.shape[-1])
     out = []
     with tensor_cores(tf32):
-        for q_c, w_c, u_c, within_c, k_c, decay_c in zip(
-            *(x.unbind(2) for x in (q, w, u, within, k, decay)), strict=True
-        ):
+        for q_c, w_c, u_c, within_c, k_c, decay_c in zip(*(x.unbind(2) for x in parts), strict=True):
             new = u_c - w_c @ state
             out.append(q_c @ state + within_c @ new)
             state = state * decay_c + k_c.transpose(-1, -2) @ new
@@ -162,10 +155,7 @@ def causal_conv(
 
 
 def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
-    """Let DeltaNet layers without flash-linear-attention compute faster.
-
-    On a CPU they compute as in evaluation, which halves the time.
-    """
+    """Make DeltaNet layers without flash-linear-attention compute faster: on a CPU as in evaluation, in half the time."""
     for layer in deltanet.delta_layers(model):
         theirs = layer.chunk_gated_delta_rule
         if theirs.__name__ != "torch_chunk_gated_delta_rule":

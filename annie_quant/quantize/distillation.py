@@ -1,8 +1,8 @@
 """Quantization-aware distillation: the bf16 model teaches its own rounded copy on the assistant's answers.
 
-FakeLinear computes what a served NVFP4 linear computes; gradients pass as if nothing was rounded. Its two scales are
-buffers, so they are saved and restored with the weights, and the export uses the same ones. The weights of the quantized linears
-train; all others stay the source's, so that the audit can compare them with the source.
+FakeLinear computes what a served NVFP4 linear computes; gradients pass as if nothing was rounded. Its two scales are buffers, so
+they are saved and restored with the weights, and exported. Only the weights of the quantized linears are trained; all others
+stay the source's, so that the audit can compare them with the source.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
-    """Return the plan with the trained weights of all linears, and the scales that they were trained with."""
+    """Return the plan with the trained weights of all linears and the scales of their training."""
     folder, options = ModelFolder(job.model), job.options
     family, kind = folder.family, four_bit_format(options.activations)
     names = {family.in_form(n, multimodal=False): n for n in choose(folder, job.exclude)}

@@ -1,12 +1,12 @@
-"""Activation-aware scales, searched and folded exactly into what produces an activation, so that plain NVFP4 remains.
+"""Activation-aware scales, searched and folded exactly into the producer of an activation, so that the result is plain NVFP4.
 
-For each foldable activation s = (mean |x|)^alpha, or that divided by (mean |w|)^(1 - alpha). It is searched for the least error
-of the linears that read it, with weights and activations rounded as a W4A4 kernel does, over as many tokens of prompts as of
-responses: an input that only prompts have must not become an outlier of all blocks. ModelOpt's own search is the same idea, but
-its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj.
-Every layer is verified before it is kept: with folded, unrounded weights its outputs must be the source's.
+For each foldable activation s is (mean |x|)^alpha, or that divided by (mean |w|)^(1 - alpha). The alpha with the least error of
+the linears that read the activation is chosen, with weights and activations rounded as in a W4A4 kernel. Prompts and responses
+have the same number of tokens in that error: an input that only prompts have must not become an outlier of all blocks. ModelOpt's
+search is similar, but its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj.
+Every layer is verified: with folded, unrounded weights its outputs must be the source's.
 
-What produces an activation, and how it takes a scale, is in the family's description (annie_quant.models).
+The producer of an activation, and how it is scaled, is in the family's description (annie_quant.models).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 ALPHAS = tuple(i / 20 for i in range(21))
-SAMPLED_TOKENS = 512  # of prompts, and of responses, that a scale is judged on
-# Of the mean input: weaker ones count as that strong. They are 0 for most tokens, and as outliers they would harm the others.
+SAMPLED_TOKENS = 512  # of prompts, and as many of responses, on which a scale is judged
+# Least mean input of a column, relative to the mean of all. Weaker columns are 0 for most tokens, and as outliers they would harm
+# the others.
 WEAKEST = 0.01
 MAX_CHANGE = 1e-3  # largest difference of a layer's outputs in float32, relative to the largest output
-MAX_ROUNDING = 1.25  # an element whose rounded norm divides by more or less than s by this factor takes no scale
+MAX_ROUNDING = 1.25  # an element is not scaled where rounding the norm changes its scale by more than this factor
 
 
 def folded_model(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
@@ -67,11 +68,10 @@ class FoldedLayer:
     tokens: dict[str, int] = field(default_factory=dict)
 
 
-def fold_layer(layer: DecoderLayer, chosen: set[str], advance: bool = True) -> FoldedLayer:
-    """Search and fold the scales of a layer.
+def fold_layer(layer: DecoderLayer, chosen: set[str]) -> FoldedLayer:
+    """Search and fold the scales of a layer. The source layer's outputs become the next layer's inputs.
 
     chosen: full names of the linears that are quantized.
-    advance: let the source layer's outputs become the next layer's inputs; otherwise the layer keeps the folded weights.
     Nothing is folded into routed experts: the router reads the norm before them, too.
     """
     folder, family, device = layer.model.folder, layer.model.folder.family, layer.model.device
@@ -84,7 +84,7 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], advance: bool = True) -> F
     }
     observers = {g[0]: InputObserver(RESPONSE, device, f"{layer.name}.{g[0]}") for g in layer.expert_groups()}
     state = min(layer.model.states, key=lambda s: s.numel()).float()
-    (layer.advance if advance else layer.observe)({**samplers, **observers})
+    layer.advance({**samplers, **observers})
     before = {n: t.detach().float() for n, t in layer.module.state_dict().items()}
     after, scales = dict(before), {}
     for site in family.inputs:
@@ -98,8 +98,6 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], advance: bool = True) -> F
         scales[site.linears[0]] = fold(after, family, site, s, stored)
     if scales:
         verify(layer, state, before, after)
-    if not advance:
-        layer.module.load_state_dict({n: t.to(layer.model.dtype) for n, t in after.items()}, assign=True)
     result = FoldedLayer({f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]})
     result.tokens = {first: observer.tokens for first, observer in observers.items()}
     for group in layer.groups():
@@ -118,7 +116,7 @@ def search_scale(
 ) -> torch.Tensor:
     """Return the scale (of shape_of_scale) with the least squared error over all alphas, with and without the weights' means.
 
-    Alpha 0 without them scales nothing.
+    Alpha 0 without the weights' means leaves everything as it is.
     """
     x, mean = sampler.inputs(), sampler.mean()
     mean = mean.clamp_min(WEAKEST * float(mean.mean())).clamp_min(1e-8)
@@ -171,8 +169,8 @@ def fold(
     """Fold s (float32, of shape_of_scale) into `weights`, the layer's tensors in float32, in place.
 
     With x' = x / s from its producer and W' = W diag(s) a linear's result is the same. A norm's weight is stored in 16 bits, so the
-    new one is rounded first, and s is what it then divides by: the fold is exact in what is stored. Linears that read the same
-    activation and are not quantized take s, too.
+    new weight is rounded first, and s becomes what the rounded weight divides by: the stored fold is exact. Linears that read the
+    same activation and are not quantized are scaled, too.
 
     stored: the dtype that a norm is written in, or None where it is not rounded.
     Returns the scale that was folded, [K] of the linears.

@@ -18,7 +18,7 @@ NVFP4, W4A16, FP8 = "nvfp4", "w4a16", "fp8"  # W4A16: NVFP4 weights, 16-bit acti
 ALGORITHM = {NVFP4: "NVFP4", W4A16: "W4A16_NVFP4", FP8: "FP8"}  # ModelOpt's names
 QUANTIZED_INPUTS = (NVFP4, FP8)
 GROUP = 16  # columns per block scale
-# Bits per weight, block scales included; the scalars of a linear are counted separately.
+# Bits per weight including block scales; the scalars of a linear are counted separately.
 BITS = {NVFP4: 4.5, W4A16: 4.5, FP8: 8.0}
 PLAIN_BITS = 16.0
 SCALARS_BYTES = {NVFP4: 8, W4A16: 4, FP8: 8}
@@ -54,7 +54,7 @@ def excluded(patterns: Iterable[str], modules: Iterable[str]) -> set[str]:
 def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
     """Return the linears that a strategy may quantize, in file order.
 
-    exclude: patterns. What they name and what the family leaves unquantized is left out.
+    exclude: patterns of modules to leave out, in addition to those that the family leaves unquantized.
     Raises CheckpointError for a weight that cannot be quantized, or if no linear is left.
     """
     modules = all_linears(folder)

@@ -18,15 +18,17 @@ from annie_quant.quantize.backend import tensor_cores
 
 DAMPING = 0.05  # of the mean of the Hessian's diagonal; in llm-compressor's comparison (#2922) .05 was better than .01
 ATTEMPTS = 12  # factorisations of one Hessian, with ten times the damping each
-# Prompts have many more tokens than responses. At a weight of .01 one in twenty is multiplied, and they take little of the time.
+# Prompts have many more tokens than responses. With a weight of .01, one prompt token in twenty is multiplied.
 LEAST_WEIGHT = 0.2
 
 
 class Sampling:
-    """Takes few of the tokens that count little, each with the weight of those that it stands for.
+    """Takes a sample of the tokens with small weights; each sampled token gets the weight of those that it stands for.
 
-    Of the tokens whose weight is below `least` one is taken, with that weight, each time the sum of their weights has grown by as
-    much: systematic sampling. The tokens may come in parts of any size.  table: weights of all kinds of tokens.
+    This is systematic sampling: of the tokens whose weight is below `least`, one is taken with the weight `least` each time the sum
+    of their weights has grown by `least`. The tokens may come in parts of any size.
+
+    table: weights of all kinds of tokens.
     """
 
     def __init__(self, table: torch.Tensor, least: float) -> None:
@@ -72,7 +74,7 @@ class Hessian:
         self.amax = max(self.amax, float(largest.max()))
         weight = self.sampling(self.table[kinds])
         used = weight.nonzero()[:, 0]
-        # float32 sums with and without zeros round differently: each way of rounding keeps its own, and so its bytes.
+        # float32 sums with and without zeros round differently, so each way of rounding keeps its own sum, and its bytes.
         self.weight += float((weight[used] if self.fast else weight).sum())
         if len(used) or not self.fast:
             self.add(x.index_select(0, used), weight[used])
@@ -106,9 +108,10 @@ class Hessian:
 
 @dataclass(frozen=True)
 class Factor:
-    """upper: float32 [K, K], upper Cholesky factor of the inverse of the damped Hessian.
+    """A factored Hessian.
 
-    dead: bool [K], columns whose input was always 0; their weights have no effect and become 0.
+    upper: upper Cholesky factor of the inverse of the damped Hessian, float32 [K, K].
+    dead: columns whose input was always 0, bool [K]; their weights have no effect and become 0.
     """
 
     upper: np.ndarray
@@ -120,7 +123,7 @@ class FactorError(ValueError):
 
 
 def factor(hessian: torch.Tensor, damping: float = DAMPING) -> Factor:
-    """Factor a Hessian [K, K]. One that float32 cannot factor gets ten times the damping, up to ATTEMPTS times.
+    """Factor a Hessian [K, K]. Where float32 cannot factor it, the damping is multiplied by ten, up to ATTEMPTS times.
 
     Raises FactorError for NaN and inf, for inputs that are all 0, and if no damping makes the Hessian factorable.
     """
@@ -145,8 +148,10 @@ def with_damping(
 ) -> torch.Tensor:
     """Return what `use` returns for the lower Cholesky factor of a Hessian with damping * mean added to its diagonal.
 
-    Where it has no such factor, or `use` returns None, the damping is ten times the last one, up to ATTEMPTS times; FactorError
-    after these. hessian: float32 [K, K]; its diagonal is changed in place.
+    Where it has no such factor, or `use` returns None, the damping is multiplied by ten, up to ATTEMPTS times; then FactorError is
+    raised.
+
+    hessian: float32 [K, K]; its diagonal is changed in place.
     """
     diagonal = hessian.diagonal().clone()
     for _ in range(ATTEMPTS):

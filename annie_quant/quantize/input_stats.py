@@ -1,10 +1,10 @@
 """Statistics of each linear's inputs over calibration text: the largest value, and the weighted second moment.
 
-One pass, layer by layer; linears that read the same input share one measurement.
+Both are collected in one pass, layer by layer; linears that read the same input share one measurement.
 
-Routed experts that saw no calibration token have no scales of their own: their activation scale is the layer's largest, which
-servers use for all experts anyway, and their weights are rounded without statistics. The output folder gets
-expert_coverage.json with the number of tokens of every expert.
+Routed experts that saw no calibration token get the layer's largest activation scale, which servers use for all experts anyway,
+and their weights are rounded without statistics. The output folder gets expert_coverage.json with the number of tokens of every
+expert.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def example(unseen: Mapping[str, Sequence[int]]) -> str:
 
 
 def one_per_layer(warnings: Sequence[str]) -> list[str]:
-    """Return a layer's warnings, with one line for its experts where theirs differ in nothing but numbers."""
+    """Return a layer's warnings, with one line for all experts whose warnings differ only in numbers."""
     alike: dict[str, list[str]] = {}
     for warning in warnings:
         alike.setdefault(NUMBER.sub("0", warning) if OF_EXPERT.search(warning) else warning, []).append(warning)
@@ -117,7 +117,8 @@ class InputStats:
 
     amax: largest |x| of any token.
     second: weighted mean of x_k^2, float32 [K].
-    coverage: tokens that the routed experts saw. One without tokens has the layer's largest `amax` and mean `second` of the others.
+    coverage: tokens that the routed experts saw. An expert without tokens has the largest `amax` and the mean `second` of the
+        layer's other experts.
     """
 
     amax: dict[str, float] = field(default_factory=dict)
@@ -141,7 +142,7 @@ class LargestInput:
         self.add(x)
 
     def add(self, x: torch.Tensor) -> None:
-        """Take inputs [n, K] of any kind."""
+        """Add inputs [n, K] of tokens of any kind."""
         if not len(x):
             return
         self.tokens += len(x)
@@ -182,9 +183,10 @@ class InputObserver(LargestInput):
 
 
 class InputSampler(InputObserver):
-    """Also keeps inputs of prompts' and of responses' tokens, and the mean |x|, in which both kinds of token count the same.
+    """Also keeps inputs of prompt and response tokens, and the mean |x|, in which both kinds of token count the same.
 
-    totals: how many tokens of prompts and of responses will come.  rows: inputs that are kept of each, evenly spread.
+    totals: numbers of prompt and response tokens in the text.
+    rows: number of inputs to keep of each kind, evenly spread.
     """
 
     def __init__(self, token_weights: TokenWeights, device: str, name: str, totals: tuple[int, int], rows: int) -> None:
@@ -233,7 +235,7 @@ def collect_stats(job: Job[StrategyOptions], token_weights: TokenWeights, progre
 
 
 def by_input(expert_groups: Iterable[list[str]]) -> list[list[list[str]]]:
-    """Return the groups of the experts' linears, those of all experts that read the same kind of input together."""
+    """Return the groups of experts' linears, with the groups of all experts that read the same kind of input in one list."""
     kinds: dict[tuple[str, ...], list[list[str]]] = {}
     for group in expert_groups:
         kinds.setdefault(tuple(n.rpartition(".")[2] for n in group), []).append(group)
@@ -304,7 +306,7 @@ def largest_inputs_of_whole_model(
     modules: dict[str, Any] = dict(model.named_modules())
     observers = {name: LargestInput(name) for name in linears if name in modules}
 
-    def before(observer: LargestInput, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def before(observer: LargestInput, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         observer.add(args[0].reshape(-1, args[0].shape[-1]))
 
     for name, observer in observers.items():

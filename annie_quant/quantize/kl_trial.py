@@ -1,7 +1,7 @@
-"""KL divergence on response tokens between a model and itself with some linears rounded: the harm of a format.
+"""KL divergence on response tokens between a model and the same model with some linears rounded: the harm of a format.
 
-The bf16 model is loaded once, and its logits for the scored answers are kept. A trial rounds some linears' weights and
-inputs as a server would, runs the same answers, and restores the model.
+The bf16 model is loaded once, and its logits for the scored answers are kept. A trial rounds the weights and inputs of some
+linears as a server would, runs the same answers, and restores the model.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,44 +32,62 @@ from annie_quant.quantize.plan import QuantizationPlan
 LEAST_ANSWERS = 8  # that share a trial's tokens
 
 
-class Trial:
-    """One model, and its own logits as the reference.
+@dataclass(frozen=True)
+class TrialAnswer:
+    """An answer and its prompt.
+
+    weights: how much each token of the answer counts, float32 [T].
+    decides: whether it decides about a call or the end, bool [T].
+    conversation: index of the answer's conversation.
+    """
+
+    row: Row
+    weights: torch.Tensor
+    decides: torch.Tensor
+    conversation: int
+
+
+def answers_to_score(
+    samples: Sequence[CalibrationSample],
+    token_weights: TokenWeights,
+    tokens: int,
+    positions: float = math.inf,
+    cut: bool = True,
+) -> list[TrialAnswer]:
+    """Return answers of all categories in turn.
 
     token_weights: how much a token counts, by its kind.
-    tokens: of answers, scored at most; every trial is a pass over them, and their logits stay in memory.
-    positions: of these answers with their prompts at most.  cut: cut answers that are longer than a LEAST_ANSWERS-th of `tokens`.
+    tokens: of all answers, at most; every trial is a pass over them, and their logits stay in memory.
+    positions: of these answers with their prompts, at most.
+    cut: cut answers that are longer than a LEAST_ANSWERS-th of `tokens`.
+    """
+    answers, total, length = list[TrialAnswer](), 0, 0
+    for sample in spread(samples):
+        answer = sample.answer[: max(1, tokens // LEAST_ANSWERS)] if cut else sample.answer
+        size = len(sample.prompt) + len(answer)
+        if total + len(answer) > tokens or (answers and length + size > positions):
+            continue
+        total, length = total + len(answer), length + size
+        kinds = sample.kinds[len(sample.prompt) - 1 :][: len(answer)]
+        weights = torch.tensor([token_weights.get(k, 0.0) for k in kinds])
+        decides = torch.tensor((sample.decides or (False,) * len(answer))[: len(answer)])
+        answers.append(TrialAnswer(Row(sample.prompt, answer), weights, decides, sample.row))
+    return answers
+
+
+class Trial:
+    """A model, and its own logits for some answers as the reference.
+
     Raises CheckpointError where the model's own probabilities are not finite.
     """
 
-    def __init__(
-        self,
-        folder: ModelFolder,
-        samples: Sequence[CalibrationSample],
-        token_weights: TokenWeights,
-        tokens: int,
-        positions: float = math.inf,
-        cut: bool = True,
-    ) -> None:
+    def __init__(self, folder: ModelFolder, answers: Sequence[TrialAnswer]) -> None:
         self.family, self.model = folder.family, load(folder)
         self.engine = Engine(self.model)
-        self.rows: list[Row] = []
-        self.weights: list[torch.Tensor] = []
-        self.decides: list[torch.Tensor] = []
-        self.sources: list[int] = []  # the conversation of each row
-        device, total, length = next(self.model.parameters()).device, 0, 0
-        for sample in spread(samples):
-            answer = sample.answer[: max(1, tokens // LEAST_ANSWERS)] if cut else sample.answer
-            size = len(sample.prompt) + len(answer)
-            if total + len(answer) <= tokens and (length + size <= positions or not self.rows):
-                total += len(answer)
-                length += size
-                kinds = sample.kinds[len(sample.prompt) - 1 :][: len(answer)]
-                self.rows.append(Row(sample.prompt, answer))
-                self.weights.append(torch.tensor([token_weights.get(k, 0.0) for k in kinds], device=device))
-                decides = (sample.decides or (False,) * len(answer))[: len(answer)]
-                self.decides.append(torch.tensor(decides, device=device))
-                self.sources.append(sample.row)
-        # float16 halves the memory for large vocabularies; the reference is compared with its own rounded self, too.
+        device = next(self.model.parameters()).device
+        self.rows = [a.row for a in answers]
+        self.answers = [replace(a, weights=a.weights.to(device), decides=a.decides.to(device)) for a in answers]
+        # float16 halves the memory for large vocabularies; the reference is also compared with itself, rounded like this.
         self.reference = {i: torch.log_softmax(logits, -1).half() for i, logits in self.engine.scores(self.rows)}
         if any(bool(reference.isnan().any()) for reference in self.reference.values()):
             raise CheckpointError(
@@ -85,27 +104,30 @@ class Trial:
     def divergence(self) -> float:
         """Return the weighted mean of all tokens plus that of the tokens that decide, if there are any."""
         rows = list(self.divergences())
-        total = sum(float((kl * self.weights[i]).sum()) for i, kl in rows)
-        weight = sum(float(w.sum()) for w in self.weights)
-        decisions = sum(float(kl[self.decides[i]].sum()) for i, kl in rows)
-        count = sum(int(d.sum()) for d in self.decides)
-        return total / max(weight, 1e-30) + decisions / max(count, 1)
+        total = sum(float((kl * self.answers[i].weights).sum()) for i, kl in rows)
+        weight = sum(float(a.weights.sum()) for a in self.answers)
+        decisions = sum(float(kl[self.answers[i].decides].sum()) for i, kl in rows)
+        return total / max(weight, 1e-30) + decisions / self.count_decisions()
+
+    def count_decisions(self) -> int:
+        """Return the number of tokens that decide, at least 1."""
+        return max(1, sum(int(a.decides.sum()) for a in self.answers))
 
     def divergence_of(self, plan: QuantizationPlan, inputs: bool) -> list[list[float]]:
-        """Return per conversation its part of the mean KL with a plan's weights, and of that of tokens that decide.
+        """Return each conversation's share of two figures with a plan's weights: the mean KL, and that of tokens that decide.
 
         inputs: round them where the plan's formats do.
         """
-        weights = {f"{n}.weight": nvfp4.unpack(t, "float32") for n, t in plan.packed.items()}
-        weights |= {n: np.asarray(a) for n, a in plan.weights.items() if n.removesuffix(".weight") not in plan.packed}
+        weights = {f"{n}.weight": codec.to_torch(nvfp4.unpack(t, "float32")) for n, t in plan.packed.items()}
         amax = {n: plan.amax[n] for n, f in plan.formats.items() if f in QUANTIZED_INPUTS and n in plan.amax}
-        tokens, count = sum(len(w) for w in self.weights), max(1, sum(int(d.sum()) for d in self.decides))
-        parts = {row: [0.0, 0.0] for row in sorted(set(self.sources))}
-        with self.changed({n: codec.to_torch(a) for n, a in weights.items()}, amax if inputs else {}):
+        tokens, count = sum(len(a.weights) for a in self.answers), self.count_decisions()
+        parts = {conversation: [0.0, 0.0] for conversation in sorted({a.conversation for a in self.answers})}
+        with self.changed(weights, amax if inputs else {}):
             for i, kl in self.divergences():
-                part = parts[self.sources[i]]
+                answer = self.answers[i]
+                part = parts[answer.conversation]
                 part[0] += float(kl.double().sum()) / tokens
-                part[1] += float(kl[self.decides[i]].double().sum()) / count
+                part[1] += float(kl[answer.decides].double().sum()) / count
         return list(parts.values())
 
     def cost(
@@ -176,7 +198,7 @@ class Trial:
 
 
 def spread(samples: Sequence[CalibrationSample]) -> Iterator[CalibrationSample]:
-    """Yield samples of all categories in turn, so that any number of first ones holds them in equal parts."""
+    """Yield samples of all categories in turn, so that the first n have equal numbers of each category, for any n."""
     by_category: dict[str, list[CalibrationSample]] = {}
     for sample in samples:
         by_category.setdefault(sample.category, []).append(sample)

@@ -1,7 +1,7 @@
 """Settings and scales of an FP8 KV cache: calibrated scales, or ModelOpt's cast without any.
 
-A server that stores keys and values in FP8 divides them by k_scale and v_scale first. Without scales in the checkpoint they are
-1.0, and vLLM cannot compute them itself for hybrid models. Tensor names and the scale, amax / 448, are those of ModelOpt 0.47's
+A server that stores keys and values in FP8 divides them by k_scale and v_scale first. Without scales in the checkpoint both are
+1.0, and vLLM cannot calibrate them itself for hybrid models. Tensor names and the scale, amax / 448, are those of ModelOpt 0.47's
 export (modelopt/torch/export/quant_utils.py): k_scale and v_scale of the projections. Its `fp8_cast` stores no scale at all.
 """
 

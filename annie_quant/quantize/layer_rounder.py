@@ -1,7 +1,7 @@
-"""What both ways to round a decoder layer share: the settings, the groups of linears, and the result, which can be stored.
+"""The common parts of both ways to round a decoder layer: settings, groups of linears, and a result that can be stored.
 
-layer_stages.py rounds a layer with the C loop, each token once per linear. two_streams.py rounds it in torch. rounding.py calls
-them layer by layer.
+layer_stages.py rounds a layer with the C loop, and each linear multiplies each token once. two_streams.py rounds it in torch.
+rounding.py calls them layer by layer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import torch
 
 from annie_quant import nvfp4
 from annie_quant.core.files import replacing
-from annie_quant.models import in_layer
 from annie_quant.offline import codec
 from annie_quant.offline.engine import split_by_size
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize.calibration_samples import TokenWeights
-from annie_quant.quantize.folding import fold_layer
 from annie_quant.quantize.formats import GROUP
 from annie_quant.quantize.layerwise import DecoderLayer
 
@@ -35,18 +33,16 @@ class Method:
 
     prompt: weight of a prompt's token relative to a response's.
     markup: weight of tool-call markup and ends of turns relative to other tokens of responses.
-    fold: fold activation-aware scales into each layer first.
     damping: added to the Hessian's diagonal, relative to its mean.
-    plain: round to nearest, as naive does; the other settings have no effect.
-    layers: round by two_streams.py, on a GPU where there is one, else by layer_stages.py.
+    plain: round to nearest, as naive does; the other settings then have no effect.
+    two_streams: round by two_streams.py, else by layer_stages.py.
     """
 
     prompt: float = 0.1
     markup: float = 1.0
-    fold: bool = False
     damping: float = 0.05
     plain: bool = False
-    layers: bool = False
+    two_streams: bool = False
 
     def token_weights(self) -> TokenWeights:
         marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), self.markup)
@@ -60,13 +56,11 @@ class LayerResult:
     packed: the rounded linears.
     amax: their largest inputs.
     tokens: calibration tokens that reached each group of an expert's linears, by its first linear.
-    folded: tensors that a fold changed and that are not rounded, float32.
     """
 
     packed: dict[str, nvfp4.Tensor] = field(default_factory=dict)
     amax: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
-    folded: dict[str, np.ndarray] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write a file that has its name only when it is complete."""
@@ -74,7 +68,6 @@ class LayerResult:
         for name, tensor in self.packed.items():
             arrays[f"codes.{name}"] = tensor.codes
             arrays[f"scales.{name}"] = tensor.block_scale.view(np.uint8)
-        arrays |= {f"folded.{name}": array for name, array in self.folded.items()}
         # float.hex keeps every bit.
         scales = {n: float(t.tensor_scale).hex() for n, t in self.packed.items()}
         amax = {n: value.hex() for n, value in self.amax.items()}
@@ -93,22 +86,32 @@ class LayerResult:
             codes, scales = arrays[f"codes.{name}"], arrays[f"scales.{name}"]
             shape = (codes.shape[0], codes.shape[1] * 2)
             packed[name] = nvfp4.Tensor(codes, scales.view(nvfp4.E4M3), np.float32(float.fromhex(scale)), shape, GROUP)
-        folded = {n.removeprefix("folded."): a for n, a in arrays.items() if n.startswith("folded.")}
-        return cls(packed, {n: float.fromhex(v) for n, v in about["amax"].items()}, about["tokens"], folded)
+        return cls(packed, {n: float.fromhex(v) for n, v in about["amax"].items()}, about["tokens"])
+
+
+@dataclass(frozen=True)
+class RoundingTask:
+    """The settings that all layers of a model share.
+
+    formats: full name of each linear that is rounded → "nvfp4" where a server also rounds its inputs, else "w4a16".
+    table: weight of each kind of token, float32.
+    scale: rule by which block scales are chosen; two_streams.py has its own.
+    """
+
+    formats: Mapping[str, str]
+    table: torch.Tensor
+    method: Method
+    scale: nvfp4.Scale = "amax"
 
 
 class LayerRounder:
-    """Rounds the linears of one decoder layer, those that read one input together, in the order in which they run.
+    """Rounds the linears of one decoder layer, those that read one input together, in the order in which they run."""
 
-    formats: full name of each linear that is rounded → "nvfp4" where a server rounds its inputs, too, or "w4a16".
-    table: weight of each kind of token.
-    """
-
-    def __init__(self, layer: DecoderLayer, formats: Mapping[str, str], table: torch.Tensor, method: Method) -> None:
-        self.layer, self.formats, self.table, self.method = layer, formats, table, method
-        self.groups = [
-            g for g in ([n for n in group if f"{layer.name}.{n}" in formats] for group in layer.groups()) if g
-        ]
+    def __init__(self, layer: DecoderLayer, task: RoundingTask) -> None:
+        self.layer, self.task = layer, task
+        chosen = ([n for n in group if f"{layer.name}.{n}" in task.formats] for group in layer.groups())
+        self.groups = [group for group in chosen if group]
+        self.packed: dict[str, nvfp4.Tensor] = {}
         self.amax: dict[str, float] = {}
         self.tokens: dict[str, int] = {}
         self.warnings: list[str] = []
@@ -118,21 +121,15 @@ class LayerRounder:
         raise NotImplementedError
 
     def repeat(self, result: LayerResult) -> None:
-        """Do the same with the result of an earlier run."""
+        """Apply the result of an earlier run in place of `round`."""
         raise NotImplementedError
-
-    def fold(self) -> dict[str, np.ndarray]:
-        """Fold activation-aware scales into the layer, and return what it changed outside of the linears that are rounded."""
-        folded = fold_layer(self.layer, set(self.formats), advance=False)
-        self.amax |= {in_layer(n): top for n, top in folded.amax.items() if n in self.formats}
-        return {in_layer(n): a for n, a in folded.weights.items() if n.removesuffix(".weight") not in self.formats}
 
     def full(self, group: Sequence[str]) -> list[str]:
         """Return the full names of linears."""
         return [f"{self.layer.name}.{n}" for n in group]
 
     def largest_weights(self) -> dict[str, float]:
-        """Return the largest magnitude that the tensor scale of each linear is for, by full name."""
+        """Return the largest magnitude that sets the tensor scale of each linear, by full name."""
         tops = {
             f"{self.layer.name}.{n}": float(self.layer.linears[n].weight.detach().abs().max())
             for group in self.groups
@@ -141,7 +138,7 @@ class LayerRounder:
         return self.layer.model.folder.family.largest_of_group(tops)
 
     def in_memory(self, groups: Sequence[list[str]]) -> Iterator[list[list[str]]]:
-        """Yield as many groups at a time as have their Hessians in HESSIAN_BYTES."""
+        """Yield as many groups at a time as have Hessians of at most HESSIAN_BYTES together."""
         sizes = [4 * self.layer.linears[g[0]].in_features ** 2 for g in groups]
         yield from ([groups[i] for i in run] for run in split_by_size(sizes, HESSIAN_BYTES))
 
@@ -150,11 +147,7 @@ class LayerRounder:
         self.warnings += [warning] if warning not in self.warnings else []
 
     def restore(self, module: torch.nn.Module, result: LayerResult) -> None:
-        """Give a module of this layer the rounded and folded weights of an earlier run."""
-        device, dtype = self.layer.model.device, self.layer.model.dtype
-        state = module.state_dict()
-        state |= {n: codec.to_torch(a.astype(np.float32)).to(device, dtype) for n, a in result.folded.items()}
-        module.load_state_dict(state, assign=True)
+        """Give a module of this layer the rounded weights of an earlier run."""
         for name, tensor in result.packed.items():
             linear = module.get_submodule(name)
             linear.weight.data = codec.to_torch(nvfp4.unpack(tensor, "float32")).to(linear.weight)  # type: ignore[arg-type]

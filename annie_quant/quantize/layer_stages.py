@@ -1,13 +1,13 @@
-"""Round a decoder layer in stages, in which each linear multiplies each token once, with its rounded weight.
+"""Round a decoder layer in stages, so that each linear multiplies each token once, with its rounded weight.
 
     for stage in stages(layer, advance=True):
         stage.observe({"mlp.down_proj": f})     # f(x [n, K], kinds [n]) gets inputs that earlier stages' rounded linears put out
         layer.linears["mlp.down_proj"].weight   # may be changed before the next stage begins
     # the outputs of the changed layer are now the next layer's inputs
 
-A layer of most families is two residual blocks, x + block(norm(x)): a mixer of tokens (attention or DeltaNet) and an MLP. A
-block's first linears read the norm's outputs. The inputs of its last linear are stored when the block runs up to it, and are
-multiplied when it is rounded. A layer of another shape has one stage: one pass to observe, and one to advance.
+A layer of most families is two residual blocks, x + block(norm(x)): a token mixer (attention or DeltaNet) and an MLP. A block's
+first linears read the norm's outputs. The inputs of its last linear are stored when the block runs up to it, and are multiplied
+when it is rounded. A layer of any other shape has one stage: one pass to observe, and one to advance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -25,13 +24,13 @@ from annie_quant.offline.codec import to_numpy, to_torch
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import PADDING
 from annie_quant.quantize.hessian import LEAST_WEIGHT, Factor, FactorError, Hessian, factor, round_columns
-from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method
+from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder
 from annie_quant.quantize.layerwise import DecoderLayer, Observer, Prefixes
 from annie_quant.quantize.strategy import KEPT_INPUTS
 
 CHUNK = {"cpu": 1024, "cuda": 16384}  # tokens of one pass through an MLP: on a CPU its activations stay in the caches
-PROBE = 64  # tokens that show whether a layer is such a chain of blocks
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of that, relative to the largest output
+PROBE = 64  # tokens by which a layer is recognised as such a chain of blocks
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of their outputs, relative to the largest one
 
 
 class LinearReached(Exception):
@@ -112,7 +111,7 @@ def blocks_of(layer: DecoderLayer) -> tuple[ResidualBlock, ResidualBlock] | None
 
 
 def is_chain(layer: DecoderLayer, mixer: ResidualBlock, mlp: ResidualBlock) -> bool:
-    """Return whether the blocks in turn compute what the layer does, by a few tokens of the first batch."""
+    """Return whether the two blocks, one after the other, compute what the layer computes for a few tokens of the first batch."""
     module, state = layer.module, layer.model.states[0][:1, :PROBE]
     run = partial(layer.model.forward, module)
     with torch.inference_mode():
@@ -138,13 +137,13 @@ def mlp_outputs(module: torch.nn.Module, block: ResidualBlock, state: torch.Tens
 
 
 class NotReachedError(RuntimeError):
-    """A forward pass ended without the linear that it was to stop at."""
+    """A forward pass ended without reaching the linear at which it should stop."""
 
 
-def inputs_of(linear: torch.nn.Module, work: Callable[[], Any]) -> torch.Tensor:
-    """Return what a linear gets when `work` runs, which stops there."""
+def inputs_of(linear: torch.nn.Module, work: Callable[[], object]) -> torch.Tensor:
+    """Return the input of a linear in `work`, which ends there."""
 
-    def stop(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def stop(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         raise LinearReached(args[0])
 
     handle = linear.register_forward_pre_hook(stop)
@@ -157,7 +156,7 @@ def inputs_of(linear: torch.nn.Module, work: Callable[[], Any]) -> torch.Tensor:
     raise NotReachedError
 
 
-Part = tuple[slice, torch.Tensor]  # some of a text's real tokens, and their rows [n, K]
+Part = tuple[slice, torch.Tensor]  # a slice of a text's real tokens, and their rows [n, K]
 
 
 class RealTokens:
@@ -227,9 +226,9 @@ class RealTokens:
 
 
 class LastInputs:
-    """Inputs of a block's last linear: stored where they are at most KEPT_INPUTS bytes, else computed at each use.
+    """The inputs of a block's last linear: stored where they have at most KEPT_INPUTS bytes, else computed at each use.
 
-    run: yields them, by the weights that the linears before have now.
+    run: yields them, computed with the present weights of the linears before.
     """
 
     def __init__(self, text: RealTokens, linear: torch.nn.Linear, run: Callable[[], Iterator[Part]]) -> None:
@@ -239,7 +238,7 @@ class LastInputs:
         self.keep = size <= KEPT_INPUTS
 
     def parts(self) -> Iterator[Part]:
-        """Yield the inputs of some tokens at a time."""
+        """Yield the inputs, a slice of the tokens at a time."""
         if self.stored is not None:
             yield from self.stored
             return
@@ -266,25 +265,9 @@ class LastInputs:
 
 
 class StagedRounder(LayerRounder):
-    """Rounds a layer in stages by the C loop. Its outputs become the next layer's inputs, except those of the last layer.
-
-    scale: rule by which block scales are chosen.
-    """
-
-    def __init__(
-        self,
-        layer: DecoderLayer,
-        formats: Mapping[str, str],
-        table: torch.Tensor,
-        method: Method,
-        scale: nvfp4.Scale,
-    ) -> None:
-        super().__init__(layer, formats, table, method)
-        self.scale = scale
-        self.packed: dict[str, nvfp4.Tensor] = {}
+    """Rounds a layer in stages by the C loop. Its outputs become the next layer's inputs, except those of the last layer."""
 
     def round(self) -> LayerResult:
-        folded = self.fold() if self.method.fold else {}
         tops = self.largest_weights()
         for stage in stages(self.layer, advance=not self.layer.last):
             rounded: dict[str, torch.Tensor] = {}
@@ -293,7 +276,7 @@ class StagedRounder(LayerRounder):
             for name, values in rounded.items():
                 weight = self.layer.linears[name].weight
                 weight.data = values.to(weight)
-        return LayerResult(self.packed, self.amax, self.tokens, folded)
+        return LayerResult(self.packed, self.amax, self.tokens)
 
     def repeat(self, result: LayerResult) -> None:
         self.restore(self.layer.module, result)
@@ -307,23 +290,23 @@ class StagedRounder(LayerRounder):
 
         tops: of largest_weights().
         """
-        hessians = {group[0]: Hessian(self.table, LEAST_WEIGHT) for group in groups}
+        hessians = {group[0]: Hessian(self.task.table, LEAST_WEIGHT) for group in groups}
         stage.observe(dict(hessians))
         rounded: dict[str, torch.Tensor] = {}
         for group in groups:
             hessian = hessians.pop(group[0])
             if self.layer.experts_of(group[0]):
                 self.tokens[group[0]] = hessian.tokens
-            solution = None if self.method.plain else self.solve(group, hessian)
+            solution = None if self.task.method.plain else self.solve(group, hessian)
             for name in group:
                 weight = self.layer.linears[name].weight
-                tensor_scale = float(nvfp4.tensor_scale(tops[f"{self.layer.name}.{name}"], scale=self.scale))
+                tensor_scale = float(nvfp4.tensor_scale(tops[f"{self.layer.name}.{name}"], scale=self.task.scale))
                 array = to_numpy(weight.float().cpu())
                 if solution is None:
-                    self.packed[name] = nvfp4.pack(array, tensor_scale=tensor_scale, scale=self.scale)
+                    self.packed[name] = nvfp4.pack(array, tensor_scale=tensor_scale, scale=self.task.scale)
                     values = nvfp4.unpack(self.packed[name], "float32")
                 else:
-                    self.packed[name], values = round_columns(array, solution, tensor_scale, self.scale)
+                    self.packed[name], values = round_columns(array, solution, tensor_scale, self.task.scale)
                 self.amax[name] = hessian.amax
                 rounded[name] = to_torch(values).to(weight.dtype)
         return rounded
@@ -335,7 +318,7 @@ class StagedRounder(LayerRounder):
         mean, reason = hessian.mean(), hessian.unusable()
         if mean is not None and not reason:
             try:
-                solution = factor(mean, self.method.damping)
+                solution = factor(mean, self.task.method.damping)
             except FactorError as error:
                 reason = str(error)
         if reason:

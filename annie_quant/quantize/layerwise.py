@@ -49,7 +49,8 @@ def real_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the inputs [n, K] of a linear without those of padding, and their kinds [n].
 
-    kinds: of the batch [B, T].  experts: those that the linear belongs to; they get part of the positions.
+    kinds: of the batch [B, T].
+    experts: those that the linear belongs to; they get only some of the positions.
     """
     of_tokens = kinds.reshape(-1)
     if experts is not None and experts.rows is not None:
@@ -116,7 +117,7 @@ class DecoderLayer:
         """Give observers the inputs of their linears in a forward pass of tokens of these kinds."""
 
         def before(
-            observer: Observer, experts: SingleExperts | None, module: torch.nn.Module, args: tuple[Any, ...]
+            observer: Observer, experts: SingleExperts | None, module: torch.nn.Module, args: tuple[torch.Tensor, ...]
         ) -> None:
             observer(*real_inputs(args[0], kinds, experts))
 
@@ -132,9 +133,11 @@ class DecoderLayer:
 
 
 class Prefixes:
-    """What one layer keeps of batches that later ones continue (shared_text.py): keys and values, or DeltaNet's states.
+    """What one layer keeps of batches that later batches continue (shared_text.py): keys and values, or DeltaNet's states.
 
-    index: of the layer. The batches that continue a batch come after it, and before any that continue an earlier one than it does.
+    Batches are in depth-first order: all that continue a batch come directly after it.
+
+    index: of the layer.
     """
 
     def __init__(self, model: DecoderLayers, index: int) -> None:
@@ -147,11 +150,11 @@ class Prefixes:
         self.caches: dict[int, tuple[DynamicCache, torch.Tensor]] = {}
 
     def layer_of(self, cache: DynamicCache) -> Any:
-        """Return a cache of this layer alone, for functions of caches.py: the entries of the other layers stay empty."""
+        """Return a view of a cache with this layer alone, for functions of caches.py; the other layers have no entries."""
         return SimpleNamespace(layers=[cache.layers[self.index]])
 
     def options(self, i: int) -> dict[str, Any]:
-        """Return the options of DecoderLayers.forward for batch `i`; the batches are asked for in their order."""
+        """Return the options of DecoderLayers.forward for batch `i`. Must be called for all batches in order."""
         batch = self.batches[i]
         self.caches = {j: c for j, c in self.caches.items() if batch.start is not None and j <= batch.start}
         self.ragged.set(None, 0, None)
@@ -187,7 +190,7 @@ class Prefixes:
 class DecoderLayers:
     """Iterates over the decoder layers of a checkpoint and keeps every batch's hidden states between them.
 
-    title: of the work, for progress.
+    title: name of the work, for progress.
     """
 
     def __init__(
@@ -251,8 +254,9 @@ class DecoderLayers:
     ) -> torch.Tensor:
         """Return a layer's output [B, T, hidden] for hidden states [B, T, hidden].
 
-        offsets: number of tokens before these, int64 [B].  cache: of those, and receives what the layer keeps of these.
-        mask: of the attention, added.
+        offsets: number of earlier tokens, int64 [B].
+        cache: of the earlier tokens; receives what the layer keeps of these tokens.
+        mask: added to the attention's scores.
         """
         positions = torch.arange(state.shape[1], device=self.device).expand(state.shape[0], -1)
         positions = positions if offsets is None else positions + offsets[:, None]

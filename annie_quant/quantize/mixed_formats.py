@@ -1,7 +1,7 @@
-"""Choose formats by measured divergence: the linears that are decided together, trials of each, and an exact knapsack.
+"""Choose formats by measured divergence: a trial for each group of linears that is decided together, then an exact knapsack.
 
-Every group of linears that is served as one matrix is rounded alone, and the KL divergence of the source's answers is measured;
-small divergences add up. The formats with the least sum under a size budget are those of a knapsack.
+Each group of linears that is served as one matrix is rounded alone, and the KL divergence of the source's answers is measured;
+small divergences are additive. A knapsack gives the formats with the least sum under a size budget.
 
 NVFP4 weights have one size whether a server rounds the inputs of their linear to 4 bits (W4A4) or not (W4A16). The inputs of a few
 linears carry most of the harm, so W4A4 for the others keeps most of its matrix products for a small part of its divergence.
@@ -34,14 +34,14 @@ from annie_quant.quantize.formats import (
     effective_bits,
 )
 from annie_quant.quantize.input_stats import InputStats, collect_stats
-from annie_quant.quantize.kl_trial import Trial
+from annie_quant.quantize.kl_trial import Trial, answers_to_score
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 TIE = 1e-9  # sums of sizes that differ by less of the limit are equal
 TOKENS = 1024  # of answers, scored in each trial
-POSITIONS = 4096  # of these answers with their prompts on a CPU, where trials take much of the time
-BANDS = 32  # units that are measured there at most: of neighbouring layers together
+POSITIONS = 4096  # of these answers with their prompts, on a CPU, where trials take most of the time
+BANDS = 32  # units that are measured at most on a CPU: linears of neighbouring layers form one unit
 
 
 def units_of(family: Family, chosen: Sequence[str]) -> dict[str, list[str]]:
@@ -51,7 +51,7 @@ def units_of(family: Family, chosen: Sequence[str]) -> dict[str, list[str]]:
 
 
 def bands_of(units: Mapping[str, list[str]], count: int) -> dict[str, list[str]]:
-    """Return at most about `count` units, each with the same linears of neighbouring layers."""
+    """Return about `count` units at most, each with the same linears of neighbouring layers."""
     kinds: dict[str, list[str]] = {}
     for unit in units:
         kinds.setdefault(in_layer(unit), []).append(unit)
@@ -65,9 +65,9 @@ def bands_of(units: Mapping[str, list[str]], count: int) -> dict[str, list[str]]
 
 
 def least_cost(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], limit: float) -> list[int]:
-    """Return one choice per row, with the least summed cost of all whose summed size is at most `limit`: an exact knapsack.
+    """Return one choice per row: those with the least summed cost whose summed size is at most `limit` (an exact knapsack).
 
-    Of a row's choices that cost the same, the smallest. The first choices fit in any case.
+    Of a row's choices with equal costs the smallest is taken. The first choices are allowed whatever their size.
     """
     if not costs:
         return []
@@ -87,7 +87,7 @@ def least_cost(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]
 
 
 def with_rounded_inputs(harm: Mapping[str, float], weights: Mapping[str, float], allowed: float) -> list[str]:
-    """Return the units with the most weights whose summed harm is at most `allowed`. Both are given by unit."""
+    """Return the units with the most weights whose summed harm is at most `allowed`. harm, weights: by unit."""
     rounds = least_cost([[0.0, -weights[u]] for u in harm], [[0.0, max(0.0, h)] for h in harm.values()], allowed)
     return [u for u, i in zip(harm, rounds, strict=True) if i]
 
@@ -101,8 +101,8 @@ def formats_of_inputs(
 ) -> dict[str, str]:
     """Return "nvfp4" or "w4a16" for every chosen linear: rounded inputs for the most weights that leave `share` of the harm.
 
-    Harm is the divergence of the source's answers when only the inputs of one unit are rounded, summed over the units. What an
-    interrupted run measured is not measured again.
+    Harm is the divergence of the source's answers with only the inputs of one unit rounded, summed over the units. Measurements
+    of an interrupted run are used again.
     """
     folder = ModelFolder(job.model)
     units = units_of(folder.family, chosen)
@@ -132,8 +132,8 @@ def measure_inputs(
     harm: dict[str, float] = file.load({})
     waiting = [u for u in units if u not in harm]
     if waiting:
-        on_cpu = device_and_dtype(folder)[0] == "cpu"
-        trial = Trial(folder, samples, RESPONSE, TOKENS, POSITIONS if on_cpu else math.inf)
+        positions = POSITIONS if device_and_dtype(folder)[0] == "cpu" else math.inf
+        trial = Trial(folder, answers_to_score(samples, RESPONSE, TOKENS, positions))
         amax = trial.largest_inputs([n for members in units.values() for n in members])
         noise = trial.divergence()  # of the stored reference, which is float16
     for done, unit in enumerate(waiting, len(units) - len(waiting) + 1):
@@ -147,13 +147,13 @@ def measure_inputs(
 class FormatSearch:
     """Formats for every unit under a size budget.
 
-    formats: of a unit, besides bf16.
+    formats: that a unit may have instead of bf16.
     bits: budget, in bits per weight.
-    of_decoder: the budget is for the decoder's linears, those that stay bf16 included; else for those that may be quantized.
-    statistics: weights of tokens in the second moments of inputs, by which block scales are chosen; None: not by these.
+    of_decoder: the budget is for all linears of the decoder, including those that stay bf16; else for those that may be quantized.
+    statistics: weights of tokens in the second moments of inputs, by which block scales are chosen; None: chosen without them.
     scored: weights of tokens in the divergence.
-    tokens: tokens of answers that are scored in each trial.
-    inputs: divergence that 4-bit inputs of W4A16 units may add, relative to that of the rounded weights; None: no such inputs.
+    tokens: number of answer tokens that each trial scores.
+    inputs: divergence that 4-bit inputs of W4A16 units may add, relative to that of the rounded weights; None: no 4-bit inputs.
     """
 
     formats: tuple[str, ...]
@@ -204,7 +204,7 @@ def measure_formats(
     search: FormatSearch,
     progress: Progress,
 ) -> dict[str, dict[str, float]]:
-    """Return unit → format → divergence. What an interrupted run measured is not measured again."""
+    """Return unit → format → divergence. Measurements of an interrupted run are used again."""
     file = job.measurements("divergence.json")
     divergence: dict[str, dict[str, float]] = file.load({})
     importance = stats.second if search.statistics else {}
@@ -212,7 +212,7 @@ def measure_formats(
     work = [(u, f) for u in units for f in tried if f not in divergence.get(u, {})]
     if not work:
         return divergence
-    trial = Trial(ModelFolder(job.model), read_samples(job), search.scored, search.tokens)
+    trial = Trial(ModelFolder(job.model), answers_to_score(read_samples(job), search.scored, search.tokens))
     for done, (unit, kind) in enumerate(work, 1):
         nats = trial.cost(dict.fromkeys(units[unit], kind), stats.amax, job.scale, importance)
         divergence.setdefault(unit, {})[kind] = nats
@@ -226,8 +226,8 @@ def pick(
 ) -> dict[str, str | None]:
     """Return unit → format (None: bf16) with the least summed divergence that fits into `budget` bytes.
 
-    Of the W4A16 units, as many weights as possible then round their inputs, too, while these add at most `search.inputs` times
-    the divergence of the weights.
+    W4A16 units with as many weights as possible then get rounded inputs, which add at most `search.inputs` times the divergence of
+    the weights.
     """
     units, steps = list(costs), (*search.formats, None)
     harm = [[0.0 if kind is None else costs[u][kind] for kind in steps] for u in units]

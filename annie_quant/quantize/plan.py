@@ -1,7 +1,7 @@
-"""What a strategy decided, and its writing as a checkpoint in ModelOpt's layout: NVFP4, W4A16, FP8, bf16, or a mixture.
+"""The result of a strategy, and its export as a checkpoint in ModelOpt's layout: NVFP4, W4A16, FP8, bf16, or a mixture.
 
-Linears that a server merges into one matrix share their tensor scale and input scale. Nothing but headers is read before
-a tensor is written; rows are packed in pieces.
+Linears that a server merges into one matrix share their tensor scale and input scale. Only headers are read before the first
+tensor is written; rows are packed in pieces.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import Planned, ShardPlan
+from annie_quant.checkpoint.writer import Planned
 from annie_quant.core.errors import CheckpointError
-from annie_quant.core.progress import SILENT, ByteProgress, Progress
+from annie_quant.core.progress import Progress
 from annie_quant.documents import HeldOut, Ingredient
 from annie_quant.models import Family
 from annie_quant.quantize.formats import ALGORITHM, FP8, GROUP, NVFP4, QUANTIZED_INPUTS, expected_bytes
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class QuantizationPlan:
-    """What a strategy decided. Keys are full names of linears, except in `weights`.
+    """The result of a strategy. Keys are full names of linears, except in `weights`.
 
     formats: "nvfp4" (W4A4), "w4a16" or "fp8"; all other tensors stay as they are.
     amax: largest |input| of the linears with quantized activations. An expert that saw no token may be left out if another
@@ -85,14 +85,11 @@ def export(
     folder: ModelFolder,
     output: Path,
     plan: QuantizationPlan,
-    shard_bytes: int = writer.DEFAULT_SHARD_BYTES,
-    progress: Progress = SILENT,
-    resume: bool = False,
-    write_shards: Callable[[Path, list[ShardPlan], ByteProgress], None] | None = None,
+    write: Callable[[Path, list[Planned]], object] = writer.write,
 ) -> None:
-    """Write tensors and settings into the folder `output`. The last four parameters are those of checkpoint.writer.write."""
+    """Write tensors and settings into the folder `output`. write: writes the planned tensors into a folder."""
     check(folder, plan)
-    writer.write(output, planned_tensors(folder, plan), shard_bytes, progress, resume, write_shards)
+    write(output, planned_tensors(folder, plan))
     writer.write_settings(output, folder.config, modelopt.settings(plan.formats, excluded_names(folder, plan), GROUP))
 
 

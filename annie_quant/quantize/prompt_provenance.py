@@ -1,6 +1,6 @@
-"""The hash of the production system prompt: from the calibration data into the checkpoint, compared before judgement.
+"""The hash of the production system prompt: stored with the checkpoint, and compared before an evaluation.
 
-A stale prompt in the data spoils a fine-tune, and nothing shows it before the gates.
+A stale prompt in the calibration data spoils the result, and only the gates would show it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from annie_quant.documents import RECIPE_FILE
 
 @dataclass(frozen=True)
 class Prompts:
-    """sha256: of the system prompts in the conversations.  mismatch: a sentence where they are not production's."""
+    """The system prompts of conversations.
+
+    sha256: of each prompt.
+    mismatch: a sentence where they are not production's prompt.
+    """
 
     sha256: list[str]
     mismatch: str | None = None

@@ -1,10 +1,10 @@
-"""Choose how `best` rounds by what each way does to held-out conversations: a recipe's ingredients, tried one after the other.
+"""Choose how `best` rounds, by the effect of each ingredient of a recipe on held-out conversations.
 
-Part of the calibration conversations is held out. Every recipe rounds the model on the others, and the held-out answers are scored
-as served and with no input rounded. The divergence is the mean KL of all answer tokens plus that of the tokens that decide
-(offline/prompts.py), summed over both. GPTQ is the start. An ingredient stays only where the divergence falls by more than
-the noise, which is the standard error of the difference over conversations. Plain rounding (naive) is compared at the end. So the
-recipe is not worse than gptq or naive on that text by more than the noise. The final model is rounded with all conversations.
+Some of the calibration conversations are held out. Each recipe rounds the model with the others, and the held-out answers are
+scored as served and with no input rounded. The divergence is the mean KL of all answer tokens plus that of the tokens that decide
+(offline/prompts.py), summed over both ways of serving. GPTQ is the start. An ingredient stays only where it lowers the divergence
+by more than the noise, the standard error of the difference over conversations. Plain rounding (naive) is compared last, so the
+recipe is worse than gptq or naive on that text by no more than the noise. The final model is rounded with all conversations.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from annie_quant.documents import HeldOut, Ingredient
 from annie_quant.quantize.backend import device_and_dtype, device_kind
 from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample
 from annie_quant.quantize.formats import NVFP4
-from annie_quant.quantize.kl_trial import Trial
+from annie_quant.quantize.kl_trial import Trial, answers_to_score
 from annie_quant.quantize.layer_rounder import Method
 from annie_quant.quantize.rounding import round_model
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 LEAST_CONVERSATIONS = 8  # of which two are held out
-HELD_OUT = 4  # one of so many conversations at most
-DECISIONS = 2000  # tokens that decide: with fewer only large differences are seen
+HELD_OUT = 4  # at most one conversation of this many
+DECISIONS = 2000  # tokens that decide; with fewer, only large differences are detected
 POSITIONS = {"cpu": 8192, "cuda": 1 << 17}  # held-out tokens at most, prompts included
 TOKENS = 8192  # of answers, whose logits stay in memory
 BROKEN = 1e6  # divergence of a recipe whose scores are not finite
 
-
-# Ingredient → its change, and the least effort that tries it. On Qwen2.5-Coder none of them lowers the divergence by more than the
-# noise; on tiny-annie a weight of 0 for prompt tokens had less KL (tests/perf/strategies.md).
+Changes = dict[str, Any]  # settings of a Method
 EFFORTS = ("fast", "normal", "max")
-INGREDIENTS: list[tuple[str, dict[str, Any], str]] = [
+# Ingredient, its change, and the smallest effort that tries it. On Qwen2.5-Coder none lowers the divergence by more than the noise;
+# on tiny-annie a weight of 0 for prompt tokens lowered the KL (tests/perf/strategies.md).
+INGREDIENTS: list[tuple[str, Changes, str]] = [
     ("prompt tokens at 0", {"prompt": 0.0}, "fast"),
-    ("AWQ folds", {"fold": True}, "normal"),
     ("prompt tokens at 1", {"prompt": 1.0}, "normal"),
     ("prompt tokens at .03", {"prompt": 0.03}, "max"),
     ("damping .01", {"damping": 0.01}, "max"),
@@ -47,8 +46,8 @@ INGREDIENTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def ingredients(effort: str, fixed: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield those of an effort, without those that change a setting which the user fixed."""
+def ingredients(effort: str, fixed: Iterable[str]) -> Iterator[tuple[str, Changes]]:
+    """Yield the ingredients that an effort tries, without those that change a setting of the user."""
     for name, changes, least in INGREDIENTS:
         if EFFORTS.index(least) <= EFFORTS.index(effort) and not changes.keys() & set(fixed):
             yield name, changes
@@ -56,7 +55,7 @@ def ingredients(effort: str, fixed: Iterable[str]) -> Iterator[tuple[str, dict[s
 
 @dataclass(frozen=True)
 class RecipeChoice:
-    """The method of the least held-out divergence, and how it was found; held_out: None if nothing was compared."""
+    """The method with the least held-out divergence, and the comparison. held_out: None where nothing was compared."""
 
     method: Method
     held_out: HeldOut | None = None
@@ -68,13 +67,13 @@ def choose_method(
     formats: Mapping[str, str],
     samples: Sequence[CalibrationSample],
     start: Method,
-    tried: Iterable[tuple[str, dict[str, Any]]],
+    tried: Iterable[tuple[str, Changes]],
     progress: Progress,
 ) -> RecipeChoice:
-    """Return the method of the least held-out divergence.
+    """Return the method with the least held-out divergence.
 
-    start: GPTQ, with what the user fixed.
-    tried: ingredients in their order. What an interrupted run measured is not measured again.
+    start: GPTQ with the user's settings.
+    tried: ingredients in their order. Scores of an interrupted run are used again.
     """
     device = device_kind(device_and_dtype(ModelFolder(job.model))[0])
     learned, held = hold_out(samples, POSITIONS[device])
@@ -88,13 +87,14 @@ def choose_method(
     held_out = HeldOut(len({s.row for s in held}), sum(len(s.answer) for s in held), sum(sum(s.decides) for s in held))
     progress.message(held_out_line(held_out, conversations))
     if device == "cuda":
-        start = replace(start, layers=True)
+        start = replace(start, two_streams=True)
     trials = Trials(job, formats, learned, held, progress)
     tried = list(tried)
     count = len(tried) + 2
     best = ScoredMethod("GPTQ", start, trials.score(start, f"1 of {count}, GPTQ"))
     trace = [best.entry(None)]
-    waiting = [*tried, ("plain rounding", {f.name: f.default for f in fields(Method)} | {"plain": True})]
+    defaults: Changes = {f.name: f.default for f in fields(Method)}
+    waiting = [*tried, ("plain rounding", defaults | {"plain": True})]
     for number, (name, changes) in enumerate(waiting, 2):
         method = replace(best.method, **changes)
         if method == best.method:
@@ -112,7 +112,7 @@ def hold_out(
 ) -> tuple[list[CalibrationSample], list[CalibrationSample]]:
     """Return the samples to round with and those to judge on, whole conversations of all categories in turn.
 
-    Held out are conversations until DECISIONS tokens decide, at most one in HELD_OUT, `positions` tokens and TOKENS of answers.
+    Conversations are held out until DECISIONS tokens decide: at most one in HELD_OUT, `positions` tokens and TOKENS of answers.
     """
     rows: dict[int, list[CalibrationSample]] = {}
     for sample in samples:
@@ -139,7 +139,7 @@ def hold_out(
 
 
 def spread(items: Sequence[int]) -> list[int]:
-    """Return all items in an order in which any first ones are spread over the whole: by bit-reversed index."""
+    """Return the items by bit-reversed index: the first n of them are spread over all, for any n."""
     bits = max(1, (len(items) - 1).bit_length())
     order = sorted(range(len(items)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
     return [items[i] for i in order]
@@ -172,13 +172,14 @@ class Trials:
         self.trial: Trial | None = None
 
     def score(self, method: Method, title: str) -> list[list[float]]:
-        """Return per held-out conversation its parts of four figures: KL and decisions as served, and with no input rounded."""
+        """Return each conversation's share of four figures: KL and decisions as served, and the same with no input rounded."""
         key = repr(method)
         if key not in self.scores:
             if self.trial is None:
-                self.trial = Trial(ModelFolder(self.job.model), self.held, RESPONSE, TOKENS, cut=False)
+                answers = answers_to_score(self.held, RESPONSE, TOKENS, cut=False)
+                self.trial = Trial(ModelFolder(self.job.model), answers)
             self.progress.message(f"recipe {title}")
-            # Its own name: a run that is killed before the removal must not continue with the layers of another recipe.
+            # A name per recipe: a run that is killed before the removal must not continue with the layers of another one.
             layers = f"trial-{sha256_text(key)[:12]}"
             plan = round_model(self.job, self.formats, self.samples, method, self.progress, layers)
             served = self.trial.divergence_of(plan, inputs=True)
@@ -194,7 +195,7 @@ class Trials:
 
 @dataclass(frozen=True)
 class ScoredMethod:
-    """A method with its parts [conversations][4] of the held-out figures."""
+    """A method, and each conversation's share of the four held-out figures. parts: [conversations][4]."""
 
     name: str
     method: Method

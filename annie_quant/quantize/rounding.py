@@ -1,6 +1,6 @@
-"""Round every decoder layer of a job's model, and keep each finished layer for an interrupted run.
+"""Round every decoder layer of a job's model, and store each finished layer, so that an interrupted run can continue.
 
-    job → samples → batches → per layer: fold, Hessians, columns → plan
+    job → samples → batches → per layer: Hessians, columns → plan
 
 gptq and every recipe of best are one Method of this engine (layer_rounder.py).
 """
@@ -21,9 +21,9 @@ from annie_quant.quantize import shared_text
 from annie_quant.quantize.backend import device_and_dtype, device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample, make_batches
 from annie_quant.quantize.input_stats import Coverage, one_per_layer
-from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method
+from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method, RoundingTask
 from annie_quant.quantize.layer_stages import StagedRounder
-from annie_quant.quantize.layerwise import DecoderLayers
+from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.shared_text import weight_table
 from annie_quant.quantize.strategy import Job, StrategyOptions
@@ -53,23 +53,24 @@ def round_model(
     plan = QuantizationPlan(dict(formats), scale="amax" if method.plain else job.scale, coverage=Coverage())
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
-    rounder_of: Callable[..., LayerRounder]
-    if method.layers:
+    rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder]
+    if method.two_streams:
         tokens = MAX_BATCH_TOKENS[device_kind(device_and_dtype(folder)[0])]
         model = DecoderLayers(folder, make_batches(samples, tokens))
         table = weight_table(method.token_weights(), model.device)
         rounder_of = partial(StreamRounder, source=SourceStream([s.clone() for s in model.states]))
     else:
-        text = shared_text.arrange(samples, share=not method.fold and shared_text.can_share(folder))
+        text = shared_text.arrange(samples, share=shared_text.can_share(folder))
         model = DecoderLayers(folder, text.batches)
         table = text.weight_table(method.token_weights(), model.device)
         table = torch.zeros_like(table) if method.plain else table  # then only the largest inputs are needed
-        rounder_of = partial(StagedRounder, scale=plan.scale)
+        rounder_of = StagedRounder
+    task = RoundingTask(plan.formats, table, method, plan.scale)
     begun, fresh, count = time.monotonic(), 0, len(model.model.layers)
     for layer in model:
         left = f", {(time.monotonic() - begun) / fresh * (count - layer.index):,.0f} s left" if fresh else ""
         progress.update(layer.index, count, f"rounding: layer {layer.index + 1} of {count}{left}")
-        file, rounder = store / f"layer-{layer.index:04d}.safetensors", rounder_of(layer, plan.formats, table, method)
+        file, rounder = store / f"layer-{layer.index:04d}.safetensors", rounder_of(layer, task)
         if file.is_file():
             result = LayerResult.load(file)
             rounder.repeat(result)
@@ -82,7 +83,6 @@ def round_model(
             log.warning("annie-quant: %s", warning)
         plan.packed |= {f"{layer.name}.{n}": tensor for n, tensor in result.packed.items()}
         plan.amax |= {f"{layer.name}.{n}": value for n, value in result.amax.items()}
-        plan.weights = {**plan.weights, **{f"{layer.name}.{n}": array for n, array in result.folded.items()}}
         assert plan.coverage is not None
         plan.coverage.add(layer.name, result.tokens)
     return plan

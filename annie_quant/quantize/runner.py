@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -74,8 +74,24 @@ def run(
     Raises UsageError where a pattern matches nothing or the output is in the way, CheckpointError where the model
     folder cannot be used. The output appears under its name only when it is complete.
     """
-    part = strategies.find(strategy)
-    job = make_job(part, Path(model), check_name(output), calib_data, calib_samples, exclude, scale, seed, options)
+    part, source, output = strategies.find(strategy), Path(model), check_name(output)
+    if not (source / "config.json").is_file():
+        raise CheckpointError(
+            f"{source}: no config.json there, so it is not a model folder",
+            "give --model the folder of a bf16 checkpoint",
+        )
+    patterns = exclude.split(",") if isinstance(exclude, str) else exclude
+    job = Job(
+        model=source,
+        output=output,
+        calib_data=Path(calib_data) if calib_data else None,
+        calib_samples=calib_samples,
+        exclude=tuple(p.strip() for p in patterns if p.strip()),
+        scale=scale_rule(part, scale),
+        options=part.settings(options),
+        seed=seed,
+        work=output.with_name(f".{output.name}.work"),
+    )
     kv_format = kv_cache_format.check(kv_cache)
     # What needs no library is reported before libraries and the model are loaded.
     check_output(job.output, force or rank() > 0, (job.model, job.calib_data))
@@ -105,38 +121,12 @@ def run(
     )
 
 
-def make_job(
-    part: Strategy,
-    model: Path,
-    output: Path,
-    calib_data: str | os.PathLike[str] | None,
-    calib_samples: int,
-    exclude: str | tuple[str, ...],
-    scale: str | None,
-    seed: int,
-    options: Mapping[str, Any],
-) -> Job[StrategyOptions]:
-    """Return the job of a strategy. Raises CheckpointError without a model folder, UsageError for an invalid setting."""
-    if not (model / "config.json").is_file():
-        raise CheckpointError(
-            f"{model}: no config.json there, so it is not a model folder",
-            "give --model the folder of a bf16 checkpoint",
-        )
-    settings = part.settings(options)
+def scale_rule(part: Strategy, scale: str | None) -> nvfp4.Scale:
+    """Return the rule by which block scales are chosen, by default the strategy's. Raises UsageError for an unknown one."""
     rule: Any = scale or part.scale
     if rule not in get_args(nvfp4.Scale):
         raise UsageError(f"--scale {scale!r}", f"choose one of: {', '.join(get_args(nvfp4.Scale))}")
-    return Job(
-        model,
-        output,
-        Path(calib_data) if calib_data else None,
-        calib_samples,
-        tuple(p.strip() for p in exclude.split(",") if p.strip()) if isinstance(exclude, str) else tuple(exclude),
-        rule,
-        settings,
-        seed,
-        work=output.with_name(f".{output.name}.work"),
-    )
+    return rule
 
 
 def write(part: Strategy, job: Job[StrategyOptions], plan: QuantizationPlan, progress: Progress) -> None:

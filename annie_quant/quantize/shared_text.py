@@ -4,9 +4,9 @@
     model = layerwise.DecoderLayers(folder, text.batches)
     table = text.weight_table(token_weights, model.device)
 
-Rows of a batch continue rows of an earlier batch (Batch.start), whose keys, values and states DecoderLayers keeps for them. A
-position that several samples pass counts once per sample: its code stands for how many positions of each kind it replaces, and
-the weight table has one weight per code. So sums of weights and weighted moments are those of all samples.
+Rows of a batch continue rows of an earlier batch (TokenBatch.start), whose keys, values and states DecoderLayers keeps for them. A
+position that several samples share counts once per sample: its code stands for the number of positions of each kind that it
+replaces, and the weight table has one weight per code. Sums of weights and weighted moments are therefore those of all samples.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from annie_quant.quantize.calibration_samples import KINDS, PADDING, Calibration
 
 GROUP_COST = 64  # tokens: cost of one more forward pass of one layer on a CPU
 TOKENS = 4096  # of one forward pass: its activations stay in the caches of a CPU
-SPLIT_COST = 4 * GROUP_COST  # of one more pass over shared tokens: what follows these is divided, too
-MIN_SAVED = GROUP_COST // 2  # positions: fewer shared tokens are computed again by each row that follows
+SPLIT_COST = 4 * GROUP_COST  # tokens: cost of one more pass over shared tokens, which also divides what follows them
+MIN_SAVED = GROUP_COST // 2  # positions; where fewer are saved, each row that follows computes the shared tokens again
 
 
 def weight_table(token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:
@@ -37,7 +37,7 @@ def weight_table(token_weights: TokenWeights, device: str | torch.device) -> tor
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A token sequence, and the samples that are it or that it begins with."""
+    """A token sequence, and the samples that are equal to it or to a prefix of it."""
 
     ids: tuple[int, ...]
     samples: list[CalibrationSample]
@@ -97,7 +97,7 @@ def arrange(samples: Sequence[CalibrationSample], tokens: int = TOKENS, share: b
 
 
 def sequences_of(samples: Sequence[CalibrationSample]) -> list[TokenSequence]:
-    """Return the sequences that no other one begins with, in lexicographic order."""
+    """Return the sequences that are not a prefix of another one, in lexicographic order."""
     sequences: list[TokenSequence] = []
     waiting: list[CalibrationSample] = []
     ordered = sorted(samples, key=lambda s: s.ids)
@@ -112,7 +112,10 @@ def sequences_of(samples: Sequence[CalibrationSample]) -> list[TokenSequence]:
 
 @dataclass(frozen=True)
 class Branch:
-    """Tokens from `begin` to `end` that all of its sequences share. children: what follows; none at the end of a sequence."""
+    """The tokens from `begin` to `end`, which all of its sequences share.
+
+    children: the branches that follow; none at the end of a sequence.
+    """
 
     sequences: Sequence[TokenSequence]
     begin: int
@@ -121,7 +124,7 @@ class Branch:
 
     @property
     def saved(self) -> int:
-        """Positions that are not computed again if the tokens are computed once."""
+        """Number of positions that are saved by computing the tokens once."""
         return (len(self.children) - 1) * (self.end - self.begin)
 
     def without(self) -> list[Branch]:
@@ -133,7 +136,7 @@ Continued = tuple[int, Branch]  # the row of an earlier batch that the branch co
 
 
 def branches(sequences: Sequence[TokenSequence], begin: int) -> list[Branch]:
-    """Return the tree of sequences in lexicographic order, none of which another one begins with."""
+    """Return the tree of sequences in lexicographic order, none of which is a prefix of another one."""
     result = []
     for _, members in itertools.groupby(sequences, key=lambda s: s.ids[begin]):
         same = list(members)
@@ -170,9 +173,9 @@ def divided(rows: Sequence[Continued], tokens: int, cost: int) -> list[list[Cont
 
 
 def divide(lengths: Sequence[int], tokens: int, cost: int) -> list[slice]:
-    """Return parts of rows of these lengths, which rise, that take the fewest positions when each is padded to its longest row.
+    """Divide rows of increasing lengths into parts with the fewest positions in all, each padded to its longest row.
 
-    A part costs `cost` positions more, and has at most `tokens` or one row.
+    Each part costs `cost` further positions, and has at most `tokens` positions or one row.
     """
     totals, begins = [0], [0]
     for end in range(1, len(lengths) + 1):

@@ -25,7 +25,7 @@ SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.m
 KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
 FLOAT32_BYTES = 1 << 30  # models up to this size are computed in float32, one layer at a time
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
-WAIT_FOR_FIRST_S = 60.0  # how long further processes wait for the first one's work folder
+WAIT_FOR_FIRST_S = 60.0  # longest wait of the other processes for the first one's work folder
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Job(Generic[OptionsType]):
     scale: rule by which block scales are chosen.
     options: the strategy's.
     seed: of random choices.
-    work: folder of what a killed run should not have to repeat; it is removed after success.
+    work: folder with results that a killed run can use again; it is removed after success.
     """
 
     model: Path
@@ -86,7 +86,7 @@ class Job(Generic[OptionsType]):
         return self.calib_data
 
     def key(self) -> dict[str, object]:
-        """Return what must be equal for a rerun to use what an interrupted run measured."""
+        """Return the settings that must be equal for a rerun to use the measurements of an interrupted run."""
         return {
             "model": source_key(ModelFolder(self.model)),
             "calib_data": sha256_of(self.calib_data),
@@ -157,7 +157,7 @@ class Strategy:
     write: writes the plan instead of plan.export.
     scale: rule by which block scales are chosen unless --scale is given.
     requires: packages of the `quantize` extra that it imports.
-    resume_key: returns what must be equal for an interrupted run's shards to be kept; None keeps none.
+    resume_key: returns the settings that must be equal for an interrupted run's shards to be kept; None keeps no shards.
     conservative: a search tries it next when a checkpoint answers gibberish.
     any_family: it takes a family that is not known, although it computes single layers of the known ones.
     """
@@ -185,7 +185,7 @@ class Strategy:
         stored = self.formats.get(kind, PLAIN_BITS)
         return BITS[stored] if isinstance(stored, str) else stored
 
-    def settings(self, values: Mapping[str, Any]) -> StrategyOptions:
+    def settings(self, values: Mapping[str, object]) -> StrategyOptions:
         """Return the options with the given values. Raises UsageError for a name or a value that they do not take."""
         known = {f.name: f for f in fields(self.options)}
         parsed = {}

@@ -1,7 +1,7 @@
-"""Round a model's layers with GPTQ in torch, each linear on the inputs that the rounded linears before it give.
+"""Round a model's layers with GPTQ in torch, each linear for the inputs that the rounded linears before it produce.
 
-Two streams of hidden states pass through the layers. That of the source gives the largest input of each linear, and the order in
-which the linears run. That of the layers rounded so far gives the Hessians. No input is rounded in either.
+Two streams of hidden states pass through the layers. The source's stream gives the largest input of each linear and the order in
+which the linears run. The stream of the layers rounded so far gives the Hessians. No input is rounded in either.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from annie_quant import nvfp4
 from annie_quant.quantize import column_sweep
 from annie_quant.quantize.hessian import LEAST_WEIGHT, FactorError, Hessian
 from annie_quant.quantize.input_stats import by_input
-from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method
+from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, RoundingTask
 from annie_quant.quantize.layer_stages import inputs_of
 from annie_quant.quantize.layerwise import DecoderLayer, Observer
 
@@ -39,34 +38,18 @@ class SourceStream:
 class StreamRounder(LayerRounder):
     """Rounds one decoder layer: a copy, `fake`, whose linears are rounded one group after the other."""
 
-    def __init__(
-        self,
-        layer: DecoderLayer,
-        formats: Mapping[str, str],
-        table: torch.Tensor,
-        method: Method,
-        source: SourceStream,
-    ) -> None:
-        super().__init__(layer, formats, table, method)
+    def __init__(self, layer: DecoderLayer, task: RoundingTask, source: SourceStream) -> None:
+        super().__init__(layer, task)
         self.source = source
-        self.packed: dict[str, nvfp4.Tensor] = {}
-        # Block of `fake` of which everything is rounded → batch → its output, which later passes need again.
-        self.outputs: dict[str, dict[int, Any]] = {}
-        self.fake = self.copied()
-
-    def copied(self) -> DecoderLayer:
-        """Return a copy of the layer as it is now."""
-        return DecoderLayer(self.layer.model, self.layer.index, copy.deepcopy(self.layer.module))
+        # Block of `fake` whose linears are all rounded → batch → its output, which later passes use again.
+        self.outputs: dict[str, dict[int, object]] = {}
+        self.fake = DecoderLayer(layer.model, layer.index, copy.deepcopy(layer.module))
 
     def round(self) -> LayerResult:
-        self.source.states, folded = self.measure(), {}
-        if self.method.fold:
-            folded = self.fold()
-            self.share_amax()
-            self.fake = self.copied()
+        self.source.states = self.measure()
         self.quantize()
         self.advance()
-        return LayerResult(self.packed, self.amax, self.tokens, folded)
+        return LayerResult(self.packed, self.amax, self.tokens)
 
     def repeat(self, result: LayerResult) -> None:
         self.source.states = self.measure()
@@ -158,10 +141,12 @@ class StreamRounder(LayerRounder):
 
     @contextlib.contextmanager
     def finished_once(self, batch: int) -> Iterator[None]:
-        """Compute the finished blocks of `fake` once per batch: what runs before them is finished, so their inputs stay."""
+        """Compute the finished blocks of `fake` once per batch: the blocks before them are finished, so their inputs stay."""
         blocks = [(self.fake.module.get_submodule(name), stored) for name, stored in self.outputs.items()]
 
-        def forward(original: Callable[..., Any], stored: dict[int, Any], *args: Any, **options: Any) -> Any:
+        def forward(
+            original: Callable[..., object], stored: dict[int, object], *args: object, **options: object
+        ) -> object:
             if batch not in stored:
                 stored[batch] = original(*args, **options)
             return stored[batch]
@@ -176,7 +161,7 @@ class StreamRounder(LayerRounder):
 
     def hessians(self, groups: Sequence[Sequence[str]]) -> dict[str, Hessian]:
         """Return the Hessians of the inputs of these groups, by each one's first linear."""
-        result = {g[0]: Hessian(self.table, LEAST_WEIGHT, fast=True) for g in groups}
+        result = {g[0]: Hessian(self.task.table, LEAST_WEIGHT, fast=True) for g in groups}
         last = None if self.layer.experts_of(groups[0][0]) else groups[0][0]
         for i, (state, kinds) in enumerate(self.batches(self.layer.model.states)):
             with self.finished_once(i):
@@ -186,7 +171,7 @@ class StreamRounder(LayerRounder):
     def round_group(self, group: Sequence[str], hessian: Hessian, tops: Mapping[str, float]) -> None:
         """Round the linears that read one input together.
 
-        Where a linear changes by MAX_CHANGE or more, the text has too few tokens for its inputs: the damping is raised.
+        A linear that changes by MAX_CHANGE or more has too few tokens in the text: its damping is raised.
         """
         if self.layer.experts_of(group[0]):
             self.tokens[group[0]] = hessian.tokens
@@ -201,7 +186,7 @@ class StreamRounder(LayerRounder):
         for factor in RAISED if mean is not None and not reason else ():
             assert mean is not None
             try:
-                result = column_sweep.sweep(weight, mean, scale, self.method.damping * factor)
+                result = column_sweep.sweep(weight, mean, scale, self.task.method.damping * factor)
             except FactorError as error:
                 reason = str(error)
                 break

@@ -12,7 +12,7 @@ import pytest
 from paths import HELPERS
 
 from annie_quant.core.errors import AnnieError, EnvironmentFault, ServerError, UsageError
-from annie_quant.data import Limits, Options, generate
+from annie_quant.data import Options, generate, generation
 
 FAKE = HELPERS / "fake_claude.py"
 
@@ -31,8 +31,7 @@ class Fake:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def make(self, n=10, **more):
-        more.setdefault("limits", Limits(retries=2, max_wait_s=100))
-        return generate("annie", "claude-cli", n, self.folder / "out.jsonl", sleep=self.waits.append, **more)
+        return generate("annie", "claude-cli", n, self.folder / "out.jsonl", **more)
 
     def rows(self) -> list[dict]:
         return [json.loads(line) for line in (self.folder / "out.jsonl").read_text().splitlines()]
@@ -47,6 +46,7 @@ def claude(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_CLAUDE", str(tmp_path))
     fake = Fake(tmp_path)
+    monkeypatch.setattr(generation, "sleep", fake.waits.append)
     fake.script("ok")
     return fake
 
@@ -63,9 +63,8 @@ def test_the_documented_command_gets_the_prompt_on_stdin(claude):
 
 
 def test_optional_flags_are_used_where_the_help_lists_them(claude):
-    claude.make(n=5, limits=Limits(max_usd=3.0))
+    claude.make(n=5)
     argv = claude.calls()[0]["argv"]
-    assert "--max-budget-usd" in argv and argv[argv.index("--max-budget-usd") + 1] == "3.00"
     assert json.loads(argv[argv.index("--json-schema") + 1])["required"] == ["conversations"]
     (claude.folder / "calls.jsonl").unlink()
     claude.script("ok", help="plain")
@@ -112,7 +111,7 @@ def test_only_a_failed_batch_is_requested_again(claude, how):
 def test_a_batch_that_always_fails_is_given_up_and_the_others_are_kept(claude):
     claude.script("ok", "ok", "ok", "ok", {"do": "exit", "code": 1, "err": "boom"})
     assert claude.make(n=10).failed == ["multi_turn: claude ended with exit code 1: boom"]
-    assert len(claude.calls()) == 4 + 3
+    assert len(claude.calls()) == 4 + 4
     claude.script({"do": "exit", "code": 1, "err": "boom"})
     with pytest.raises(AnnieError, match=r"0 of 10 conversations are kept") as error:
         claude.make(n=10, force=True)
@@ -167,11 +166,11 @@ def test_a_program_that_hangs_is_killed_with_its_children(claude):
 def test_the_budget_includes_resumed_runs(claude):
     claude.script("ok", cost=0.40)
     with pytest.raises(AnnieError, match=r"budget of 1.00 USD is spent \(1.20\); 3 of 5"):
-        claude.make(n=5, limits=Limits(max_usd=1.0))
+        claude.make(n=5, options=Options(max_usd=1.0))
     with pytest.raises(AnnieError, match="3 of 5"):
-        claude.make(n=5, limits=Limits(max_usd=1.0))
+        claude.make(n=5, options=Options(max_usd=1.0))
     assert len(claude.calls()) == 3
-    summary = claude.make(n=5, limits=Limits(max_usd=5.0))
+    summary = claude.make(n=5, options=Options(max_usd=5.0))
     assert summary.cost_usd == pytest.approx(2.0) and summary.ok
 
 
@@ -210,7 +209,7 @@ def test_a_killed_run_keeps_its_finished_batches(claude):
 def test_an_invalid_cost_is_not_known(claude, cost):
     claude.script("ok", cost=cost)
     with pytest.raises(UsageError, match="does not report its costs"):
-        claude.make(n=5, limits=Limits(max_usd=5.0))
+        claude.make(n=5, options=Options(max_usd=5.0))
     (claude.folder / ".out.jsonl.journal").unlink(missing_ok=True)
     assert claude.make(n=5, force=True).cost_usd in (None, 0.0)
 

@@ -191,8 +191,6 @@ def test_a_stale_system_prompt_is_refused_unless_allowed(tmp_path, rows):
         check_prompt_hash(tmp_path / "d.jsonl")
     assert "--allow-prompt-mismatch" in error.value.hint
     assert "stale prompt" in check_prompt_hash(tmp_path / "d.jsonl", allow=True)
-    with pytest.raises(UsageError):
-        check_prompt_hash(rows, system_prompt="You are Annie.")
 
 
 def test_a_prompt_changed_by_hand_in_the_rows_is_refused_although_the_hash_is_unchanged(rows):

@@ -77,7 +77,7 @@ def test_other_fields_are_typed(folder, tmp_path, fields):
 
 
 def test_a_right_checkpoint_is_written(folder, tmp_path):
-    read = settings.read_settings(ModelFolder(folder), {})
+    read = settings.read_settings(ModelFolder(folder))
     assert (read.vocab_size, read.attention_head_dim) == (1536, 32)
     assert checkpoint.convert(folder, "gguf", tmp_path / "x.gguf").tensors > 20
 

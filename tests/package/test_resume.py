@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 
@@ -47,17 +48,18 @@ def test_an_exclusive_log_is_refused_to_a_second_writer(tmp_path):
     JsonLines(tmp_path / "log.jsonl", exclusive=True).close()
 
 
-def test_a_full_disk_is_named_and_closing_does_not_hide_it(tmp_path):
-    log = JsonLines(tmp_path / "log.jsonl")
+def test_a_full_disk_is_named_and_nothing_of_the_line_stays(tmp_path, monkeypatch):
+    write = os.write
 
-    class Full:
-        def write(self, data):
+    def half(file, data):
+        if len(data) < 8:
             raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: len(data) // 2])
 
-        def close(self):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    log._file.close()
-    log._file = Full()
-    with pytest.raises(EnvironmentFault, match="the disk is full; all earlier lines are safe"), log:
+    with JsonLines(tmp_path / "log.jsonl") as log:
         log.append(b"{}")
+        monkeypatch.setattr(os, "write", half)
+        with pytest.raises(EnvironmentFault, match="the disk is full; all earlier lines are safe"):
+            log.append(b'{"n":123456789}')
+        monkeypatch.undo()
+    assert (tmp_path / "log.jsonl").read_bytes() == b"{}\n"

@@ -1,6 +1,6 @@
 """Mean KL on held-out answers of strategies and their options, one JSON line per row: W4A4, W4A16, seconds.
 
-    python tests/perf/ablate_best.py --seeds 0,1,2 "gptq" "best effort=fast" "best recipe=fixed fold=awq"
+    python tests/perf/ablate_best.py --seeds 0,1,2 "gptq" "best effort=fast" "best recipe=fixed prompt=0"
     python tests/perf/ablate_best.py --model DIR --samples 256 --answers 150 --output rows.jsonl ...
 
 A row is a strategy and its settings. Each seed draws other calibration conversations; the held-out answers are those of the split
@@ -37,7 +37,9 @@ class HeldOut:
         generate(persona, teacher="offline", n=400, output=file, seed=77, split="gate")
         samples = calibration_samples.samples_of_rows(model, read_conversations(file))
         chosen = list(kl_trial.spread(samples))[:answers]
-        self.trial = kl_trial.Trial(ModelFolder(model), chosen, calibration_samples.RESPONSE, 10**9)
+        self.trial = kl_trial.Trial(
+            ModelFolder(model), kl_trial.answers_to_score(chosen, calibration_samples.RESPONSE, 10**9)
+        )
 
     def divergence(self, checkpoint: Path, numerics: str) -> float:
         """Return the mean KL of a quantized checkpoint, in nats per token."""

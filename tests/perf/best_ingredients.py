@@ -46,15 +46,11 @@ RECIPES = {
     "fast": f"{FAST} prompt=0",
     "fast+p.1": f"{FAST} prompt=.1",
     "fast+p1": f"{FAST} prompt=1",
-    "fast+p.1+awq": f"{FAST} prompt=.1 fold=awq",
     "fast+p.1+markup4": f"{FAST} prompt=.1 markup=4",
     "fast+p.1+d.01": f"{FAST} prompt=.1 damping=.01",
     "fast+p.1+d.1": f"{FAST} prompt=.1 damping=.1",
     "fast16+p.1": "best recipe=fixed activations=16 prompt=.1",
-    "fast16+p.1+awq": "best recipe=fixed activations=16 prompt=.1 fold=awq",
     "mixed+p.1": f"{MIXED} prompt=.1",
-    "mixed+p.1+awq": f"{MIXED} prompt=.1 fold=awq",
-    "mixed.2+p.1+awq": f"{MIXED} prompt=.1 fold=awq share=.2",
     "best": "best",
     "best fast": "best effort=fast",
     "best all": MEASURED,
@@ -128,7 +124,15 @@ def quantized_by_peer(row: str, draw: int, arguments: argparse.Namespace, calibr
     text = output.with_name("ids.jsonl")
     samples = samples_of_rows(arguments.model, read_conversations(calibration))
     text.write_text("".join(json.dumps(ids) + "\n" for ids in sorted({s.ids for s in samples})))
-    command = [sys.executable, Path(__file__).with_name("peer_recipes.py"), row, arguments.model, output, "--text", text]
+    command = [
+        sys.executable,
+        Path(__file__).with_name("peer_recipes.py"),
+        row,
+        arguments.model,
+        output,
+        "--text",
+        text,
+    ]
     command += ["--conversations", calibration, "--samples", arguments.samples, "--seed", draw]
     command += ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
     done = subprocess.run([str(c) for c in command], capture_output=True, check=False, text=True)

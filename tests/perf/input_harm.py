@@ -19,7 +19,7 @@ from annie_quant.data.rows import read_conversations
 from annie_quant.models import in_layer, layer_of
 from annie_quant.quantize import calibration_samples, mixed_formats
 from annie_quant.quantize.formats import active_weights, choose
-from annie_quant.quantize.kl_trial import Trial
+from annie_quant.quantize.kl_trial import Trial, answers_to_score
 from annie_quant.quantize.strategy import Job
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     print("| block | 1e-3 nats | share of the divergence | share of the weights |\n|---|---|---|---|")
     for (layer, block), (nats, count) in by_block.items():
         print(f"| {layer.rpartition('.')[2]} {block} | {1e3 * nats:.3f} | {nats / total:.1%} | {count / size:.1%} |")
-    trial = Trial(folder, samples, calibration_samples.RESPONSE, mixed_formats.TOKENS)
+    trial = Trial(folder, answers_to_score(samples, calibration_samples.RESPONSE, mixed_formats.TOKENS))
     together = trial.cost_of_inputs(trial.largest_inputs(chosen)) - trial.divergence()
     print(f"sum {1e3 * total:.2f}, all at once {1e3 * together:.2f}, 1e-3 nats per token")
 

@@ -54,7 +54,8 @@ def use_faster_deltanet() -> None:
         query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
         with torch.autocast(query.device.type, enabled=False):  # AutoRound's; the rule chooses each product's precision
             norm, tf32 = options["use_qk_l2norm_in_kernel"], query.dtype == torch.bfloat16
-            return delta_rule.in_torch(query, key, value, options["g"], options["beta"], norm, tf32), None
+            inputs = delta_rule.DeltaInputs(query, key, value, options["g"], options["beta"], norm, tf32)
+            return delta_rule.in_torch(inputs), None
 
     modeling.torch_chunk_gated_delta_rule = rule
 
@@ -112,7 +113,9 @@ def llm_compressor(arguments: argparse.Namespace, *, awq: bool) -> Work:
     recipe = [AWQModifier(), GPTQModifier(**gptq, dampening_frac=0.05)] if awq else [GPTQModifier(**gptq)]
 
     def work() -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(arguments.device)
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(
+            arguments.device
+        )
         ids = [torch.tensor(batch) for batch in batches(arguments.text, arguments.batch)]
         loader = torch.utils.data.DataLoader(
             [{"input_ids": i, "attention_mask": torch.ones_like(i)} for i in ids], batch_size=None
@@ -169,7 +172,9 @@ def model_opt(arguments: argparse.Namespace, preset: str) -> Work:
     ]
 
     def work() -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(arguments.device)
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(
+            arguments.device
+        )
 
         def forward_loop(model: Any) -> None:
             with torch.inference_mode():
@@ -198,7 +203,9 @@ def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light:
 
     def work() -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(arguments.device)
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(
+            arguments.device
+        )
         sequences = [json.loads(line) for line in arguments.text.read_text().splitlines()]
         count = min(128, len(sequences) // 8 * 8)
         sequences = [sequences[i * len(sequences) // count] for i in range(count)]

@@ -126,7 +126,9 @@ def main() -> None:
     parser.add_argument("--recipes", default=f"{SOURCE},naive,mlp_only,awq_lite,gptq,best")
     parser.add_argument("--draws", default="0")
     parser.add_argument("--samples", type=int, default=256, help="calibration conversations")
-    parser.add_argument("--each", type=int, default=300, help="held-out prompts of each group, at most, evenly over the file")
+    parser.add_argument(
+        "--each", type=int, default=300, help="held-out prompts of each group, at most, evenly over the file"
+    )
     parser.add_argument("--work", type=Path, help="folder for checkpoints; default: the system's")
     arguments = parser.parse_args()
     if arguments.table:

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="calibration runs on torch: pip inst
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
 from annie_quant.quantize import delta_rule, input_stats, layer_rounder  # noqa: E402
 from annie_quant.quantize.hessian import Hessian  # noqa: E402
-from annie_quant.quantize.layer_rounder import Method  # noqa: E402
+from annie_quant.quantize.layer_rounder import Method, RoundingTask  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 from annie_quant.quantize.two_streams import SourceStream, StreamRounder  # noqa: E402
 
@@ -56,7 +56,9 @@ def rounders(home: Path, index: int) -> tuple[StreamRounder, list[torch.Tensor]]
     formats = dict.fromkeys(chosen, "nvfp4")
     source = SourceStream([s.clone() for s in model.states])
     for layer in model:
-        rounder = StreamRounder(layer, formats, torch.tensor([0.1, 1, 1, 1, 1]), Method(layers=True), source)
+        rounder = StreamRounder(
+            layer, RoundingTask(formats, torch.tensor([0.1, 1, 1, 1, 1]), Method(two_streams=True)), source
+        )
         source.states = rounder.measure()
         rounder.quantize()
         if layer.index == index:
@@ -83,7 +85,7 @@ def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
 ) -> None:
     """The process ends between two layers without any clean-up of ours; the next run reads what is on the disk."""
     if not (home / "whole").exists():
-        run(home, "whole", fold="awq")
+        run(home, "whole")
     saved, rounded = layer_rounder.LayerResult.save, []
 
     def save(self: layer_rounder.LayerResult, path: Path) -> None:
@@ -95,13 +97,13 @@ def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
 
     monkeypatch.setattr(layer_rounder.LayerResult, "save", save)
     with pytest.raises(KeyboardInterrupt):
-        run(home, f"killed{layer}", fold="awq")
+        run(home, f"killed{layer}")
     assert not (home / f"killed{layer}").exists()
     calls: list[str] = []
     monkeypatch.setattr(
         layer_rounder.LayerResult, "save", lambda self, path: (calls.append(path.name), saved(self, path))
     )
-    after = contents(run(home, f"killed{layer}", fold="awq"))
+    after = contents(run(home, f"killed{layer}"))
     assert len(calls) == LAYERS - layer - 1, "finished layers are not rounded again"
     assert after == contents(home / "whole")
     assert not (home / f".killed{layer}.work").exists()

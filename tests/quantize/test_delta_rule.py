@@ -86,10 +86,10 @@ def test_kernels_give_the_outputs_of_single_steps(kernels, steps: int, repeat: b
     kernel, device = kernels
     exact = inputs(steps, repeat=repeat, width=16)
     rough = [x.float().to(device) for x in exact]
-    got = kernel.outputs(*rough, norm=True, tf32=False)
+    got = kernel.outputs(delta_rule.DeltaInputs(*rough, norm=True, tf32=False))
     np.testing.assert_allclose(got.cpu().numpy(), step_by_step(*exact).numpy(), atol=5e-5)
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rough]  # other strides
-    assert torch.equal(kernel.outputs(*transposed, norm=True, tf32=False), got)
+    assert torch.equal(kernel.outputs(delta_rule.DeltaInputs(*transposed, norm=True, tf32=False)), got)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -12,7 +12,7 @@ from annie_quant import nvfp4
 
 torch = pytest.importorskip("torch", reason="the Hessian is factored by torch: pip install annie-quant[quantize]")
 from annie_quant.quantize import hessian as hessians  # noqa: E402
-from annie_quant.quantize.layer_rounder import Method  # noqa: E402
+from annie_quant.quantize.layer_rounder import Method, RoundingTask  # noqa: E402
 from annie_quant.quantize.layer_stages import StagedRounder  # noqa: E402
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -176,7 +176,7 @@ def hessian_of(x: np.ndarray, weights: tuple[float, ...] = (1.0,)) -> hessians.H
 def rounder() -> StagedRounder:
     """A rounder of a layer without linears, for the solution of single Hessians."""
     layer = SimpleNamespace(name="model.layers.1", groups=lambda: [], experts_of=lambda name: None)
-    return StagedRounder(layer, {}, torch.ones(1), Method(), "sweep")  # type: ignore[arg-type]
+    return StagedRounder(layer, RoundingTask({}, torch.ones(1), Method(), "sweep"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -69,7 +69,7 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(
     """Against transformers' own forward pass, answer by answer, with the C codec in front of the linears."""
     from transformers import AutoModelForCausalLM
 
-    trial = kl_trial.Trial(ModelFolder(home / "model"), samples, RESPONSE, 10**9)
+    trial = kl_trial.Trial(ModelFolder(home / "model"), kl_trial.answers_to_score(samples, RESPONSE, 10**9))
     noise = trial.divergence()  # of the float16 reference
     names = [f"model.layers.{i}.mlp.{n}_proj" for i in (0, 3) for n in ("gate", "up", "down")]
     amax = trial.largest_inputs(names)
@@ -103,14 +103,14 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(
     assert measured == pytest.approx(total / count + decisions / deciding, rel=0.02)  # the trial's reference is float16
 
 
-def test_long_answers_share_the_tokens_of_a_trial(home: Path, samples: list[CalibrationSample]) -> None:
+def test_long_answers_share_the_tokens_of_a_trial(samples: list[CalibrationSample]) -> None:
     """With answers longer than all the tokens a trial had no token, and every format was free."""
-    folder = ModelFolder(home / "model")
     assert all(len(s.answer) > 2 for s in samples)
-    trial = kl_trial.Trial(folder, samples, RESPONSE, 2 * kl_trial.LEAST_ANSWERS)
-    assert len(trial.rows) == min(len(samples), kl_trial.LEAST_ANSWERS)
-    for row, weight, sample in zip(trial.rows, trial.weights, kl_trial.spread(samples), strict=False):
-        assert row.prompt == sample.prompt and row.target == sample.answer[:2] and weight.tolist() == [1.0, 1.0]
+    answers = kl_trial.answers_to_score(samples, RESPONSE, 2 * kl_trial.LEAST_ANSWERS)
+    assert len(answers) == min(len(samples), kl_trial.LEAST_ANSWERS)
+    for answer, sample in zip(answers, kl_trial.spread(samples), strict=False):
+        assert answer.row.prompt == sample.prompt and answer.row.target == sample.answer[:2]
+        assert answer.weights.tolist() == [1.0, 1.0]
 
 
 def test_only_harmless_inputs_are_rounded_and_the_weights_are_all_nvfp4(home: Path) -> None:

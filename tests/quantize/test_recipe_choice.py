@@ -87,16 +87,16 @@ def test_an_ingredient_stays_only_where_the_divergence_falls_by_more_than_the_no
         [x - 0.2 + (1.5 if i % 2 else -1.5) for i, x in enumerate(base)],
     )
     choice, lines = chosen(
-        monkeypatch, {"GPTQ": base, "prompt tokens at 0": better, "AWQ folds": noisy, "plain rounding": noisy}
+        monkeypatch, {"GPTQ": base, "prompt tokens at 0": better, "prompt tokens at 1": noisy, "plain rounding": noisy}
     )
     used = {i.name: i.used for i in choice.ingredients}
-    assert used["GPTQ"] and used["prompt tokens at 0"] and not used["AWQ folds"] and not used["plain rounding"]
+    assert used["GPTQ"] and used["prompt tokens at 0"] and not used["prompt tokens at 1"] and not used["plain rounding"]
     assert choice.method == Method(prompt=0.0)
     entry = choice.ingredients[1]
     assert entry.kl == pytest.approx(sum(better)) and entry.change == pytest.approx(-1.05) and 0 < entry.noise < 0.05
     assert choice.held_out == HeldOut(10, 40, 10)
     assert any("fewer than 2,000" in line for line in lines) and any(
-        line.startswith("refuses AWQ folds") for line in lines
+        line.startswith("refuses prompt tokens at 1") for line in lines
     )
 
 
@@ -131,9 +131,7 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
 RECIPES = {
     "prompt": Method(),
     "plain": Method(plain=True),
-    "awq": Method(fold=True),
-    "layers": Method(layers=True),
-    "layers, awq": Method(layers=True, fold=True),
+    "two streams": Method(two_streams=True),
 }
 
 
@@ -152,7 +150,7 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path
     formats = {n: "nvfp4" if "mlp" in n else "w4a16" for n in names}
     job = Job(home / "model", tmp_path / "out", work=tmp_path / "work")
     plan = round_model(job, formats, samples, recipe, Lines(lambda line: None))
-    trial = kl_trial.Trial(folder, samples, RESPONSE, 10**6, cut=False)
+    trial = kl_trial.Trial(folder, kl_trial.answers_to_score(samples, RESPONSE, 10**6, cut=False))
     source = {n: p.clone() for n, p in trial.model.named_parameters()}
     figures = {inputs: trial.divergence_of(plan, inputs) for inputs in (True, False)}
     assert all(torch.equal(p, source[n]) for n, p in trial.model.named_parameters()), "the model is as it was"
@@ -165,12 +163,12 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path
         trial.engine = kl_trial.Engine(trial.model)
         with torch.inference_mode():
             rows = dict(trial.divergences())
-        expected = {r: [0.0, 0.0] for r in trial.sources}
+        expected = {a.conversation: [0.0, 0.0] for a in trial.answers}
         for i, kl in rows.items():
-            expected[trial.sources[i]][0] += float(kl.sum()) / sum(map(len, rows.values()))
-            expected[trial.sources[i]][1] += float(kl[trial.decides[i]].sum()) / sum(
-                int(d.sum()) for d in trial.decides
-            )
+            answer = trial.answers[i]
+            expected[answer.conversation][0] += float(kl.sum()) / sum(map(len, rows.values()))
+            deciding = sum(int(a.decides.sum()) for a in trial.answers)
+            expected[answer.conversation][1] += float(kl[answer.decides].sum()) / deciding
         for row, part in zip(sorted(expected), figures[inputs], strict=True):
             assert part == pytest.approx(expected[row], rel=0.02, abs=1e-6)
 

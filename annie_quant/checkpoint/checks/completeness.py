@@ -1,8 +1,8 @@
-"""Checks that nothing was lost: layers and tensors of the decoder, the head for multi-token prediction, the vision tower.
+"""Check that nothing was lost: layers and tensors of the decoder, the head for multi-token prediction, the vision tower.
 
-A lost tensor is a fault of no file, and not every loader reports it: transformers initializes it with random values, and
+No file is invalid where a tensor is lost, and not every loader reports it: transformers initializes it with random values, and
 reads neither head nor tower from a text checkpoint. Without its weights none of the MTP head's tokens are accepted
-(vLLM #35548); one quantized to NVFP4 was accepted 0 times of 24, against 48 % in 16 bits. Experts are checked in experts.py.
+(vLLM #35548); of a head in NVFP4, 0 of 24 drafts were accepted, against 48 % in 16 bits. Experts are checked in experts.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from annie_quant.documents import Finding
 
 EMBEDDING, NORM, HEAD = "embed_tokens", "norm", "lm_head"  # outside of the layers; NORM is the last norm
 MAX_LAYERS = 10_000
-# Ends of names of tensors that a checkpoint may lack: a quantizer's, and what the model computes itself.
+# Suffixes of tensors that a checkpoint may lack: those of quantizers, and those that the model computes itself.
 OPTIONAL = (*QUANTIZED_SUFFIXES, ".input_scale", ".input_global_scale", ".k_scale", ".v_scale", ".inv_freq")
 
 
@@ -38,7 +38,7 @@ def check_decoder(model: QuantizedFolder, source: ModelFolder | None) -> Iterato
 
 
 def check_unlisted(folder: ModelFolder) -> Iterator[Finding]:
-    """Check that no shard holds a tensor that the index does not list in it: loaders differ in whether they use it."""
+    """Check that the index lists every tensor of a shard in that shard: loaders differ in whether they use an unlisted one."""
     for name, file in folder.unlisted:
         if name in folder:
             yield fault("duplicate_tensor", name, f"in {file}, and {INDEX} lists it in {folder.info(name).file}")
@@ -122,7 +122,7 @@ def check_source(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:
 
 
 def may_be_tied(folder: ModelFolder) -> bool:
-    """Return whether the head may be the embedding. Classes differ in their default, so only a stated False excludes it."""
+    """Return whether the head may be the embedding. Classes have different defaults, so only an explicit False excludes it."""
     stated = folder.config.get("tie_word_embeddings", folder.text_config.get("tie_word_embeddings"))
     return stated is not False
 
@@ -209,7 +209,7 @@ def check_lost(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:
 def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding]:
     """Check the head's own tensors by the hidden size, and its layers by the decoder's.
 
-    complete: whether no tensor is expected, or a missing one was reported.
+    complete: do not report missing tensors: none is expected, or a missing one was reported.
     """
     folder, family = model.folder, model.folder.family
     hidden = folder.text_config.get("hidden_size")
@@ -237,9 +237,9 @@ def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding
 
 
 def check_mtp_layers(folder: ModelFolder, decoder: set[str]) -> Iterator[Finding]:
-    """Check that the head's layers have the MLP and the attention of a decoder layer; one that lost them drafts noise.
+    """Check that the head's layers have the MLP and the attention of a decoder layer; without them its drafts are noise.
 
-    decoder: the names inside a decoder layer of tensors that stand for weights.
+    decoder: names, inside a decoder layer, of the tensors that stand for weights.
     """
     family, experts = folder.family, folder.family.experts
     inside: dict[str, set[str]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Checks on mixtures of experts: complete, quantized alike, with scales, and in one range.
+"""Check mixtures of experts: complete, in one format, with scales, and with scales of similar size.
 
 Sources of the faults: ModelOpt leaves merged experts unquantized without a message (#1340) and writes dead experts and
 scales that underflow (#1382, #1421); vLLM drops the scales of merged experts when it loads them (#49638).

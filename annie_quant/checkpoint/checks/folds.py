@@ -38,9 +38,11 @@ MAX_DEPENDENCE = 0.25  # slope of log(factor) over log(scale): 0 where a fold is
 class Fit:
     """One linear compared with the source's under declared input scales.
 
-    rows: r.  noise: root mean square of what rounding does to r.
-    columns: what is left of every column, 1 where the scale cancels.  allowed: how far rounding can take it from 1.
-    scales: the declared ones.
+    rows: factor of every row (r).
+    noise: root mean square of the change of r by rounding.
+    columns: remaining factor of every column, 1 where the scale cancels.
+    allowed: largest deviation of `columns` from 1 by rounding.
+    scales: the declared scales.
     """
 
     rows: np.ndarray
@@ -97,9 +99,10 @@ def ratio(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
 
 
 def half_steps(folder: ModelFolder, linear: Linear | None, ours: np.ndarray) -> np.ndarray:
-    """Return how far rounding to nearest can take every element of a linear from its value before: float32 [N, K].
+    """Return the largest change of every element of a linear by rounding to nearest: float32 [N, K].
 
-    linear: None for one that is not quantized.  ours: its dequantized weight.
+    linear: None for a linear that is not quantized.
+    ours: its dequantized weight.
     """
     if linear is None or linear.format == "fp8":
         return np.abs(ours) * np.float32(PLAIN_STEP if linear is None else FP8_STEP)
@@ -117,7 +120,8 @@ def half_steps(folder: ModelFolder, linear: Linear | None, ours: np.ndarray) -> 
 def compare(ours: np.ndarray, theirs: np.ndarray, steps: np.ndarray, scales: np.ndarray, slack: np.ndarray) -> Fit:
     """Compare a linear with the source's under the scales [K] that its input was divided by.
 
-    steps: half_steps.  slack: relative error [K] of the scales themselves.
+    steps: half_steps.
+    slack: relative error [K] of the scales themselves.
     """
     expected = theirs * scales.astype(np.float32)
     r, c = fit(ours, expected)
@@ -125,7 +129,7 @@ def compare(ours: np.ndarray, theirs: np.ndarray, steps: np.ndarray, scales: np.
     energy = np.einsum("ij,ij->j", expected, expected)
     reach = np.einsum("ij,ij->j", steps, np.abs(expected))
     allowed = np.divide(reach, energy, out=np.full(len(energy), np.inf), where=energy > 0)
-    # Rows and columns share one uniform factor: it is that of the columns that rounding changed least.
+    # One uniform factor can belong to rows or columns: it is measured on the columns that rounding changed least.
     uniform = abs(float(np.median(c[allowed <= np.median(allowed)]))) or 1.0
     variance = ratio(
         np.einsum("ij,ij->i", np.square(steps) / 3, np.square(expected)), np.square(np.square(expected).sum(1))
@@ -175,7 +179,7 @@ class LayerCheck:
         return self.source.info(original).shape if original else None
 
     def compared(self, name: str, scales: np.ndarray, slack: np.ndarray | float = 0.0) -> Fit | None:
-        """Return a linear compared with the source's; None where either lacks it, or it cannot be read, which is a finding."""
+        """Return a linear compared with the source's; None where one of them lacks it, or it cannot be read (a finding)."""
         original, linear = self.source.find(f"{name}.weight"), self.model.linears.get(name)
         stored = linear.weight if linear else f"{name}.weight"
         if original is None or stored not in self.folder:

@@ -1,9 +1,9 @@
-"""Checks on the quantization settings, against tensors and each other, and on the scales of an FP8 KV cache.
+"""Check the quantization settings against the tensors and each other, and the scales of an FP8 KV cache.
 
-FP8 KV cache: servers multiply it by k_scale and v_scale; without them, or before calibration, they are 1.0 (sgl-cookbook #237), and
-vLLM cannot compute them itself for hybrid models. ModelOpt's `fp8_cast` means 1.0 on purpose (amax 448): 0.47 stores no scale
-then, other versions 1.0, and until 0.42 ModelOpt raised calibrated scales to 1.0. A quantizer of ModelOpt without calibration
-stores none, so its 1.0 is never a missing calibration; that of other producers is.
+Servers multiply an FP8 KV cache by k_scale and v_scale, which are 1.0 where they are missing or not calibrated (sgl-cookbook #237);
+vLLM cannot calibrate them itself for hybrid models. ModelOpt's `fp8_cast` means 1.0 (amax 448): 0.47 then stores no scale, other
+versions store 1.0, and until 0.42 ModelOpt raised calibrated scales to 1.0. A ModelOpt quantizer without calibration stores no
+scale, so a 1.0 of ModelOpt is never a missing calibration; a 1.0 of any other producer is.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def check_kv_complete(folder: ModelFolder, config: QuantConfig) -> Iterator[Find
 
 
 def scales_to_keep(folder: ModelFolder, config: QuantConfig) -> list[str]:
-    """Return the names of the scales that a copy keeps: none where all are a cast's 1.0, which servers use without any.
+    """Return the names of the scales that a copy keeps: none where all are the 1.0 of a cast, the servers' default.
 
-    The copy has another producer, so its scales of 1.0 would be those of a missing calibration.
+    The copy has another producer, so scales of 1.0 in it would mean a missing calibration.
     """
     names = [n for n in folder if n.endswith(KV_ENDS) and folder.info(n).elements == 1]
     values = {float(folder.scalar(n)) for n in names}
@@ -155,7 +155,7 @@ def scales_to_keep(folder: ModelFolder, config: QuantConfig) -> list[str]:
 
 
 def is_cast(config: QuantConfig) -> bool:
-    """Return whether the settings name a cast without calibration, or a ModelOpt, whose scales of 1.0 are meant."""
+    """Return whether scales of 1.0 are intended: the settings name a cast without calibration, or ModelOpt as the producer."""
     producer = config.raw.get("producer")
     version = str(producer.get("version", "")) if isinstance(producer, dict) else ""
     return bool(MODELOPT_VERSION.match(version)) or any("cast" in text.lower() for text in strings(config.raw))

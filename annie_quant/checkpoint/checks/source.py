@@ -1,4 +1,4 @@
-"""Compare a checkpoint with the bf16 checkpoint it was made from: the error of each tensor, and what was changed."""
+"""Compare a checkpoint with the bf16 checkpoint it was made from: the error of each tensor, and unexpected changes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PIECE = 1 << 20  # elements
 
 @dataclass(frozen=True)
 class SourceDifferences:
-    """What a checkpoint's tensors are against its source's.
+    """How a checkpoint's tensors differ from its source's.
 
     rel_l2: quantized linear → relative L2 error of its values.
-    findings: tensors that are not what the source makes of them.
+    findings: tensors that do not follow from the source.
     scaled: layers in which scales were moved between tensors.
     """
 

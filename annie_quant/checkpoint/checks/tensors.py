@@ -1,4 +1,4 @@
-"""Checks on single tensors, and on the linears that servers merge into one matrix."""
+"""Check single tensors, and the linears that servers merge into one matrix."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.documents import Finding, TensorRow
 
 CHUNK_BYTES = 1 << 24
-# Bytes below are subnormal (under 2^-6): fewer bits, and vLLM's Marlin kernels clear them (#34577, #37502).
+# Smaller bytes are subnormal (below 2^-6): they have fewer bits, and vLLM's Marlin kernels read them as 0 (#34577, #37502).
 SMALLEST_NORMAL = 0x08
-SUBNORMAL_SHARE = 0.01  # of the blocks with values; weights have a few such blocks
+SUBNORMAL_SHARE = 0.01  # of the blocks with values; weights normally have a few such blocks
 QUANTIZED_SUFFIXES = (
     ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".pre_quant_scale", ".weight_scale_inv",
 )  # fmt: skip
@@ -124,7 +124,7 @@ class BlockCounts:
 
 
 def count_blocks(folder: ModelFolder, x: Linear, group: int) -> BlockCounts:
-    """Count the block scales of an NVFP4 linear by what is wrong with them."""
+    """Count the block scales of an NVFP4 linear by fault."""
     codes, scales = folder.tensor(x.weight), folder.tensor(x.block_scale or "").view(np.uint8)
     magnitude = scales & MAGNITUDE
     zero = empty = small = 0
@@ -225,7 +225,7 @@ def count_values(folder: ModelFolder, info: TensorInfo) -> tuple[int, int]:
     unsigned, mask = EXPONENTS[info.dtype]
     exponent = unsigned(mask)
     minus_infinity = exponent | unsigned(1 << (8 * exponent.itemsize - 1))
-    # transformers' own initialisation of DeltaNet computes log(0) here: minus infinity means no decay.
+    # transformers' initialisation of DeltaNet computes log(0) here; minus infinity means no decay.
     may_be_minus_infinity = models.is_log_decay(info.name)
     not_finite = nonzero = 0
     for piece in folder.pieces(info.name):

@@ -1,6 +1,6 @@
-"""The ways to store quantized linears in a safetensors folder, one module per dialect.
+"""The dialects in which quantized linears are stored in a safetensors folder, one module per dialect.
 
-A module implements the protocol Dialect; one that is also written implements WritableDialect.
+A module implements the protocol Dialect, or WritableDialect where the dialect is also written.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def config(folder: ModelFolder) -> QuantConfig:
 def refuse_unread(folder: ModelFolder) -> None:
     """Raise CheckpointError where config.json names a layout of quantized weights that is not read here.
 
-    Its codes would be taken for weights.
+    Its codes would be used as weights.
     """
     method = folder.quantization.get("quant_method")
     if method and of(folder) is None:

@@ -188,7 +188,7 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     return QuantSettings(inline, {HF_QUANT_CONFIG: {"producer": producer, "quantization": quantization}})
 
 
-# ---- linears that are quantized here; nothing is packed before it is written
+# ---- linears that are quantized here; a linear is packed when it is written
 
 
 def nvfp4_tensors(

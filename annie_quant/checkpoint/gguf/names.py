@@ -1,7 +1,7 @@
 """How llama.cpp stores a model: tensor names, the order of DeltaNet's value heads, and changed values.
 
 Source of the conventions: ggml-org/llama.cpp, conversion/qwen.py (Qwen3NextModel, _LinearAttentionVReorderBase,
-_Qwen35MtpMixin) and src/models/qwen35.cpp. The names themselves are the family's (annie_quant.models).
+_Qwen35MtpMixin) and src/models/qwen35.cpp. The family has the names (annie_quant.models).
 """
 
 from __future__ import annotations
@@ -12,18 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.gguf.settings import GgufSettings, written
 from annie_quant.core.errors import CheckpointError
-from annie_quant.core.text import printable
 from annie_quant.models.family import DeltaNet, GGUFNames
 
 FLOAT32 = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text model's file
-
-
-def written() -> str:
-    """Return which families are written as GGUF, as a hint."""
-    return f"GGUF is written for {', '.join(f.name for f in models.families() if f.gguf)}"
 
 
 @dataclass(frozen=True)
@@ -39,14 +33,8 @@ class Heads:
     key_dim: int
     value_dim: int
 
-    @classmethod
-    def of(cls, config: Mapping[str, object]) -> Heads:
-        """Read the heads of a text model's settings."""
-        fields = [f"linear_{field}" for field in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
-        return cls(*(_count(config, field) for field in fields))
-
     def order(self, width: int) -> np.ndarray:
-        """Return the indices that bring values * width entries from grouped to tiled order."""
+        """Return the indices that change values * width entries from grouped to tiled order."""
         index = np.arange(self.values * width).reshape(self.keys, self.values // self.keys, width)
         return index.transpose(1, 0, 2).reshape(-1)
 
@@ -68,16 +56,15 @@ class Layout:
     interleaved: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: ModelFolder) -> Layout:
-        """Return the layout of a model folder. Raises CheckpointError for a family that has none."""
-        family, config = folder.family, folder.text_config
-        if family.gguf is None:
-            problem = f"model_type {config.get('model_type')!r} cannot be stored as GGUF here"
-            raise CheckpointError(f"{folder.path}: {problem}", written())
-        layers = _count(config, "num_hidden_layers")
-        interleaved = {linear: _count(config, field) for linear, field in family.gguf.interleaved.items()}
-        heads = Heads.of(config) if family.deltanet else None
-        return cls(family, family.gguf, family.deltanet, layers, heads, interleaved)
+    def of(cls, family: models.Family, s: GgufSettings) -> Layout:
+        """Return the layout of a model of a family that is written as GGUF, by its settings."""
+        assert family.gguf is not None  # read_settings() refuses other families
+        heads = None
+        if family.deltanet:
+            dims = s.linear_key_head_dim, s.linear_value_head_dim
+            heads = Heads(s.linear_num_key_heads, s.linear_num_value_heads, *dims)
+        interleaved: dict[str, int] = {n: getattr(s, heads_field) for n, heads_field in family.gguf.interleaved.items()}
+        return cls(family, family.gguf, family.deltanet, s.num_hidden_layers, heads, interleaved)
 
     def name(self, name: str) -> str | None:
         """Return llama.cpp's name of a tensor, or None for one that a text model's file omits (vision, KV scales)."""
@@ -140,21 +127,10 @@ class Layout:
         return array.astype(np.float32) + np.float32(1) if self.family.adds_one(name) else array
 
 
-def _count(config: Mapping[str, object], field: str) -> int:
-    """Return a field of config.json that is a number from 1 to 2^31 - 1."""
-    value = config.get(field)
-    if type(value) is not int or not 0 < value < 2**31:
-        problem = (
-            "is missing" if value is None else f"is {printable(repr(value)[:200], 60)}, expected a positive number"
-        )
-        raise CheckpointError(f"config.json: {field} {problem}", "copy config.json from the source checkpoint")
-    return value
-
-
 def _module(name: str) -> str:
     return models.in_layer(name).removesuffix(".weight").removesuffix(".bias")
 
 
 def keeps_float32(stored: str, dimensions: int) -> bool:
-    """Return whether llama.cpp takes a tensor in float32 only, by its name in the file and its number of dimensions."""
+    """Return whether llama.cpp takes a tensor only in float32. stored: its name in the file."""
     return dimensions < 2 or not stored.endswith(".weight") or stored.endswith(FLOAT32)

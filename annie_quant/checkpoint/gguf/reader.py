@@ -1,6 +1,6 @@
-"""Check that a GGUF header's counts, lengths and offsets fit in the file, before the gguf package or a server reads it.
+"""Check that a GGUF header's counts, lengths and offsets are inside the file, before the gguf package or a server reads it.
 
-That package trusts them: a count of 2^40 keeps it busy for days. The layout (ggml/docs/gguf.md): magic, version, tensor
+The package trusts them: a count of 2^40 would keep it busy for days. The layout (ggml/docs/gguf.md): magic, version, tensor
 count, pair count, then pairs of key, type, value; then for each tensor its name, dimensions, type, offset.
 """
 
@@ -49,7 +49,7 @@ class _Cursor:
             inner, count = self.number("<I"), self.number("<Q")
             if inner in SIZES:
                 self.skip(count * SIZES[inner])
-            else:  # every value takes bytes, so the end of the file stops an invalid count
+            else:  # every value takes at least one byte, so the end of the file stops an invalid count
                 for _ in range(count):
                     self.value(inner, depth + 1)
         elif kind in SIZES:
@@ -59,7 +59,7 @@ class _Cursor:
 
 
 def check_header(path: Path) -> None:
-    """Raise CheckpointError where the header describes more than the file holds."""
+    """Raise CheckpointError where the header describes more data than the file has."""
     try:
         with (
             path.open("rb") as file,
@@ -92,12 +92,12 @@ def _check_header(cursor: _Cursor) -> None:
 
 
 def open_gguf(path: Path) -> dict[str, ReaderTensor]:
-    """Return the file's tensors (gguf.ReaderTensor) by name. Raises CheckpointError for anything else than a GGUF file."""
+    """Return the file's tensors (gguf.ReaderTensor) by name. Raises CheckpointError for a file that is not GGUF."""
     gguf = need("gguf", "serve")
     check_header(path)
     try:
         return {t.name: t for t in gguf.GGUFReader(path).tensors}
-    except Exception as error:  # the package's reader raises whatever its parsing runs into
+    except Exception as error:  # the package's reader raises errors of many types
         raise CheckpointError(
             f"{path}: not a GGUF file that can be read ({str(error)[:80]})", "convert it again"
         ) from None

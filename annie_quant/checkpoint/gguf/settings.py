@@ -1,7 +1,7 @@
 """The fields of config.json that a GGUF file needs, typed.
 
-They are checked against the tensors' shapes before anything is allocated: a vocabulary of 10^9 in config.json would otherwise
-become a token list of that length.
+They are checked against the tensors' shapes before anything is allocated: a vocab_size of 10^9 in config.json would otherwise
+become a list of as many tokens.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class GgufSettings(msgspec.Struct):
         return rope.full_attention or rope
 
     def frequency_factors(self) -> np.ndarray | None:
-        """Return what the rotary frequencies are divided by with Llama 3's scaling, float32 [head_dim / 2]; None without it.
+        """Return the divisors of the rotary frequencies in Llama 3's scaling, float32 [head_dim / 2]; None without that scaling.
 
         Source: transformers' _compute_llama3_parameters.
         """
@@ -113,14 +113,27 @@ class GgufSettings(msgspec.Struct):
         return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
-def read_settings(folder: ModelFolder, linears: Mapping[str, Linear]) -> GgufSettings:
-    """Return the settings. Raises CheckpointError for a field that is missing, has another type, or does not fit the tensors."""
+def written() -> str:
+    """Return a hint that lists the families which are written as GGUF."""
+    return f"GGUF is written for {', '.join(f.name for f in models.families() if f.gguf)}"
+
+
+def read_settings(folder: ModelFolder) -> GgufSettings:
+    """Return the settings. Raises CheckpointError for another family, and for a field that is missing or has another type."""
     where = f"{folder.path.name}/config.json"
+    if folder.family.gguf is None:
+        problem = f"model_type {folder.text_config.get('model_type')!r} cannot be stored as GGUF here"
+        raise CheckpointError(f"{folder.path}: {problem}", written())
     if folder.family.deltanet:
         absent = next((f for f in REQUIRED_HYBRID if f not in folder.text_config), None)
         if absent:
             raise CheckpointError(f"{where}: {absent} is missing", HINT)
-    settings = documents.convert(GgufSettings, folder.text_config, where, error=CheckpointError, hint=HINT)
+    return documents.convert(GgufSettings, folder.text_config, where, error=CheckpointError, hint=HINT)
+
+
+def check_settings(folder: ModelFolder, settings: GgufSettings, linears: Mapping[str, Linear]) -> None:
+    """Raise CheckpointError where llama.cpp cannot compute with the settings, or where they contradict the tensors."""
+    where = f"{folder.path.name}/config.json"
     if settings.rope.kind not in ROPE_KINDS:
         raise CheckpointError(
             f"{where}: rotary scaling {settings.rope.kind[:40]!r} is not written, expected one of: {', '.join(ROPE_KINDS)}",
@@ -164,11 +177,10 @@ def read_settings(folder: ModelFolder, linears: Mapping[str, Linear]) -> GgufSet
             raise CheckpointError(f"{where}: {fields} need {name} of shape {_text(needed)}, got {_text(shape)}", HINT)
     if len(numbers) != layers:
         raise CheckpointError(f"{where}: num_hidden_layers {layers}, and {len(numbers)} layers have tensors", HINT)
-    return settings
 
 
 def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> None:
-    """Raise CheckpointError where a model with sliding windows differs from what llama.cpp has as constants."""
+    """Raise CheckpointError where a model with sliding windows differs from llama.cpp's constants."""
     names, kinds = folder.family.gguf, settings.layer_types or []
     if names is None or not names.window_pattern:
         if "sliding_attention" in kinds:
@@ -192,7 +204,7 @@ def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> No
 
 
 def _shapes(folder: ModelFolder, linears: Mapping[str, Linear]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name, shape) of every weight, quantized ones with the shape of their numbers."""
+    """Yield (name, shape) of every weight; of a quantized weight the shape of its numbers."""
     quantized = {f"{linear.name}.weight": linear for linear in linears.values()}
     for name, linear in quantized.items():
         yield name, tuple(linear.shape(folder))

@@ -93,7 +93,7 @@ def add(writer: GGUFWriter, folder: ModelFolder, vocab_size: int) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     special_vocab = need("gguf", "serve").SpecialVocab
-    try:  # it reads the tokenizer's files again, and trusts their types
+    try:  # SpecialVocab reads the tokenizer's files again, and trusts their types
         special_vocab(Path(folder.path), load_merges=scores is None, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 200)
@@ -127,7 +127,7 @@ def sentencepiece_scores(tokenizer: Tokenizer, tokens: list[str]) -> list[float]
     Merges are in the order of the scores, and llama.cpp joins the pair with the highest score first.
     """
     model = tokenizer.model
-    # The tokens of a byte-level tokenizer spell bytes, with or without fallback.
+    # The tokens of a byte-level tokenizer stand for bytes, with or without fallback.
     byte_level = any(step.type == "ByteLevel" for step in steps_of(tokenizer))
     if model is None or not model.byte_fallback or byte_level:
         return None

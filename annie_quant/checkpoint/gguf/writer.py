@@ -1,4 +1,4 @@
-"""GGUF files for llama.cpp: plan which tensors a file holds, in which type, then write it.
+"""GGUF files for llama.cpp: plan the tensors of a file and their types, then write it.
 
 NVFP4 codes and block scales are stored bit for bit in ggml's layout; the tensor scale and the input scale are the tensors
 `.scale` and `.input_scale` of the weight, as llama.cpp's own converter writes them. Tensors are streamed, so that a model
@@ -22,7 +22,7 @@ from annie_quant import kquant, nvfp4
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.gguf import vocabulary
 from annie_quant.checkpoint.gguf.names import Heads, Layout, keeps_float32
-from annie_quant.checkpoint.gguf.settings import GgufSettings, read_settings
+from annie_quant.checkpoint.gguf.settings import GgufSettings, check_settings, read_settings
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import need_room
@@ -112,7 +112,9 @@ def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
             f"{folder.path} is quantized already, {kind} needs unquantized weights",
             "give the bf16 checkpoint it was made from",
         )
-    layout, settings = Layout.of(folder), read_settings(folder, model.linears)
+    settings = read_settings(folder)
+    check_settings(folder, settings, model.linears)
+    layout = Layout.of(folder.family, settings)
     heads = layout.heads
     if heads and heads.key_dim != heads.value_dim:
         raise CheckpointError(
@@ -166,7 +168,7 @@ class _GgufPlanner:
                 yield self._plain(name, stored, folder.info(name).shape, partial(folder.tensor, name))
 
     def _plain(self, name: str, stored: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> GgufTensor:
-        """Plan a tensor that is written as numbers or quantized here. Rows that keep their order go in pieces."""
+        """Plan a tensor that is written as numbers or quantized here, in pieces where its rows keep their order."""
         if self.layout.is_convolution(name):
             shape = (shape[0], int(np.prod(shape[1:])))
         kind = self._type(stored, shape)
@@ -204,7 +206,7 @@ class _GgufPlanner:
         return "F16" if self.kind == "F16" else "BF16"
 
     def _linear(self, linear: Linear) -> Iterator[GgufTensor]:
-        """Plan a quantized linear: NVFP4 as it is where ggml has its layout, else as numbers."""
+        """Plan a quantized linear: NVFP4 unchanged where ggml has its layout, else numbers."""
         name = f"{linear.name}.weight"
         stored = self.layout.name(name)
         shape = linear.shape(self.folder)
@@ -232,7 +234,7 @@ class _GgufPlanner:
                 yield GgufTensor(stored.removesuffix(".weight") + suffix, "F32", (1,), partial(iter, [array]))
 
     def _stack(self, stack: Stack) -> Iterator[GgufTensor]:
-        """Plan the experts of one layer and linear: NVFP4 as they are where ggml has their layout, else as numbers."""
+        """Plan the experts of one layer and linear: NVFP4 unchanged where ggml has their layout, else numbers."""
         linears = stack.linears(self.model.linears)
         shapes: set[tuple[int, ...]] = {x.shape(self.folder) for x in linears}
         shapes = shapes or {self.folder.info(f"{m}.weight").shape for m in stack.modules}
@@ -271,7 +273,7 @@ class _GgufPlanner:
         yield GgufTensor(stack.stored, kind, shape, load)
 
     def _blocks(self, linear: Linear) -> Iterator[np.ndarray]:
-        """Yield an NVFP4 linear as ggml's blocks, with llama.cpp's head order."""
+        """Yield an NVFP4 linear as ggml's blocks, in llama.cpp's order of heads."""
         tensor = linear.load(self.folder)
         codes, scale = tensor.codes, tensor.block_scale
         if tensor.group != 16:
@@ -295,7 +297,7 @@ class _GgufPlanner:
 
 
 def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
-    """Return an array as the bytes of one ggml type, in the array's shape where the type is a plain number."""
+    """Return an array as the bytes of one ggml type, in the same shape for a type of plain numbers."""
     if kind == "BF16":
         return array.astype(ml_dtypes.bfloat16, copy=False).view(np.uint16)
     if kind == "F16":
@@ -354,7 +356,7 @@ MROPE_SECTIONS = [11, 11, 10, 0]  # Qwen3.5's, for a config.json without them
 
 
 def write_gguf(model: QuantizedFolder, output: Path, kind: str, progress: Progress = SILENT) -> GgufPlan:
-    """Write a model folder as one file, and return what it holds. kind: one of TYPES."""
+    """Write a model folder as one file, and return its plan. kind: one of TYPES."""
     gguf = need("gguf", "serve")
     plan = plan_gguf(model, kind)
     part = output.with_name(f".{output.name}.{os.getpid()}.part")

@@ -1,7 +1,7 @@
 """Teachers: one module each, with NAME, SUMMARY and open_teacher(options, split), which returns a Teacher.
 
-A failed batch raises BatchFailed (only it is repeated), RateLimited (repeated after a wait) or an AnnieError, which ends the
-run; earlier batches are kept in each case.
+A failed batch raises BatchFailed (the batch is repeated), RateLimited (it is repeated after a wait) or an AnnieError, which ends
+the run; earlier batches are kept in each case.
 
 PromptedTeacher is the base of teachers that are language models. A batch is one prompt and one answer, a JSON object
 {"conversations": [{"turns": [...]}]}. Parsing is lenient (fences, text around the object, JSON lines, a truncated end); the
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
 
@@ -29,14 +30,14 @@ class Options:
     model, url: None for the teacher's default.
     timeout_s: per batch.
     batch_size: conversations per batch.
-    max_usd: returns the remaining budget, for teachers that can enforce it themselves; None without a budget.
+    max_usd: budget of the whole run; None without one.
     """
 
     model: str | None = None
     url: str | None = None
     timeout_s: float = 300.0
     batch_size: int = 10
-    max_usd: Callable[[], float | None] = lambda: None
+    max_usd: float | None = None
 
 
 @dataclass
@@ -85,8 +86,8 @@ _FENCE = re.compile(r"^\s*```[\w-]*\s*$", re.MULTILINE)
 class ModelReply:
     """A model's answer.
 
-    value: the object, where the program has parsed it; else it is in `text`.
-    truncated: whether the token limit ended it.
+    value: the parsed object, where the program returns one; else the object is in `text`.
+    truncated: whether the token limit ended the answer.
     """
 
     text: str
@@ -102,7 +103,7 @@ class PromptedTeacher:
     model: str
     batch_size: int
 
-    def ask(self, prompt: str, schema: Mapping[str, Any]) -> ModelReply:
+    def ask(self, prompt: str, schema: JsonObject) -> ModelReply:
         """Send the prompt. schema: JSON schema of the answer, for models that accept one."""
         raise NotImplementedError
 
@@ -137,7 +138,7 @@ def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence
         f"Each conversation has exactly {category.turns} turn{'s' * (category.turns > 1)}."
         + (" Each turn depends on the earlier ones." if category.turns > 1 else ""),
     ]
-    turn: dict[str, Any] = {"user": "the user's message"}
+    turn: JsonObject = {"user": "the user's message"}
     if tool:
         lines += [
             f"In the first turn {persona.name} calls {tool['name']} without any other text; no other tool is ever called.",
@@ -161,9 +162,9 @@ def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence
     return "\n".join(lines)
 
 
-def schema_for(category: Category) -> dict[str, Any]:
+def schema_for(category: Category) -> JsonObject:
     """Return the JSON schema of an answer."""
-    turn: dict[str, Any] = {
+    turn: JsonObject = {
         "type": "object",
         "properties": {"user": {"type": "string"}, "assistant": {"type": "string"}},
         "required": ["user", "assistant"],

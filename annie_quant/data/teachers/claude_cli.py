@@ -15,14 +15,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.secrets import without_secrets
-from annie_quant.core.untrusted import cost_usd, integer
+from annie_quant.core.untrusted import JsonObject, cost_usd, integer
 from annie_quant.data.teachers import BatchFailed, ModelReply, Options, PromptedTeacher, RateLimited
 from annie_quant.documents import salvage_value
 
@@ -45,8 +44,8 @@ class Usage(msgspec.Struct):
 class Envelope(msgspec.Struct):
     """The result object of --output-format json.
 
-    is_error: any value that is not false is an error.
-    total_cost_usd, output_tokens: not known where they are not an amount or a count.
+    is_error: any value but false is an error.
+    total_cost_usd, output_tokens: unknown where they are not an amount or a count.
     """
 
     result: str | None = None
@@ -63,7 +62,7 @@ class ClaudeCli(PromptedTeacher):
         self.program, self.flags, self.options = program, flags, options
         self.model, self.batch_size = options.model or MODEL, options.batch_size
 
-    def command(self, schema: Mapping[str, Any]) -> list[str]:
+    def command(self, schema: JsonObject) -> list[str]:
         """Return the argument list of one batch."""
         argv = [self.program, "-p", "--model", self.model, "--output-format", "json"]
         if "--max-turns" in self.flags:
@@ -72,12 +71,9 @@ class ClaudeCli(PromptedTeacher):
             argv += ["--json-schema", json.dumps(schema)]
         if "--no-session-persistence" in self.flags:
             argv.append("--no-session-persistence")
-        remaining = self.options.max_usd()
-        if remaining is not None and "--max-budget-usd" in self.flags:
-            argv += ["--max-budget-usd", f"{remaining:.2f}"]
         return argv
 
-    def ask(self, prompt: str, schema: Mapping[str, Any]) -> ModelReply:
+    def ask(self, prompt: str, schema: JsonObject) -> ModelReply:
         code, out, err = run(self.command(schema), prompt, self.options.timeout_s)
         result = envelope(out)
         text = (result.result if result else None) or ""

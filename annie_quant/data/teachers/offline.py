@@ -1,4 +1,4 @@
-"""The built-in teacher: templates and seeded choices, no model and no network. Every row's provenance names it.
+"""The built-in teacher: templates and seeded choices, without a model or a network. Every row's provenance names it.
 
 Annie's categories have their own templates (data/exchanges.py). A category of any other persona that has a tool gets requests
 made from the tool's JSON schema (data/tool_exchanges.py).
@@ -22,13 +22,13 @@ NAME = "offline"
 SUMMARY = "built-in templates: no model, no network, the same rows for the same seed"
 MODEL = "annie_quant templates"
 BATCH_SIZE = 500
-MAX_DRAWS = 200  # attempts to draw a conversation that does not exist yet
+MAX_DRAWS = 200  # attempts to draw a new conversation
 TEMPLATES = (*exchanges.CATEGORIES, "multi_turn")
 ANNIE_TOOLS = (None, "search_memory", "web_search")
 
 
 class Offline:
-    """split: the split whose phrasings and topics are used; train, calibration and gate share none."""
+    """A teacher that draws from the phrasings and topics of one split; train, calibration and gate share none."""
 
     model = MODEL
     batch_size = BATCH_SIZE

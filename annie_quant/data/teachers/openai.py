@@ -1,4 +1,4 @@
-"""openai: any endpoint with OpenAI's chat completions, by the C client. The key is read from the environment, never stored.
+"""openai: any endpoint with OpenAI's chat completions, by the C client. The key is read from the environment and never stored.
 
 OPENAI_BASE_URL (or --url) is the endpoint, OPENAI_API_KEY its key; a local server needs none. Without --teacher-model the
 first model in the endpoint's /v1/models is used.
@@ -7,12 +7,10 @@ first model in the endpoint's /v1/models is used.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from annie_quant.core.errors import EnvironmentFault, ServerError, UsageError
 from annie_quant.core.secrets import refuse_secrets_in, safe_url
-from annie_quant.core.untrusted import cost_usd, integer
+from annie_quant.core.untrusted import JsonObject, cost_usd, integer
 from annie_quant.data.teachers import BatchFailed, ModelReply, Options, PromptedTeacher, RateLimited
 
 NAME = "openai"
@@ -42,7 +40,7 @@ class OpenAi(PromptedTeacher):
             raise ServerError(f"nothing answers at {safe_url(self.url)}: {reply.fault}", "check --url")
         return first_model(reply.body)
 
-    def ask(self, prompt: str, schema: Mapping[str, Any]) -> ModelReply:
+    def ask(self, prompt: str, schema: JsonObject) -> ModelReply:
         from annie_quant import stream
 
         turns = schema["properties"]["conversations"]["items"]["properties"]["turns"]["maxItems"]

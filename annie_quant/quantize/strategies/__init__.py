@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from annie_quant import models
 from annie_quant.core import registry
@@ -28,7 +27,7 @@ def by_rank() -> list[Strategy]:
     return sorted(map(find, names()), key=lambda s: (s.cost.rank, s.name))
 
 
-def check_family(strategy: Strategy, config: Mapping[str, Any]) -> None:
+def check_family(strategy: Strategy, config: Mapping[str, object]) -> None:
     """Raise CheckpointError where a strategy cannot take the family of a config.json, with the commands that can."""
     if not strategy.needs_family or config.get("auto_map"):
         return  # a checkpoint with code of its own is refused when it is loaded

@@ -1,4 +1,4 @@
-"""awq_lite (strategy A): activation-aware scales, folded exactly, so that plain NVFP4 remains."""
+"""awq_lite (strategy A): activation-aware scales, folded exactly into other weights, so that the result is plain NVFP4."""
 
 from __future__ import annotations
 

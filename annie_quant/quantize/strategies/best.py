@@ -1,8 +1,9 @@
-"""best: every linear in NVFP4, as small as naive, by the recipe that keeps held-out conversations closest to the source.
+"""best: every linear in NVFP4, as small as naive, by the recipe that stays closest to the source on held-out conversations.
 
-First the source answers with the inputs of one group of linears rounded at a time: those that carry most of the harm stay W4A16
-(mixed_formats.py). Then recipes are compared on conversations that none of them rounds with (recipe_choice.py), and the best one
-rounds with all conversations. --effort is how many are tried. A killed run continues after its last trial, recipe or layer.
+First the source answers with the inputs of one group of linears rounded at a time; the groups with most of the harm stay W4A16
+(mixed_formats.py). Then recipes are compared on conversations that they do not round with (recipe_choice.py), and the best one
+rounds with all conversations. --effort sets how many recipes are tried. A killed run continues after its last trial, recipe or
+layer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ class BestOptions(StrategyOptions):
     damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
     prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
     markup: float = option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens")
-    fold: str = option("none", "fold activation-aware scales into the layer first", ("none", "awq"))
     activations: str = option(
         "mixed",
         "bits of the inputs: 4 or 16 of all linears, or 4 for the most weights that `share` allows",
@@ -72,9 +72,8 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     method = Method(
         prompt=options.prompt,
         markup=options.markup,
-        fold=options.fold == "awq",
         damping=options.damping,
-        layers=fixed,
+        two_streams=fixed,
     )
     choice = RecipeChoice(method)
     if not fixed:

@@ -3,8 +3,8 @@
 Activations stay bf16 (W4A16) unless input scales are given: nothing is calibrated, so no text is needed. An interrupted
 run resumes after its last complete shard.
 
-Shards can be tasks on a Ray cluster whose machines have the same folders. A task gets the job and the name of its shard and makes
-the plan itself, so only a few settings travel. A worker that dies loses its current shard, and Ray gives that task to another one.
+Shards can be tasks on a Ray cluster whose machines share the folders. A task gets the job and the name of its shard and makes the
+plan itself, so only a few settings are sent. If a worker dies, Ray gives its task to another one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def write(job: Job[DirectOptions], plan: QuantizationPlan, progress: Progress) -
     """Write the shards here or on a cluster."""
     shard_bytes = parse_size(job.options.shard_size)
     write_shards = partial(write_on_cluster, job) if job.options.ray else None
-    export(ModelFolder(job.model), job.output, plan, shard_bytes, progress, resume=True, write_shards=write_shards)
+    write_tensors = partial(
+        writer.write, shard_bytes=shard_bytes, progress=progress, resume=True, write_shards=write_shards
+    )
+    export(ModelFolder(job.model), job.output, plan, write_tensors)
 
 
 def write_shard(job: Job[DirectOptions], name: str) -> None:

@@ -1,6 +1,6 @@
 """mlp_only (strategy B): the MLP in NVFP4 W4A4, attention and DeltaNet stay bf16.
 
-Tool calls survived where attention kept its precision. The price is size: 10.96 GB for a 9B, counted from its shapes.
+Tool calls are kept where attention keeps its precision. The cost is size: 10.96 GB for a 9B, counted from its shapes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """sensitivity: each linear gets the format that its measured divergence allows, under a size budget.
 
-Four-bit groups quantize their activations, too, only while that adds little: in a trial the activations broke the tools, and only
-those of a few linears.
+Four-bit groups also quantize their activations while that adds little: in a trial it was activations that broke tool calls, and
+only those of a few linears.
 """
 
 from __future__ import annotations

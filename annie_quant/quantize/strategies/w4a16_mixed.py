@@ -1,6 +1,6 @@
 """w4a16_mixed (strategy D): MLP and head in NVFP4 weights with 16-bit activations, attention and DeltaNet in FP8.
 
-Upstream's own recipe for Qwen3.5: nothing computes with 4-bit activations; 7.42 GB for a 9B, counted from its shapes.
+Upstream's recipe for Qwen3.5: no 4-bit activations; 7.42 GB for a 9B, counted from its shapes.
 NVIDIA's recipe for a Spark (`w4a16_nvfp4-fp8_attn-kv_fp8_cast` of ModelOpt 0.47) is this with --scale amax --kv-cache fp8_cast.
 """
 

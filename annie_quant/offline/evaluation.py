@@ -104,7 +104,7 @@ def evaluate_pair(
         on_outcomes(name, [o.completion for o in outcomes])
         if constant := gives_one_answer(pair.template, baseline, outcomes):
             blocking.append(f"{name}: {constant}, which bf16 does not give")
-        if job.ensemble:
+        if job.ensemble and name not in job.plain:
             further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
             for m in further:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])

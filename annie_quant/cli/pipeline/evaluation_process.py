@@ -43,7 +43,8 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     reference: folder of the bf16 model.
     cache: folder for its answers.
     n_per_gate, persona, workloads: the prompts (as for data/workloads.py).
-    checkpoint: None for the reference's answers alone, which later jobs find in `cache`.
+    checkpoint: None for the reference's answers alone, in both arithmetics, which later jobs find in `cache`.
+    ensemble, plain: as for EvaluationJob.
     output: file for the evaluation.
     conversations, n_conversations: as for evaluate().
     """
@@ -54,6 +55,8 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     persona: str | None = None
     workloads: str | None = None
     checkpoint: str | None = None
+    ensemble: bool = True
+    plain: tuple[str, ...] = ()
     output: str | None = None
     conversations: str | None = None
     n_conversations: int | None = None
@@ -123,6 +126,7 @@ def summary(job: ProcessJob) -> str:
 
 def evaluate(job: ProcessJob, progress: Progress) -> None:
     """Compute a job in this process."""
+    from annie_quant.offline import ensemble
     from annie_quant.offline.job import run
     from annie_quant.offline.pair import EvaluationJob, open_pair
 
@@ -131,6 +135,8 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
         checkpoint=Path(job.checkpoint or job.reference),
         reference=Path(job.reference),
         workloads=job.prompts(),
+        ensemble=job.ensemble,
+        plain=job.plain,
         conversations=job.conversations,
         n_conversations=job.n_conversations,
         faults=export_notes(job.checkpoint, job.reference) if job.checkpoint else [],
@@ -139,7 +145,8 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
     )
     if job.checkpoint is None:
         with open_pair(settings, progress) as pair:
-            pair.reference.answer(settings.workloads, progress)
+            answered = pair.reference.answer(judge.distinct_prompts(settings.workloads)[0], progress)
+            ensemble.second_answers(pair, answered)
     else:
         run(settings, progress)
 

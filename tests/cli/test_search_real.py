@@ -38,9 +38,13 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def few_hardened(monkeypatch):
-    """Two prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py."""
+def few_rows(monkeypatch):
+    """Two prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py.
+
+    And 16 rows whose labels are checked, where a search takes 48.
+    """
     monkeypatch.setattr(search_explanation, "HARDENED_N", 2)
+    monkeypatch.setattr(search_explanation, "LABEL_ROWS", 16)
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
@@ -98,7 +102,7 @@ def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
 def test_an_interrupted_search_resumes_and_gives_the_same_result(calibration, tmp_path, monkeypatch):
     def words(output):
         return ["search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration), "--output", str(output), "--n", "2",
-                "--strategies", "direct", "--require", "w4a16", "--workloads", WORKLOADS]  # fmt: skip
+                "--strategies", "direct", "--require", "w4a16", "--workloads", "factual"]  # fmt: skip
 
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     stage = RunDirectory.stage

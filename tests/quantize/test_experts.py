@@ -22,7 +22,7 @@ pytest.importorskip("transformers", reason="models are loaded with transformers:
 
 EXPERTS, UNUSED = 8, 5
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-OPTIONS = {"qad": {"steps": 1}, "sensitivity": {"tokens": 48, "bits": 6}, "auto_mixed": {"bits": 6, "tokens": 48}}
+OPTIONS = {"qad": {"steps": 1}, "sensitivity": {"tokens": 48, "bits": 6}, "auto_mixed": {"tokens": 48, "bits": 6}}
 FORMATS = {"direct": "W4A16_NVFP4", "w4a16_mixed": "MIXED_PRECISION"}
 
 

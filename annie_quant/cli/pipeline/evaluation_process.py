@@ -126,6 +126,7 @@ def summary(job: ProcessJob) -> str:
 
 def evaluate(job: ProcessJob, progress: Progress) -> None:
     """Compute a job in this process."""
+    prompts = job.prompts()  # before torch is imported, so that an unknown workload is named at once
     from annie_quant.offline import ensemble
     from annie_quant.offline.job import run
     from annie_quant.offline.pair import EvaluationJob, open_pair
@@ -134,7 +135,7 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
     settings = EvaluationJob(
         checkpoint=Path(job.checkpoint or job.reference),
         reference=Path(job.reference),
-        workloads=job.prompts(),
+        workloads=prompts,
         ensemble=job.ensemble,
         plain=job.plain,
         conversations=job.conversations,
@@ -145,7 +146,7 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
     )
     if job.checkpoint is None:
         with open_pair(settings, progress) as pair:
-            answered = pair.reference.answer(judge.distinct_prompts(settings.workloads)[0], progress)
+            answered = pair.reference.answer(judge.distinct_prompts(prompts)[0], progress)
             ensemble.second_answers(pair, answered)
     else:
         run(settings, progress)

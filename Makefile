@@ -16,7 +16,7 @@ APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-
 FORMATTED := $(wildcard csrc/common/*.[ch] csrc/nvfp4/*.[ch] csrc/stream/*.[ch] csrc/gemm/*.[ch] csrc/gemm/*.cu csrc/gemm/*.cuh tests/simulate/*.[ch])
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
-.PHONY: demo test test-quick lint format perf docs sbom audit clean setup
+.PHONY: demo test test-quick test-thorough lint format perf docs sbom audit clean setup
 
 demo: setup
 	$(BIN)/annie-quant demo
@@ -30,6 +30,12 @@ test: setup apt-test
 # Fast files of all packages, for the loop of editing and testing (tests/quick.txt).
 test-quick: setup
 	$(BIN)/python -m pytest -q $(PARALLEL) --quick
+
+# The randomised files with more cases: mutated and hostile files, and kills at random moments.
+THOROUGH := tests/checkpoint/test_fuzz.py tests/checkpoint/test_shards.py tests/checkpoint/test_direct.py tests/nvfp4/test_variants.py \
+	tests/fuzzing tests/bench/test_kill.py
+test-thorough: setup
+	ANNIE_QUANT_FUZZ=20000 ANNIE_QUANT_FUZZ_CASES=1000 ANNIE_QUANT_KILLS=50 $(BIN)/python -m pytest $(PARALLEL) $(THOROUGH)
 
 lint: setup
 	$(MAKE) --jobs 2 --output-sync=target lint-python lint-native

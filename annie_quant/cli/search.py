@@ -107,12 +107,12 @@ NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  
 @click.option(
     "--n-offline",
     type=click.IntRange(1),
-    default=60,
+    default=54,
     show_default=True,
     help="Prompts per gate in the offline evaluation.",
 )
 @click.option(
-    "--n-served", type=click.IntRange(1), default=60, show_default=True, help="Prompts per gate on the servers."
+    "--n-served", type=click.IntRange(1), default=54, show_default=True, help="Prompts per gate on the servers."
 )
 @persona_option
 @workloads_option

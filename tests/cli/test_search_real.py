@@ -41,10 +41,10 @@ def base(tmp_path_factory):
 def few_rows(monkeypatch):
     """Two prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py.
 
-    And 16 rows whose labels are checked, where a search takes 48.
+    And 8 rows whose labels are checked, where a search takes 48.
     """
     monkeypatch.setattr(search_explanation, "HARDENED_N", 2)
-    monkeypatch.setattr(search_explanation, "LABEL_ROWS", 16)
+    monkeypatch.setattr(search_explanation, "LABEL_ROWS", 8)
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):

@@ -100,7 +100,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "N_PROMPTS", 8)
+    monkeypatch.setattr(checks, "N_PROMPTS", 6)
     monkeypatch.setattr(checks, "N_TOKENS", 4)
 
 

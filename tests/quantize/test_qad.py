@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runtime_models
-from paths import ROOT
+from paths import CALIBRATION, ROOT
 
 from annie_quant import quantize
 from annie_quant.checkpoint import dialects
@@ -20,7 +20,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 torch = pytest.importorskip("torch", reason="training runs on torch: pip install annie-quant[quantize]")
 # Training of an attention layer and the MLP before it: gradients of earlier layers are not computed.
 EXCLUDED = "linear_attn,layers.0,layers.1"
-SETTINGS = {"steps": 3, "save": 100, "lr": 3e-4, "checkpointing": 0, "calib_samples": 6, "exclude": EXCLUDED}
+SETTINGS = {"steps": 3, "save": 100, "lr": 3e-4, "checkpointing": 0, "calib_samples": 24, "exclude": EXCLUDED}
 # The processes are forked after the imports, which cost more than the training; variables as torchrun sets them.
 TWO_PROCESSES = """
 import json, os, socket, sys
@@ -82,14 +82,16 @@ def test_gradients_pass_the_rounding_and_the_scales_are_saved() -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of four layers and conversations to calibrate it with."""
-    return runtime_models.save_with_conversations(tmp_path_factory.mktemp("small"))
+    """A folder with a model of four layers whose layers have some effect."""
+    home = tmp_path_factory.mktemp("small")
+    runtime_models.save_reference(home / "model", gain=2.0)
+    return home
 
 
 @pytest.fixture(scope="module")
 def trained_folder(home: Path) -> Path:
     """A checkpoint that one process trained, four answers per step."""
-    quantize.run("qad", home / "model", home / "one", calib_data=home / "calib.jsonl", batch=4, **SETTINGS)
+    quantize.run("qad", home / "model", home / "one", calib_data=CALIBRATION, batch=4, **SETTINGS)
     return home / "one"
 
 
@@ -107,12 +109,12 @@ def test_training_changes_the_linears_and_nothing_else(home: Path, trained_folde
 def test_two_processes_give_the_same_result_as_one(home: Path, trained_folder: Path, tmp_path: Path) -> None:
     """The same four answers per step, in one process or two. The loss weighs tokens differently (a mean of two means), so
     the weights differ, but less than those of a run that learned other answers (seed 1)."""
-    more = {"calib_data": str(home / "calib.jsonl"), "batch": 2, **SETTINGS}
+    more = {"calib_data": str(CALIBRATION), "batch": 2, **SETTINGS}
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", TWO_PROCESSES, str(home / "model"), str(tmp_path / "two"), json.dumps(more)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-2000:]
-    other_run = {"calib_data": home / "calib.jsonl", "batch": 4, "seed": 1, **SETTINGS}
+    other_run = {"calib_data": CALIBRATION, "batch": 4, "seed": 1, **SETTINGS}
     quantize.run("qad", home / "model", tmp_path / "other", **other_run)
     one, two, other = (weights(folder) for folder in (trained_folder, tmp_path / "two", tmp_path / "other"))
     difference = sum(float(np.abs(one[n] - two[n]).sum()) for n in one)
@@ -125,4 +127,4 @@ def test_an_unknown_choice_is_refused(home: Path, tmp_path: Path) -> None:
     from annie_quant.core.errors import UsageError
 
     with pytest.raises(UsageError, match="checkpointing=2"):
-        quantize.run("qad", home / "model", tmp_path / "out", calib_data=home / "calib.jsonl", checkpointing=2)
+        quantize.run("qad", home / "model", tmp_path / "out", calib_data=CALIBRATION, checkpointing=2)

@@ -82,9 +82,9 @@ class EvaluationProcesses:
             process = server.spawn(command, self.stages.dir / f"logs/{name}.log", name, environment)
         self._started.append((_Stage(name, inputs, outputs, job), process))
 
-    def finish(self) -> None:
-        """Wait for all stages that were started, in order. Raises ServerError with the cause for one that failed."""
-        while self._started:
+    def finish(self, n: int | None = None) -> None:
+        """Wait for the first n stages that were started, or all, in order. Raises ServerError with the cause for one that failed."""
+        for _ in range(len(self._started) if n is None else n):
             stage, process = self._started[0]
 
             def work(progress: Progress, stage: _Stage = stage, process: server.Server | None = process) -> StageResult:

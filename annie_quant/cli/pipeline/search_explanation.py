@@ -260,12 +260,19 @@ def score(pair: Any, rows: Sequence[Row]) -> list[float]:
 
     pair: offline.pair.ModelPair.
     """
-    from annie_quant.offline.kl import FIELDS
+    import torch
+
+    from annie_quant.offline.engine import Row as ScoredRow
     from annie_quant.offline.prompts import conversation_answers
 
-    compared = pair.compare(conversation_answers(pair.template, rows))
-    column = FIELDS.index("nll_reference")
-    return [float(compared[i].fields[:, column].mean()) for i in sorted(compared) if len(compared[i].fields)]
+    answers = [ScoredRow(answer.prompt, answer.target) for answer in conversation_answers(pair.template, rows)]
+    nats: dict[int, float] = {}
+    for i, logits in pair.reference.scores(answers):
+        if target := answers[i].target:
+            expected = torch.tensor(target, device=logits.device)
+            nats[i] = float(torch.nn.functional.cross_entropy(logits.double(), expected))
+    nats = pair.group.gather(nats)
+    return [nats[i] for i in sorted(nats)]
 
 
 def own_answers(pair: Any, rows: Sequence[Row]) -> list[Row]:

@@ -83,7 +83,7 @@ class EvaluationProcesses:
         self._started.append((_Stage(name, inputs, outputs, job), process))
 
     def finish(self, n: int | None = None) -> None:
-        """Wait for the first n stages that were started, or all, in order. Raises ServerError with the cause for one that failed."""
+        """Wait for the first n stages that were started, or all, in order. Raises ServerError with the cause of a failure."""
         for _ in range(len(self._started) if n is None else n):
             stage, process = self._started[0]
 

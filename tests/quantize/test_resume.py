@@ -24,7 +24,14 @@ from annie_quant.core.resume import KeyedJson
 from annie_quant.quantize import prompt_provenance
 
 PART = ",".join(f"layers.{i}" for i in range(6))
-TRAINING: dict = {"exclude": "layers.0,layers.1,layers.2", "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3}
+TRAINING: dict = {
+    "exclude": "layers.0,layers.1,layers.2",
+    "steps": 4,
+    "batch": 2,
+    "save": 1,
+    "lr": 1e-4,
+    "calib_samples": 3,
+}
 
 
 @pytest.fixture(scope="module")

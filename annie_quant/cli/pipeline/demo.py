@@ -157,7 +157,9 @@ class Demo:
             inputs = stages.data_inputs() | prompts_used | {"kl_rows": KL_ROWS}
             for strategy in STRATEGIES:
                 processes.start(f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], self.evaluation(strategy))
-            processes.finish(1)  # naive's, which has no further arithmetics; its layers are measured while the other goes on
+            processes.finish(
+                1
+            )  # naive's, which has no further arithmetics; its layers are measured while the other goes on
             inputs = {"n": SENSITIVITY_PROMPTS, **text}
             stages.stage("layers-naive", inputs, ["sensitivity/naive.json"], self.measure_layers, StageResult)
             processes.finish()

@@ -193,7 +193,7 @@ def check_identity(run: LoadedRun, model: str, folder: Path) -> list[str]:
 
     Raises UsageError where it was another one than `folder`.
     """
-    from annie_quant.offline.reference import model_sha256
+    from annie_quant.checkpoint.model_hash import model_sha256
 
     evaluation = run.evaluations.get(model)
     files = evaluation.checkpoint_files if evaluation else None
@@ -213,7 +213,7 @@ def check_identity(run: LoadedRun, model: str, folder: Path) -> list[str]:
 
 def source_of(run: LoadedRun, model: str) -> Path | None:
     """Return the bf16 checkpoint that a model was compared with, where it is still there and unchanged."""
-    from annie_quant.offline.reference import model_sha256
+    from annie_quant.checkpoint.model_hash import model_sha256
 
     evaluation = run.evaluations.get(model)
     folder = Path(evaluation.reference) if evaluation else None

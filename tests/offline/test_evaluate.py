@@ -17,6 +17,7 @@ from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
+from annie_quant.checkpoint.model_hash import model_sha256  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402
@@ -25,7 +26,7 @@ from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, open_pair  # noqa: E402
 from annie_quant.offline.prompts import CLASSES, Template, conversation_answers  # noqa: E402
-from annie_quant.offline.reference import default_cache, model_sha256  # noqa: E402
+from annie_quant.offline.reference import default_cache  # noqa: E402
 
 TOOL = {"type": "function", "function": {"name": "search_memory", "parameters": {
     "type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}  # fmt: skip

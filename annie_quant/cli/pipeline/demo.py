@@ -270,7 +270,7 @@ class Demo:
         )
 
     def model_row(self, name: str) -> documents.ModelRow:
-        from annie_quant.offline.reference import model_sha256
+        from annie_quant.checkpoint.model_hash import model_sha256
 
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"
         folder = self.source(side)

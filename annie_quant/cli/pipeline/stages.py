@@ -257,6 +257,6 @@ def silence_transformers() -> None:
 
 def model_key(folder: Path) -> str:
     """Return a hash of the checkpoint's content, independent of its path."""
-    from annie_quant.offline.reference import model_sha256
+    from annie_quant.checkpoint.model_hash import model_sha256
 
     return model_sha256(folder)[:16]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from annie_quant import bench, checkpoint, data, documents, judge, report
+from annie_quant.checkpoint.model_hash import model_sha256
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline.evaluation_process import EvaluationProcesses, ProcessJob
 from annie_quant.cli.pipeline.run_directory import RunDirectory
@@ -270,8 +271,6 @@ class Demo:
         )
 
     def model_row(self, name: str) -> documents.ModelRow:
-        from annie_quant.checkpoint.model_hash import model_sha256
-
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"
         folder = self.source(side)
         from_gguf = side.gguf_type == "Q4_K_M"

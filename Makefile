@@ -16,7 +16,7 @@ APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-
 FORMATTED := $(wildcard csrc/common/*.[ch] csrc/nvfp4/*.[ch] csrc/stream/*.[ch] csrc/gemm/*.[ch] csrc/gemm/*.cu csrc/gemm/*.cuh tests/simulate/*.[ch])
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
-.PHONY: demo test test-quick lint format perf docs sbom audit clean setup
+.PHONY: demo test test-quick test-thorough lint format perf docs sbom audit clean setup
 
 demo: setup
 	$(BIN)/annie-quant demo
@@ -31,6 +31,12 @@ test: setup apt-test
 test-quick: setup
 	$(BIN)/python -m pytest -q $(PARALLEL) --quick
 
+# The randomised files with more cases: mutated and hostile files, and kills at random moments.
+THOROUGH := tests/checkpoint/test_fuzz.py tests/checkpoint/test_shards.py tests/checkpoint/test_direct.py tests/nvfp4/test_variants.py \
+	tests/fuzzing tests/bench/test_kill.py
+test-thorough: setup
+	ANNIE_QUANT_FUZZ=20000 ANNIE_QUANT_FUZZ_CASES=1000 ANNIE_QUANT_KILLS=50 $(BIN)/python -m pytest $(PARALLEL) $(THOROUGH)
+
 lint: setup
 	$(MAKE) --jobs 2 --output-sync=target lint-python lint-native
 
@@ -43,7 +49,8 @@ lint-python:
 
 lint-native:
 	@test ! -x $(BIN)/clang-format || $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
-	ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ARCHS=80 $(BIN)/python setup.py -q build_ext --force --parallel 2 --build-temp build/lint --build-lib build/lint
+	@# not again where setup has compiled with -Werror (.ci/run)
+	@test "$$(cat $(STAMP))" = 1 || ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ARCHS=80 $(BIN)/python setup.py -q build_ext --force --parallel 2 --build-temp build/lint --build-lib build/lint
 
 # The measurements that need neither a GPU nor arguments; the others state theirs in their first lines.
 PERF := codec gptq nvfp4_decode overhead power report rules runtime stream
@@ -128,7 +135,7 @@ $(STAMP): $(C_FILES)
 	@test -f $(BIN)/activate && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements.txt
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
-	@touch $@
+	@echo "$(ANNIE_QUANT_WERROR)" >$@
 
 .PHONY: apt-test
 apt-test:

@@ -18,6 +18,7 @@ from torch import nn
 
 from annie_quant import __version__, judge
 from annie_quant.checkpoint import ModelFolder, prompt_files
+from annie_quant.checkpoint.model_hash import model_sha256
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import (
@@ -47,7 +48,6 @@ from annie_quant.offline.nvfp4_linear import NVFP4Linear
 from annie_quant.offline.pair import EvaluationJob, ModelPair, check_prompts
 from annie_quant.offline.profiles import find_profile, is_supported
 from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
-from annie_quant.offline.reference import model_sha256
 from annie_quant.offline.verification import Choices, Outcome
 
 Judged = tuple[Workload, Case, Answer]  # what judge.gate_table counts
@@ -104,7 +104,7 @@ def evaluate_pair(
         on_outcomes(name, [o.completion for o in outcomes])
         if constant := gives_one_answer(pair.template, baseline, outcomes):
             blocking.append(f"{name}: {constant}, which bf16 does not give")
-        if job.ensemble:
+        if job.ensemble and name not in job.plain:
             further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
             for m in further:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])

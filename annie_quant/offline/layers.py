@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
+from annie_quant.checkpoint.model_hash import model_sha256
 from annie_quant.core import files
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.progress import Progress
@@ -24,7 +25,6 @@ from annie_quant.offline.loading import numerics_of
 from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
 from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, distinct_workloads, open_pair
 from annie_quant.offline.prompts import ScoredAnswer
-from annie_quant.offline.reference import model_sha256
 
 MODES = ("alone", "restored")
 

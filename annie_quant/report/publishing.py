@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from annie_quant.checkpoint.model_hash import model_sha256
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, ServerError, UsageError, need
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Progress, as_progress
@@ -193,8 +194,6 @@ def check_identity(run: LoadedRun, model: str, folder: Path) -> list[str]:
 
     Raises UsageError where it was another one than `folder`.
     """
-    from annie_quant.offline.reference import model_sha256
-
     evaluation = run.evaluations.get(model)
     files = evaluation.checkpoint_files if evaluation else None
     recorded = {f"eval/{model}.json": files.sha256 if files else "", "run.json": run.model(model).model_sha256}
@@ -213,8 +212,6 @@ def check_identity(run: LoadedRun, model: str, folder: Path) -> list[str]:
 
 def source_of(run: LoadedRun, model: str) -> Path | None:
     """Return the bf16 checkpoint that a model was compared with, where it is still there and unchanged."""
-    from annie_quant.offline.reference import model_sha256
-
     evaluation = run.evaluations.get(model)
     folder = Path(evaluation.reference) if evaluation else None
     if evaluation is None or folder is None or not (folder / "config.json").is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import sys
 
@@ -269,6 +270,9 @@ def test_row_files_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch)
 
     assert [count for _, _, count in data.jobs_of("base", 501)] == [250, 250, 1]
     monkeypatch.setattr(data, "jobs_of", lambda style, count: [(style, f"{style}:{i}", 2) for i in range(count // 2)])
+    # Forked, because spawned ones import torch; here no thread holds a lock that a worker needs.
+    forked = multiprocessing.get_context("fork")
+    monkeypatch.setattr(data, "get_context", lambda method: forked)
     files = {}
     for workers in (1, 3):
         output = tmp_path / str(workers)

@@ -130,7 +130,7 @@ def plain_value(value):
 def test_labels_of_generated_cases_are_right(own):
     """A model that answers every label's call passes, and one that calls another tool fails."""
     for persona in (load_persona(own), load_persona("home"), load_persona("support")):
-        workloads = {w.name: w for w in generated_workloads(persona)}
+        workloads = {w.name: w for w in generated_workloads(persona, n=40)}
         workload = workloads["tool_calls"]
         for case in workload.cases[:40]:
             arguments = {k: v[0] if isinstance(v, list) else v for k, v in case.expect["arguments"].items()}

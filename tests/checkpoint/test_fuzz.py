@@ -19,7 +19,7 @@ from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
 from annie_quant.checkpoint.shards import INDEX
 from annie_quant.core.errors import CheckpointError
 
-FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "20000"))
+FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "4000"))
 
 
 def small(folder: Path, dialect) -> tuple[dict, dict]:

@@ -5,14 +5,11 @@ import json
 import shutil
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from paths import ROOT
+from command_line import annie_quant
 
-from annie_quant.cli import cli
 from annie_quant.cli.pipeline import demo
 
 pytestmark = pytest.mark.line
@@ -44,11 +41,10 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
     for package in ("torch", "transformers", "modelopt", "xllamacpp", "gguf"):
         pytest.importorskip(package, reason=f"the pipeline needs {package}: pip install annie-quant[quantize,serve]")
     output = tmp_path_factory.mktemp("line") / "demo"
-    script = (
-        f"from annie_quant.cli import cli; from annie_quant.cli.pipeline import demo; vars(demo).update({SMALL}); cli()"
-    )
-    command = [sys.executable, "-c", script, *words(output)]
-    return output, subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=ROOT)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(demo, name, value)
+        return output, annie_quant(*words(output))
 
 
 def records(run: Path) -> list[dict]:
@@ -157,7 +153,7 @@ def test_only_a_stage_with_lost_outputs_is_repeated(line, tmp_path: Path, monkey
         run / "records.jsonl",
     ]
     before = {f: f.stat().st_mtime_ns for f in files if f.name != "gguf-mlp_only.json"}
-    done = CliRunner().invoke(cli, words(run))
-    assert done.exit_code == line[1].returncode, done.output
+    done = annie_quant(*words(run))
+    assert done.returncode == line[1].returncode, done.stderr
     assert (run / "gguf/mlp_only.gguf").read_bytes() == (line[0] / "gguf/mlp_only.gguf").read_bytes()
     assert {f: f.stat().st_mtime_ns for f in before} == before

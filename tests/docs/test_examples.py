@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -74,11 +77,15 @@ def test_compare_checkpoints(forms, tmp_path):
     assert "nvfp4: " in output and "q4_k_m.gguf: " in output and output.count("worst: ") == 6
 
 
-def test_evaluate_offline(forms, tmp_path):
+def test_evaluate_offline(forms, tmp_path, monkeypatch):
     pytest.importorskip("torch", reason="torch computes the answers without a server; not installed")
     pytest.importorskip("transformers", reason="transformers loads the model; not installed")
     folder, _ = forms
-    output = run("evaluate_offline", folder / "nvfp4", TINY, 2, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["evaluate_offline.py", *map(str, (folder / "nvfp4", TINY, 2))])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:  # in this process, which may have imported torch
+        runpy.run_path(str(EXAMPLES["evaluate_offline"]), run_name="__main__")
+    output = printed.getvalue()
     assert "w4a16: mean KL" in output and re.search(r"tool_call +\d/2", output)
 
 

@@ -1,6 +1,6 @@
 """Grammar-based fuzzing of every boundary, with few cases; `make fuzz-boundaries CASES=100000` runs many.
 
-ANNIE_QUANT_FUZZ_CASES scales the counts. 1,000 cases in all take less than a minute of one core.
+ANNIE_QUANT_FUZZ_CASES scales the counts. 1,000 cases in all, as `make test-thorough` has them, take less than a minute of one core.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from fuzz.boundaries.grammar import RAW, Hostile, Raw, encode
 from fuzz.boundaries.harness import KEY, NAMES, Finding, Sandbox, check_text, fuzz
 
-TOTAL = int(os.environ.get("ANNIE_QUANT_FUZZ_CASES", "1000"))
+TOTAL = int(os.environ.get("ANNIE_QUANT_FUZZ_CASES", "500"))
 # In thousandths: by the cost of a case (a template may need its whole time limit, a report its figures).
 SHARES = {"server_answers": 200, "server_identity": 200, "checkpoint": 200, "templates": 20, "run_directory": 60, "logs": 120,
           "workloads": 120, "personas": 80}  # fmt: skip

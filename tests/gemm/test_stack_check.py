@@ -214,7 +214,10 @@ def test_a_backend_that_crashes_does_not_affect_the_next(vllm):
 def test_advice_about_images_is_for_gpus_with_fp4_units(vllm, monkeypatch, major, note):
     """Seen on an H200: the advice for a Hopper GPU was an image with SM12x code."""
     pytest.importorskip("torch")
-    vllm(fault="import sys; sys.exit('no kernel image is available')")
+    vllm(fault="raise RuntimeError('no kernel image is available')")
+    calls = {name: call for name, call, _ in stack_check.backends("vllm")}
+    # In this process: another one for each backend would import torch.
+    monkeypatch.setattr(stack_check, "_judge_in_process", lambda _, name, __: stack_check.judge(name, calls[name]))
     device = SimpleNamespace(device_info=lambda _: {"major": major, "minor": 0})
     monkeypatch.setattr(stack_check, "native", lambda: device)
     monkeypatch.setattr(stack_check, "device_count", lambda: 1)

@@ -17,6 +17,7 @@ from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
+from annie_quant.checkpoint.model_hash import model_sha256  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402
@@ -25,7 +26,7 @@ from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, open_pair  # noqa: E402
 from annie_quant.offline.prompts import CLASSES, Template, conversation_answers  # noqa: E402
-from annie_quant.offline.reference import default_cache, model_sha256  # noqa: E402
+from annie_quant.offline.reference import default_cache  # noqa: E402
 
 TOOL = {"type": "function", "function": {"name": "search_memory", "parameters": {
     "type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}  # fmt: skip
@@ -104,15 +105,15 @@ def test_the_references_answers_are_cached_and_a_killed_run_resumes(
         return plain(engine, prompts, *more, **named)
 
     monkeypatch.setattr(module, "generate_distributed", counted)
-    first = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path)
+    first = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path, with_ensemble=False)
     assert sum(generated) == 6
     generated.clear()
-    again = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path)
+    again = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path, with_ensemble=False)
     assert generated == []
     (cache,) = tmp_path.glob("answers-*-float32.jsonl")
     lines = cache.read_text().splitlines(keepends=True)
     cache.write_text("".join(lines[:3]) + lines[3][: len(lines[3]) // 2])  # killed in the middle of a line
-    resumed = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path)
+    resumed = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path, with_ensemble=False)
     assert sum(generated) == 3
     for other in (again, resumed):
         for r in (first, other):
@@ -126,7 +127,7 @@ def test_the_cache_is_in_the_users_cache_folder(reference: Path, naive: Path, tm
     folder = tmp_path / "reference"
     shutil.copytree(reference, folder)
     before = sorted(p.name for p in folder.rglob("*"))
-    runtime.evaluate(naive, folder, workloads(1, 3), ["w4a16"])
+    runtime.evaluate(naive, folder, workloads(1, 3), ["w4a16"], with_ensemble=False)
     assert sorted(p.name for p in folder.rglob("*")) == before, "nothing is written into a model's folder"
     assert list((tmp_path / "cache/annie_quant").glob("answers-*.jsonl"))
 
@@ -161,7 +162,8 @@ def test_a_change_in_place_anywhere_changes_the_hash(tmp_path: Path) -> None:
 
 
 def divergence(folder: Path, reference: Path, cache: Path, numerics: str = "w4a16") -> float:
-    return runtime.evaluate(folder, reference, workloads(), [numerics], cache=cache)["numerics"][numerics]["kl"]["mean"]
+    result = runtime.evaluate(folder, reference, workloads(), [numerics], cache=cache, with_ensemble=False)
+    return result["numerics"][numerics]["kl"]["mean"]
 
 
 def edited(source: Path, target: Path, change) -> Path:
@@ -208,7 +210,7 @@ def test_planted_faults_raise_the_divergence_and_a_correct_fold_does_not(
     assert right == pytest.approx(sound, rel=0.1)
     assert wrong > 1.5 * sound
     assert swapped > 1.5 * sound
-    result = runtime.evaluate(head, reference, workloads(), ["w4a16"], cache=cache)
+    result = runtime.evaluate(head, reference, workloads(), ["w4a16"], cache=cache, with_ensemble=False)
     assert any("lm_head is quantized" in note for note in result["notes"])
     assert result["numerics"]["w4a16"]["kl"]["mean"] > sound
 
@@ -219,7 +221,7 @@ def test_invalid_requests_are_refused(reference: Path, naive: Path, tmp_path: Pa
     with pytest.raises(UsageError, match="bf16 checkpoint"):
         runtime.evaluate(naive, naive, workloads(1, 2), cache=tmp_path)
     weights_only = edited(naive, tmp_path / "w", lambda t: [t.pop(k) for k in list(t) if k.endswith("input_scale")])
-    result = runtime.evaluate(weights_only, reference, workloads(1, 2), cache=tmp_path)
+    result = runtime.evaluate(weights_only, reference, workloads(1, 2), cache=tmp_path, with_ensemble=False)
     assert list(result["numerics"]) == ["w4a16"] and "w4a4 does not apply" in result["notes"][0]
     with pytest.raises(UsageError, match="does not support w4a4"):
         runtime.evaluate(weights_only, reference, workloads(1, 2), ["w4a4"], cache=tmp_path)
@@ -249,7 +251,9 @@ def test_conversations_are_scored_message_by_message(reference: Path, naive: Pat
     kinds = template.classes(answers[0].target, False)
     assert CLASSES[kinds[0]] == "tool_markup" and CLASSES[kinds[-1]] == "end_of_turn"
     assert {CLASSES[k] for k in template.classes(answers[2].target, False)} == {"content", "end_of_turn"}
-    result = runtime.evaluate(naive, reference, workloads(1, 3), ["w4a16"], conversations=path, cache=tmp_path / "c")
+    result = runtime.evaluate(
+        naive, reference, workloads(1, 3), ["w4a16"], conversations=path, cache=tmp_path / "c", with_ensemble=False
+    )
     kl = result["numerics"]["w4a16"]["kl_conversations"]
     assert kl["n_tokens"] == sum(len(a.target) for a in answers)
     assert set(kl["by_category"]) == {"memory", "greeting"}

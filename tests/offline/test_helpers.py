@@ -43,7 +43,10 @@ def test_each_process_has_all_parts_and_the_threads_are_shared():
     assert torch.get_num_threads() == threads
 
 
-def test_a_helper_that_fails_is_one_error_with_a_way_out():
+def test_a_helper_that_fails_is_one_error_with_a_way_out(monkeypatch):
+    # It computes nothing, so it may be forked: a spawned one imports torch first.
+    forked = multiprocessing.get_context("fork")
+    monkeypatch.setattr(process_group.multiprocessing, "get_context", lambda method: forked)
     with (
         pytest.raises(EnvironmentFault, match="failed: ValueError: no batch today") as raised,
         process_group.helped_by(fail_in_a_helper, 2) as group,

@@ -83,7 +83,7 @@ def test_from_200_chats_to_a_verdict_in_three_commands(model, mine, tmp_path):
 
 def test_a_model_that_lost_its_manners_fails_the_gates_without_labels(base, mine):
     """Negative control: tiny-annie changed back towards its base, judged against tiny-annie's own answers."""
-    result = evaluate(base, TINY_ANNIE, persona=mine, n_per_gate=30, rows=64, with_ensemble=False)
+    result = evaluate(base, TINY_ANNIE, persona=mine, n_per_gate=16, rows=64, with_ensemble=False)
     gates = result["numerics"]["bf16"]["gates"]
     assert result["verdict"]["verdict"] == "loses"
     assert gates["same_tool"]["verdict"] == "fail" and gates["same_markdown"]["verdict"] == "fail"

@@ -29,7 +29,7 @@ from annie_quant.judge import Case, Workload
 from annie_quant.offline.process_group import join_group, leave_group
 
 model, reference, out, cache = sys.argv[1:]
-cases = tuple(Case(f"c{i}", ({"role": "user", "content": f"What is {i} and {i + 3}?"},)) for i in range(9))
+cases = tuple(Case(f"c{i}", ({"role": "user", "content": f"What is {i} and {i + 3}?"},)) for i in range(5))
 talk = tuple(Case(f"t{i}", (), ("Hello there!", "What did I say?")) for i in range(2))
 gates = ("non_empty", "no_markdown", "thinking_leak")
 loads = [Workload("plain", "", None, "Be brief.", None, False, 8, 0, gates, cases),
@@ -91,8 +91,8 @@ def test_two_processes_count_as_one_does(
     assert first == alone
     assert first[0]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     side = first[0]["numerics"]["w4a4"]
-    assert side["gates"]["non_empty"]["n"] == 11 and side["kl_text"]["n_tokens"] > 300
-    assert 0 < side["same_answers"]["same"] < 11 or side["cases"]
+    assert side["gates"]["non_empty"]["n"] == 7 and side["kl_text"]["n_tokens"] > 300
+    assert 0 < side["same_answers"]["same"] < 7 or side["cases"]
     lines = [(tmp_path / c).glob("answers-*.jsonl") for c in ("one", "two")]
     assert len({frozenset(next(files).read_text().splitlines()) for files in lines}) == 1, "one process writes"
 

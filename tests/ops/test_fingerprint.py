@@ -100,15 +100,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "N_PROMPTS", 8)
+    monkeypatch.setattr(checks, "N_PROMPTS", 6)
     monkeypatch.setattr(checks, "N_TOKENS", 4)
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts' last 128 tokens: the weights are random, and one of the prompts has 1,775 tokens, six in ten of them all."""
+    """The prompts' last 64 tokens: the weights are random, and one of the prompts has 1,775 tokens, six in ten of them all."""
     whole = offline.prompts
-    monkeypatch.setattr(offline, "prompts", lambda *args: [prompt[-128:] for prompt in whole(*args)])
+    monkeypatch.setattr(offline, "prompts", lambda *args: [prompt[-64:] for prompt in whole(*args)])
 
 
 @pytest.mark.usefixtures("short")
@@ -153,6 +153,7 @@ def test_the_bf16_model_behind_the_checkpoints_name_is_a_fault(models: tuple[Pat
     assert finding.level == "fault" and "serves the bf16 model" in finding.why
 
 
+@pytest.mark.usefixtures("short")
 def test_a_faulty_kernel_is_none_of_these(models: tuple[Path, Path]) -> None:
     """Block scales shifted by one block, as a kernel that reads another scale layout has them in every linear."""
     model = load(models[0], dtype=torch.float32)

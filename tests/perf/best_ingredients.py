@@ -4,10 +4,11 @@
     python tests/perf/best_ingredients.py DIR --calibration rows.jsonl --output results.jsonl --draws 0,1,2 --rows gptq,gptq+p.1
     python tests/perf/best_ingredients.py --table results.jsonl
 
-A row is a strategy with settings (RECIPES) or another library's recipe (PEERS). Draw d takes --samples of the calibration rows in random order with seed d. KL is over
-the bf16 model's own greedy answers to --cases prompts of the workloads (default: bfcl, whose prompts are others than those of
-bfcl_rows.py). Each result is appended to the output at once and is not computed again, so a killed run continues. --share 1/3 takes
-every third row from the second on, for several processes with one output. --limit: start no row after so many seconds.
+A row is a strategy with settings (RECIPES) or another library's recipe (PEERS). Draw d takes --samples of the calibration rows in
+random order with seed d. KL is over the bf16 model's own greedy answers to --cases prompts of the workloads (default: bfcl, whose
+prompts are others than those of bfcl_rows.py). Each result is appended to the output at once and is not computed again, so a killed
+run continues. --share 1/3 takes every third row from the second on, for several processes with one output. --limit: start no row
+after so many seconds.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def run(row: str, draw: int, arguments: argparse.Namespace, workloads: list[Work
         four_bits = sum(n.endswith(".input_scale") for n in ModelFolder(output))
         recipe = {} if row in PEERS else json.loads((output / "annie_quant.json").read_text())
     return {
-        "model": arguments.model.name, "draw": draw, "row": row, "samples": arguments.samples, "settings": RECIPES.get(row), **figures,
+        "model": arguments.model.name, "draw": draw, "row": row, "samples": arguments.samples, "settings": RECIPES.get(row),
+        **figures,
         "seconds": round(seconds, 1), "eval_seconds": round(time.monotonic() - start - seconds, 1), "bytes": size,
         "w4a4_linears": four_bits, "held_out": recipe.get("held_out"), "ingredients": recipe.get("ingredients"),
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """What a real Annie loses: checkpoint x calibration draw, exact calls, refusals and form of its greedy answers beside bf16's own.
 
-    python tests/perf/real_annie.py DIR --rows FOLDER --output results.jsonl --recipes "naive,mlp_only,awq_lite,gptq,best" --draws 0,1,2
+    python tests/perf/real_annie.py DIR --rows FOLDER --output results.jsonl --recipes bf16,naive,gptq,best --draws 0,1,2
     python tests/perf/real_annie.py --table results.jsonl
 
 DIR is the merged model of training/real_annie/train.py and FOLDER the one of conversations.py: calibration is a draw of --samples
@@ -88,7 +88,8 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a row per recipe and numerics: means over the draws; lost and won of all draws with the p of a sign test."""
     sources = {x["model"]: x[SOURCE] for x in lines if x["row"] == SOURCE}
     groups = sorted(next(iter(sources.values())))
-    yield "| model | recipe | draws | GB | s | numerics | " + " | ".join(f"{g}: correct; lost, won, p" for g in groups) + " | " + " | ".join(COUNTS) + " |"  # fmt: skip
+    titles = [*(f"{g}: correct; lost, won, p" for g in groups), *COUNTS]
+    yield "| model | recipe | draws | GB | s | numerics | " + " | ".join(titles) + " |"
     yield "|---" * (6 + len(groups) + len(COUNTS)) + "|"
     for model, source in sources.items():
         cells = [f"{g['correct'].count('1')} of {len(g['correct'])}" for g in (source[n] for n in groups)]
@@ -102,8 +103,9 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
                 counts = [f"{sum(x[name][g][c] for x in draws for g in groups) / len(draws):.0f}" for c in COUNTS]
                 gigabytes = sum(x["bytes"] for x in draws) / len(draws) / 1e9
                 seconds = sum(x["seconds"] for x in draws) / len(draws)
-                first = f"| {model} | {row} | {','.join(str(x['draw']) for x in draws)} | {gigabytes:.2f} | {seconds:.0f} | {name} | "
-                yield first + " | ".join([*cells, *counts]) + " |"
+                drawn = ",".join(str(x["draw"]) for x in draws)
+                first = [model, row, drawn, f"{gigabytes:.2f}", f"{seconds:.0f}", name]
+                yield "| " + " | ".join([*first, *cells, *counts]) + " |"
 
 
 def paired(outcomes: list[str], source: str) -> str:

@@ -22,7 +22,8 @@ pytest.importorskip("transformers", reason="models are loaded with transformers:
 
 EXPERTS, UNUSED = 8, 5
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-OPTIONS = {"qad": {"steps": 1}, "sensitivity": {"tokens": 48, "bits": 6}, "auto_mixed": {"bits": 6, "tokens": 48}}
+HALF = {"tokens": 48, "bits": 11, "exclude": "layers.0,layers.1"}  # a trial costs the same for each layer
+OPTIONS = {"qad": {"steps": 1}, "sensitivity": HALF, "auto_mixed": HALF}
 FORMATS = {"direct": "W4A16_NVFP4", "w4a16_mixed": "MIXED_PRECISION"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -83,7 +84,7 @@ def test_every_position_of_every_sample_counts_once(samples: list[CalibrationSam
 def hessians(layers: DecoderLayers, table: torch.Tensor) -> list[Hessian]:
     """Return the Hessian of each group of linears of every layer."""
     every = []
-    for layer in layers:
+    for layer in itertools.islice(layers, 4):  # three of DeltaNet and one of attention
         own = {group[0]: Hessian(table) for group in layer.groups() if group}
         layer.observe(dict(own))
         every += own.values()

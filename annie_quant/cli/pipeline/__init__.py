@@ -46,7 +46,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The demo's run directory and prompts. 52 prompts of which none is lost decide a gate (docs/method.md)."""
 
     output: Annotated[Path, Option("Run directory; finished stages are not repeated.")] = Path("runs/demo")
-    n_offline: Annotated[int, Option("Prompts per gate in the offline evaluation.", least=1)] = 60
-    n_served: Annotated[int, Option("Prompts per gate on the servers.", least=1)] = 60
+    n_offline: Annotated[int, Option("Prompts per gate in the offline evaluation.", least=1)] = 54
+    n_served: Annotated[int, Option("Prompts per gate on the servers.", least=1)] = 54
     persona: PersonaName = None
     workloads: WorkloadNames = None

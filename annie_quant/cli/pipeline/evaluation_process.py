@@ -43,7 +43,8 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     reference: folder of the bf16 model.
     cache: folder for its answers.
     n_per_gate, persona, workloads: the prompts (as for data/workloads.py).
-    checkpoint: None for the reference's answers alone, which later jobs find in `cache`.
+    checkpoint: None for the reference's answers alone, in both arithmetics, which later jobs find in `cache`.
+    ensemble, plain: as for EvaluationJob.
     output: file for the evaluation.
     conversations, n_conversations: as for evaluate().
     """
@@ -54,6 +55,8 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     persona: str | None = None
     workloads: str | None = None
     checkpoint: str | None = None
+    ensemble: bool = True
+    plain: tuple[str, ...] = ()
     output: str | None = None
     conversations: str | None = None
     n_conversations: int | None = None
@@ -79,9 +82,9 @@ class EvaluationProcesses:
             process = server.spawn(command, self.stages.dir / f"logs/{name}.log", name, environment)
         self._started.append((_Stage(name, inputs, outputs, job), process))
 
-    def finish(self) -> None:
-        """Wait for all stages that were started, in order. Raises ServerError with the cause for one that failed."""
-        while self._started:
+    def finish(self, n: int | None = None) -> None:
+        """Wait for the first n stages that were started, or all, in order. Raises ServerError with the cause of a failure."""
+        for _ in range(len(self._started) if n is None else n):
             stage, process = self._started[0]
 
             def work(progress: Progress, stage: _Stage = stage, process: server.Server | None = process) -> StageResult:
@@ -123,6 +126,8 @@ def summary(job: ProcessJob) -> str:
 
 def evaluate(job: ProcessJob, progress: Progress) -> None:
     """Compute a job in this process."""
+    prompts = job.prompts()  # before torch is imported, so that an unknown workload is named at once
+    from annie_quant.offline import ensemble
     from annie_quant.offline.job import run
     from annie_quant.offline.pair import EvaluationJob, open_pair
 
@@ -130,7 +135,9 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
     settings = EvaluationJob(
         checkpoint=Path(job.checkpoint or job.reference),
         reference=Path(job.reference),
-        workloads=job.prompts(),
+        workloads=prompts,
+        ensemble=job.ensemble,
+        plain=job.plain,
         conversations=job.conversations,
         n_conversations=job.n_conversations,
         faults=export_notes(job.checkpoint, job.reference) if job.checkpoint else [],
@@ -139,7 +146,8 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
     )
     if job.checkpoint is None:
         with open_pair(settings, progress) as pair:
-            pair.reference.answer(settings.workloads, progress)
+            answered = pair.reference.answer(judge.distinct_prompts(prompts)[0], progress)
+            ensemble.second_answers(pair, answered)
     else:
         run(settings, progress)
 

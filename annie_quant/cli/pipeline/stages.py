@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from annie_quant import __version__, checkpoint, documents, judge, quantize
+from annie_quant.checkpoint.model_hash import model_sha256
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Console, Progress
@@ -258,6 +259,4 @@ def silence_transformers() -> None:
 
 def model_key(folder: Path) -> str:
     """Return a hash of the checkpoint's content, independent of its path."""
-    from annie_quant.offline.reference import model_sha256
-
     return model_sha256(folder)[:16]

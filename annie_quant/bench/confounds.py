@@ -132,7 +132,7 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
     """Two formats of one model start most greedy answers alike, and none gives one answer to different questions."""
     answers: dict[str, dict[tuple[str, str], RequestRecord]] = defaultdict(dict)
     for record in records:
-        if record.workload in config.greedy and record.turn == 0:
+        if record.workload in config.greedy and record.turn == 0 and not record.error:
             answers[record.backend][record.workload, record.case] = record
     for a, b in itertools.permutations(names, 2):
         both = [key for key in sorted(answers[a].keys() & answers[b].keys()) if not has_label(answers[b][key].checks)]

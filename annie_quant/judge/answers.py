@@ -179,7 +179,7 @@ def constant_answer(own: Sequence[Answer | RequestRecord], other: Sequence[Answe
     texts, others = ([(a.text, *(str(c["arguments"]) for c in a.tool_calls)) for a in side] for side in (own, other))
     [(text, n)] = Counter(texts).most_common(1) or [(("",), 0)]
     same = Counter(theirs for ours, theirs in zip(texts, others, strict=True) if ours == text).most_common(1)
-    if not any(text) or n < max(LEAST_CONSTANT, CONSTANT_SHARE * len(texts)) or 2 * same[0][1] > n:
+    if n < max(LEAST_CONSTANT, CONSTANT_SHARE * len(texts)) or 2 * same[0][1] > n:
         return ""
     return f"one answer to {n} of {len(texts)} prompts ({' '.join(text).strip()[:60]!r})"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -249,10 +250,11 @@ class Workload:
 def prompt_sha256(case: Case, workload: Workload) -> str:
     """Return the SHA-256 of what a case asks: messages with the system prompt, later turns, tools, thinking and `extra`.
 
-    Equal digests are one prompt, under any id. What is expected of the answer and the token limit are not part of it.
+    Equal digests are one prompt, under any id. White space, what is expected of the answer and the token limit are not part of it.
     """
     content = [workload.messages(case), case.turns[1:], workload.tools_for(case), workload.thinking, workload.extra]
-    return sha256_text(json.dumps(content, sort_keys=True, default=dict))
+    text = json.dumps(content, sort_keys=True, default=dict, ensure_ascii=False)
+    return sha256_text(re.sub(r"\\[nrt]|\s", "", text))
 
 
 def prompts_sha256(workload: Workload) -> str:

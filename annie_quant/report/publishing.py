@@ -27,7 +27,7 @@ from annie_quant.core.secrets import secret_in
 from annie_quant.documents import SpeedGate, salvage_or_default
 from annie_quant.judge import decision
 from annie_quant.report import card
-from annie_quant.report.recheck import check_figures, first
+from annie_quant.report.recheck import check_figures, first, judge_again, verdict_differences
 from annie_quant.report.run import REFERENCE, LoadedRun, load
 
 if TYPE_CHECKING:
@@ -166,15 +166,19 @@ def _uploadable(name: str) -> bool:
 def objections(run: LoadedRun, model: str) -> list[str]:
     """Return why this model should not be published.
 
-    Reasons are lost gates, no gates at all, a broken export, and figures that differ from the records or outcomes. Speed limits
-    are not among them, because they hold for one machine only.
+    Reasons are lost gates, no gates at all, a confound, a broken export, and figures or a verdict that differ from the records or
+    outcomes. Speed limits are not among them, because they hold for one machine only.
     """
-    sides = run.sides_of(model)
+    sides, judged = run.sides_of(model), judge_again(run.folder)
     problems = [
         f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}"
-        for gate in decision.deciding_gates(run.aggregates, model)
+        for aggregates in (run.aggregates, judged.aggregates)
+        for gate in decision.deciding_gates(aggregates, model)
         if gate.outcome == "fail" and not isinstance(gate.result, SpeedGate)
     ]
+    problems = [*dict.fromkeys(problems), *verdict_differences(run, judged)]
+    if (chosen := decision.decision(judged.aggregates, model)) and chosen.confounded:
+        problems.append(f"CONFOUNDED: {', '.join(chosen.confounded)}")
     if not any(s.gates for s in sides):
         problems.append("no gate was measured for this model")
     check = check_figures(run, sides)

@@ -3,6 +3,7 @@
 check_figures(run)       count the served figures of run.json again from records.jsonl, and compare them
 caveats(run)             the verdict's caveats, and what these checks add
 judge_again(run_dir)     judge the stored answers with today's rule, and with other roles where they are named
+verdict_differences      whether that gives the stored verdict
 
 Every report checks the figures and shows the result; `annie-quant report DIR --verify` prints it.
 """
@@ -154,6 +155,15 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
         run.verdict.candidate if aggregates.roles is None and run.verdict.candidate in aggregates.offline else None
     )
     return replace(run.document, aggregates=aggregates, verdict=decision.verdict(aggregates, candidate))
+
+
+def verdict_differences(run: LoadedRun, judged: Run) -> list[str]:
+    """Return a line where judge_again gives another verdict than is stored, if today's rule made that one too."""
+    stored, again = run.document.verdict, judged.verdict
+    if stored.rule != again.rule or (stored.outcome, stored.sentence) == (again.outcome, again.sentence):
+        return []
+    texts = [f"{verdict.outcome} ({verdict.sentence})" for verdict in (stored, again)]
+    return [f"the run's verdict does not hold: {texts[0]} is stored, {texts[1]} follows from its records"]
 
 
 def _older_roles(run: LoadedRun) -> Roles | None:

@@ -120,6 +120,26 @@ def test_one_prompt_under_sixty_ids_is_one_answer(tmp_path):
     assert {pair.n for pair in done.aggregates.served["a"].paired.values()} == {1} and not_kept(done.verdict)
 
 
+@pytest.mark.parametrize("change", [lambda i: "Who is 7?" + " " * i, lambda i: "Who is" + "\n" * i + "\t 7\u00a0?"])
+def test_one_prompt_under_other_white_space_is_one_answer(tmp_path, change):
+    cases = [{"id": f"c{i}", "messages": ask(change(i))} for i in range(N)]
+    done = measure(tmp_path, sentence, sentence, workload("talk", cases, gates=TEXT_GATES))
+    assert {pair.n for pair in done.aggregates.served["a"].paired.values()} == {1} and not_kept(done.verdict)
+
+
+def test_no_answer_to_all_questions_does_not_keep(tmp_path):
+    """Each answer is empty and ends by itself, and the workload's only gate asks for an end."""
+    done = measure(tmp_path, lambda body: Script(content=[], finish="stop"), sentence, talk(["stop"]))
+    assert not_kept(done.verdict) and "constant answers" in done.verdict.sentence
+
+
+def test_the_right_call_made_twice_is_wrong(tmp_path):
+    def twice(body):
+        return Script(tools=right_call(body).tools * 2)
+
+    assert measure(tmp_path, twice, right_call, calls(["tool_call", "tool_arguments"])).verdict.outcome == "loses"
+
+
 def test_a_second_call_to_another_tool_is_wrong(tmp_path):
     """It calls what is expected, and then deletes the note."""
     delete = {

@@ -181,4 +181,4 @@ def test_one_answer_to_different_questions_is_noticed():
     assert not constant_answer([*one[:9], *own[9:]], own)
     call = Answer(tool_calls=[{"id": "", "name": "f", "arguments": '{"q": "xyzzy"}'}])
     assert "one answer to 60 of 60" in constant_answer([call] * 60, own)
-    assert not constant_answer([Answer()] * 60, own), "no answer at all: other gates count it"
+    assert "one answer to 60 of 60" in constant_answer([Answer()] * 60, own), "it answers nothing"

@@ -81,6 +81,7 @@ CALL_CASES = {
     "calls: no difference, 10 % change each way, five gates fail in part": (0.6, 0.10, 0.0, FEWER),
     "calls: 10 points lost, 10 % change each way, five gates fail in part": (0.6, 0.10, 0.10, FEWER),
 }
+BESIDE = ("tool_call", "tool_arguments", "abstention", "no_markdown", "factual", "stop", "thinking_leak")
 Pairs = list[tuple[dict[str, bool], dict[str, bool]]]
 
 
@@ -248,6 +249,15 @@ def same_gate(n: int, share: float) -> dict[str, float]:
     return chances
 
 
+def few_answers(name: str, n: int, share: float) -> float:
+    """Chance that a gate with n answers, of which this share is lost, keeps next to gates of 100 that lose nothing."""
+    kept = 0.0
+    for lost, chance in enumerate(binom.pmf(np.arange(n + 1), n, share)):
+        gates = {gate: PairedGate(100, 0, 0, passed=100) for gate in BESIDE} | {name: PairedGate(n, lost, 0, passed=n)}
+        kept += float(chance) * (judge_members({"w4a4": gates}).verdict == "keeps")
+    return kept
+
+
 def coverage(rng: np.random.Generator, runs: int) -> list[tuple[int, float, float, float]]:
     """(n, discordant share each way, true difference, share of 90 % intervals that contain it)."""
     rows = []
@@ -272,6 +282,7 @@ def main() -> None:
     parser.add_argument(
         "--same", action="store_true", help="Only the chances of one gate that compares with bf16's answer."
     )
+    parser.add_argument("--few", action="store_true", help="Only the chances that gates with few answers keep.")
     parser.add_argument("--power", action="store_true", help="Only the power of the tests of one gate, by enumeration.")
     options = parser.parse_args()
     start = time.monotonic()
@@ -291,6 +302,12 @@ def main() -> None:
         for n in (60, 100, 200, 400):
             rows = [same_gate(n, share) for share in shares]
             print(f"n {n}: " + ", ".join(f"{row['keeps']:.2f} / {row['loses']:.2f}" for row in rows))
+        return
+    if options.few:
+        sizes = (9, 10, 20, 30, 40, 51, 52, 100)
+        for name, share in itertools.product(("same_language", "same_tool", "call_rate", "same_validity"), (0.01, 0.1)):
+            text = ", ".join(f"n {n} {few_answers(name, n, share):.1%}" for n in sizes)
+            print(f"{name}, {share:.0%} lost: keeps {text}")
         return
     if options.looks:
         for n, change, loss in itertools.product((240, 600), (0.01, 0.03, 0.10), (0.0, 0.05)):

@@ -15,7 +15,7 @@ from annie_quant import bench, documents, report
 from annie_quant.cli import cli
 from annie_quant.judge import decision
 from annie_quant.pytest_plugin import AssertedRun
-from annie_quant.report import recheck
+from annie_quant.report import publishing, recheck
 from annie_quant.report.run import load
 
 
@@ -79,6 +79,36 @@ def test_the_same_answers_with_other_roles(run, tmp_path):
     assert documents.read_bench(folder).verdict == bench_verdict, "nothing is written"
     against = recheck.judge_again(folder, documents.Roles(candidate="y", incumbent="x"))
     assert against.aggregates.served["y"].paired["factual"].won == 30
+
+
+def test_an_edited_verdict_is_an_objection(run, tmp_path):
+    """Verdicts in the file that its counts do not give, with passes and n as they were."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    before = publishing.objections(load(folder), "x")
+    assert [line.split(" (")[0] for line in before] == ["loses factual 30 of 60 against 60"]
+    document = json.loads((folder / "bench.json").read_text())
+    document["verdict"] |= {"outcome": "keeps", "passed": True, "sentence": "x keeps every gate."}
+    side = document["aggregates"]["served"]["x"]
+    for row in (*side["gates"].values(), *side["paired"].values(), side["pooled"]):
+        row["verdict"] = "keeps" if "lost" in row else "pass"
+    (folder / "bench.json").write_text(json.dumps(document))
+    after = publishing.objections(load(folder), "x")
+    assert after[0] == before[0], "counted again"
+    assert after[1].startswith("the run's verdict does not hold: keeps (x keeps every gate.) is stored, loses (x loses")
+
+
+def test_a_confounded_run_is_not_published(tmp_path):
+    cases = [{"id": f"c{i}", "messages": ask(f"Who is {i}?")} for i in range(60)]
+    talk = workload("talk", cases, gates=["stop"])
+
+    def other(body):
+        return words(f"{body['messages'][-1]['content']} I do not know that at all.")
+
+    with FakeServer(lambda body: words("Blorp.")) as a, FakeServer(other) as b:
+        sides = [bench.Backend("a", a.url), bench.Backend("b", b.url)]
+        bench.run(sides, [talk], tmp_path, warmup=0, runs=1, with_memory=False, reference="b", candidate="a")
+    lines = publishing.objections(load(tmp_path), "a")
+    assert lines == ["CONFOUNDED: constant answers, different answers"]
 
 
 def test_roles_of_the_plug_in(run):

@@ -89,7 +89,7 @@ def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
 
 
 def tool_call(answer: Answer, case: Case, workload: Workload) -> str | None:
-    """The expected tool is called, and no other one, with arguments that parse and fit its schema."""
+    """The expected tool is called, no other one and nothing twice, with arguments that parse and fit its schema."""
     expected = case.expect.get("tool")
     return _expected_call_fault(answer, expected, workload.tools_for(case)) if expected else None
 
@@ -180,6 +180,9 @@ def _expected_call_fault(answer: Answer, expected: str, tools: Tools) -> str:
         return f"the request failed: {answer.error}"
     if other := next((call for call in answer.tool_calls if call.get("name") != expected), None):
         return f"it called {other.get('name')!r}, expected {expected!r}"
+    arguments = [call.get("arguments") for call in answer.tool_calls]
+    if any(own in arguments[:i] for i, own in enumerate(arguments)):
+        return f"it called {expected!r} twice with the same arguments"
     return schemas_fault(answer, tools)
 
 

@@ -238,10 +238,8 @@ def stands_in_the_way(name: str, gate: PairedGate, answers: Mapping[str, int]) -
     change = (gate.won - gate.lost) / gate.n
     if change < -MARGIN or (is_two_sided(name) and change > MARGIN):
         return True
-    behaviours = GATES[name].behaviours
-    # A gate without a behaviour is tested by no other one; those that compare with bf16 stand beside its labelled gates.
-    beside = bool(behaviours) or compares_with_reference(name) or is_two_sided(name)
-    tested_elsewhere = beside and all(answers[behaviour] >= LEAST_ANSWERS for behaviour in behaviours)
+    behaviours = GATES[name].behaviours  # without any, no other gate tests the same
+    tested_elsewhere = bool(behaviours) and all(answers[behaviour] >= LEAST_ANSWERS for behaviour in behaviours)
     return not tested_elsewhere and (gate.lost > 0 or answers_of(gate) >= RARE_ANSWERS)
 
 

@@ -149,7 +149,7 @@ class SpeedGate(msgspec.Struct, kw_only=True):
     low, high: 95 % bootstrap interval of the median.
     """
 
-    metric: str
+    metric: Literal["ttft_content_ms", "decode_tok_s"]
     value: float
     low: float | None
     high: float | None

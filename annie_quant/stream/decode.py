@@ -34,6 +34,7 @@ from annie_quant.stream.answer import (
 DATA, DONE, SILENT, TAIL, BODY = 1, 2, 3, 4, 5  # sse_kind (csrc/stream/sse.h)
 MERGED, NAMED, COMMENT = 1, 2, 4  # sse_flag
 LEAST_EVENTS = 8  # of an answer whose tokens per event are reported
+LEAST_TPOT_MS = 1e-9  # less is a wrong count of tokens, and its inverse no rate that records hold
 
 
 class TokenTimes(msgspec.Struct):
@@ -161,7 +162,7 @@ def token_times(answer: StreamedAnswer, started_ns: int) -> TokenTimes:
         done_ms=ms(answer.done_ns),
         tpot_ms=tpot,
         itl_ms=[(b - a) / 1e6 for a, b in itertools.pairwise(stamps)],
-        decode_tok_s=1e3 / tpot if tpot else None,
+        decode_tok_s=1e3 / tpot if tpot and tpot >= LEAST_TPOT_MS else None,
         completion_tokens=tokens,
         tokens_estimated=reported is None,
         merged_reads=answer.merged_reads,

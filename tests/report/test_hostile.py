@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 
+import msgspec
 import pytest
 import report_fixture
 import report_page
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from annie_quant import report
 from annie_quant.core.text import inert, visible
+from annie_quant.documents.statistics import SpeedGate
 from annie_quant.report import html
 
 
@@ -136,6 +138,18 @@ def test_a_field_of_another_type_never_stops_the_report(folder, tmp_path, path, 
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = junk
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    report.compose(tmp_path)
+
+
+def test_a_speed_limit_of_an_unknown_metric_is_refused(folder, tmp_path):
+    """It was a KeyError where the verdict names the limit's metric (seed 390078/272 of the boundary run_directory)."""
+    document = json.loads((folder / "run.json").read_text())
+    limit = document["aggregates"]["served"]["naive"]["speed_gates"]["decode"]
+    assert msgspec.convert(limit, SpeedGate, strict=False).verdict == limit["verdict"]
+    limit["metric"] = "decode_tok"
+    with pytest.raises(msgspec.ValidationError, match="metric"):
+        msgspec.convert(limit, SpeedGate, strict=False)
     (tmp_path / "run.json").write_text(json.dumps(document))
     report.compose(tmp_path)
 

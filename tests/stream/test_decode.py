@@ -120,6 +120,14 @@ def test_one_token_has_no_tpot() -> None:
     assert fields.tpot_ms is None and fields.decode_tok_s is None and fields.itl_ms == []
 
 
+def test_a_count_that_no_clock_can_have_seen_gives_no_rate() -> None:
+    """10^9 tokens in a microsecond: the record would hold 10^15 tokens per second, which its reader refuses."""
+    answer = answer_of(event({"content": "a"}), event(usage={"completion_tokens": 10**9}), DONE)
+    answer.token_stamps = [1_000_000, 1_001_000]
+    fields = decode.token_times(answer, 0)
+    assert fields.completion_tokens == 10**9 and fields.decode_tok_s is None
+
+
 def test_completions_dialect_and_other_choices() -> None:
     second = b'data: {"choices":[{"index":1,"text":"no"}]}\n\n'
     answer = answer_of(b'data: {"choices":[{"index":0,"text":"yes"}]}\n\n', second, DONE)

@@ -108,7 +108,9 @@ def train(model: Any, samples: list[Sample], a: argparse.Namespace) -> list[floa
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
         if not torch.nn.utils.clip_grad_norm_(weights, 1.0).isfinite():
-            raise SystemExit(f"step {step + 1}: loss {loss.item()}, and a gradient that is not finite: lower --lr, or change --seed")
+            raise SystemExit(
+                f"step {step + 1}: loss {loss.item()}, a gradient is not finite: lower --lr or change --seed"
+            )
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

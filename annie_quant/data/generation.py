@@ -72,13 +72,21 @@ class Journal:
         if output is None:
             return
         self._log = JsonLines(journal_path(output), sync=True, exclusive=True, restart=restart)
-        lines = list(self._decoded(self._log))
+        try:
+            self._continue(self._log, key)
+        except BaseException:
+            self._log.close()
+            raise
+
+    def _continue(self, log: JsonLines, key: dict[str, object]) -> None:
+        """Take over what an earlier run of the same settings stored."""
+        lines = list(self._decoded(log))
         if not lines:
-            self._log.append(msgspec.json.encode(JournalLine(key=key)))
+            log.append(msgspec.json.encode(JournalLine(key=key)))
         elif lines[0].key != key:
             different = [k for k in key if (lines[0].key or {}).get(k) != key[k]]
             raise UsageError(
-                f"{self._log.path}: an unfinished run with another {', '.join(different)} is stored there",
+                f"{log.path}: an unfinished run with another {', '.join(different)} is stored there",
                 "repeat that run's command, or add --force to start again",
             )
         for line in lines[1:]:

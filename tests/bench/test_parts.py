@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from bench_cases import FACTS, MEMORY, TALK, check, config_of, folder_of, known, row
@@ -71,8 +71,8 @@ def test_an_incomplete_line_is_removed_and_an_invalid_one_is_named(tmp_path):
 
 def test_a_full_disk_is_a_one_line_error(tmp_path):
     records = RecordLog(tmp_path / "records.jsonl")
-    records._log._file.close()
-    records._log._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+    os.close(records._log._file)
+    records._log._file = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(EnvironmentFault, match="the disk is full"):
         records.append(row("a"))
     records.close()

@@ -44,6 +44,7 @@ from annie_quant.documents import (
     WorkloadSummary,
     read_bench,
 )
+from annie_quant.documents.statistics import LimitedMetric
 from annie_quant.judge import decision
 from annie_quant.judge.gates import count, tabulate
 from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
@@ -209,7 +210,10 @@ def _speed_gates(records: Sequence[RequestRecord], thinking: Collection[str], se
     """Compare the median content TTFT and decode speed with their limits: one request in flight, thinking off."""
     single = [r for r in records if r.workload not in thinking and r.alone]
     gates = {}
-    limits = {"ttft": ("ttft_content_ms", TTFT_LIMIT_MS), "decode": ("decode_tok_s", DECODE_LEAST_TOK_S)}
+    limits: dict[str, tuple[LimitedMetric, float]] = {
+        "ttft": ("ttft_content_ms", TTFT_LIMIT_MS),
+        "decode": ("decode_tok_s", DECODE_LEAST_TOK_S),
+    }
     for gate, (metric, limit) in limits.items():
         median = summary(values_by_prompt(single, metric), seed)
         if median is None:

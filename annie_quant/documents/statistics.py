@@ -143,13 +143,16 @@ class GateResult(msgspec.Struct, kw_only=True):
         return self.passes / self.n if self.n else 0.0
 
 
+LimitedMetric = Literal["ttft_content_ms", "decode_tok_s"]
+
+
 class SpeedGate(msgspec.Struct, kw_only=True):
     """The median of one metric against a limit.
 
     low, high: 95 % bootstrap interval of the median.
     """
 
-    metric: Literal["ttft_content_ms", "decode_tok_s"]
+    metric: LimitedMetric
     value: float
     low: float | None
     high: float | None

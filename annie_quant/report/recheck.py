@@ -148,7 +148,10 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
         names = list(aggregates.served or aggregates.offline)
         aggregates = replace(aggregates, roles=decision.assign(names, decision.formats_of(aggregates), stated))
     for model, numerics in aggregates.offline.items():
-        sides, _ = decision.judge_sides({**numerics, **aggregates.members.get(model, {})})
+        both = {**numerics, **aggregates.members.get(model, {})}
+        if not any(side.paired or result.meets is not None for side in both.values() for result in side.gates.values()):
+            continue  # without a reference (version 0.1.0), the absolute requirements stay
+        sides, _ = decision.judge_sides(both)
         aggregates.offline[model] = {name: sides[name] for name in numerics}
         aggregates.members[model] = {name: sides[name] for name in sides if name not in numerics}
     candidate = (

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import report_fixture
 from bench_cases import FACTS, ask, workload
 from click.testing import CliRunner
 from fake_server import FakeServer, Script, words
@@ -79,6 +80,25 @@ def test_the_same_answers_with_other_roles(run, tmp_path):
     assert documents.read_bench(folder).verdict == bench_verdict, "nothing is written"
     against = recheck.judge_again(folder, documents.Roles(candidate="y", incumbent="x"))
     assert against.aggregates.served["y"].paired["factual"].won == 30
+
+
+def test_absolute_requirements_stay_where_nothing_was_paired(tmp_path):
+    """Evaluations of version 0.1.0 have no reference: judged again, a missed requirement became undecided."""
+    folder = report_fixture.make_run(tmp_path / "run", n=3)
+    document = json.loads((folder / "run.json").read_text())
+    sides = document["aggregates"]["offline"]["naive"].values()
+    for side in sides:
+        side["paired"] = {}
+        for gate in side["gates"].values():
+            gate["meets"] = None
+    (folder / "run.json").write_text(json.dumps(document))
+    stored, judged = load(folder).aggregates, recheck.judge_again(folder).aggregates
+    verdicts = [
+        sorted((gate.where, gate.title, gate.result.verdict) for gate in decision.deciding_gates(run, "naive"))
+        for run in (stored, judged)
+    ]
+    assert verdicts[0] == verdicts[1]
+    assert any(verdict == "fail" for _, _, verdict in verdicts[1])
 
 
 def test_an_edited_verdict_is_an_objection(run, tmp_path):

@@ -59,9 +59,8 @@ class ModelFolder:
             raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", hint)
         self.shards: dict[str, Shard] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        self.unlisted: list[
-            tuple[str, str]
-        ] = []  # (tensor, file) where the index lists the tensor in another file, or not at all
+        # (tensor, file) where the index lists the tensor in another file, or not at all
+        self.unlisted: list[tuple[str, str]] = []
         weight_map = self._weight_map()
         for file in sorted(set(weight_map.values())) if weight_map else self._files():
             self.shards[file] = shard = Shard(self._checked(file))

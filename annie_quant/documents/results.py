@@ -307,8 +307,8 @@ class Aggregates(msgspec.Struct, kw_only=True):
 class Verdict(msgspec.Struct, kw_only=True):
     """The verdict of a run.
 
-    passed: the candidate neither loses nor is fragile, and there is no confound.
-    comparable: there is no confound.
+    passed: the candidate neither loses nor is fragile, and the run has no confound.
+    comparable: the run has no confound.
     outcome: "keeps" only where `passed`; None in a run of version 0.1.0.
     rule: version of the rule that decided (roles.RULE), 0 in a run of version 0.2.0 or older.
     badge: the decision and the recommendation in a few words.

@@ -156,11 +156,11 @@ def test_a_sure_loss_within_the_margin_keeps_the_gate():
 @pytest.mark.parametrize("gate", ["same_language", "same_tool", "call_rate", "non_empty"])
 def test_a_gate_that_no_other_gate_tests_needs_its_own_answers(gate):
     """With 10 points lost, 51 answers have at most two lost ones in 10.4 % of draws; with 20 answers at most one in 39.2 %."""
-    beside = {name: (100, 0, 0) for name in ("tool_call", "tool_arguments", "abstention", "no_markdown", "factual")}
+    others = {name: (100, 0, 0) for name in ("tool_call", "tool_arguments", "abstention", "no_markdown", "factual")}
     for n, lost in ((51, 2), (20, 1), (10, 0), (9, 1)):
-        assert verdict_of(**beside, **{gate: (n, lost, 0)}) == "undecided"
-    assert verdict_of(**beside, **{gate: (52, 0, 0)}) == verdict_of(**beside, **{gate: (9, 0, 0)}) == "keeps"
-    assert verdict_of(**beside, same_validity=(51, 2, 0)) == "keeps", "an invalid call fails tool_call too"
+        assert verdict_of(**others, **{gate: (n, lost, 0)}) == "undecided"
+    assert verdict_of(**others, **{gate: (52, 0, 0)}) == verdict_of(**others, **{gate: (9, 0, 0)}) == "keeps"
+    assert verdict_of(**others, same_validity=(51, 2, 0)) == "keeps", "an invalid call fails tool_call too"
 
 
 def test_small_losses_in_many_gates_are_a_pooled_loss():

@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import quantize_peers
 import torch
 
 from annie_quant import quantize
@@ -34,7 +35,6 @@ from annie_quant.judge import Workload
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.pair import EvaluationJob, distinct_workloads, open_pair
 from annie_quant.offline.profiles import find_profile
-from annie_quant.quantize.calibration_samples import samples_of_rows
 
 GPTQ, FAST, MIXED = "gptq", "best recipe=fixed activations=4", "best recipe=fixed"
 MEASURED = "best activations=4"
@@ -123,8 +123,7 @@ def quantized(row: str, draw: int, arguments: argparse.Namespace, output: Path) 
 def quantized_by_peer(row: str, draw: int, arguments: argparse.Namespace, calibration: Path, output: Path) -> float:
     """As quantized(), by another library in a process of its own, on the token sequences of the same conversations."""
     text = output.with_name("ids.jsonl")
-    samples = samples_of_rows(arguments.model, read_conversations(calibration))
-    text.write_text("".join(json.dumps(ids) + "\n" for ids in sorted({s.ids for s in samples})))
+    quantize_peers.write_sequences(arguments.model, read_conversations(calibration), text)
     command = [
         sys.executable,
         Path(__file__).with_name("peer_recipes.py"),

@@ -173,19 +173,23 @@ def source_of(name: str, output: Path) -> Path:
 
 
 def calibration_text(model: Path, seed: int, samples: int, output: Path) -> tuple[Path, Path]:
-    """Return the conversations of a seed, and a file with their token sequences for the peers.
-
-    A sequence that another one begins with is left out: the longer one has all of its tokens. All models have one tokenizer.
-    """
+    """Return the conversations of a seed, and a file with their token sequences for the peers. All models have one tokenizer."""
     conversations, text = output / f"calibration-{seed}.jsonl", output / f"calibration-{seed}-{samples}-ids.jsonl"
     if not conversations.is_file():
         generate("annie", teacher="offline", n=500, output=conversations, seed=seed)
     if not text.is_file():
-        rows = calibration_samples.samples_of_rows(model, read_conversations(conversations, samples))
-        ids = sorted({sample.ids for sample in rows})
-        longest = [a for a, b in zip(ids, [*ids[1:], ()], strict=True) if b[: len(a)] != a]
-        text.write_text("".join(json.dumps(sequence) + "\n" for sequence in longest))
+        write_sequences(model, read_conversations(conversations, samples), text)
     return conversations, text
+
+
+def write_sequences(model: Path, rows: list[dict[str, Any]], text: Path) -> None:
+    """Write the token sequences of conversations, one per line, for the peers.
+
+    A sequence that another one begins with is left out: the longer one has all of its tokens.
+    """
+    ids = sorted({sample.ids for sample in calibration_samples.samples_of_rows(model, rows)})
+    longest = [a for a, b in zip(ids, [*ids[1:], ()], strict=True) if b[: len(a)] != a]
+    text.write_text("".join(json.dumps(sequence) + "\n" for sequence in longest))
 
 
 def measured_run(command: list[str], target: Path, threads: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a real Annie loses: checkpoint x calibration draw, exact calls, refusals and form of its greedy answers beside bf16's own.
+"""What a real Annie loses: checkpoint x calibration draw, exact calls, refusals and form of its greedy answers against bf16's.
 
     python tests/perf/real_annie.py DIR --rows FOLDER --output results.jsonl --recipes bf16,naive,gptq,best --draws 0,1,2
     python tests/perf/real_annie.py --table results.jsonl
@@ -140,8 +140,11 @@ def main() -> None:
     cases = chosen(train.read(arguments.rows / "held_out.jsonl"), arguments.each)
     template = Template(arguments.model)
     done = {best_ingredients.key(x) for x in best_ingredients.finished(arguments.output) if "error" not in x}
-    for draw in map(int, arguments.draws.split(",")):
+    draws = list(map(int, arguments.draws.split(",")))
+    for draw in draws:
         for row in arguments.recipes.split(","):
+            if row == SOURCE and draw != draws[0]:
+                continue  # it has no calibration
             if (arguments.model.name, draw, row, arguments.samples) in done:
                 continue
             try:

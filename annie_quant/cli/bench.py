@@ -38,69 +38,64 @@ MOST_CONVERSATIONS = 10_000
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    backend_a: Annotated[tuple[str, str], Option("A name for the figures, and the server.", metavar="NAME URL")]
-    backend_b: Annotated[tuple[str, str] | None, Option("A second server.", metavar="NAME URL")] = None
+    """Options of `annie-quant bench`.
+
+    backend_a: A name for the figures, and the server.
+    backend_b: A second server.
+    aa: Measure backend A against itself: the noise floor.
+    warmup: Requests per workload that are not counted.
+    runs: Measurements per prompt.
+    n: Prompts per gate (52 without a lost answer decide a gate, with lost ones more); 0: all.
+    concurrency: Requests in flight; several loads: "1,8".
+    rates: Additional loads in arrivals per second (Poisson, open loop): "0.5,2".
+    prefix_cache: off: ask each server not to reuse earlier prompts.
+    budget_s: Stop after this many seconds; the same command resumes.
+    noise_share: With --runs 1: share of the prompts that is measured twice, for the noise floor.
+    sustain_s: Repeat the prompts for this long (an hour: 3600): throttling, drift, and the growth of local servers'
+        memory.
+    stop_early: Stop when all gates and comparisons are decided.
+    watch: An earlier run: exit 1 on a significant loss.
+    reference_run: An earlier run with a bf16 side: all sides are compared with its answers (--reference: its name
+        there).
+    replay: Chat logs: their conversations, turn by turn, with the logged results of tools; repeatable.
+    trace: A Mooncake trace, or a log with times: its requests at their recorded times.
+    trace_speed: How many times as fast the trace runs: "1,4".
+    trace_n: Requests of the trace.
+    endpoint_a: API of backend A: chat, completions, responses, messages or ollama.
+    endpoint_b: API of backend B.
+    seed: Of the choice and order of the prompts.
+    output: Run directory; an interrupted run resumes from it.
+    """
+
+    backend_a: Annotated[tuple[str, str], Option(metavar="NAME URL")]
+    backend_b: Annotated[tuple[str, str] | None, Option(metavar="NAME URL")] = None
     candidate: Candidate = None
     reference: Reference = None
     incumbent: Incumbent = None
-    aa: Annotated[bool, Option("Measure backend A against itself: the noise floor.")] = False
-    warmup: Annotated[int, Option("Requests per workload that are not counted.")] = 2
-    runs: Annotated[int, Option("Measurements per prompt.")] = 5
-    n: Annotated[
-        int,
-        Option("Prompts per gate (52 without a lost answer decide a gate, with lost ones more); 0: all.", least=0),
-    ] = 25
+    aa: bool = False
+    warmup: int = 2
+    runs: int = 5
+    n: Annotated[int, Option(least=0)] = 25
     persona: PersonaName = None
     workloads: WorkloadNames = None
-    concurrency: Annotated[tuple[int, ...], Option('Requests in flight; several loads: "1,8".', listed=True)] = (1,)
-    rates: Annotated[
-        tuple[float, ...],
-        Option('Additional loads in arrivals per second (Poisson, open loop): "0.5,2".', name="rate", listed=True),
-    ] = ()
-    prefix_cache: Annotated[Literal["warm", "off"], Option("off: ask each server not to reuse earlier prompts.")] = (
-        "warm"
-    )
-    budget_s: Annotated[float | None, Option("Stop after this many seconds; the same command resumes.")] = None
-    noise_share: Annotated[
-        float,
-        Option(
-            "With --runs 1: share of the prompts that is measured twice, for the noise floor.",
-            type=click.FloatRange(0, 1),
-        ),
-    ] = 0.1
-    sustain_s: Annotated[
-        float | None,
-        Option(
-            "Repeat the prompts for this long (an hour: 3600): throttling, drift, and the growth of local servers' memory.",
-            least=1,
-        ),
-    ] = None
-    stop_early: Annotated[bool, Option("Stop when all gates and comparisons are decided.")] = False
-    watch: Annotated[Path | None, Option("An earlier run: exit 1 on a significant loss.")] = None
-    reference_run: Annotated[
-        Path | None,
-        Option(
-            "An earlier run with a bf16 side: all sides are compared with its answers (--reference: its name there)."
-        ),
-    ] = None
-    replay: Annotated[
-        tuple[Path, ...],
-        Option("Chat logs: their conversations, turn by turn, with the logged results of tools; repeatable."),
-    ] = ()
-    trace: Annotated[
-        Path | None, Option("A Mooncake trace, or a log with times: its requests at their recorded times.")
-    ] = None
-    trace_speed: Annotated[tuple[float, ...], Option('How many times as fast the trace runs: "1,4".', listed=True)] = (
-        1,
-    )
-    trace_n: Annotated[int, Option("Requests of the trace.", least=1)] = 200
-    endpoint_a: Annotated[
-        str, Option("API of backend A: chat, completions, responses, messages or ollama.", metavar="API")
-    ] = "chat"
-    endpoint_b: Annotated[str, Option("API of backend B.", metavar="API")] = "chat"
+    concurrency: Annotated[tuple[int, ...], Option(listed=True)] = (1,)
+    rates: Annotated[tuple[float, ...], Option(name="rate", listed=True)] = ()
+    prefix_cache: Literal["warm", "off"] = "warm"
+    budget_s: float | None = None
+    noise_share: Annotated[float, Option(type=click.FloatRange(0, 1))] = 0.1
+    sustain_s: Annotated[float | None, Option(least=1)] = None
+    stop_early: bool = False
+    watch: Path | None = None
+    reference_run: Path | None = None
+    replay: tuple[Path, ...] = ()
+    trace: Path | None = None
+    trace_speed: Annotated[tuple[float, ...], Option(listed=True)] = (1,)
+    trace_n: Annotated[int, Option(least=1)] = 200
+    endpoint_a: Annotated[str, Option(metavar="API")] = "chat"
+    endpoint_b: Annotated[str, Option(metavar="API")] = "chat"
     key_env: KeyVariable = None
-    seed: Annotated[int, Option("Of the choice and order of the prompts.")] = 0
-    output: Annotated[Path, Option("Run directory; an interrupted run resumes from it.")]
+    seed: int = 0
+    output: Path
     as_json: AsJson = False
 
 

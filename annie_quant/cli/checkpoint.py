@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 import annie_quant
 from annie_quant.cli.common import console, emit, quiet_engines
-from annie_quant.cli.options import Argument, AsJson, Force, Option, command
+from annie_quant.cli.options import Argument, AsJson, Force, command
 from annie_quant.documents import Audit, TensorRow
 
 COLUMNS = ("name", "format", "shape", "group", "tensor_scale", "input_scale", "scale_min", "scale_max", "zero_blocks",
@@ -20,16 +20,23 @@ COLUMNS = ("name", "format", "shape", "group", "tensor_scale", "input_scale", "s
 
 
 class AuditOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `annie-quant audit`.
+
+    source: The bf16 checkpoint it was made from: adds the error per tensor.
+    repair: Write a repaired copy next to it, then audit the copy.
+    output: With --repair: folder of the copy.
+    names: With --repair: config fields and tensor names for transformers 4.57 (old) or from 5.2 (new).
+    force: With --repair: replace an existing output.
+    tensors: Also print one line per tensor.
+    """
+
     checkpoint: Annotated[Path, Argument()]
-    source: Annotated[Path | None, Option("The bf16 checkpoint it was made from: adds the error per tensor.")] = None
-    repair: Annotated[bool, Option("Write a repaired copy next to it, then audit the copy.")] = False
-    output: Annotated[Path | None, Option("With --repair: folder of the copy.")] = None
-    names: Annotated[
-        Literal["old", "new"] | None,
-        Option("With --repair: config fields and tensor names for transformers 4.57 (old) or from 5.2 (new)."),
-    ] = None
-    force: Annotated[bool, Option("With --repair: replace an existing output.")] = False
-    tensors: Annotated[bool, Option("Also print one line per tensor.")] = False
+    source: Path | None = None
+    repair: bool = False
+    output: Path | None = None
+    names: Literal["old", "new"] | None = None
+    force: bool = False
+    tensors: bool = False
     as_json: AsJson = False
 
 
@@ -111,17 +118,17 @@ def _cell(value: object) -> str:
 
 
 class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `annie-quant convert`.
+
+    to: Dialect of the copy; bf16: plain weights; hf: a GGUF file as a bf16 folder with its tokenizer.
+    type: GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.
+    output: Folder, or file for GGUF. Default: in the checkpoint's parent folder.
+    """
+
     checkpoint: Annotated[Path, Argument()]
-    to: Annotated[
-        Literal["modelopt", "compressed-tensors", "gguf", "bf16", "hf"],
-        Option("Dialect of the copy; bf16: plain weights; hf: a GGUF file as a bf16 folder with its tokenizer."),
-    ]
-    type: Annotated[
-        str | None, Option("GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.")
-    ] = None
-    output: Annotated[Path | None, Option("Folder, or file for GGUF. Default: in the checkpoint's parent folder.")] = (
-        None
-    )
+    to: Literal["modelopt", "compressed-tensors", "gguf", "bf16", "hf"]
+    type: str | None = None
+    output: Path | None = None
     force: Force = False
     as_json: AsJson = False
 
@@ -151,10 +158,16 @@ def convert(options: ConvertOptions) -> None:
 
 
 class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `annie-quant compare`.
+
+    worst: Tensors with the largest error to list per form.
+    plot: Also draw a plot: a file named .svg, .png or .pdf.
+    """
+
     source: Annotated[Path, Argument()]
     forms: Annotated[tuple[Path, ...], Argument()]
-    worst: Annotated[int, Option("Tensors with the largest error to list per form.")] = 3
-    plot: Annotated[Path | None, Option("Also draw a plot: a file named .svg, .png or .pdf.")] = None
+    worst: int = 3
+    plot: Path | None = None
     as_json: AsJson = False
 
 

@@ -27,27 +27,38 @@ MaskWord = Annotated[tuple[str, ...], Option("Mask this text; repeatable.", meta
 
 
 class DataOptions(msgspec.Struct, frozen=True, kw_only=True):
-    persona: Annotated[str, Option("A built-in persona or a JSON file.")] = "annie"
-    teacher: Annotated[str, Option("Writer of the answers: claude-cli, openai, offline.")] = "offline"
-    n: Annotated[int, Option("Conversations, evenly over the persona's categories.")] = 500
-    seed: Annotated[int, Option("Of the offline teacher's draws.")] = 0
-    split: Annotated[
-        Literal["train", "calibration", "gate"],
-        Option("Purpose of the conversations; prompts of gates are excluded from the other two splits."),
-    ] = "calibration"
-    apart_from: Annotated[tuple[Path, ...], Option("A file whose prompts are excluded; repeatable.", type=FILE)] = ()
-    teacher_model: Annotated[str | None, Option("Model of the teacher. Default for claude-cli: claude-opus-4-6.")] = (
-        None
-    )
-    url: Annotated[str | None, Option("Endpoint of --teacher openai. Default: OPENAI_BASE_URL.")] = None
-    batch_size: Annotated[int, Option("Conversations per batch.")] = 10
-    timeout: Annotated[float, Option("Time limit of a batch, in seconds.")] = 300.0
-    max_budget_usd: Annotated[float | None, Option("Stop when this amount is spent, including resumed runs.")] = None
-    output: Annotated[Path, Option("JSON lines, one conversation per line.")] = Path(
-        "data/calibration/annie_calibration.jsonl"
-    )
-    check: Annotated[bool, Option("Only validate the conversations in --output.")] = False
-    force: Annotated[bool, Option("Replace a finished set, and discard an unfinished one.")] = False
+    """Options of `annie-quant data`.
+
+    persona: A built-in persona or a JSON file.
+    teacher: Writer of the answers: claude-cli, openai, offline.
+    n: Conversations, evenly over the persona's categories.
+    seed: Of the offline teacher's draws.
+    split: Purpose of the conversations; prompts of gates are excluded from the other two splits.
+    apart_from: A file whose prompts are excluded; repeatable.
+    teacher_model: Model of the teacher. Default for claude-cli: claude-opus-4-6.
+    url: Endpoint of --teacher openai. Default: OPENAI_BASE_URL.
+    batch_size: Conversations per batch.
+    timeout: Time limit of a batch, in seconds.
+    max_budget_usd: Stop when this amount is spent, including resumed runs.
+    output: JSON lines, one conversation per line.
+    check: Only validate the conversations in --output.
+    force: Replace a finished set, and discard an unfinished one.
+    """
+
+    persona: str = "annie"
+    teacher: str = "offline"
+    n: int = 500
+    seed: int = 0
+    split: Literal["train", "calibration", "gate"] = "calibration"
+    apart_from: Annotated[tuple[Path, ...], Option(type=FILE)] = ()
+    teacher_model: str | None = None
+    url: str | None = None
+    batch_size: int = 10
+    timeout: float = 300.0
+    max_budget_usd: float | None = None
+    output: Path = Path("data/calibration/annie_calibration.jsonl")
+    check: bool = False
+    force: bool = False
     as_json: AsJson = False
 
 
@@ -84,18 +95,28 @@ def data(options: DataOptions) -> None:
 
 
 class InitOptions(msgspec.Struct, frozen=True, kw_only=True):
-    prompt: Annotated[Path | None, Option("System prompt: a text file; - is stdin.", type=FILE_OR_STDIN)] = None
-    tools: Annotated[Path | None, Option("OpenAI function tools: a JSON file; - is stdin.", type=FILE_OR_STDIN)] = None
-    logs: Annotated[
-        tuple[Path, ...], Option("Chat logs: JSON lines, server logs, Parquet, or a folder; repeatable.")
-    ] = ()
-    name: Annotated[str, Option("The assistant's name. Default: Assistant.")] = ""
-    fill: Annotated[bool, Option("Also make prompts and conversations from the tools' schemas.")] = False
+    """Options of `annie-quant init`.
+
+    prompt: System prompt: a text file; - is stdin.
+    tools: OpenAI function tools: a JSON file; - is stdin.
+    logs: Chat logs: JSON lines, server logs, Parquet, or a folder; repeatable.
+    name: The assistant's name. Default: Assistant.
+    fill: Also make prompts and conversations from the tools' schemas.
+    seed: Of the sample of the logs, and of generated prompts.
+    output: Folder to write.
+    force: Replace a folder that init has made.
+    """
+
+    prompt: Annotated[Path | None, Option(type=FILE_OR_STDIN)] = None
+    tools: Annotated[Path | None, Option(type=FILE_OR_STDIN)] = None
+    logs: tuple[Path, ...] = ()
+    name: str = ""
+    fill: bool = False
     mask_personal: MaskPersonal = False
     mask_word: MaskWord = ()
-    seed: Annotated[int, Option("Of the sample of the logs, and of generated prompts.")] = 0
-    output: Annotated[Path, Option("Folder to write.")]
-    force: Annotated[bool, Option("Replace a folder that init has made.")] = False
+    seed: int = 0
+    output: Path
+    force: bool = False
     as_json: AsJson = False
 
 
@@ -169,12 +190,22 @@ def read_tools(path: Path) -> list[JsonObject]:
 
 
 class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
-    upstream: Annotated[str, Option("The OpenAI-compatible server to pass requests on to.", metavar="URL")]
-    output: Annotated[Path, Option("JSON lines; an existing file grows.")] = Path("recorded.jsonl")
-    port: Annotated[int, Option("0: any free port.", type=click.IntRange(0, 65535))] = 8100
-    host: Annotated[str, Option("Address to listen at; others than this machine's are noted.")] = "127.0.0.1"
-    minutes: Annotated[float | None, Option("Stop after this time. Default: at Ctrl-C.", type=POSITIVE)] = None
-    max_mb: Annotated[float, Option("Limit of the file's size.", type=POSITIVE)] = 1000
+    """Options of `annie-quant record`.
+
+    upstream: The OpenAI-compatible server to pass requests on to.
+    output: JSON lines; an existing file grows.
+    port: 0: any free port.
+    host: Address to listen at; others than this machine's are noted.
+    minutes: Stop after this time. Default: at Ctrl-C.
+    max_mb: Limit of the file's size.
+    """
+
+    upstream: Annotated[str, Option(metavar="URL")]
+    output: Path = Path("recorded.jsonl")
+    port: Annotated[int, Option(type=click.IntRange(0, 65535))] = 8100
+    host: str = "127.0.0.1"
+    minutes: Annotated[float | None, Option(type=POSITIVE)] = None
+    max_mb: Annotated[float, Option(type=POSITIVE)] = 1000
     mask_personal: MaskPersonal = False
     mask_word: MaskWord = ()
     as_json: AsJson = False

@@ -39,13 +39,20 @@ MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fault": "[red]✗[/]"}
 
 
 class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
-    log: Annotated[Path | None, Option("A server's log, compared with the known errors.")] = None
-    server: Annotated[
-        str | None, Option("A running server: name the arithmetic that it runs on --checkpoint.", metavar="URL")
-    ] = None
-    checkpoint: Annotated[Path | None, Option("The folder that --server serves.")] = None
-    reference: Annotated[Path | None, Option("The bf16 checkpoint that it was made from.")] = None
-    images: Annotated[bool, Option("With --server: ask it for the colours of two small generated images.")] = False
+    """Options of `annie-quant doctor`.
+
+    log: A server's log, compared with the known errors.
+    server: A running server: name the arithmetic that it runs on --checkpoint.
+    checkpoint: The folder that --server serves.
+    reference: The bf16 checkpoint that it was made from.
+    images: With --server: ask it for the colours of two small generated images.
+    """
+
+    log: Path | None = None
+    server: Annotated[str | None, Option(metavar="URL")] = None
+    checkpoint: Path | None = None
+    reference: Path | None = None
+    images: bool = False
     key_env: KeyVariable = None
     as_json: AsJson = False
 
@@ -104,13 +111,16 @@ BACKEND_MARKS = {"right": "[green]✓[/]", "wrong": "[red]✗[/]", "failed": "[y
 
 
 class ValidateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    stack: Annotated[
-        str | None, Option("Also check the FP4 kernels of an installed serving stack: vllm, flashinfer, torch or all.")
-    ] = None
-    container: Annotated[
-        str | None, Option("Check the stack in a running container or an image.", metavar="NAME_OR_IMAGE")
-    ] = None
-    dry_run: Annotated[bool, Option("With --container: print its command and start nothing.")] = False
+    """Options of `annie-quant validate-gpu`.
+
+    stack: Also check the FP4 kernels of an installed serving stack: vllm, flashinfer, torch or all.
+    container: Check the stack in a running container or an image.
+    dry_run: With --container: print its command and start nothing.
+    """
+
+    stack: str | None = None
+    container: Annotated[str | None, Option(metavar="NAME_OR_IMAGE")] = None
+    dry_run: bool = False
     as_json: AsJson = False
 
 

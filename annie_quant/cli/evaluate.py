@@ -34,38 +34,34 @@ from annie_quant.documents import DraftAcceptance, EnsembleFigures, Evaluation
 
 
 class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `annie-quant eval`.
+
+    reference: The bf16 checkpoint.
+    numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16,
+        llama.cpp-cpu, llama.cpp-blackwell (docs/numerics.md).
+    calib_data: Conversations whose assistant tokens are also scored.
+    text: A plain text file: its perplexity and KL divergence.
+    layers: Also measure the divergence per layer, with a plot.
+    layers_n: Prompts per gate for --layers.
+    rows: Answers per batch. Processes share whole batches, so fewer rows can keep more processes busy.
+    processes: Processes on this machine that share the work; default: 1 on one GPU; else up to 4 for a small model and
+        many prompts.
+    output: JSON file to write; --layers resumes from its folder.
+    """
+
     checkpoint: Annotated[Path, Argument()]
-    reference: Annotated[Path, Option("The bf16 checkpoint.")]
+    reference: Path
     n: PerGate = 100
     persona: PersonaName = None
     workloads: WorkloadNames = None
-    numerics: Annotated[
-        tuple[str, ...],
-        Option(
-            "Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16, "
-            "llama.cpp-cpu, llama.cpp-blackwell (docs/numerics.md).",
-            listed=True,
-        ),
-    ] = ("w4a4", "w4a16")
-    calib_data: Annotated[Path | None, Option("Conversations whose assistant tokens are also scored.")] = None
-    text: Annotated[Path | None, Option("A plain text file: its perplexity and KL divergence.")] = None
-    layers: Annotated[bool, Option("Also measure the divergence per layer, with a plot.")] = False
-    layers_n: Annotated[int, Option("Prompts per gate for --layers.", least=1)] = 10
-    rows: Annotated[
-        int,
-        Option(
-            "Answers per batch. Processes share whole batches, so fewer rows can keep more processes busy.", least=1
-        ),
-    ] = 128
-    processes: Annotated[
-        int | None,
-        Option(
-            "Processes on this machine that share the work; default: 1 on one GPU; else up to 4 for a small model and many "
-            "prompts.",
-            least=1,
-        ),
-    ] = None
-    output: Annotated[Path | None, Option("JSON file to write; --layers resumes from its folder.")] = None
+    numerics: Annotated[tuple[str, ...], Option(listed=True)] = ("w4a4", "w4a16")
+    calib_data: Path | None = None
+    text: Path | None = None
+    layers: bool = False
+    layers_n: Annotated[int, Option(least=1)] = 10
+    rows: Annotated[int, Option(least=1)] = 128
+    processes: Annotated[int | None, Option(least=1)] = None
+    output: Path | None = None
     allow_prompt_mismatch: AllowMismatch = False
     as_json: AsJson = False
 
@@ -200,9 +196,14 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
 
 
 class RetentionOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `annie-quant retention`.
+
+    seed: Of the bootstrap.
+    """
+
     bf16_run: Annotated[Path, Argument()]
     quantized_run: Annotated[Path, Argument()]
-    seed: Annotated[int, Option("Of the bootstrap.")] = 0
+    seed: int = 0
     as_json: AsJson = False
 
 

@@ -1,17 +1,22 @@
 """The options of a command as one frozen struct, from which its command line and its help are made.
 
     class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
+        "worst: Tensors with the largest error to list per form."
+
         source: Annotated[Path, Argument()]
-        worst: Annotated[int, Option("Tensors with the largest error to list per form.")] = 3
+        worst: int = 3
 
     @command(CompareOptions)
     def compare(options: CompareOptions) -> None: ...
 
-A field without a default is required. `bool` is a flag, `Literal` a choice, `tuple[X, ...]` an option that may be repeated.
+A field's line in the docstring is its help. A field without a default is required. `bool` is a flag, `Literal` a choice,
+`tuple[X, ...]` an option that may be repeated. `Option` has what follows neither from the type nor from the docstring.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +33,7 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 class Option:
     """How a field is given on the command line.
 
+    help: default: the field's line in the docstring of its struct.
     name: of the option; default: the field's, with dashes.
     metavar: what the help calls the value.
     least: the smallest number.
@@ -35,7 +41,7 @@ class Option:
     listed: whether a tuple is one value, separated by commas, and not an option that may be repeated.
     """
 
-    help: str
+    help: str = ""
     name: str = ""
     metavar: str | None = None
     least: float | None = None
@@ -74,22 +80,31 @@ def command(options: type[Options], name: str = "") -> Callable[[Callable[[Optio
         def callback(**values: object) -> None:
             function(options(**values))
 
-        parameters = [_parameter(field) for field in msgspec.structs.fields(options)]
+        texts = documented_fields(options)
+        parameters = [_parameter(field, texts.get(field.name, "")) for field in msgspec.structs.fields(options)]
         return click.Command(name or function.__name__, callback=callback, params=parameters, help=function.__doc__)
 
     return decorate
 
 
-def _parameter(field: msgspec.structs.FieldInfo) -> click.Parameter:
-    annotation, given = get_args(field.type)
+def documented_fields(options: type[Options]) -> dict[str, str]:
+    """Return field → its text in the docstring of its struct: "NAME: TEXT", with indented further lines."""
+    paragraphs = re.sub(r"\n +", " ", inspect.getdoc(options) or "").splitlines()
+    return dict(line.split(": ", 1) for line in paragraphs if re.match(r"\w+: ", line))
+
+
+def _parameter(field: msgspec.structs.FieldInfo, text: str) -> click.Parameter:
+    annotated = get_origin(field.type) is Annotated
+    annotation, given = get_args(field.type) if annotated else (field.type, Option())
     kind = _without_none(annotation)
     items = get_args(kind) if get_origin(kind) is tuple else ()
     if isinstance(given, Argument):
         count = -1 if items else 1
         return click.Argument([field.name], type=_click_type(kind), required=field.required, nargs=count)
     declared = [f"--{given.name or field.name.replace('_', '-')}", field.name]
+    text = given.help or text
     if kind is bool:
-        return click.Option(declared, is_flag=True, default=field.default, help=given.help)
+        return click.Option(declared, is_flag=True, default=field.default, help=text)
     if given.listed:
         kind, items = CommaSeparated(items[0]), ()
     several = Ellipsis in items
@@ -100,7 +115,7 @@ def _parameter(field: msgspec.structs.FieldInfo) -> click.Parameter:
         multiple=several,
         required=field.required,
         metavar=given.metavar,
-        help=given.help,
+        help=text,
     )
     if not field.required:  # click takes a default of None for a value
         option.default = ",".join(map(str, field.default)) if given.listed and field.default else field.default

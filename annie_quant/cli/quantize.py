@@ -18,36 +18,39 @@ from annie_quant.core.errors import CheckpointError
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    strategy: Annotated[str, Option("naive, direct, mlp_only, ... (an unknown name prints the list).")]
-    model: Annotated[Path, Option("Folder of the bf16 checkpoint.")]
-    calib_data: Annotated[Path | None, Option("JSON lines of conversations (annie-quant data).")] = None
+    """Options of `annie-quant quantize`.
+
+    strategy: naive, direct, mlp_only, ... (an unknown name prints the list).
+    model: Folder of the bf16 checkpoint.
+    calib_data: JSON lines of conversations (annie-quant data).
+    calib_samples: Conversations to calibrate with.
+    exclude_layers: Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.
+    scale: Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.
+    kv_cache: KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.
+    settings: A strategy's own setting; repeatable.
+    effort: best: how many recipes it compares.
+    ray: direct: make the shards on this Ray cluster ("local" starts one here).
+    seed: Same seed, same bytes.
+    output: Folder of the new checkpoint.
+    dry_run: Print size, memory and time to expect (--model 9b and 27b work too), and stop.
+    """
+
+    strategy: str
+    model: Path
+    calib_data: Path | None = None
     persona: PersonaName = None
-    calib_samples: Annotated[int, Option("Conversations to calibrate with.")] = 512
-    exclude_layers: Annotated[
-        str, Option('Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.')
-    ] = ""
-    scale: Annotated[
-        str | None,
-        Option("Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own."),
-    ] = None
-    kv_cache: Annotated[
-        str, Option("KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.")
-    ] = "none"
-    settings: Annotated[
-        tuple[str, ...], Option("A strategy's own setting; repeatable.", name="set", metavar="NAME=VALUE")
-    ] = ()
-    effort: Annotated[Literal["fast", "normal", "max"] | None, Option("best: how many recipes it compares.")] = None
-    ray: Annotated[
-        str | None,
-        Option('direct: make the shards on this Ray cluster ("local" starts one here).', metavar="ADDRESS"),
-    ] = None
-    seed: Annotated[int, Option("Same seed, same bytes.")] = 0
-    output: Annotated[Path, Option("Folder of the new checkpoint.")]
+    calib_samples: int = 512
+    exclude_layers: str = ""
+    scale: str | None = None
+    kv_cache: str = "none"
+    settings: Annotated[tuple[str, ...], Option(name="set", metavar="NAME=VALUE")] = ()
+    effort: Literal["fast", "normal", "max"] | None = None
+    ray: Annotated[str | None, Option(metavar="ADDRESS")] = None
+    seed: int = 0
+    output: Path
     force: Force = False
     allow_prompt_mismatch: AllowMismatch = False
-    dry_run: Annotated[
-        bool, Option("Print size, memory and time to expect (--model 9b and 27b work too), and stop.")
-    ] = False
+    dry_run: bool = False
     as_json: AsJson = False
 
 
@@ -101,18 +104,21 @@ def quantize(options: QuantizeOptions) -> None:
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `annie-quant serve`.
+
+    runtime: vllm, sglang or llama.cpp.
+    port: Port on this machine.
+    use: A dated recipe of vLLM or SGLang: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.
+    write_recipe: Write the recipe as YAML (sparkrun) and exit.
+    dry_run: Print the command and exit.
+    """
+
     model: Annotated[Path, Argument()]
-    runtime: Annotated[str, Option("vllm, sglang or llama.cpp.")] = "llama.cpp"
-    port: Annotated[int, Option("Port on this machine.")] = 8000
-    use: Annotated[
-        str | None,
-        Option(
-            'A dated recipe of vLLM or SGLang: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.',
-            metavar="RECIPE",
-        ),
-    ] = None
-    write_recipe: Annotated[Path | None, Option("Write the recipe as YAML (sparkrun) and exit.")] = None
-    dry_run: Annotated[bool, Option("Print the command and exit.")] = False
+    runtime: str = "llama.cpp"
+    port: int = 8000
+    use: Annotated[str | None, Option(metavar="RECIPE")] = None
+    write_recipe: Path | None = None
+    dry_run: bool = False
 
 
 @command(ServeOptions)

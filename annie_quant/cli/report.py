@@ -25,14 +25,17 @@ from annie_quant.documents import Roles
 
 
 class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `annie-quant report`.
+
+    output: Folder of the trends of several runs. Default: trends.
+    verify: Count the served figures again from records.jsonl; print what differs, write nothing.
+    judge: First judge the stored answers again, with today's rule; run.json is changed.
+    """
+
     run_dirs: Annotated[tuple[Path, ...], Argument()]
-    output: Annotated[Path | None, Option("Folder of the trends of several runs. Default: trends.")] = None
-    verify: Annotated[
-        bool, Option("Count the served figures again from records.jsonl; print what differs, write nothing.")
-    ] = False
-    judge: Annotated[bool, Option("First judge the stored answers again, with today's rule; run.json is changed.")] = (
-        False
-    )
+    output: Path | None = None
+    verify: bool = False
+    judge: bool = False
     candidate: Candidate = None
     reference: Reference = None
     incumbent: Incumbent = None
@@ -96,20 +99,33 @@ def export(options: ExportOptions) -> None:
 
 
 class PublishOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `annie-quant publish`.
+
+    repo: Repository on the Hub; created if it does not exist.
+    model: The model's name in the run. Default: the verdict's candidate.
+    checkpoint: The model's folder, if the run has no record of it.
+    base_model: The Hub model that this one was made from.
+    license: The base model's licence, in the Hub's spelling: apache-2.0.
+    calib_data: Default: calibration.jsonl of the run.
+    public: Make the repository public (private by default).
+    with_report: Also upload the report and results.csv.
+    with_records: Also upload every request and answer.
+    force: Publish in spite of failures; the reason is written to the card.
+    dry_run: List files and sizes, write the card, upload nothing.
+    """
+
     run_dir: Annotated[Path, Argument()]
-    repo: Annotated[str, Option("Repository on the Hub; created if it does not exist.", metavar="OWNER/NAME")]
-    model: Annotated[str | None, Option("The model's name in the run. Default: the verdict's candidate.")] = None
-    checkpoint: Annotated[Path | None, Option("The model's folder, if the run has no record of it.")] = None
-    base_model: Annotated[str | None, Option("The Hub model that this one was made from.", metavar="OWNER/NAME")] = None
-    license: Annotated[str, Option("The base model's licence, in the Hub's spelling: apache-2.0.")] = ""
-    calib_data: Annotated[Path | None, Option("Default: calibration.jsonl of the run.")] = None
-    public: Annotated[bool, Option("Make the repository public (private by default).")] = False
-    with_report: Annotated[bool, Option("Also upload the report and results.csv.")] = False
-    with_records: Annotated[bool, Option("Also upload every request and answer.")] = False
-    force: Annotated[
-        str, Option("Publish in spite of failures; the reason is written to the card.", metavar="REASON")
-    ] = ""
-    dry_run: Annotated[bool, Option("List files and sizes, write the card, upload nothing.")] = False
+    repo: Annotated[str, Option(metavar="OWNER/NAME")]
+    model: str | None = None
+    checkpoint: Path | None = None
+    base_model: Annotated[str | None, Option(metavar="OWNER/NAME")] = None
+    license: str = ""
+    calib_data: Path | None = None
+    public: bool = False
+    with_report: bool = False
+    with_records: bool = False
+    force: Annotated[str, Option(metavar="REASON")] = ""
+    dry_run: bool = False
     candidate: Candidate = None
     reference: Reference = None
     incumbent: Incumbent = None

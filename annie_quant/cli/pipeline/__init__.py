@@ -11,42 +11,46 @@ from annie_quant.cli.options import AllowMismatch, AsJson, Option, PerGate, Pers
 
 
 class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search tries, and on what. `persona` and `workloads` are as for data/workloads.py."""
+    """What a search tries, and on what. `persona` and `workloads` are as for data/workloads.py.
 
-    model: Annotated[Path, Option("Folder of the bf16 checkpoint.")]
-    calib_data: Annotated[Path, Option("JSON lines of conversations.")]
-    output: Annotated[Path, Option("Run directory; finished steps are not repeated.")]
+    model: Folder of the bf16 checkpoint.
+    calib_data: JSON lines of conversations.
+    output: Run directory; finished steps are not repeated.
+    every: Evaluate every strategy on all prompts, also after one that keeps.
+    strategies: Names, comma-separated, in the order to try. Default: all, cheapest first.
+    required: Numerics with which all gates must keep; w4a16 alone allows weight-only checkpoints.
+    seeds: Calibration draws in which a strategy must keep.
+    samples: Conversations to calibrate with.
+    anyway: Continue with a model that lacks the manners in bf16.
+    """
+
+    model: Path
+    calib_data: Path
+    output: Path
     n: PerGate = 100
     persona: PersonaName = None
     workloads: WorkloadNames = None
     # Without the early look, and a failed smoke question is reported only.
-    every: Annotated[bool, Option("Evaluate every strategy on all prompts, also after one that keeps.", name="all")] = (
-        False
-    )
-    strategies: Annotated[
-        tuple[str, ...] | None,
-        Option("Names, comma-separated, in the order to try. Default: all, cheapest first.", listed=True),
-    ] = None
-    required: Annotated[
-        tuple[str, ...],
-        Option(
-            "Numerics with which all gates must keep; w4a16 alone allows weight-only checkpoints.",
-            name="require",
-            listed=True,
-        ),
-    ] = ("w4a4", "w4a16")
-    seeds: Annotated[int, Option("Calibration draws in which a strategy must keep.", least=1)] = 1
-    samples: Annotated[int, Option("Conversations to calibrate with.", name="calib-samples")] = 128
+    every: Annotated[bool, Option(name="all")] = False
+    strategies: Annotated[tuple[str, ...] | None, Option(listed=True)] = None
+    required: Annotated[tuple[str, ...], Option(name="require", listed=True)] = ("w4a4", "w4a16")
+    seeds: Annotated[int, Option(least=1)] = 1
+    samples: Annotated[int, Option(name="calib-samples")] = 128
     allow_prompt_mismatch: AllowMismatch = False
-    anyway: Annotated[bool, Option("Continue with a model that lacks the manners in bf16.")] = False
+    anyway: bool = False
     as_json: AsJson = False
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The demo's run directory and prompts. 52 prompts of which none is lost decide a gate (docs/method.md)."""
+    """The demo's run directory and prompts. 52 prompts of which none is lost decide a gate (docs/method.md).
 
-    output: Annotated[Path, Option("Run directory; finished stages are not repeated.")] = Path("runs/demo")
-    n_offline: Annotated[int, Option("Prompts per gate in the offline evaluation.", least=1)] = 54
-    n_served: Annotated[int, Option("Prompts per gate on the servers.", least=1)] = 54
+    output: Run directory; finished stages are not repeated.
+    n_offline: Prompts per gate in the offline evaluation.
+    n_served: Prompts per gate on the servers.
+    """
+
+    output: Path = Path("runs/demo")
+    n_offline: Annotated[int, Option(least=1)] = 54
+    n_served: Annotated[int, Option(least=1)] = 54
     persona: PersonaName = None
     workloads: WorkloadNames = None

@@ -17,6 +17,7 @@ import numpy as np
 
 from annie_quant.bench import memory, stability
 from annie_quant.bench.confounds import find_confounds, impossible, stalls
+from annie_quant.bench.findings import depth_findings, drift_findings, growth_findings
 from annie_quant.bench.reference_answers import RECORDED, stored_reference
 from annie_quant.bench.run_folder import read_records, read_unanswered
 from annie_quant.core.errors import UsageError
@@ -137,8 +138,7 @@ def aggregate_records(
     drifts = stability.find_drifts(fit, list(served), config.seed)
     depths = stability.compare_depths(fit, list(served), config.seed)
     findings = find_confounds(identities, records, config, ended or Ended())
-    findings += memory.growth_findings(growths)
-    findings += [*stability.drift_findings(drifts), *stability.depth_findings(depths)]
+    findings += [*growth_findings(growths), *drift_findings(drifts), *depth_findings(depths)]
     return Aggregates(
         roles=roles,
         served=served,

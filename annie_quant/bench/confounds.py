@@ -11,6 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from annie_quant.bench.findings import finding
 from annie_quant.bench.stability import measured_values
 from annie_quant.documents import BenchConfig, Confound, Ended, Identity, RequestRecord
 from annie_quant.documents.results import Severity
@@ -35,9 +36,6 @@ LEAST_EVENTS = 50  # of a side, before its ratio is judged
 HIT_SHARE = 0.5  # of a prompt's tokens: at least this share is read from the cache in a hit, at most in a miss
 DEPTH_SHARE = 0.7  # of the depth that a workload aims at
 LEAST_PROMPTS = 5  # of a workload, before its acceptance is compared
-PARSER_OPTIONS = (
-    "--enable-auto-tool-choice --tool-call-parser qwen3_coder (vLLM), --tool-call-parser qwen3_coder (SGLang)"
-)
 
 
 def find_confounds(
@@ -62,28 +60,19 @@ def find_confounds(
     for name, identity in identities.items():
         rows = [r for r in measured if r.backend == name]
         if ended.prefix_cache == "off" and identity.runtime not in NO_CACHE_RUNTIMES:
-            message = f"{name} has no known way to switch its prefix cache off: repeats may be served from it"
-            findings.append(_finding("prefix_cache", "confound", message, name))
-        for caveat in identity.caveats:
-            message = f"{name} reports itself in a way that cannot be read: {caveat}"
-            findings.append(_finding("identity", "fault", message, name))
+            findings.append(finding("prefix_cache", name))
+        findings += [finding("identity", name, caveat=caveat) for caveat in identity.caveats]
         findings += [*_thinking(name, rows, config), *_tool_parser(name, rows), *_slow_starts(name, rows)]
         findings += [*_errors(name, rows), *_cut(name, rows), *_clock(name, rows), *_stamps(name, rows)]
     return findings
-
-
-def _finding(code: str, severity: Severity, message: str, *backends: str) -> Confound:
-    return Confound(code=code, severity=severity, message=message, backends=list(backends))
 
 
 # ---- two servers
 
 
 def _pair(a: Identity, b: Identity) -> Findings:
-    both = f"{a.name} and {b.name}"
     if a.url and a.url == b.url:
-        message = f"{both} are the same server: this run measures the noise floor (A/A), any difference is false"
-        yield _finding("same_server", "note", message, a.name, b.name)
+        yield finding("same_server", a.name, b.name)
         return
     sources = [side.meta.get("source") for side in (a, b)]
     compared: list[tuple[str, str, object, object]] = [("different_weights", "source weights", sources[0], sources[1])]
@@ -98,12 +87,10 @@ def _pair(a: Identity, b: Identity) -> Findings:
         ("different_engines", "serving engines", a.runtime, b.runtime),
     ]
     differing = [row for row in compared if row[2] and row[3] and row[2] != row[3]]
-    for code, title, x, y in differing:
-        severity: Severity = "note" if code == "different_engines" else "confound"
-        yield _finding(code, severity, f"{both} have different {title}: {_short(x)} and {_short(y)}", a.name, b.name)
+    for code, what, x, y in differing:
+        yield finding(code, a.name, b.name, what=what, x=_short(x), y=_short(y))
     if not all(sources) and not differing:
-        message = f"it is unknown whether {both} come from the same fine-tuned weights (give both a meta 'source')"
-        yield _finding("weights_unknown", "note", message, a.name, b.name)
+        yield finding("weights_unknown", a.name, b.name)
 
 
 def _short(value: object) -> str:
@@ -120,12 +107,9 @@ def _prompt_tokens(names: Sequence[str], records: Records) -> Findings:
     for a, b in itertools.combinations(names, 2):
         shared = counts[a].keys() & counts[b].keys()
         if differing := sorted(key for key in shared if counts[a][key] != counts[b][key]):
-            first = differing[0]
-            message = (
-                f"{a} and {b} do not read the same prompts: {len(differing)} of {len(shared)} differ in tokens "
-                f"({'/'.join(first)}: {counts[a][first]} and {counts[b][first]}); chat template or tokenizer differ"
-            )
-            yield _finding("different_prompts", "confound", message, a, b)
+            (first, *_), n, both = differing, len(differing), [counts[side][differing[0]] for side in (a, b)]
+            prompt = "/".join(first)
+            yield finding("different_prompts", a, b, n=n, shared=len(shared), prompt=prompt, x=both[0], y=both[1])
 
 
 def _different_answers(names: Sequence[str], records: Records, config: BenchConfig) -> Findings:
@@ -137,17 +121,13 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
     for a, b in itertools.permutations(names, 2):
         both = [key for key in sorted(answers[a].keys() & answers[b].keys()) if not has_label(answers[b][key].checks)]
         if constant := constant_answer([answers[a][key] for key in both], [answers[b][key] for key in both]):
-            yield _finding("constant_answers", "confound", f"{a} gives {constant}, {b} does not", a, b)
+            yield finding("constant_answers", a, b, answer=constant)
     for a, b in itertools.combinations(names, 2):
         pairs = ([answers[side][key].text.split() for side in (a, b)] for key in answers[a].keys() & answers[b].keys())
         shared = [pair for pair in pairs if all(pair)]
         equal = sum(first[:OPENING_WORDS] == second[:OPENING_WORDS] for first, second in shared)
         if len(shared) >= LEAST_ANSWERS and equal < LEAST_EQUAL_SHARE * len(shared):
-            message = (
-                f"{a} and {b} start only {equal} of {len(shared)} greedy answers with the same {OPENING_WORDS} "
-                "words: they are different models, or one of them is broken"
-            )
-            yield _finding("different_answers", "confound", message, a, b)
+            yield finding("different_answers", a, b, equal=equal, n=len(shared), words=OPENING_WORDS)
 
 
 # ---- the whole run
@@ -155,65 +135,41 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
 
 def _incomplete(names: Sequence[str], ended: Ended) -> Findings:
     if stopped := ended.stopped:
-        message = (
-            f"stopped early at look {stopped.look} of {stopped.looks + 1}: every gate and comparison was decided at the "
-            f"{stopped.level:.0%} level, which allows for all looks; the intervals shown are plain 95 % ones"
-        )
-        yield _finding("stopped_early", "note", message, *names)
+        yield finding("stopped_early", *names, look=stopped.look, looks=stopped.looks + 1, level=stopped.level)
     elif ended.unasked:
-        message = (
-            f"the time budget ended before {ended.unasked} prompts and backends were measured; the same command "
-            "continues with them"
-        )
-        yield _finding("unfinished", "note", message, *names)
+        yield finding("unfinished", *names, n=ended.unasked)
 
 
 def _busy(names: Sequence[str], records: Records) -> Findings:
     """More work than the cores can do: every time is an upper bound, and so is the client's own delay."""
     loads = [r.load_per_core for r in records if r.load_per_core is not None]
-    if loads and statistics.median(loads) >= BUSY_LOAD:
-        message = (
-            f"the machine was busy with other work (median load {statistics.median(loads):.1f} per core): all times are "
-            "upper bounds, and limits in milliseconds are not tested fairly"
-        )
-        yield _finding("busy_machine", "note", message, *names)
+    if loads and (load := statistics.median(loads)) >= BUSY_LOAD:
+        yield finding("busy_machine", *names, load=load)
 
 
 def _priority(names: Sequence[str], records: Records) -> Findings:
     """Without real-time priority the client may read late, and one kernel stamp covers all events of a read."""
     flags = [r.realtime for r in records if r.realtime is not None]
     if without := flags.count(False):
-        message = (
-            f"the client had no real-time priority in {without} of {len(flags)} requests: other work on the machine may "
-            "have made its stamps late; root has it, and other users after `sudo prlimit --rtprio=1 --pid $$`"
-        )
-        yield _finding("normal_priority", "note", message, *names)
+        yield finding("normal_priority", *names, n=without, of=len(flags))
 
 
 def _estimates(records: Records) -> Findings:
     if names := sorted({r.backend for r in records if r.tokens_estimated and not r.error}):
-        message = (
-            f"{', '.join(names)} sent no usage: token counts and decode speed are estimates and are left out of the "
-            "comparison"
-        )
-        yield _finding("tokens_estimated", "confound", message, *names)
+        yield finding("tokens_estimated", *names)
 
 
 def _smoke(records: Records) -> Findings:
     last = {r.backend: r for r in records if r.workload == "smoke"}
     for name, record in last.items():
         if record.faults:
-            message = (
-                f"{name} fails the smoke question (capital of Japan): {'; '.join(record.faults.values())}; "
-                f"its answer was {record.text[:80]!r}"
-            )
-            yield _finding("smoke", "fault", message, name)
+            yield finding("smoke", name, faults="; ".join(record.faults.values()), answer=record.text[:80])
 
 
 # ---- one server: its answers
 
 
-def _in_times(code: str, name: str, action: str, affected: Records, answers: Records, effect: str) -> Findings:
+def _in_times(code: str, name: str, affected: Records, answers: Records, effect: str) -> Findings:
     """Report answers that change what a time measures.
 
     They are a confound, or a note where they are so few that the median over all answers is within 2.5 percentiles of the others'.
@@ -221,8 +177,8 @@ def _in_times(code: str, name: str, action: str, affected: Records, answers: Rec
     if affected:
         rare = len(affected) < RARE * len(answers)
         effect = "too few to change the median times" if rare else effect
-        message = f"{name} {action} in {len(affected)} of {len(answers)} answers: {effect}"
-        yield _finding(code, "note" if rare else "confound", message, name)
+        severity: Severity = "note" if rare else "confound"
+        yield finding(code, name, severity=severity, n=len(affected), of=len(answers), effect=effect)
 
 
 def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
@@ -234,36 +190,25 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
         "its TTFT is the time to the first thinking token, not to an answer (is the server's --reasoning-parser set? is "
         "thinking off in its template?)"
     )
-    yield from _in_times("thinking_as_content", name, "shows its thinking as content", leaked, off, effect)
+    yield from _in_times("thinking_as_content", name, leaked, off, effect)
     effect = "its content TTFT includes that thinking"
-    yield from _in_times("hidden_thinking", name, "thinks although thinking is off", hidden, off, effect)
+    yield from _in_times("hidden_thinking", name, hidden, off, effect)
     empty = [r.completion_tokens for r in off if not r.text.strip() and not r.tool_calls]
     if lengths := [tokens for tokens in empty if tokens and tokens > 8]:
-        message = (
-            f"{name} used its tokens (median {round(statistics.median(lengths))}) and showed nothing in {len(lengths)} of "
-            f"{len(off)} answers: thinking used up the budget"
-        )
-        yield _finding("empty_after_thinking", "fault", message, name)
+        tokens = round(statistics.median(lengths))
+        yield finding("empty_after_thinking", name, tokens=tokens, n=len(lengths), of=len(off))
 
 
 def _tool_parser(name: str, records: Records) -> Findings:
     """HTTP 400 on requests with tools, or calls in the text: the fault is the server's parser, not the model."""
     tools = [r for r in records if "tool_call" in r.checks]
     if refused := sum(r.status == 400 for r in tools):
-        message = (
-            f"{name} refuses tool requests with HTTP 400 ({refused} of {len(tools)}): not the model's fault; start the "
-            f"server with {PARSER_OPTIONS}"
-        )
-        yield _finding("tool_parser_missing", "fault", message, name)
+        yield finding("tool_parser_missing", name, n=refused, of=len(tools))
     failed = [r for r in tools if not r.checks["tool_call"]]
     in_text = sum(r.checks.get("tool_call_raw", False) for r in failed)
     unparsed = sum(has_call_markup(Answer(text=r.text)) for r in failed if not r.tool_calls)
     if in_text or unparsed:
-        message = (
-            f"{name} leaves tool calls in the text ({max(in_text, unparsed)} of {len(tools)}): the server's parser is at "
-            f"fault; start it with {PARSER_OPTIONS}"
-        )
-        yield _finding("tool_parser_fault", "fault", message, name)
+        yield finding("tool_parser_fault", name, n=max(in_text, unparsed), of=len(tools))
 
 
 def _errors(name: str, records: Records) -> Findings:
@@ -271,18 +216,13 @@ def _errors(name: str, records: Records) -> Findings:
     if not errors:
         return
     kinds = sorted(set(errors))
-    others = f", and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
-    message = f"{name}: {len(errors)} of {len(records)} requests failed ({kinds[0]}{others})"
-    if len(errors) == len(records):
-        yield _finding("no_answers", "confound", message, name)
-        return
-    yield _finding("errors", "fault", message, name)
-    if unanswered := [r for r in records if r.cause in ("hung", "not_sent")]:
-        message = (
-            f"{name} hung: {unanswered[0].workload}/{unanswered[0].case} had no answer when the time budget ended; it and "
-            f"{len(unanswered) - 1} requests after it count as failed"
-        )
-        yield _finding("hung", "confound", message, name)
+    reason = kinds[0] + (f", and {len(kinds) - 1} other kinds" if len(kinds) > 1 else "")
+    code = "no_answers" if len(errors) == len(records) else "errors"
+    yield finding(code, name, n=len(errors), of=len(records), reason=reason)
+    unanswered = [r for r in records if r.cause in ("hung", "not_sent")]
+    if unanswered and code == "errors":
+        prompt = f"{unanswered[0].workload}/{unanswered[0].case}"
+        yield finding("hung", name, prompt=prompt, others=len(unanswered) - 1)
 
 
 def _cut(name: str, records: Records) -> Findings:
@@ -291,8 +231,8 @@ def _cut(name: str, records: Records) -> Findings:
     if cut := sum(r.finish_reason == "length" for r in judged):
         often = cut >= LEAST_CUT_SHARE * len(judged)
         effect = "raise max_tokens of the workload" if often else "they count as failed"
-        message = f"{name}: {cut} of {len(judged)} answers were cut at max_tokens: {effect}"
-        yield _finding("cut_answers", "confound" if often else "note", message, name)
+        severity: Severity = "confound" if often else "note"
+        yield finding("cut_answers", name, severity=severity, n=cut, of=len(judged), effect=effect)
 
 
 # ---- one server: its times
@@ -300,12 +240,7 @@ def _cut(name: str, records: Records) -> Findings:
 
 def _slow_starts(name: str, records: Records) -> Findings:
     if slow := [r for r in records if r.cold] + stalls(records):
-        longest = max(r.e2e_ms or 0 for r in slow) / 1000
-        message = (
-            f"{name}: {len(slow)} measured request(s) were cold starts or stalls (up to {longest:.1f} s); they are on record "
-            "and left out of the timings"
-        )
-        yield _finding("cold_start", "note", message, name)
+        yield finding("cold_start", name, n=len(slow), longest=max(r.e2e_ms or 0 for r in slow) / 1000)
 
 
 def is_slow(time_ms: float, usual_ms: float) -> bool:
@@ -335,11 +270,7 @@ def impossible(record: RequestRecord) -> bool:
 
 def _stamps(name: str, records: Records) -> Findings:
     if early := sum(map(impossible, records)):
-        message = (
-            f"{name}: {early} of {len(records)} answers have a stamp from before their request was sent; they are left out "
-            "of the timings"
-        )
-        yield _finding("stamp_fault", "note", message, name)
+        yield finding("stamp_fault", name, n=early, of=len(records))
 
 
 def _clock(name: str, records: Records) -> Findings:
@@ -353,11 +284,7 @@ def _clock(name: str, records: Records) -> Findings:
         return
     measured, reported = (statistics.median(side) for side in zip(*pairs, strict=True))
     if measured > CLOCK_FACTOR * reported and measured - reported >= CLOCK_MS:
-        message = (
-            f"{name}: {measured:.3g} ms per token were measured where the server reports {reported:.3g} ms: network, client "
-            "or queueing adds to every time"
-        )
-        yield _finding("client_overhead", "note", message, name)
+        yield finding("client_overhead", name, measured=measured, reported=reported)
 
 
 # ---- one server: events are not tokens
@@ -383,18 +310,9 @@ def _events(name: str, rows: Records) -> Findings:
     if measured is None:
         return
     ratio, events = measured
-    if ratio > 1 / LEAST_RATIO:
-        message = (
-            f"{name} merges words: its {events} events carry {ratio:.2f} tokens each ({1 / ratio:.2f} events per token, "
-            f"expected {LEAST_RATIO:g} or more), so ITL is between groups of tokens; compare ITL per token or TPOT"
-        )
-        yield _finding("merged_tokens", "confound", message, name)
-    elif ratio < LEAST_RATIO:
-        message = (
-            f"{name} sends more events than tokens: {ratio:.2f} tokens per event in {events} events (expected {LEAST_RATIO:g} or "
-            "more), so ITL is between pieces of tokens, or usage leaves tokens out; compare ITL per token or TPOT"
-        )
-        yield _finding("split_tokens", "note", message, name)
+    if not LEAST_RATIO <= ratio <= 1 / LEAST_RATIO:
+        code = "merged_tokens" if ratio > 1 else "split_tokens"
+        yield finding(code, name, ratio=ratio, inverse=1 / ratio, events=events, least=LEAST_RATIO)
 
 
 # ---- prefix cache and depth
@@ -405,37 +323,22 @@ def _prefix_cache(name: str, rows: Records) -> Findings:
         reported = [r for r in own if r.cached_tokens is not None and r.prompt_tokens]
         if not reported:
             if own[0].prefix == "hit":
-                message = (
-                    f"{name} does not report cached tokens in {workload}: whether its prefix cache worked is not proven "
-                    "(vLLM: --enable-prompt-tokens-details)"
-                )
-                yield _finding("prefix_cache_unproven", "note", message, name)
+                yield finding("prefix_cache_unproven", name, workload=workload)
             continue
         shares = [(r.cached_tokens or 0) / r.prompt_tokens for r in reported]
         hits = sum(share >= HIT_SHARE for share in shares)
         if own[0].prefix == "hit" and hits < HIT_SHARE * len(shares):
-            message = (
-                f"{name} drops its prefix cache: in {workload} {len(shares) - hits} of {len(shares)} prompts that were sent before "
-                f"had under half of their tokens cached (median {statistics.median(shares):.0%})"
-            )
-            yield _finding("prefix_cache_dropped", "fault", message, name)
+            figures = {"n": len(shares) - hits, "of": len(shares), "median": statistics.median(shares)}
+            yield finding("prefix_cache_dropped", name, workload=workload, **figures)
         elif own[0].prefix == "miss" and hits:
-            message = (
-                f"{name} took {hits} of {len(shares)} prompts of {workload} from its prefix cache although each begins with a "
-                "different text: their TTFT is not the time of a whole prefill"
-            )
-            yield _finding("prefix_cache_hit", "confound", message, name)
+            yield finding("prefix_cache_hit", name, workload=workload, n=hits, of=len(shares))
 
 
 def _depth(name: str, rows: Records) -> Findings:
     for workload, own in _by_workload(r for r in rows if r.depth and r.prompt_tokens).items():
         depth, prompt = own[0].depth or 0, statistics.median(r.prompt_tokens for r in own)
         if prompt < DEPTH_SHARE * depth:
-            message = (
-                f"{name} read {prompt:.0f} tokens of a prompt of about {depth} in {workload}: its tokenizer needs fewer, or it "
-                "cuts prompts to its context (Ollama: num_ctx)"
-            )
-            yield _finding("depth_not_reached", "note", message, name)
+            yield finding("depth_not_reached", name, workload=workload, prompt=prompt, depth=depth)
 
 
 def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]:
@@ -460,22 +363,15 @@ def _different_acceptance(by_side: Mapping[str, Records]) -> Findings:
     tests = []
     for a, b in itertools.combinations(by_side, 2):
         left, right = _by_workload(by_side[a]), _by_workload(by_side[b])
-        for workload in left.keys() & right.keys():
-            rates = acceptance(left[workload]), acceptance(right[workload])
-            if rates[0] is None or rates[1] is None:
-                continue
-            result = compare(*(measured_values(side[workload], "acceptance") for side in (left, right)))
-            tests.append((a, b, workload, rates[0], rates[1], result))
-    tests.sort(key=lambda t: t[:3])
-    for (a, b, workload, (x, drafted_a), (y, drafted_b), result), p in zip(
-        tests, holm([t[5].p for t in tests]), strict=True
-    ):
+        for workload in sorted(left.keys() & right.keys()):
+            x, y = acceptance(left[workload]), acceptance(right[workload])
+            if x is not None and y is not None:
+                result = compare(*(measured_values(side[workload], "acceptance") for side in (left, right)))
+                tests.append((a, b, result, {"workload": workload, "x": x, "y": y, "prompts": result.n_prompts}))
+    tests.sort(key=lambda t: t[:2])
+    for (a, b, _, figures), p in zip(tests, holm([result.p for _, _, result, _ in tests]), strict=True):
         if p is not None and p < LEVEL:
-            message = (
-                f"{a} and {b} accept drafts at different rates in {workload}: {x:.0%} of {drafted_a:.0f} and {y:.0%} of "
-                f"{drafted_b:.0f} drafted tokens ({result.n_prompts} prompts, p = {p:.2g}): their decode speeds differ by that too"
-            )
-            yield _finding("different_acceptance", "note", message, a, b)
+            yield finding("different_acceptance", a, b, p=p, **figures)
 
 
 def _acceptance_falls(name: str, rows: Records) -> Findings:
@@ -492,9 +388,10 @@ def _acceptance_falls(name: str, rows: Records) -> Findings:
     for workload, p in zip(groups, holm(p_values), strict=True):
         if p is not None and p < LEVEL:
             own, rest = groups[workload], others[workload]
-            message = (
-                f"{name} accepts fewer drafts in {workload} than in its other workloads: {statistics.fmean(own):.0%} and "
-                f"{statistics.fmean(rest):.0%} (means of {len(own)} and {len(rest)} prompts, p = {p:.2g}): decode speed depends on "
-                "the text"
-            )
-            yield _finding("acceptance_falls", "note", message, name)
+            means = {
+                "own": statistics.fmean(own),
+                "rest": statistics.fmean(rest),
+                "n_own": len(own),
+                "n_rest": len(rest),
+            }
+            yield finding("acceptance_falls", name, workload=workload, p=p, **means)

@@ -11,7 +11,7 @@ import numpy as np
 
 from annie_quant import documents
 from annie_quant.core import host
-from annie_quant.documents import Confound, MemoryFigures, MemoryGrowth, MemoryLevels
+from annie_quant.documents import MemoryFigures, MemoryGrowth, MemoryLevels
 
 SAMPLE_S = 0.02
 MAX_TRACE = 7200  # samples of a trace; a longer one keeps every second sample, and later ones at that distance
@@ -168,18 +168,3 @@ def read_traces(folder: Path) -> dict[str, list[tuple[float, float]]]:
 def check_growth(traces: Mapping[str, Trace], seed: int = 0) -> dict[str, MemoryGrowth]:
     """Return the growth of each backend whose samples suffice."""
     return {name: row for name, trace in traces.items() if (row := growth(trace, seed))}
-
-
-def growth_findings(rows: Mapping[str, MemoryGrowth]) -> list[Confound]:
-    """Return one finding per server whose memory grows."""
-    return [
-        Confound(
-            code="memory_growth",
-            severity="fault",
-            message=f"{name}: its memory grows by {row.bytes_per_hour / 1e6:.0f} MB per hour [{row.low / 1e6:.0f}, "
-            f"{row.high / 1e6:.0f}] over {row.hours:.2g} hours after its start-up: a leak, or a cache without a limit",
-            backends=[name],
-        )
-        for name, row in rows.items()
-        if row.grows
-    ]

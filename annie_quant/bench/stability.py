@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from annie_quant.documents import Comparison, Confound, Drift, NoiseFloor, RequestRecord
-from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
+from annie_quant.documents import Comparison, Drift, NoiseFloor, RequestRecord
+from annie_quant.judge.metrics import COMPARED, metric_value
 from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, paired
 
 TESTED = ("tpot_ms", "ttft_content_ms")  # for drift and depth
@@ -297,53 +297,6 @@ def moved(values: Sequence[float], at: int, seed: int = 0) -> list[float]:
     return [float(np.median(data[:at])), float(np.median(data[at:])), p]
 
 
-def drift_findings(rows: Sequence[Drift]) -> list[Confound]:
-    """Return one finding per backend whose times changed significantly."""
-    by_backend: dict[str, list[Drift]] = defaultdict(list)
-    for row in rows:
-        if row.significant:
-            by_backend[row.backend].append(row)
-    return [_drift_finding(max(changed, key=lambda row: abs(row.shift))) for changed in by_backend.values()]
-
-
-def _drift_finding(row: Drift) -> Confound:
-    causes, throttles = _causes(row)
-    slower = row.shift > 0
-    title = METRICS[row.metric].title
-    message = (
-        f"{row.backend} became {'slower' if slower else 'faster'} {_minutes(row.after_s)} into the run: {title} {row.shift:+.1%} "
-        f"[{row.low:+.1%}, {row.high:+.1%}] (p {row.p_holm or row.p:.2g}, {row.n} requests); {causes}"
-    )
-    code = "throttled" if throttles and slower else "drift"
-    return Confound(code=code, severity="fault" if slower else "note", message=message, backends=[row.backend])
-
-
-def _causes(row: Drift) -> tuple[str, bool]:
-    """Return (what the machine did at the same time, whether it throttled)."""
-    sure = {name: figures for name, figures in row.machine.items() if figures[2] < LEVEL}
-    clock, heat, load = (sure.get(name) for name in ("clock_mhz", "temperature_c", "load_per_core"))
-    slower = row.shift > 0
-    parts, throttled = [], False
-    if slower and clock and clock[1] < clock[0]:
-        parts.append(f"the clock fell from {clock[0]:.0f} to {clock[1]:.0f} MHz (p {clock[2]:.2g})")
-        throttled = True
-    if slower and heat and heat[1] > heat[0]:
-        parts.append(f"the temperature rose from {heat[0]:.0f} to {heat[1]:.0f} °C (p {heat[2]:.2g})")
-    if slower and row.throttle and row.throttled_after > row.throttled_before:
-        parts.append(f"the driver reports {row.throttle} in {row.throttled_after:.0%} of the later requests")
-        throttled = True
-    if slower and load and load[1] > load[0]:
-        parts.append(f"other work rose from {load[0]:.1f} to {load[1]:.1f} per core (p {load[2]:.2g})")
-    if not parts:
-        known = "clock_mhz" in row.machine or row.throttle is not None
-        return ("clocks and temperature did not change with it" if known else "clocks were not recorded"), False
-    return ("the machine throttled: " if throttled else "at the same time ") + ", ".join(parts), throttled
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
-
-
 # ---- depth: whether one backend loses against another only, or more, at a deep context
 #
 # The ratio of both sides' times for the same prompt is compared between depths: a difference that is the same at all depths is
@@ -442,34 +395,3 @@ def _ratio_interval(ratios: Sequence[float], seed: int) -> tuple[float, float, f
     low, high = median_interval(ratios, seed=seed)
     middle = statistics.median(ratios)
     return math.exp(middle), math.exp(middle if low is None else low), math.exp(middle if high is None else high)
-
-
-def depth_findings(rows: Sequence[DepthRow]) -> list[Confound]:
-    """Return the deepest significant change of each pair and metric as a note."""
-    deepest: dict[tuple[str, str, str], DepthRow] = {}
-    for row in rows:
-        if row.p_holm is not None and row.p_holm < LEVEL and abs(row.growth) >= LEAST_SHIFT:
-            deepest[row.a, row.b, row.metric] = row
-    return [_depth_finding(row) for row in deepest.values()]
-
-
-def _depth_finding(row: DepthRow) -> Confound:
-    slower = row.b if row.growth > 0 else row.a
-    ratios = [row.ratio, row.low, row.high, row.shallow, row.shallow_low, row.shallow_high]
-    if slower == row.a:
-        ratios = [1 / x for x in (row.ratio, row.high, row.low, row.shallow, row.shallow_high, row.shallow_low)]
-    deep, low, high, shallow, shallow_low, shallow_high = ratios
-    other = row.a if slower == row.b else row.b
-    only = shallow_low - LEAST_SHIFT <= 1 <= shallow_high + LEAST_SHIFT and abs(shallow - 1) < LEAST_SHIFT
-    title = METRICS[row.metric].title
-    message = (
-        f"{slower} is {'slower only' if only else 'slower, relative to short prompts,'} at depth: {title} {deep - 1:+.1%} "
-        f"[{low - 1:+.1%}, {high - 1:+.1%}] against {other} at {_tokens(row.depth)} tokens, {shallow - 1:+.1%} "
-        f"[{shallow_low - 1:+.1%}, {shallow_high - 1:+.1%}] at {_tokens(row.shallow_depth)} (p {row.p_holm:.2g}, "
-        f"{row.n_prompts} prompts)"
-    )
-    return Confound(code="slower_at_depth", severity="note", message=message, backends=[slower])
-
-
-def _tokens(depth: int) -> str:
-    return f"{depth // 1024}k" if depth >= 1024 else str(depth)

@@ -35,19 +35,12 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
 
 def compose(run_dir: str | os.PathLike) -> dict[str, str]:
     """Return the report's files as {relative path: text}, report.html first; write nothing."""
-    from annie_quant.report import gate_charts, html, latency_charts, markdown, tables
-    from annie_quant.report.recheck import check_figures
+    from annie_quant.report import gate_charts, latency_charts, pages, tables
     from annie_quant.report.run import load
 
     run = load(run_dir)
     figures = gate_charts.draw(run) + latency_charts.draw(run)
-    check = check_figures(run)
-    files = {
-        "report.html": html.render(run, figures, check),
-        "report.md": markdown.render(run, check),
-        "comparison.md": markdown.render_comparison(run, check),
-        "results.csv": tables.csv_text(run),
-    }
+    files = pages.render(run, figures) | {"results.csv": tables.csv_text(run)}
     for figure in figures:
         for panel, canvas in figure.panels:
             stem = figure.key if panel == figure.key else f"{figure.key}-{_file_name(panel)}"

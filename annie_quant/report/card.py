@@ -6,10 +6,10 @@ was measured with n and intervals, how to serve it, and what is not known.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from annie_quant import __version__
 from annie_quant.core.errors import UsageError, need
-from annie_quant.core.text import inert
+from annie_quant.core.templates import render_markdown
 from annie_quant.documents import (
     RECIPE_FILE,
     Audit,
@@ -30,9 +30,9 @@ from annie_quant.documents import (
     salvage_or_default,
 )
 from annie_quant.judge import decision
-from annie_quant.report import tables
-from annie_quant.report.format import count, share, significant, size
-from annie_quant.report.markdown import LEGEND, bullets, grid
+from annie_quant.report import format, tables
+from annie_quant.report.format import count, share
+from annie_quant.report.pages import grid
 from annie_quant.report.recheck import caveats
 from annie_quant.report.run import REFERENCE, LoadedRun, RecordedRecipe, ServedModel
 
@@ -157,105 +157,68 @@ def _eval_results(run: LoadedRun, subject: Subject) -> list[EvalResult]:
 
 
 def _body(run: LoadedRun, subject: Subject) -> str:
-    parts = [f"# {inert(subject.repo_name)}", _opening(run, subject)]
-    if subject.objections:
-        parts += ["**Published although:**", bullets(subject.objections), f"Reason given: {inert(subject.forced)}"]
-    parts += ["## How it was made", bullets(_origin(subject)), "## Calibration", *_calibration(subject)]
-    parts += ["## Results", *_results(run, subject), "## Serving", *_serving(subject)]
-    parts += ["## Limits", bullets(_limits(run, subject))]
-    parts.append(f"Made and measured with annie_quant {__version__}.")
-    return "\n\n".join(parts) + "\n"
+    sides, columns, summary = run.sides_of(subject.name), _columns(run, subject), subject.audit.summary
+    rows, unreadable = _conversations(subject.calibration)
+    servers = {support.server.lower(): support for support in summary.servers if support.loads == "yes"}
+    return render_markdown(
+        "card.md",
+        version=__version__,
+        text=format,
+        grid=grid,
+        digest=_digest,
+        times=tables.TIMES,
+        run=columns,
+        subject=subject,
+        summary=summary,
+        recipe=subject.recipe,
+        producer=salvage_or_default(_QuantConfig, subject.folder / "hf_quant_config.json").producer,
+        gates=gate_figures(run, subject.name),
+        weights=sorted(subject.folder.glob("*.safetensors"))[:MAX_DIGESTS],
+        rows=rows,
+        used=[r for r in rows or () if r.split in ("calibration", None)],
+        unreadable=unreadable,
+        measured=bool(sides),
+        main=tables.side_by_side(columns),
+        kl=tables.kl_table(columns, sides),
+        ttft=tables.latency_table(columns, "ttft_content_ms"),
+        machine=_machine(run),
+        commands=[(servers[r].server, _command(subject, r)) for r in RUNTIMES if r in servers],
+        unloadable=[str(support) for support in summary.servers if support.loads != "yes"],
+        limits=_limits(run, subject),
+    )
 
 
-def _opening(run: LoadedRun, subject: Subject) -> str:
-    gates = [g for g in decision.deciding_gates(run.aggregates, subject.name) if not isinstance(g.result, SpeedGate)]
+def gate_figures(run: LoadedRun, model: str) -> dict[str, object]:
+    """Return what the card's opening states of a model's behavioural gates: its standing, and their number by outcome."""
+    gates = [g for g in decision.deciding_gates(run.aggregates, model) if not isinstance(g.result, SpeedGate)]
     outcomes = Counter(gate.outcome for gate in gates)
-    places = dict.fromkeys(gate.where for gate in gates)
-    passed, failed = ("kept", "lost") if any(gate.compared for gate in gates) else ("passed", "failed")
-    standing = decision.standing_of(run.aggregates, subject.name, with_speed=False)
-    summary = subject.audit.summary
-    return (
-        f"[{inert(subject.base_model)}](https://huggingface.co/{subject.base_model}) in NVFP4 for NVIDIA DGX Spark (GB10) "
-        f"and other Blackwell GPUs: {size(summary.size_bytes)}, {significant(summary.bits_per_weight)} bits per weight. "
-        f"Verdict: {standing}. Of {count(outcomes.total())} behavioural gates ({', '.join(map(inert, places)) or 'none'}) "
-        f"{outcomes['pass']} {passed}, {outcomes['fail']} {failed}, {outcomes['undecided']} undecided."
-    )
+    return {
+        "standing": decision.standing_of(run.aggregates, model, with_speed=False),
+        "n": len(gates),
+        "places": list(dict.fromkeys(gate.where for gate in gates)),
+        "compared": any(gate.compared for gate in gates),
+        "passed": outcomes["pass"],
+        "failed": outcomes["fail"],
+        "undecided": outcomes["undecided"],
+    }
 
 
-def _recipe_comparison(recipe: RecordedRecipe) -> str:
-    """Return what was used and refused on held-out conversations, or ""."""
-    if recipe.held_out is None or not recipe.ingredients:
-        return ""
-    used, refused = ([i.name for i in recipe.ingredients if i.used is used] for used in (True, False))
-    return (
-        f"recipe {' + '.join(used)}, compared on {count(recipe.held_out.conversations)} held-out conversations"
-        f" ({count(recipe.held_out.decisions)} tokens that decide)"
-        + (f"; refused: {', '.join(refused)}" if refused else "")
-    )
-
-
-def _origin(subject: Subject) -> list[str]:
-    summary, recipe = subject.audit.summary, subject.recipe
-    producer = salvage_or_default(_QuantConfig, subject.folder / "hf_quant_config.json").producer
-    algorithm = [
-        f"strategy {recipe.strategy}" if recipe.strategy else "",
-        f"scale {recipe.scale}" if recipe.scale else "",
-        _recipe_comparison(recipe),
-    ]
-    algorithm += [
-        f"algorithm {summary.algorithm}",
-        f"written by {producer.name} {producer.version}" if producer.name else "",
-    ]
-    findings = len(subject.audit.findings)
-    return [
-        ", ".join(filter(None, algorithm)),
-        f"quantized: {', '.join(summary.quantized or ()) or 'nothing'}",
-        f"kept in 16 bits: {', '.join(summary.unquantized or ()) or 'nothing'}",
-        f"audit of every tensor, {'compared with' if subject.compared else 'without'} its source: "
-        + (f"{findings} findings, see below" if findings else "sound"),
-        *(f"{f.name}: SHA-256 {_digest(f)}" for f in sorted(subject.folder.glob("*.safetensors"))[:MAX_DIGESTS]),
-    ]
-
-
-def _calibration(subject: Subject) -> list[str]:
-    """Return where the calibration conversations came from, by the provenance of their rows."""
-    path, recipe = subject.calibration, subject.recipe
-    if recipe.calib_data_sha256 is None:
-        return ["None: this strategy was given no calibration data."]
+def _conversations(path: Path | None) -> tuple[list[_Conversation] | None, int]:
+    """Return the calibration rows, and how many lines could not be read; None without a file."""
     if path is None or not path.is_file():
-        return ["Not on record: no calibration data were given to the card (`annie-quant publish --calib-data`)."]
-    rows, unreadable = [], 0
-    for line in path.read_bytes().splitlines():
-        try:
+        return None, 0
+    lines, rows = path.read_bytes().splitlines(), []
+    for line in lines:
+        with contextlib.suppress(ValueError):
             rows.append(salvage_line(_Conversation, line))
-        except ValueError:
-            unreadable += 1
-    used = [r for r in rows if r.split in ("calibration", None)]
-    categories = sorted(Counter(r.category for r in used).items())
+    return rows, len(lines) - len(rows)
 
-    def values(field: Callable[[_Provenance], str | None]) -> str:
-        texts = sorted({text for r in used if (text := field(r.provenance))})
-        return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "") or "not on record"
 
-    times = sorted(r.provenance.time for r in used if r.provenance.time)
-    digest = _digest(path)
-    lines = [
-        f"{count(len(used))} conversations for calibration of {count(len(rows))} in the file: "
-        + ", ".join(f"{n} {category}" for category, n in categories),
-        f"teacher: {values(lambda p: p.teacher)}; model: {values(lambda p: p.model)}",
-        f"persona SHA-256: {values(lambda p: p.persona_sha256)}; prompt SHA-256: {values(lambda p: p.prompt_sha256)}",
-        f"written {times[0][:10]} to {times[-1][:10]}" if times else "time: not on record",
-        f"file SHA-256: {digest}",
-    ]
-    if isinstance(recipe.calib_data_sha256, str):
-        same = recipe.calib_data_sha256 == digest
-        lines.append(
-            f"the checkpoint's own record names {'this file' if same else f'another file, SHA-256 {recipe.calib_data_sha256}'}, "
-            f"{count(recipe.calib_samples)} conversations at most"
-        )
-    if unreadable:
-        lines.append(f"{unreadable} lines could not be read")
-    return [bullets(lines)]
+def _command(subject: Subject, runtime: str) -> str:
+    from annie_quant.ops import serving
+
+    name = subject.repo_name
+    return serving.command(Path(name), runtime=runtime).replace(str(Path(name).resolve()), f"$PWD/{name}")
 
 
 def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
@@ -267,32 +230,6 @@ def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
     return dataclasses.replace(run, document=document, sides=[s for name in names for s in run.sides_of(name)])
 
 
-def _results(run: LoadedRun, subject: Subject) -> list[str]:
-    sides, columns = run.sides_of(subject.name), _columns(run, subject)
-    if not sides:
-        return ["Nothing was measured."]
-    parts = [
-        f"{LEGEND} Offline: greedy answers without a server, under W4A4 (activations quantized too) and W4A16 (weights "
-        "only) arithmetic. Served: behind a real server.",
-        grid(tables.side_by_side(columns)),
-    ]
-    if (kl := tables.kl_table(columns, sides)).rows:
-        parts += ["KL divergence from bf16 per assistant token, in nats:", grid(kl, 2)]
-    if (table := tables.latency_table(columns, "ttft_content_ms")).rows:
-        parts += [f"{table.caption}:", grid(table)]
-    speeds = [(s, s.data.speed_gates.get("ttft"), s.data.speed_gates.get("decode")) for s in columns.served]
-    counts = [
-        f"{run.label(s.model)}: TTFT over {count(ttft.n)} requests, decode over {count(decode.n)}"
-        for s, ttft, decode in speeds
-        if ttft and decode
-    ]
-    if counts:
-        parts.append(bullets(counts))
-    if columns.served:
-        parts.append(f"Measured on: {inert(_machine(run))}. Speeds of another machine or server differ.")
-    return parts
-
-
 def _machine(run: LoadedRun) -> str:
     environment = run.document.environment
     if environment == Environment():
@@ -300,22 +237,6 @@ def _machine(run: LoadedRun) -> str:
     cores = f"{environment.cores} cores" if environment.cores else ""
     texts = [text for text in (environment.cpu, cores) if text]
     return ", ".join([*texts, *(run.gpu_names or ["no GPU"])])
-
-
-def _serving(subject: Subject) -> list[str]:
-    """Return the commands for the runtimes that load this checkpoint, according to its audit."""
-    from annie_quant.ops import serving
-
-    name = subject.repo_name
-    parts = [f"    hf download {subject.repo_id} --local-dir {name}"]
-    servers = subject.audit.summary.servers
-    for runtime in RUNTIMES:
-        support = next((s for s in servers if s.server.lower() == runtime and s.loads == "yes"), None)
-        if support:
-            command = serving.command(Path(name), runtime=runtime).replace(str(Path(name).resolve()), f"$PWD/{name}")
-            parts += [f"{support.server}:", f"    {command}"]
-    others = [str(support) for support in servers if support.loads != "yes"]
-    return parts + ([bullets(others)] if others else [])
 
 
 def _limits(run: LoadedRun, subject: Subject) -> list[str]:

@@ -18,15 +18,18 @@ from typing import Literal
 
 import msgspec
 
+from annie_quant import __version__
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import write_text
-from annie_quant.core.text import inert, visible
+from annie_quant.core.templates import render_html, render_markdown
+from annie_quant.core.text import visible
 from annie_quant.documents import Environment
 from annie_quant.judge.metrics import METRICS
-from annie_quant.report import comparison, format, markdown
+from annie_quant.report import comparison, format
 from annie_quant.report.format import CSS, DASH, SIGNS, count, interval, significant
-from annie_quant.report.html import render_template
+from annie_quant.report.pages import grid
 from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel, ServedModel, load
+from annie_quant.report.svg import MARKS
 from annie_quant.report.tables import Cell, Table
 
 GROUPS = {
@@ -124,18 +127,11 @@ def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:
     headline = f"{len(names)} runs: no significant change"
     if changed:
         headline = f"{len(names)} runs: {worse} figures significantly worse, {len(changed) - worse} better than in the run before"
-    page = render_template("trends.html", tables=tables, differences=differing, changes=changed, headline=headline)
-    parts = [f"# {headline}"]
-    for title, items in (
-        ("What cannot be compared", differing),
-        ("Significantly worse", [c.sentence for c in changed if c.direction == "worse"]),
-        ("Significantly better", [c.sentence for c in changed if c.direction == "better"]),
-    ):
-        if items:
-            parts += [f"## {title}", markdown.bullets(items)]
-    for table in tables:
-        parts += [f"## {inert(table.caption)}", markdown.grid(table, 2)]
-    files = {"trends.html": page, "trends.md": "\n\n".join(parts) + "\n"}
+    values = {"tables": tables, "differences": differing, "changes": changed, "headline": headline}
+    files = {
+        "trends.html": render_html("trends.html", MARKS, version=__version__, **values),
+        "trends.md": render_markdown("trends.md", grid=grid, **values),
+    }
     return {name: text.encode("utf-8", "replace").decode() for name, text in files.items()}
 
 

@@ -9,7 +9,7 @@ import pytest
 from bench_cases import config_of, known, row
 
 from annie_quant import documents, report
-from annie_quant.bench import stability
+from annie_quant.bench import findings, stability
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.plan import planned_visits
 from annie_quant.core import host
@@ -152,7 +152,7 @@ def test_a_constant_difference_is_not_one_of_depth():
                 record.workload, record.usage = f"depth_{tokens}", {"prompt_tokens": tokens}
             rows += some
     rows_of_depth = stability.compare_depths(rows, ["a", "b"])
-    assert rows_of_depth and stability.depth_findings(rows_of_depth) == []
+    assert rows_of_depth and findings.depth_findings(rows_of_depth) == []
 
 
 def test_too_few_requests_are_not_tested():

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from fake_server import FakeServer
 
 from annie_quant import bench, documents, report
-from annie_quant.bench import backend, memory
+from annie_quant.bench import backend, findings, memory
 from annie_quant.cli import cli
 from annie_quant.documents import BenchConfig, MemoryFigures
 
@@ -36,7 +36,7 @@ def test_a_leak_is_found_and_a_filling_cache_is_not():
     assert leak.grows and leak.low < 120 * MB < leak.high and leak.bytes_per_hour == pytest.approx(120 * MB, rel=0.2)
     alarms = sum(memory.growth(trace(0, seed=seed)).grows for seed in range(8))
     assert alarms == 0
-    message = memory.growth_findings({"b": leak})[0].message
+    message = findings.growth_findings({"b": leak})[0].message
     assert message.startswith("b: its memory grows by 1") and "MB per hour" in message
     assert memory.growth(trace(0)[:10]) is None and memory.growth([]) is None
 

@@ -146,7 +146,7 @@ def run_atheris(name: str, arguments: list[str]) -> None:
         import annie_quant.judge
         import annie_quant.ops.doctor
         import annie_quant.ops.server
-        import annie_quant.report.markdown
+        import annie_quant.report.pages
         import annie_quant.report.run
         import annie_quant.stream  # noqa: F401
     from targets import TARGETS

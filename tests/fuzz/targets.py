@@ -194,12 +194,12 @@ def record_seeds() -> Iterable[bytes]:
 
 def run_json(raw: bytes) -> None:
     """A run.json of another time or hand, as the report reads it."""
-    from annie_quant.report import markdown, run
+    from annie_quant import report
 
     folder = FOLDER / "document"
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_bytes(raw)
-    markdown.render(run.load(folder), None)
+    report.compose(folder)
 
 
 def run_json_seeds() -> Iterable[bytes]:

@@ -84,7 +84,7 @@ def doors(members, folder):
         "demo": verdict.outcome,
         "report of run.json": run.verdict.outcome,
         "report of eval/*.json": only_evaluated.verdict.outcome,
-        "publish": card_verdict(run),
+        "publish": card.gate_figures(run, "nv")["standing"],
     }
     accepted = {
         "search": not decision.final_reasons(document.verdict, document.numerics, ["w4a4"]),
@@ -99,13 +99,6 @@ def doors(members, folder):
         "publish of run.json": bool(objections(run, "nv")),
     }
     return shown, accepted, failed
-
-
-def card_verdict(run):
-    """The verdict in the opening of a model card."""
-    summary = SimpleNamespace(size_bytes=1, bits_per_weight=4.5)
-    subject = SimpleNamespace(name="nv", base_model="o/n", audit=SimpleNamespace(summary=summary))
-    return card._opening(run, subject).split("Verdict: ")[1].split(".")[0]
 
 
 def plugin(run):

@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from annie_quant.bench import stability
+from annie_quant.bench import findings, stability
 from annie_quant.documents import Comparison, RequestRecord
 from annie_quant.judge.statistics import compare, wilson
 
@@ -164,7 +164,7 @@ def simulate_depth(runs):
                         backend, rng, prompts, 5, sigma, workload=f"depth_{tokens}", level=level, factor=factor,
                         depth_tokens=tokens,
                     )  # fmt: skip
-            hits += bool(stability.depth_findings(stability.compare_depths(rows, "ab", run)))
+            hits += bool(findings.depth_findings(stability.compare_depths(rows, "ab", run)))
         print(f"  {name}, {prompts} prompts x 5, sigma {sigma}: {rate(hits, runs)}")
 
 

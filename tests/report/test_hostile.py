@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from annie_quant import report
 from annie_quant.core.text import inert, visible
 from annie_quant.documents.statistics import SpeedGate
-from annie_quant.report import html
+from annie_quant.report import pages
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_markdown_cell_stays_one_cell(words):
 )
 @settings(max_examples=200, deadline=None)
 def test_marking_never_changes_the_text(words, failed):
-    assert "".join(piece for piece, _ in html.marked(words, failed)) == words
+    assert "".join(piece for piece, _ in pages.marked(words, failed)) == words
 
 
 JUNK = st.recursive(

@@ -129,11 +129,11 @@ def test_every_shown_figure_equals_its_recount(run):
 
 def test_the_shown_answers_are_those_of_the_records(run):
     from annie_quant.core.text import visible
-    from annie_quant.report import html
+    from annie_quant.report import pages
     from annie_quant.report.run import load
 
     by_key = {(r["workload"].replace("_", " "), r["case"], r["turn"], r["backend"]): r for r in run["records"]}
-    browser = html.collect(load(run["folder"]))
+    browser = pages.collect(load(run["folder"]))
     assert len(browser.prompts) == 240 and browser.total == 25 * 12
     failed = {(r["workload"], r["case"], r["turn"]) for r in run["records"] if not all(r["checks"].values())}
     assert browser.faulty == len(failed) == sum(bool(p.gates) for p in browser.prompts), "every fault is shown"

@@ -1,34 +1,29 @@
-"""report.html: one file with its style and script inside, which requests nothing from any network.
+"""report.html (one file, which requests nothing from any network), report.md and comparison.md, the document of R48.
 
-Every value that the template writes is made safe (core.text.visible) and escaped. The page's Content-Security-Policy allows its own
-script by hash and nothing else, so that text from a model cannot act even where it came through unescaped.
-
-It shows answers side by side: prompts with an answer that failed a gate first, then those where the backends differ, then the
-rest, taken in turn from the workloads, up to a number of prompts and of characters. The page states how many were left out.
+report.html shows answers side by side: prompts with an answer that failed a gate first, then those where the backends differ,
+then the rest, taken in turn from the workloads, up to a number of prompts and of characters, and how many were left out.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING
 
 from annie_quant import __version__
-from annie_quant.core.files import ASSETS
-from annie_quant.core.text import visible
+from annie_quant.core.templates import render_html, render_markdown
+from annie_quant.core.text import inert, visible
 from annie_quant.documents import RequestRecord
 from annie_quant.report import comparison, format, tables
 from annie_quant.report.format import count, name
-from annie_quant.report.recheck import Recount, caveats
+from annie_quant.report.recheck import caveats, check_figures
 from annie_quant.report.run import LoadedRun
 from annie_quant.report.svg import MARKS, Figure
+from annie_quant.report.tables import Cell, Table
 
 if TYPE_CHECKING:
-    import jinja2
+    from markupsafe import Markup
 
 MAX_PROMPTS = 240
 MAX_CHARACTERS = 900_000
@@ -237,62 +232,73 @@ def marked(text: str, failed: list[str]) -> list[tuple[str, bool]]:
     return [(piece, mark) for piece, mark in pieces if piece]
 
 
-TEMPLATES = ASSETS / "templates"
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    import jinja2
+def grid(table: Table, left: int = 1) -> Markup:
+    """Return a pipe table with aligned columns: the first `left` to the left, others to the right. Spans become empty cells."""
     from markupsafe import Markup
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else visible(value),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.globals |= {"text": format, "safe": Markup}
-    environment.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
-    return environment
+    header = table.header
+    if table.groups:
+        groups = [label for label, span, _ in table.groups for _ in range(span)]
+        header = [f"{label} {title.splitlines()[0]}".strip() for label, title in zip(groups, header, strict=True)]
+    rows = [[table.first, *header], *([name, *_cell_texts(cells)] for name, cells in table.rows)]
+    body = [[inert(cell) for cell in row] for row in rows]
+    columns = max(map(len, body))
+    body = [row + [""] * (columns - len(row)) for row in body]
+    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
+    lines = []
+    for row in body:
+        padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("| " + " | ".join(padded) + " |")
+    rule = ["-" * (w + 2) if i < left else "-" * (w + 1) + ":" for i, w in enumerate(widths)]
+    return Markup("\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]]))  # noqa: S704, each cell is inert
 
 
-def render_template(name: str, **values: object) -> str:
-    """Return the page of a template. Style, script and the script's hash are those of every page."""
-    style, script = ((TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = _environment().get_template(name)
-    return str(page.render(version=__version__, style=style + MARKS, script=script, script_hash=digest, **values))
+def _cell_texts(cells: list[Cell]) -> list[str]:
+    texts = []
+    for cell in cells:
+        text = f"{cell.text} ({cell.sub})" if cell.sub and cell.css != "rule" else cell.text
+        texts += [text] + [""] * (cell.span - 1)
+    return texts
 
 
-def render(run: LoadedRun, figures: list[Figure], check: Recount | None) -> str:
-    return render_template(
-        "report.html",
-        run=run,
-        figures={f.key: f for f in figures},
-        check=check,
-        sentence=run.sentence or "No verdict has been reached for this run.",
-        outcome=format.CSS[comparison.outcome(run)],
-        badge=comparison.badge(run),
-        caveats=caveats(run),
-        main=tables.side_by_side(run),
-        gates=tables.gates_table(run),
-        kl=tables.kl_table(run),
-        latency=[tables.latency_table(run, metric) for metric in tables.LABELS],
-        overall=tables.comparisons_table(run, only_all=True),
-        comparisons=tables.comparisons_table(run),
-        stability=tables.stability_table(run),
-        memory=tables.memory_table(run),
-        surface=tables.tool_surface_table(run),
-        browser=collect(run),
-        checklist=comparison.checklist_table(run),
-        advice=comparison.recommendation(run),
-        operation=comparison.operation_changes(run),
-        tree=comparison.decision_tree(run),
-        stages=tables.stages_table(run),
-        dimensions=comparison.dimensions(run),
-        budget=comparison.memory_budget(run),
-        missing={m.part: m for m in run.missing},
-        facts=tables.facts(run),
-    )
+def render(run: LoadedRun, figures: list[Figure]) -> dict[str, str]:
+    """Return report.html, report.md and comparison.md, made of the same values."""
+    check = check_figures(run)
+    values = {
+        "version": __version__,
+        "text": format,
+        "grid": grid,
+        "run": run,
+        "figures": {f.key: f for f in figures},
+        "check": check,
+        "sentence": run.sentence or "No verdict has been reached for this run.",
+        "outcome": format.CSS[comparison.outcome(run)],
+        "badge": comparison.badge(run),
+        "caveats": caveats(run),
+        "times": tables.TIMES,
+        "main": tables.side_by_side(run),
+        "gates": tables.gates_table(run),
+        "kl": tables.kl_table(run),
+        "latency": {metric: tables.latency_table(run, metric) for metric in tables.LABELS},
+        "overall": tables.comparisons_table(run, only_all=True),
+        "comparisons": tables.comparisons_table(run),
+        "stability": tables.stability_table(run),
+        "memory": tables.memory_table(run),
+        "surface": tables.tool_surface_table(run),
+        "browser": collect(run),
+        "checklist": comparison.checklist(run),
+        "checklist_title": comparison.checklist_title(run),
+        "checklist_table": comparison.checklist_table(run),
+        "advice": comparison.recommendation(run),
+        "operation": comparison.operation_changes(run),
+        "tree": comparison.decision_tree(run),
+        "stages": tables.stages_table(run),
+        "dimensions": comparison.dimensions(run),
+        "budget": comparison.memory_budget(run),
+        "missing": {m.part: m for m in run.missing},
+        "facts": tables.facts(run),
+    }
+    return {
+        "report.html": render_html("report.html", MARKS, **values),
+        **{name: render_markdown(name, **values) for name in ("report.md", "comparison.md")},
+    }

@@ -23,6 +23,8 @@ import numpy as np
 from annie_quant import documents
 from annie_quant.bench.aggregates import values_by_prompt
 from annie_quant.bench.run_folder import read_records
+from annie_quant.core.files import ASSETS
+from annie_quant.core.untrusted import decode_json
 from annie_quant.documents import Bench, RequestRecord, read_bench
 
 Records = Sequence[RequestRecord]
@@ -186,17 +188,18 @@ def _original_test(records: Records) -> Json:
 # per output token, prompt included; its ITL is what this package calls TPOT. A stamp is the request's start on the wall clock plus
 # a time of the record.
 
-GUIDELLM_VERSION = "0.8.1"
+# assets/guidellm.json has the parts of a report that are the same for all runs.
+
+_FORMS: Json = decode_json((ASSETS / "guidellm.json").read_bytes())
 _GUIDELLM_PERCENTILES = {"p001": 0.1, "p01": 1, "p05": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95,
                          "p99": 99, "p999": 99.9}  # fmt: skip
-_GUIDELLM_KINDS = {
-    "image": ("tokens", "images", "pixels", "bytes"),
-    "video": ("tokens", "frames", "seconds", "bytes"),
-    "audio": ("tokens", "samples", "seconds", "bytes"),
-    "tool_call": ("tokens", "mixed_tokens", "count"),
-}
 _IDS = uuid.UUID("6d1cf9a2-6e0b-4b4c-9f55-0c6a3c1f2b77")  # so that the same run gives the same ids
-_PHASE = {"percent": None, "value": None, "mode": "prefer_duration"}
+
+
+def filled(form: Json, values: Json) -> Json:
+    """Return a form with values in it; objects of both are joined."""
+    inner = {k: filled(form[k], v) for k, v in values.items() if isinstance(v, dict) and isinstance(form.get(k), dict)}
+    return form | values | inner
 
 
 def _start(record: RequestRecord) -> float:
@@ -211,70 +214,27 @@ def guidellm(bench: Bench, records: Records, name: str) -> Json:
     end = max((_start(r) + (r.e2e_ms or 0.0) / 1e3 for r in alone), default=begin)
     totals = {"successful": len(good), "errored": len(alone) - len(good), "incomplete": 0, "total": len(alone)}
     identity, environment = bench.backends[name], bench.environment
-    backend = {
-        "kind": "openai_http",
-        "target": identity.url or "http://localhost",
-        "model": identity.model,
-        "request_format": "/v1/chat/completions",
-        "stream": True,
-    }
-    profile = {"kind": "synchronous", "rampup_duration": 0.0, "warmup": _PHASE, "cooldown": _PHASE}
+    backend = _FORMS["backend"] | {"target": identity.url or "http://localhost", "model": identity.model}
     run_id = str(uuid.uuid5(_IDS, f"{environment.time}/{name}"))
-    config = {
-        "id_": str(uuid.uuid5(_IDS, f"{run_id}/0")),
-        "run_id": run_id,
-        "run_index": 0,
-        "strategy": {"type_": "synchronous", "worker_count": 1, "max_concurrency": 1},
-        "constraints": {},
-        "warmup": _PHASE,
-        "cooldown": _PHASE,
-        "prefer_response_metrics": True,
-        "confidence": 0.95,
-        "warnings": [],
-        "profile": profile,
-        "requests": {"kind": "annie_quant", "workloads": list(bench.config.workloads)},
-        "backend": backend,
-        "environment": {"kind": "annie_quant"},
-    }
+    config = {"id_": str(uuid.uuid5(_IDS, f"{run_id}/0")), "run_id": run_id, "backend": backend}
+    config["requests"] = {"workloads": list(bench.config.workloads)}
+    requests = {"successful": good, "errored": [r for r in alone if r.error]}
     benchmark = {
-        "type_": "generative_benchmark",
         "config": config,
         **_scheduler(begin, end, good, totals),
         "metrics": _guidellm_metrics(good, totals, end - begin),
-        "requests": {
-            "successful": [_guidellm_request(r) for r in good],
-            "errored": [_guidellm_request(r) for r in alone if r.error],
-            "incomplete": [],
-            "total": None,
-        },
-        "warnings": [],
+        "requests": {status: [_guidellm_request(r) for r in rows] for status, rows in requests.items()},
         "start_time": begin,
         "end_time": end,
         "duration": end - begin,
-        "warmup_duration": 0.0,
-        "cooldown_duration": 0.0,
     }
-    return {
-        "metadata": {
-            "version": 2,
-            "guidellm_version": GUIDELLM_VERSION,
-            "python_version": environment.python,
-            "platform": environment.system,
-        },
-        "config": {
-            "metadata": {"labels": {"written_by": "annie-quant", "backend": name}},
-            "spec": {
-                "backend": backend,
-                "profile": profile,
-                "constraints": [{"kind": "max_requests", "count": max(1, len(alone))}],
-                "data": [{"kind": "json_file", "path": "inputs.json"}],
-                "outputs": [],
-            },
-            "benchmarks": [None],
-        },
-        "benchmarks": [benchmark],
-        "conclusions": [],
+    spec = {"backend": backend, "constraints": [{"kind": "max_requests", "count": max(1, len(alone))}]}
+    report = {
+        "metadata": {"python_version": environment.python, "platform": environment.system},
+        "config": {"metadata": {"labels": {"backend": name}}, "spec": spec},
+        "benchmarks": [filled(_FORMS["benchmark"], benchmark)],
     }
+    return filled(_FORMS["report"], report)
 
 
 def _distribution(values: Sequence[float]) -> Json:
@@ -329,18 +289,11 @@ def _guidellm_metrics(good: Records, totals: Json, seconds: float) -> Json:
         "output_tokens_per_iteration": per_event,
         "iter_tokens_per_iteration": per_event,
     }
-    units = ("", "_per_second", "_concurrency")
-    empty = dict.fromkeys(f"{kind}{unit}" for kind in ("input", "output", "total") for unit in units)
     text = {"input": _by_status(prompt), "output": _by_status(output), "total": _by_status(total)}
     return {
         "request_totals": totals,
         **{name: _by_status(values) for name, values in series.items()},
-        "text": {"tokens": empty | text, "words": empty, "characters": empty},
-        **{kind: dict.fromkeys(amounts, empty) for kind, amounts in _GUIDELLM_KINDS.items()},
-        "turns": None,
-        "slo_attainment": None,
-        "slo_determined_requests": 0,
-        "request_goodput": None,
+        "text": {"tokens": text},
     }
 
 
@@ -365,21 +318,15 @@ def _guidellm_request(record: RequestRecord) -> Json:
     identifier = str(uuid.uuid5(_IDS, record.id))
     conversation = f"{record.backend}/{record.workload}/{record.case}/{record.repeat}"
     counted = not record.error and not record.tokens_estimated
-    return {
-        "type_": "generative_request_stats",
+    request = {
         "request_id": identifier,
-        "response_id": None,
-        "request_args": None,
         "output": record.text or None,
         "reasoning_output": record.reasoning or None,
-        "tool_calls": None,
         "info": {
             "request_id": identifier,
             "conversation_id": str(uuid.uuid5(_IDS, conversation)),
             "turn_index": record.turn,
             "status": "errored" if record.error else "completed",
-            "scheduler_node_id": 0,
-            "scheduler_process_id": 0,
             "scheduler_start_time": start,
             "timings": timings,
             "error": record.error,
@@ -387,25 +334,20 @@ def _guidellm_request(record: RequestRecord) -> Json:
         "input_metrics": {"text_tokens": record.prompt_tokens or None},
         "output_metrics": {"text_tokens": record.completion_tokens if counted else None},
     }
+    return filled(_FORMS["request"], request)
 
 
 def _scheduler(begin: float, end: float, good: Records, totals: Json) -> Json:
     """Return the state and the metrics of GuideLLM's scheduler, which had nothing to wait for."""
-    delays = ("queued_time", "resolve_start_delay", "resolve_targeted_start_delay", "request_start_delay",
-              "request_targeted_start_delay", "resolve_end_delay", "finalized_delay", "processed_delay")  # fmt: skip
     mean = statistics.fmean(r.e2e_ms or 0.0 for r in good) / 1e3 if good else 0.0
-    state = {"node_id": 0, "num_processes": 1, "start_time": begin, "end_time": end}
-    state |= {"start_requests_time": begin, "end_requests_time": end, "created_requests": totals["total"]}
-    state |= {"processed_requests": totals["total"], "successful_requests": totals["successful"]}
+    names = {"created": "total", "processed": "total", "successful": "successful", "errored": "errored"}
+    state = {f"{state}_requests": totals[name] for state, name in names.items()}
+    state |= {"start_time": begin, "end_time": end, "start_requests_time": begin, "end_requests_time": end}
     metrics = {
         **dict.fromkeys(("start_time", "request_start_time", "measure_start_time"), begin),
         **dict.fromkeys(("measure_end_time", "request_end_time", "end_time"), end),
         "requests_made": totals,
-        "generation_delay": _distribution([]),
-        **{f"{name}_avg": 0.0 for name in delays},
         "request_time_avg": mean,
         "resolve_time_avg": mean,
-        "dataset_incomplete": False,
-        "strategy_type": "synchronous",
     }
-    return {"scheduler_state": state | {"errored_requests": totals["errored"]}, "scheduler_metrics": metrics}
+    return {"scheduler_state": state, "scheduler_metrics": metrics}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Sequence
 
 import psutil
 import torch
 
+from annie_quant.core.templates import render_markdown
 from annie_quant.documents import GateResult, GateTable, PairedGate, SearchResult, StrategyRow
 from annie_quant.judge.decision.rule import points, title
 
@@ -27,22 +27,23 @@ def cell(gate: GateResult | None, pair: PairedGate | None = None) -> str:
 
 def render(result: SearchResult) -> str:
     """Return search.json as Markdown."""
-    rows = result.strategies
-    lines = ["# Search: the first strategy that keeps the manners", ""]
-    lines += [f"`{result.command}`", "", result.where, ""]
-    lines += [f"**{outcome(result)}**", ""]
-    lines += [f"- {note}" for note in result.notes]
-    lines += ["", "## Strategies", "", *summary_table(rows), "", "## Gates", ""]
-    lines += [
-        "Passes/n, verdict (points more or fewer than bf16 on the same prompts: 90 % score interval). A strategy that was dropped "
-        "early had fewer prompts. Columns without a verdict are for information.",
-        "",
-    ]
-    lines += gates_table(result)
-    lines += ["", "## The path taken", "", "```", *tree(result), "```", ""]
-    lines += ["## Why strategies failed", "", *explanations(rows), ""]
-    lines += ["How it is decided: docs/method.md.", ""]
-    return "\n".join(lines)
+    models: list[tuple[str, GateTable, dict[str, PairedGate]]] = []
+    if result.reference:
+        models.append(("bf16", result.reference, {}))
+    for row in result.strategies:
+        models += [(f"{row.strategy} {kind.upper()}", side.gates, side.paired) for kind, side in row.numerics.items()]
+    return render_markdown(
+        "search.md",
+        result=result,
+        outcome=outcome(result),
+        summary=summary,
+        title=title,
+        cell=cell,
+        models=models,
+        gates=list(dict.fromkeys(gate for _, table, _ in models for gate in table)),
+        path=tree(result),
+        failed=[row for row in result.strategies if not row.passed],
+    )
 
 
 def outcome(result: SearchResult) -> str:
@@ -59,39 +60,22 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} minutes"
 
 
-def summary_table(rows: Sequence[StrategyRow]) -> list[str]:
-    lines = [
-        "| strategy | outcome | MB | bits per weight | GB10 ceiling, tok/s | KL W4A4 | KL W4A16 | "
-        "top-token flips W4A4 / W4A16 | answers as bf16's | quantize + evaluate |",
-        "|" + "---|" * 10,
+def summary(row: StrategyRow) -> list[str]:
+    """Return the cells of a strategy in the table of all strategies."""
+    if row.error is not None or row.size_bytes is None:
+        return [f"could not be made: {row.error}", *[NONE] * 8]
+    kl = {kind: side.kl for kind, side in row.numerics.items() if side.kl is not None}
+    sides = [kl.get(kind) for kind in ("w4a4", "w4a16")]
+    return [
+        row.outcome,
+        f"{row.size_bytes / 1e6:,.2f}",
+        f"{row.bits_per_weight:.2f}",
+        f"{row.ceiling_tok_s:,.0f}",
+        *(NONE if side is None else f"{side.mean:.4f}" for side in sides),
+        " / ".join(NONE if side is None else f"{side.flips}/{side.n_tokens}" for side in sides),
+        " / ".join(f"{side.same_answers.same}/{side.same_answers.n}" for side in row.numerics.values()),
+        f"{row.seconds:.0f} s",
     ]
-    for row in rows:
-        if row.error is not None or row.size_bytes is None:
-            lines.append(f"| {row.strategy} | could not be made: {row.error} |" + f" {NONE} |" * 8)
-            continue
-        kl = {kind: side.kl for kind, side in row.numerics.items() if side.kl is not None}
-        means = [f"{kl[k].mean:.4f}" if k in kl else NONE for k in ("w4a4", "w4a16")]
-        flips = [f"{kl[k].flips}/{kl[k].n_tokens}" if k in kl else NONE for k in ("w4a4", "w4a16")]
-        same = [f"{side.same_answers.same}/{side.same_answers.n}" for side in row.numerics.values()]
-        lines.append(
-            f"| {row.strategy} | {row.outcome} | {row.size_bytes / 1e6:,.2f} | {row.bits_per_weight:.2f} | "
-            f"{row.ceiling_tok_s:,.0f} | {means[0]} | {means[1]} | {flips[0]} / {flips[1]} | "
-            f"{' / '.join(same)} | {row.seconds:.0f} s |"
-        )
-    return lines
-
-
-def gates_table(result: SearchResult) -> list[str]:
-    tables: dict[str, tuple[GateTable, dict[str, PairedGate]]] = {}
-    if result.reference:
-        tables["bf16"] = (result.reference, {})
-    for row in result.strategies:
-        tables |= {f"{row.strategy} {kind.upper()}": (side.gates, side.paired) for kind, side in row.numerics.items()}
-    gates = list(dict.fromkeys(gate for table, _ in tables.values() for gate in table))
-    lines = ["| model | " + " | ".join(map(title, gates)) + " |", "|---" * (len(gates) + 1) + "|"]
-    for name, (table, pairs) in tables.items():
-        lines.append(f"| {name} | " + " | ".join(cell(table.get(g), pairs.get(g)) for g in gates) + " |")
-    return lines
 
 
 def tree(result: SearchResult) -> list[str]:
@@ -106,15 +90,6 @@ def tree(result: SearchResult) -> list[str]:
         for j, step in enumerate(row.path):
             lines.append(f"    {indent} {'└──' if j == len(row.path) - 1 else '├──'} {step}")
     return lines
-
-
-def explanations(rows: Sequence[StrategyRow]) -> list[str]:
-    lines = []
-    for row in rows:
-        if not row.passed:
-            lines.append(f"- **{row.strategy}**: {row.error or '; '.join(row.why)}.")
-            lines += [f"  - {line}" for line in row.explained or ()]
-    return lines or ["Nothing failed."]
 
 
 def where(n: int) -> str:

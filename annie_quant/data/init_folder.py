@@ -19,7 +19,7 @@ import msgspec
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import SILENT, Progress
-from annie_quant.core.text import inert
+from annie_quant.core.templates import render_markdown
 from annie_quant.data.log_records import Tool
 from annie_quant.data.log_sample import LogSample, inferred_tools, read_sample, split_conversations
 from annie_quant.data.masking import Scanner
@@ -237,40 +237,6 @@ def _shortcomings(persona: Persona, behaviours: Counter[str], short: dict[str, i
 
 def render_card(result: Initialized, persona: Persona, sample: LogSample) -> str:
     """Return the README.md of the folder: the origin of its content, and what is missing."""
-    data_files = [{"split": "calibration", "path": CALIBRATION_FILE}]
-    lines = [
-        "---",
-        f"configs: {json.dumps([{'config_name': 'default', 'data_files': data_files}])}",
-        "---",
-        CARD_MARK,
-        f"# {inert(result.persona)}: persona, gate prompts and calibration data",
-        "",
-        f"Made by `annie-quant init` from {result.conversations:,} logged conversations."
-        if result.conversations
-        else "Made by `annie-quant init` from a system prompt and tools; no logs.",
-        "",
-        "- persona.json: the system prompt and the tools",
-        "- workloads/: gate prompts. bf16 answers them once, and the quantized model must answer as bf16 does; "
-        "`logged.calls` are the calls in the log, which inform and decide nothing",
-        f"- calibration.jsonl: {result.calibration_rows} conversations. None of them is a gate's prompt, or nearly",
-        "",
-        "| log | format or file | conversations |",
-        "|---|---|---|",
-        *(f"| format | {inert(name)} | {n:,} |" for name, n in sorted(sample.formats.items())),
-        *(f"| file | {inert(name)} | {n:,} |" for name, n in sorted(sample.files.items())[:100]),
-        "",
-        "| workload | prompts |",
-        "|---|---|",
-        *(f"| {inert(name)} | {n} |" for name, n in result.cases.items()),
-        "",
-        "| behaviour | gate prompts |",
-        "|---|---|",
-        *(f"| {inert(name)} | {n} |" for name, n in sorted(result.behaviours.items())),
-        "",
-        *(f"- {inert(line)}" for line in result.lines),
-        f"- system prompt, SHA-256: {persona.prompt_sha256}",
-        "",
-        "Next: `annie-quant search --model BF16 --persona THIS_FOLDER --calib-data THIS_FOLDER/calibration.jsonl --output RUN`",
-        "",
-    ]
-    return "\n".join(lines)
+    files = [{"split": "calibration", "path": CALIBRATION_FILE}]
+    configs = json.dumps([{"config_name": "default", "data_files": files}])
+    return render_markdown("init.md", configs=configs, mark=CARD_MARK, result=result, persona=persona, sample=sample)

@@ -15,36 +15,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from annie_quant import documents
 from annie_quant.bench import memory, stability
 from annie_quant.bench.confounds import find_confounds, impossible, stalls
 from annie_quant.bench.findings import depth_findings, drift_findings, growth_findings
 from annie_quant.bench.reference_answers import RECORDED, stored_reference
 from annie_quant.bench.run_folder import read_records, read_unanswered
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import (
-    AdjustedResult,
-    Aggregates,
-    BenchConfig,
-    Comparison,
-    Crossover,
-    Ended,
-    Identity,
-    MemoryBytes,
-    MemoryLevels,
-    MetricSummary,
-    NoiseFloor,
-    Outcome,
-    PairedGate,
-    PooledGates,
-    RequestRecord,
-    Roles,
-    ServedSide,
-    SpeedGate,
-    ToolSurfacePoint,
-    TurnPoint,
-    WorkloadSummary,
-    read_bench,
-)
 from annie_quant.documents.statistics import LimitedMetric
 from annie_quant.judge import decision
 from annie_quant.judge.gates import count, tabulate
@@ -60,13 +37,13 @@ TTFT_LIMIT_MS, DECODE_LEAST_TOK_S = 120.0, 25.0
 MEMORY_SOURCES = ("gpu_process_bytes", "process_rss_bytes", "system_used_bytes")  # the first that a server has
 
 
-def aggregate(folder: str | os.PathLike[str], stated: Roles | None = None) -> Aggregates:
+def aggregate(folder: str | os.PathLike[str], stated: documents.Roles | None = None) -> documents.Aggregates:
     """Compute the aggregates of a run directory again, from its records.jsonl and bench.json.
 
     stated: roles instead of the run's
     """
     root = Path(folder)
-    bench = read_bench(root)
+    bench = documents.read_bench(root)
     try:
         records = read_records(root / "records.jsonl")
     except FileNotFoundError as error:
@@ -87,14 +64,14 @@ def aggregate(folder: str | os.PathLike[str], stated: Roles | None = None) -> Ag
 
 
 def aggregate_records(
-    records: Sequence[RequestRecord],
-    config: BenchConfig,
-    identities: Mapping[str, Identity],
-    levels: Mapping[str, MemoryLevels] | None = None,
-    ended: Ended | None = None,
-    reference: Sequence[RequestRecord] = (),
+    records: Sequence[documents.RequestRecord],
+    config: documents.BenchConfig,
+    identities: Mapping[str, documents.Identity],
+    levels: Mapping[str, documents.MemoryLevels] | None = None,
+    ended: documents.Ended | None = None,
+    reference: Sequence[documents.RequestRecord] = (),
     traces: Mapping[str, memory.Trace] | None = None,
-) -> Aggregates:
+) -> documents.Aggregates:
     """Aggregate the records of a benchmark.
 
     records: all of them, warm-ups included
@@ -114,7 +91,7 @@ def aggregate_records(
     for name, identity in identities.items():
         own = [r for r in measured if r.backend == name]
         own_fit = [r for r in fit if r.backend == name]
-        served[name] = ServedSide(
+        served[name] = documents.ServedSide(
             model=_text_or_none(identity.meta.get("model")) or identity.model,
             runtime=identity.runtime,
             format=identity.format or "",
@@ -137,9 +114,9 @@ def aggregate_records(
     stability.set_noise(comparisons, floors)
     drifts = stability.find_drifts(fit, list(served), config.seed)
     depths = stability.compare_depths(fit, list(served), config.seed)
-    findings = find_confounds(identities, records, config, ended or Ended())
+    findings = find_confounds(identities, records, config, ended or documents.Ended())
     findings += [*growth_findings(growths), *drift_findings(drifts), *depth_findings(depths)]
-    return Aggregates(
+    return documents.Aggregates(
         roles=roles,
         served=served,
         comparisons=comparisons,
@@ -156,7 +133,7 @@ def _text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def timed(measured: Sequence[RequestRecord]) -> list[RequestRecord]:
+def timed(measured: Sequence[documents.RequestRecord]) -> list[documents.RequestRecord]:
     """Return the requests whose times count: no cold starts, stalls, failures or impossible stamps."""
     complete = [r for r in measured if not r.cold and not r.error and not impossible(r)]
     stalled = {id(r) for r in stalls(complete)}
@@ -167,11 +144,11 @@ def timed(measured: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 def pair_sides(
-    served: Mapping[str, ServedSide],
-    roles: Roles,
-    measured: Sequence[RequestRecord],
+    served: Mapping[str, documents.ServedSide],
+    roles: documents.Roles,
+    measured: Sequence[documents.RequestRecord],
     greedy: Collection[str],
-    recorded: Sequence[RequestRecord] = (),
+    recorded: Sequence[documents.RequestRecord] = (),
 ) -> None:
     """Set each backend's paired gates, from its reference's answers to the same prompts.
 
@@ -194,19 +171,21 @@ def pair_sides(
 
 def judged_pairs(
     reference: CheckedPrompts, own: CheckedPrompts, bf16: bool
-) -> tuple[dict[str, PairedGate], PooledGates | None]:
+) -> tuple[dict[str, documents.PairedGate], documents.PooledGates | None]:
     """Pair one backend's checks with its reference's, and judge each gate and all together. bf16: as for pair_by_prompt."""
     paired, pooled = pair_by_prompt(reference, own, bf16)
     gates, together = decision.judge_gates({"served": paired}, {"served": pooled})
     return gates["served"], together["served"]
 
 
-def gate_counts(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[str, tuple[int, int]]:
+def gate_counts(records: Sequence[documents.RequestRecord], greedy: Collection[str]) -> dict[str, tuple[int, int]]:
     """Return gate → (passes, n) of one backend's records, repeats of a greedy prompt counted once."""
     return count(checks_by_prompt(records, greedy).values())
 
 
-def _speed_gates(records: Sequence[RequestRecord], thinking: Collection[str], seed: int) -> dict[str, SpeedGate]:
+def _speed_gates(
+    records: Sequence[documents.RequestRecord], thinking: Collection[str], seed: int
+) -> dict[str, documents.SpeedGate]:
     """Compare the median content TTFT and decode speed with their limits: one request in flight, thinking off."""
     single = [r for r in records if r.workload not in thinking and r.alone]
     gates = {}
@@ -221,14 +200,14 @@ def _speed_gates(records: Sequence[RequestRecord], thinking: Collection[str], se
         low = median.p50 if median.low is None else median.low
         high = median.p50 if median.high is None else median.high
         passes, fails = (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
-        verdict: Outcome = "pass" if passes else "fail" if fails else "undecided"
-        gates[gate] = SpeedGate(
+        verdict: documents.Outcome = "pass" if passes else "fail" if fails else "undecided"
+        gates[gate] = documents.SpeedGate(
             metric=metric, value=median.p50, low=median.low, high=median.high, n=median.n, limit=limit, verdict=verdict
         )
     return gates
 
 
-def tool_surface(records: Iterable[RequestRecord], name: str) -> list[ToolSurfacePoint]:
+def tool_surface(records: Iterable[documents.RequestRecord], name: str) -> list[documents.ToolSurfacePoint]:
     """Return one backend's correct calls by the number of tools on offer.
 
     Each number of tools is compared with the smallest over the same prompts (exact McNemar test, Holm over the numbers).
@@ -249,7 +228,7 @@ def tool_surface(records: Iterable[RequestRecord], name: str) -> list[ToolSurfac
         passes, n = sum(answers.values()), len(answers)
         low, high = wilson(passes, n)
         p = float(binomtest(lost, lost + gained, alternative="greater").pvalue) if lost + gained else 1.0
-        points.append(ToolSurfacePoint(n_tools=n_tools, passes=passes, n=n, low=low, high=high, p=p))
+        points.append(documents.ToolSurfacePoint(n_tools=n_tools, passes=passes, n=n, low=low, high=high, p=p))
     for point, p_holm in zip(points, holm([point.p for point in points]), strict=True):
         point.worse = p_holm is not None and p_holm < LEVEL
     return points
@@ -258,7 +237,7 @@ def tool_surface(records: Iterable[RequestRecord], name: str) -> list[ToolSurfac
 # ---- metrics
 
 
-def values_by_prompt(records: Iterable[RequestRecord], metric: str) -> Values:
+def values_by_prompt(records: Iterable[documents.RequestRecord], metric: str) -> Values:
     """Return the values of a metric by prompt; token metrics only where the server itself counted."""
     values: Values = defaultdict(list)
     for record in records:
@@ -268,7 +247,7 @@ def values_by_prompt(records: Iterable[RequestRecord], metric: str) -> Values:
     return dict(values)
 
 
-def summary(by_prompt: Values, seed: int = 0) -> MetricSummary | None:
+def summary(by_prompt: Values, seed: int = 0) -> documents.MetricSummary | None:
     """Summarize a metric's values; None where there are none."""
     if not by_prompt:
         return None
@@ -276,23 +255,23 @@ def summary(by_prompt: Values, seed: int = 0) -> MetricSummary | None:
     p50, p90, p99 = np.percentile(pooled, [50, 90, 99]).tolist()
     low, high = median_interval([statistics.median(v) for v in by_prompt.values()], seed=seed)
     mean, n, n_prompts = float(pooled.mean()), int(pooled.size), len(by_prompt)
-    return MetricSummary(p50=p50, p90=p90, p99=p99, mean=mean, low=low, high=high, n=n, n_prompts=n_prompts)
+    return documents.MetricSummary(p50=p50, p90=p90, p99=p99, mean=mean, low=low, high=high, n=n, n_prompts=n_prompts)
 
 
-def summaries(records: Sequence[RequestRecord], seed: int = 0) -> WorkloadSummary:
+def summaries(records: Sequence[documents.RequestRecord], seed: int = 0) -> documents.WorkloadSummary:
     metrics = {name: summary(values_by_prompt(records, name), seed) for name in METRICS}
-    return WorkloadSummary(n=len(records), **metrics)
+    return documents.WorkloadSummary(n=len(records), **metrics)
 
 
-def labelled(records: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]:
+def labelled(records: Iterable[documents.RequestRecord]) -> dict[str, list[documents.RequestRecord]]:
     """Return records by workload and load: "greeting", "greeting@8", "greeting@2/s"."""
-    groups: dict[str, list[RequestRecord]] = defaultdict(list)
+    groups: dict[str, list[documents.RequestRecord]] = defaultdict(list)
     for record in records:
         groups[record.workload + record.load.label].append(record)
     return dict(sorted(groups.items()))
 
 
-def _memory_bytes(levels: MemoryLevels | None) -> MemoryBytes | None:
+def _memory_bytes(levels: documents.MemoryLevels | None) -> documents.MemoryBytes | None:
     """Return the figures for the report: NVML's per process, else resident memory, else what the whole machine uses."""
     if levels is None:
         return None
@@ -300,13 +279,13 @@ def _memory_bytes(levels: MemoryLevels | None) -> MemoryBytes | None:
     if source is None:
         return None
     figures = {name: getattr(levels, name) for name in ("idle", "one", "five", "peak")}
-    return MemoryBytes(source=source, **{k: getattr(v, source) for k, v in figures.items() if v is not None})
+    return documents.MemoryBytes(source=source, **{k: getattr(v, source) for k, v in figures.items() if v is not None})
 
 
 # ---- two backends
 
 
-def _comparisons(records: Sequence[RequestRecord], a: str, b: str, seed: int) -> list[Comparison]:
+def _comparisons(records: Sequence[documents.RequestRecord], a: str, b: str, seed: int) -> list[documents.Comparison]:
     """Compare all metrics of each workload that both backends have, and of all workloads together."""
     left, right = (labelled(r for r in records if r.backend == name) for name in (a, b))
     groups = [(label, left[label], right[label]) for label in left if label in right]
@@ -318,12 +297,14 @@ def _comparisons(records: Sequence[RequestRecord], a: str, b: str, seed: int) ->
         for metric in COMPARED:
             result = compare(values_by_prompt(ours, metric), values_by_prompt(theirs, metric), seed=seed)
             if result.n_prompts:
-                rows.append(Comparison(a=a, b=b, workload=label, metric=metric, **msgspec.structs.asdict(result)))
+                rows.append(
+                    documents.Comparison(a=a, b=b, workload=label, metric=metric, **msgspec.structs.asdict(result))
+                )
     adjust(rows)
     return rows
 
 
-def _floors(records: Sequence[RequestRecord], seed: int) -> list[NoiseFloor]:
+def _floors(records: Sequence[documents.RequestRecord], seed: int) -> list[documents.NoiseFloor]:
     """Return the noise of one backend by workload, load and metric, and of all workloads together."""
     groups = labelled(records)
     if len(groups) > 1:
@@ -331,16 +312,16 @@ def _floors(records: Sequence[RequestRecord], seed: int) -> list[NoiseFloor]:
     return stability.noise_floors(records, groups, seed)
 
 
-def adjust(rows: Sequence[AdjustedResult]) -> None:
+def adjust(rows: Sequence[documents.AdjustedResult]) -> None:
     """Set p_holm and significant of each row: Holm's adjustment over all of them."""
     for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
         row.p_holm, row.significant = p, p is not None and p < LEVEL
 
 
-def _turns(records: Sequence[RequestRecord], seed: int) -> list[TurnPoint]:
+def _turns(records: Sequence[documents.RequestRecord], seed: int) -> list[documents.TurnPoint]:
     """Return content TTFT by turn, over the workloads that are conversations, one request in flight."""
     conversations = {r.workload for r in records if r.turn > 0}
-    by_turn: dict[int, list[RequestRecord]] = defaultdict(list)
+    by_turn: dict[int, list[documents.RequestRecord]] = defaultdict(list)
     for record in records:
         if record.workload in conversations and record.alone:
             by_turn[record.turn].append(record)
@@ -348,14 +329,14 @@ def _turns(records: Sequence[RequestRecord], seed: int) -> list[TurnPoint]:
     for turn, group in sorted(by_turn.items()):
         ttft = summary(values_by_prompt(group, "ttft_content_ms"), seed)
         total = summary(values_by_prompt(group, "e2e_ms"), seed)
-        point = TurnPoint(turn=turn + 1, n=len(group), e2e_ms=total.p50 if total else None)
+        point = documents.TurnPoint(turn=turn + 1, n=len(group), e2e_ms=total.p50 if total else None)
         if ttft:
             point.ttft_content_ms, point.low, point.high = ttft.p50, ttft.low, ttft.high
         points.append(point)
     return points
 
 
-def _crossover(served: Mapping[str, ServedSide], a: str, b: str) -> Crossover | None:
+def _crossover(served: Mapping[str, documents.ServedSide], a: str, b: str) -> documents.Crossover | None:
     """Return the number of tokens at which two backends have the same total latency (TTFT + tokens x TPOT, medians)."""
     lines = []
     for name in (a, b):
@@ -369,7 +350,7 @@ def _crossover(served: Mapping[str, ServedSide], a: str, b: str) -> Crossover | 
         lines.append([statistics.fmean(column) for column in zip(*medians, strict=True)])
     (ttft_a, tpot_a), (ttft_b, tpot_b) = lines
     tokens = (ttft_b - ttft_a) / (tpot_a - tpot_b) if tpot_a != tpot_b else None
-    return Crossover(
+    return documents.Crossover(
         a=a,
         b=b,
         tokens=tokens if tokens and tokens > 0 else None,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from annie_quant import documents, judge
-from annie_quant.bench import endpoints, memory, sequential
+from annie_quant.bench import endpoints, memory, run_folder, sequential
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import (
     PROBE_TIMEOUT_S,
@@ -43,15 +43,6 @@ from annie_quant.bench.plan import (
     warmups,
 )
 from annie_quant.bench.reference_answers import STORED, mark, store_reference, stored_reference
-from annie_quant.bench.run_folder import (
-    HUNG,
-    NOT_SENT,
-    RecordLog,
-    prepare_folder,
-    read_unanswered,
-    write_records,
-    write_unanswered,
-)
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.host import environment, load_per_core, machine_state
@@ -136,7 +127,7 @@ class Session:
     def __init__(
         self,
         plan: BenchPlan,
-        records: RecordLog,
+        records: run_folder.RecordLog,
         recorded: Sequence[RequestRecord],
         progress: Progress,
         on_record: OnRecord,
@@ -175,7 +166,7 @@ class Session:
 
         The budget is a deadline of every request and probe, the smoke question and warm-ups included.
         """
-        write_unanswered(self.folder, ())
+        run_folder.write_unanswered(self.folder, ())
         names = list(self.backends)
         visits = planned_visits(names, self.workloads, self.config)
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
@@ -214,7 +205,7 @@ class Session:
                     record = self._new_record(visit, case, repeat, turn, cold=False)
                     if record.id in self.done or (rows and self.config.sustained):
                         continue
-                    record.cause = NOT_SENT if rows else HUNG
+                    record.cause = run_folder.NOT_SENT if rows else run_folder.HUNG
                     record.error = (
                         "it was not sent: an earlier request had no answer when the time budget ended"
                         if rows
@@ -222,7 +213,7 @@ class Session:
                     )
                     _judge(record, Answer(error=record.error), case, visit.workload)
                     rows.append(record)
-        write_unanswered(self.folder, rows)
+        run_folder.write_unanswered(self.folder, rows)
         return Ended(unasked=len(unasked), prefix_cache=self.config.prefix_cache)
 
     @property
@@ -491,11 +482,11 @@ def run(
     """
     plan = plan_benchmark(backends, workloads, output, **settings)
     folder = plan.folder
-    prepare_folder(folder, plan.config, plan.workloads, plan.resume)
+    run_folder.prepare_folder(folder, plan.config, plan.workloads, plan.resume)
     if plan.reference_run is not None:
         store_reference(plan.reference_run, folder, plan.workloads, plan.reference_name)
     recorded = stored_reference(folder)
-    records = RecordLog(folder / "records.jsonl")
+    records = run_folder.RecordLog(folder / "records.jsonl")
     try:
         session = Session(plan, records, recorded, progress, watch or (lambda record: None))
         metrics = scrape_metrics(backends)
@@ -509,8 +500,8 @@ def run(
     if session.compare_with_reference():
         records.rewrite()
     if recorded:
-        write_records(folder / STORED, recorded)  # with their checks
-    rows = [*records.rows, *read_unanswered(folder)]
+        run_folder.write_records(folder / STORED, recorded)  # with their checks
+    rows = [*records.rows, *run_folder.read_unanswered(folder)]
     aggregates = aggregate_records(rows, plan.config, session.identities, levels, ended, recorded, traces)
     bench = Bench(
         ended=ended,

@@ -29,16 +29,7 @@ from typing import IO, Any
 
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.untrusted import JsonObject, decode_json
-from annie_quant.data.log_records import (
-    ROLES,
-    Conversation,
-    Tool,
-    Unusable,
-    conversation_of,
-    finished,
-    parsed_message,
-    tools_of,
-)
+from annie_quant.data import log_records
 from annie_quant.documents import ChatMessage
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
@@ -71,7 +62,7 @@ class Problems:
 
 def read_logs(
     paths: Iterable[str | os.PathLike[str]], problems: Problems | None = None, most_characters: int = MAX_CHARACTERS
-) -> Iterator[Conversation]:
+) -> Iterator[log_records.Conversation]:
     """Yield the conversations of log files. At most one record (Parquet: BATCH_ROWS) is in memory.
 
     problems: counts what cannot be used.
@@ -100,7 +91,7 @@ def _files(path: Path) -> Iterator[Path]:
         raise UsageError(f"{path} does not exist", "--logs takes files and folders")
 
 
-def _read_file(path: Path, problems: Problems) -> Iterator[Conversation]:
+def _read_file(path: Path, problems: Problems) -> Iterator[log_records.Conversation]:
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     try:
         if suffix in (".parquet", ".arrow"):
@@ -113,11 +104,11 @@ def _read_file(path: Path, problems: Problems) -> Iterator[Conversation]:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _records(records: Iterable[tuple[str, object]], problems: Problems) -> Iterator[Conversation]:
+def _records(records: Iterable[tuple[str, object]], problems: Problems) -> Iterator[log_records.Conversation]:
     for where, record in records:
         try:
-            conversation = conversation_of(record)
-        except Unusable as reason:
+            conversation = log_records.conversation_of(record)
+        except log_records.Unusable as reason:
             problems.add(str(reason), where)
             continue
         conversation.format, conversation.source = _format(record), where
@@ -137,7 +128,7 @@ def _whole(path: Path) -> list[object] | None:
     return [document]
 
 
-def _lines(path: Path, problems: Problems) -> Iterator[Conversation]:
+def _lines(path: Path, problems: Problems) -> Iterator[log_records.Conversation]:
     """Read JSON lines, a transcript with one event per line, or a server's text log."""
     server, transcript = ServerLog(), Transcript()
     text_lines, first_text = 0, ""
@@ -166,17 +157,17 @@ def _lines(path: Path, problems: Problems) -> Iterator[Conversation]:
                 if isinstance(record, dict) and transcript.takes(record):
                     yield from transcript.add(record)
                     continue
-                conversation = conversation_of(record)
+                conversation = log_records.conversation_of(record)
                 conversation.format, conversation.source = _format(record), where
                 yield conversation
-            except Unusable as reason:
+            except log_records.Unusable as reason:
                 problems.add(str(reason), where)
     for rest in (server.rest(), transcript.rest()):
         try:
             for conversation in rest:
                 conversation.format = conversation.format or server.format
                 yield conversation
-        except Unusable as reason:
+        except log_records.Unusable as reason:
             problems.add(str(reason), path.name)
     if text_lines and not server.format:
         problems.add("a line that is not JSON", first_text, text_lines)
@@ -188,11 +179,11 @@ def _decoded(line: bytes) -> Any:
     try:
         record = decode_json(line, lenient=True)
     except ValueError:
-        raise Unusable("a line that is not JSON") from None
+        raise log_records.Unusable("a line that is not JSON") from None
     try:
         json.dumps(record, allow_nan=False)
     except ValueError:
-        raise Unusable("NaN or infinity, which JSON does not have") from None
+        raise log_records.Unusable("NaN or infinity, which JSON does not have") from None
     return record
 
 
@@ -260,10 +251,10 @@ class Transcript:
         if any(key in record for key in ("messages", "conversations", "conversation", "request", "response", "body")):
             return False
         return ("type" in record and ("id" in record or "timestamp" in record)) or (
-            str(record.get("role")).lower() in ROLES and "content" in record
+            str(record.get("role")).lower() in log_records.ROLES and "content" in record
         )
 
-    def add(self, record: JsonObject) -> Iterator[Conversation]:
+    def add(self, record: JsonObject) -> Iterator[log_records.Conversation]:
         if record.get("type") == "session":
             yield from self.rest()
             return
@@ -272,17 +263,17 @@ class Transcript:
         if message is None:
             return
         try:
-            self._messages += parsed_message(message)
-        except Unusable as reason:
+            self._messages += log_records.parsed_message(message)
+        except log_records.Unusable as reason:
             self._fault = self._fault or str(reason)
 
-    def rest(self) -> Iterator[Conversation]:
+    def rest(self) -> Iterator[log_records.Conversation]:
         """Yield the session so far. Raises Unusable where a message of it cannot be used."""
         messages, fault, self._messages, self._fault = self._messages, self._fault, [], ""
         if fault:
-            raise Unusable(fault)
+            raise log_records.Unusable(fault)
         if messages:
-            conversation = finished(messages, None)
+            conversation = log_records.finished(messages, None)
             conversation.format = "transcript"
             yield conversation
 
@@ -305,7 +296,7 @@ class ServerLog:
         self._prompts: OrderedDict[str, str] = OrderedDict()  # vLLM: request → prompt
         self._request: JsonObject | None = None  # llama.cpp
 
-    def add(self, line: str) -> Iterator[Conversation]:
+    def add(self, line: str) -> Iterator[log_records.Conversation]:
         """Yield the conversations that a line completes. Raises Unusable for a prompt or body that cannot be parsed."""
         if match := _VLLM_PROMPT.search(line):
             self.format = "vLLM log"
@@ -322,29 +313,29 @@ class ServerLog:
             try:
                 body = json.loads(match[2])
             except (ValueError, RecursionError):
-                raise Unusable("a request in the server's log is not JSON") from None
+                raise log_records.Unusable("a request in the server's log is not JSON") from None
             if match[1] == "request":
                 yield from self.rest()
                 self._request = body if "messages" in body else None
             elif self._request is not None:
                 request, self._request = self._request, None
-                yield conversation_of({**request, "response": body})
+                yield log_records.conversation_of({**request, "response": body})
 
-    def rest(self) -> Iterator[Conversation]:
+    def rest(self) -> Iterator[log_records.Conversation]:
         """Yield the requests whose answer was not logged."""
         prompts, self._prompts = self._prompts, OrderedDict()
         request, self._request = self._request, None
         if request is not None:
-            yield conversation_of(request)
+            yield log_records.conversation_of(request)
         for prompt in prompts.values():
             yield chatml(prompt, "")
 
 
-def chatml(prompt: str, answer: str) -> Conversation:
+def chatml(prompt: str, answer: str) -> log_records.Conversation:
     """Return the conversation in a prompt after a ChatML template, with its answer. Raises Unusable for other templates."""
     turns = _TURN.findall(prompt)
     if not turns:
-        raise Unusable("a prompt in the server's log is not in ChatML")
+        raise log_records.Unusable("a prompt in the server's log is not in ChatML")
     messages: list[ChatMessage] = []
     tools = None
     opened = turns[-1][1] if turns[-1][0] == "assistant" and not prompt.rstrip().endswith("<|im_end|>") else None
@@ -353,22 +344,22 @@ def chatml(prompt: str, answer: str) -> Conversation:
             system, tools = _system(text)
             messages.append({"role": "system", "content": system})
         else:
-            messages += parsed_message({"role": role, "content": text.strip()})
+            messages += log_records.parsed_message({"role": role, "content": text.strip()})
     thinking = opened is not None and opened.rstrip().endswith("<think>")
     if answer.strip():
         text = answer.split("<|im_end|>")[0]
         text = "<think>\n" + text if thinking and "</think>" in text else text
-        messages += parsed_message({"role": "assistant", "content": text})
-    conversation = finished(messages, tools)
+        messages += log_records.parsed_message({"role": "assistant", "content": text})
+    conversation = log_records.finished(messages, tools)
     conversation.thinking = thinking
     return conversation
 
 
-def _system(text: str) -> tuple[str, list[Tool] | None]:
+def _system(text: str) -> tuple[str, list[log_records.Tool] | None]:
     """Return the system prompt and the tools of a rendered system message."""
     block = _TOOL_BLOCK.search(text)
     if block is None:
         return text.strip(), None
     before, after = text[: block.start()].strip(), text[block.end() :]
     ends = [after.rfind(end) + len(end) for end in _TOOL_END if end in after]
-    return before or (after[max(ends) :].strip() if ends else ""), tools_of(block[1])
+    return before or (after[max(ends) :].strip() if ends else ""), log_records.tools_of(block[1])

@@ -17,18 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from annie_quant import __version__
+from annie_quant import __version__, documents
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.templates import render_markdown
-from annie_quant.documents import (
-    RECIPE_FILE,
-    Audit,
-    Environment,
-    GateResult,
-    SpeedGate,
-    salvage_line,
-    salvage_or_default,
-)
 from annie_quant.judge import decision
 from annie_quant.report import format, tables
 from annie_quant.report.format import count, share
@@ -81,7 +72,7 @@ class Subject:
 
     name: str
     folder: Path
-    audit: Audit
+    audit: documents.Audit
     repo_id: str
     base_model: str
     license: str = ""
@@ -92,7 +83,7 @@ class Subject:
 
     @property
     def recipe(self) -> RecordedRecipe:
-        return salvage_or_default(RecordedRecipe, self.folder / RECIPE_FILE)
+        return documents.salvage_or_default(RecordedRecipe, self.folder / documents.RECIPE_FILE)
 
     @property
     def repo_name(self) -> str:
@@ -171,7 +162,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         subject=subject,
         summary=summary,
         recipe=subject.recipe,
-        producer=salvage_or_default(_QuantConfig, subject.folder / "hf_quant_config.json").producer,
+        producer=documents.salvage_or_default(_QuantConfig, subject.folder / "hf_quant_config.json").producer,
         gates=gate_figures(run, subject.name),
         weights=sorted(subject.folder.glob("*.safetensors"))[:MAX_DIGESTS],
         rows=rows,
@@ -190,7 +181,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
 
 def gate_figures(run: LoadedRun, model: str) -> dict[str, object]:
     """Return what the card's opening states of a model's behavioural gates: its standing, and their number by outcome."""
-    gates = [g for g in decision.deciding_gates(run.aggregates, model) if not isinstance(g.result, SpeedGate)]
+    gates = [g for g in decision.deciding_gates(run.aggregates, model) if not isinstance(g.result, documents.SpeedGate)]
     outcomes = Counter(gate.outcome for gate in gates)
     return {
         "standing": decision.standing_of(run.aggregates, model, with_speed=False),
@@ -210,7 +201,7 @@ def _conversations(path: Path | None) -> tuple[list[_Conversation] | None, int]:
     lines, rows = path.read_bytes().splitlines(), []
     for line in lines:
         with contextlib.suppress(ValueError):
-            rows.append(salvage_line(_Conversation, line))
+            rows.append(documents.salvage_line(_Conversation, line))
     return rows, len(lines) - len(rows)
 
 
@@ -232,7 +223,7 @@ def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
 
 def _machine(run: LoadedRun) -> str:
     environment = run.document.environment
-    if environment == Environment():
+    if environment == documents.Environment():
         return "not on record"
     cores = f"{environment.cores} cores" if environment.cores else ""
     texts = [text for text in (environment.cpu, cores) if text]
@@ -265,7 +256,7 @@ def _limits(run: LoadedRun, subject: Subject) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _failure(result: GateResult, word: str) -> str:
+def _failure(result: documents.GateResult, word: str) -> str:
     verb = {"fail": "fails", "loses": "loses"}.get(word, "cannot be decided")
     return f"{verb} ({count(result.passes)} of {count(result.n)}, {share(result.low)} to {share(result.high)})"
 

@@ -75,6 +75,15 @@ def interval(low: float | None, high: float | None, write: Callable[[float], str
     return "" if low is None or high is None else f"{write(low)}–{write(high)}"
 
 
+def bounds(low: float | None, high: float | None) -> str:
+    """Both ends of an interval of differences, with their signs."""
+    return DASH if low is None or high is None else f"{signed(low)} to {signed(high)}"
+
+
+def tolerance(value: float | None) -> str:
+    return DASH if value is None else f"± {significant(value)}"
+
+
 def ends(values: list[int]) -> str:
     """Return the smallest and the largest count: "12–15", or "12" where they are equal."""
     return "–".join(dict.fromkeys(count(v) for v in (min(values), max(values))))

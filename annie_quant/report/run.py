@@ -21,22 +21,6 @@ from annie_quant import documents
 from annie_quant.bench.aggregates import labelled, summaries, timed
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.text import visible
-from annie_quant.documents import (
-    RECIPE_FILE,
-    GateResult,
-    HeldOut,
-    Ingredient,
-    LayerKL,
-    ModelRow,
-    OfflineSide,
-    PairedVerdict,
-    RequestRecord,
-    SentWorkload,
-    ServedSide,
-    salvage,
-    salvage_line,
-    salvage_or_default,
-)
 from annie_quant.judge import decision, evidence
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import checks_by_prompt
@@ -70,14 +54,14 @@ class MeasuredSide:
     name: str
     title: str
     how: str
-    data: ServedSide | OfflineSide
+    data: documents.ServedSide | documents.OfflineSide
 
     @property
     def key(self) -> str:
         return f"{self.kind}/{self.name}"
 
     @property
-    def gates(self) -> dict[str, GateResult]:
+    def gates(self) -> dict[str, documents.GateResult]:
         return self.data.gates
 
     def word(self, gate: str) -> str:
@@ -87,7 +71,7 @@ class MeasuredSide:
         return {"pass": "keeps", "fail": "loses"}.get(result.verdict, "undecided") if compared else result.verdict
 
     @property
-    def deciding(self) -> dict[str, GateResult]:
+    def deciding(self) -> dict[str, documents.GateResult]:
         """The gates that are not advisory."""
         return {gate: result for gate, result in self.gates.items() if not result.advisory}
 
@@ -95,13 +79,13 @@ class MeasuredSide:
 @dataclass(frozen=True)
 class ServedModel(MeasuredSide):
     kind = "served"
-    data: ServedSide
+    data: documents.ServedSide
 
 
 @dataclass(frozen=True)
 class OfflineModel(MeasuredSide):
     kind = "offline"
-    data: OfflineSide
+    data: documents.OfflineSide
 
 
 class RecordedRecipe(msgspec.Struct):
@@ -114,8 +98,8 @@ class RecordedRecipe(msgspec.Struct):
     scale: str | None = None
     calib_data_sha256: str | UnsetType | None = UNSET
     calib_samples: int | None = None
-    held_out: HeldOut | None = None
-    ingredients: list[Ingredient] = []
+    held_out: documents.HeldOut | None = None
+    ingredients: list[documents.Ingredient] = []
 
 
 @dataclass(frozen=True)
@@ -141,8 +125,8 @@ class LoadedRun:
     folder: Path
     document: documents.Run
     backends: dict[str, documents.Identity]
-    records: list[RequestRecord]
-    inputs: list[SentWorkload]
+    records: list[documents.RequestRecord]
+    inputs: list[documents.SentWorkload]
     bad_lines: list[str] = field(default_factory=list)
     sides: list[ServedModel | OfflineModel] = field(default_factory=list)
     unlisted: set[str] = field(default_factory=set)
@@ -167,11 +151,11 @@ class LoadedRun:
         return sum(bool(r.error) for r in self.measured)
 
     @property
-    def models(self) -> list[ModelRow]:
+    def models(self) -> list[documents.ModelRow]:
         return self.document.aggregates.models
 
     @property
-    def measured(self) -> list[RequestRecord]:
+    def measured(self) -> list[documents.RequestRecord]:
         """Requests without the warm-ups."""
         return [r for r in self.records if not r.warmup]
 
@@ -196,8 +180,8 @@ class LoadedRun:
     def sides_of(self, model: str) -> list[ServedModel | OfflineModel]:
         return [s for s in self.sides if s.model == model]
 
-    def model(self, model: str) -> ModelRow:
-        return next((m for m in self.models if m.name == model), ModelRow(name=model))
+    def model(self, model: str) -> documents.ModelRow:
+        return next((m for m in self.models if m.name == model), documents.ModelRow(name=model))
 
     def folder_of(self, model: str) -> Path | None:
         """Return the folder of a model's checkpoint; None where it is not known or not there."""
@@ -209,7 +193,9 @@ class LoadedRun:
     def recipe(self, model: str) -> RecordedRecipe:
         """How a model was made, as its checkpoint records it."""
         folder = self.folder_of(model)
-        return salvage_or_default(RecordedRecipe, folder / RECIPE_FILE) if folder else RecordedRecipe()
+        return (
+            documents.salvage_or_default(RecordedRecipe, folder / documents.RECIPE_FILE) if folder else RecordedRecipe()
+        )
 
     def label(self, model: str) -> str:
         return self.model(model).label or name(model)
@@ -293,10 +279,10 @@ def _evaluation(path: Path) -> documents.Evaluation | None:
 
 
 class _Evaluation(msgspec.Struct):
-    verdict: PairedVerdict | None = None
-    numerics: dict[str, OfflineSide] = {}
-    members: dict[str, OfflineSide] = {}
-    reference_gates: dict[str, GateResult] = {}
+    verdict: documents.PairedVerdict | None = None
+    numerics: dict[str, documents.OfflineSide] = {}
+    members: dict[str, documents.OfflineSide] = {}
+    reference_gates: dict[str, documents.GateResult] = {}
     blocking: list[str] = []
 
 
@@ -310,12 +296,12 @@ class _Sensitivity(msgspec.Struct):
 
 
 class _Inputs(msgspec.Struct):
-    workloads: list[SentWorkload] = []
+    workloads: list[documents.SentWorkload] = []
 
 
 class _Tried(msgspec.Struct):
     strategy: str
-    verdict: PairedVerdict | None = None
+    verdict: documents.PairedVerdict | None = None
 
 
 class _Search(msgspec.Struct):
@@ -334,21 +320,21 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     records, bad_lines = _records(folder / "records.jsonl")
     records += _records(folder / "unanswered.jsonl")[0]
     source = next((n for n in ("run.json", "bench.json") if (folder / n).is_file()), None)
-    evaluations = {p.stem: salvage_or_default(_Evaluation, p) for p in sorted(folder.glob("eval/*.json"))}
+    evaluations = {p.stem: documents.salvage_or_default(_Evaluation, p) for p in sorted(folder.glob("eval/*.json"))}
     if source is None and not records and not evaluations:
         raise UsageError(
             f"{folder}: neither run.json, bench.json, records.jsonl nor eval/*.json is there",
             "give a folder that annie-quant demo or bench wrote",
         )
     try:
-        document = (salvage(documents.Run, folder / source) if source else None) or documents.Run()
+        document = (documents.salvage(documents.Run, folder / source) if source else None) or documents.Run()
     except ValueError as error:
         raise UsageError(
             f"{folder / str(source)}: not JSON ({error})", "run the command that wrote it again"
         ) from error
-    bench = salvage_or_default(documents.Bench, folder / "bench.json")
-    inputs = salvage_or_default(_Inputs, folder / "inputs.json")
-    search = salvage_or_default(_Search, folder / "search.json")
+    bench = documents.salvage_or_default(documents.Bench, folder / "bench.json")
+    inputs = documents.salvage_or_default(_Inputs, folder / "inputs.json")
+    search = documents.salvage_or_default(_Search, folder / "search.json")
     run = LoadedRun(folder, document, bench.backends, records, inputs.workloads, bad_lines)
     run.tried = [row.strategy for row in search.strategies]
     if run.tried:  # not its smoke tests, early looks and further draws
@@ -365,32 +351,35 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     return run
 
 
-def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
+def _records(path: Path) -> tuple[list[documents.RequestRecord], list[str]]:
     """Return (records, one message per line that is not a record)."""
     records, bad_lines = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n") if path.is_file() else (), 1):
         if line.strip():
             try:
-                records.append(salvage_line(RequestRecord, line))
+                records.append(documents.salvage_line(documents.RequestRecord, line))
             except (ValueError, RecursionError) as error:
                 bad_lines.append(f"line {number}: {error}"[:200])
     return records, bad_lines
 
 
-def _served_from_records(run: LoadedRun) -> dict[str, ServedSide]:
+def _served_from_records(run: LoadedRun) -> dict[str, documents.ServedSide]:
     """Return what records alone give of each backend: gates and percentiles."""
     sides, fit = {}, timed(run.measured)
     for backend in dict.fromkeys(r.backend for r in run.measured):
         checks = checks_by_prompt([r for r in run.measured if r.backend == backend], run.greedy)
         by_label = labelled(r for r in fit if r.backend == backend)
-        sides[backend] = ServedSide(
+        sides[backend] = documents.ServedSide(
             gates=tabulate(checks.values()), workloads={w: summaries(rows) for w, rows in by_label.items()}
         )
     return sides
 
 
 def _show_verdict(
-    run: LoadedRun, added: Collection[str | None], stored: Mapping[str, PairedVerdict | None], chosen: str | None
+    run: LoadedRun,
+    added: Collection[str | None],
+    stored: Mapping[str, documents.PairedVerdict | None],
+    chosen: str | None,
 ) -> None:
     """Show the verdict of a search's choice, or of the only evaluation, where run.json has none.
 
@@ -445,12 +434,14 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set
         offline[model] = evaluation.numerics | offline.get(model, {})
         members[model] = evaluation.members | members.get(model, {})
         if evaluation.reference_gates:
-            offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, OfflineSide(gates=evaluation.reference_gates))
+            offline.setdefault(REFERENCE, {}).setdefault(
+                REFERENCE, documents.OfflineSide(gates=evaluation.reference_gates)
+            )
     for path in sorted(run.folder.glob("sensitivity/*.json")):
-        sensitivity = salvage_or_default(_Sensitivity, path)
+        sensitivity = documents.salvage_or_default(_Sensitivity, path)
         side = offline.get(path.stem, {}).get(sensitivity.numerics)
         if side and side.kl:
-            side.kl.by_layer = [LayerKL(layer, row.mean) for layer, row in sensitivity.alone.items()]
+            side.kl.by_layer = [documents.LayerKL(layer, row.mean) for layer, row in sensitivity.alone.items()]
     return added
 
 
@@ -462,7 +453,7 @@ def _add_models(run: LoadedRun) -> None:
             data.model = backend
     for model in [*run.aggregates.offline, *(str(data.model) for data in run.aggregates.served.values())]:
         if model not in known:
-            known[model] = ModelRow(name=model)
+            known[model] = documents.ModelRow(name=model)
             run.unlisted.add(model)
     for row in known.values():
         row.label = row.label or name(row.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,7 @@ from msgspec import to_builtins
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Environment, GateResult, KLFigures, MetricSummary, ModelRow, ToolSurfacePoint
 from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.report.format import (
-    DASH,
-    SIGNS,
-    count,
-    ends,
-    interval,
-    name,
-    p_value,
-    seconds,
-    share,
-    signed,
-    significant,
-    size,
-)
+from annie_quant.report import format
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 
 LABELS = {metric: METRICS[metric].label for metric in COMPARED}
@@ -68,10 +55,15 @@ class Table:
 
     caption: str
     first: str
-    header: list[str]
+    header: list[str] = field(default_factory=list)
     rows: list[tuple[str, list[Cell]]] = field(default_factory=list)
     groups: list[tuple[str, int, str]] = field(default_factory=list)
     sortable: bool = False
+
+    def add(self, name: str, cells: Mapping[str, Cell]) -> None:
+        """Add a row. cells: by the header of their column."""
+        self.header = list(cells)
+        self.rows.append((name, list(cells.values())))
 
 
 def figure(text: str, key: str, value: float | None) -> Cell:
@@ -82,13 +74,15 @@ def gate_cell(side: MeasuredSide, gate: str) -> Cell:
     result = side.gates.get(gate)
     if result is None:
         return Cell("", css="none")
-    sub = interval(result.low, result.high, lambda v: share(v).removesuffix("\u00a0%")) + "\u00a0%"
+    sub = format.interval(result.low, result.high, lambda v: format.share(v).removesuffix("\u00a0%")) + "\u00a0%"
     css = "advisory" if result.advisory else result.verdict
-    return Cell(f"{passes(result)} {SIGNS[result.verdict]}", sub, f"gate|{side.key}|{gate}", css, sort=result.rate)
+    return Cell(
+        f"{passes(result)} {format.SIGNS[result.verdict]}", sub, f"gate|{side.key}|{gate}", css, sort=result.rate
+    )
 
 
 def passes(result: GateResult) -> str:
-    return f"{count(result.passes)}/{count(result.n)}"
+    return f"{format.count(result.passes)}/{format.count(result.n)}"
 
 
 def summary(side: ServedModel, workload: str, metric: str) -> MetricSummary | None:
@@ -99,10 +93,10 @@ def summary(side: ServedModel, workload: str, metric: str) -> MetricSummary | No
 def metric_cell(side: ServedModel, workload: str, metric: str, stat: str = "p50") -> Cell:
     row = summary(side, workload, metric)
     if row is None:
-        return Cell(DASH, css="none")
+        return Cell(format.DASH, css="none")
     value = getattr(row, stat)
-    sub = interval(row.low, row.high) if stat == "p50" else ""
-    return Cell(significant(value), sub, f"metric|{side.key}|{workload}|{metric}|{stat}", sort=value)
+    sub = format.interval(row.low, row.high) if stat == "p50" else ""
+    return Cell(format.significant(value), sub, f"metric|{side.key}|{workload}|{metric}|{stat}", sort=value)
 
 
 def speed_cell(side: ServedModel, gate: str, metric: str) -> Cell:
@@ -110,8 +104,8 @@ def speed_cell(side: ServedModel, gate: str, metric: str) -> Cell:
     row = side.data.speed_gates.get(gate)
     if row is None:
         return metric_cell(side, "greeting", metric)
-    text = f"{significant(row.value)} {SIGNS[row.verdict]}"
-    return Cell(text, interval(row.low, row.high), f"speed|{side.key}|{gate}", row.verdict, sort=row.value)
+    text = f"{format.significant(row.value)} {format.SIGNS[row.verdict]}"
+    return Cell(text, format.interval(row.low, row.high), f"speed|{side.key}|{gate}", row.verdict, sort=row.value)
 
 
 TIMES = "Times: over all requests of a side; the verdict compares two sides over the prompts that both answered."
@@ -132,7 +126,7 @@ def side_by_side(run: LoadedRun) -> Table:
         cells = [cell(m) for m in models]
         for c, (_, span, _) in zip(cells, table.groups, strict=True):
             c.span = span
-        if any(c.text != DASH for c in cells):
+        if any(c.text != format.DASH for c in cells):
             table.rows.append((title, cells))
 
     def add_served_row(title: str, cell: Callable[[ServedModel], Cell]) -> None:
@@ -140,15 +134,15 @@ def side_by_side(run: LoadedRun) -> Table:
         if any(c.key for c in cells):
             table.rows.append((title, cells))
 
-    add_model_row("size on disk", lambda m: Cell(size(m.size_bytes), key=f"size|{m.name}"))
-    add_model_row("bits per weight", lambda m: Cell(significant(m.bits_per_weight), key=f"bits|{m.name}"))
+    add_model_row("size on disk", lambda m: Cell(format.size(m.size_bytes), key=f"size|{m.name}"))
+    add_model_row("bits per weight", lambda m: Cell(format.significant(m.bits_per_weight), key=f"bits|{m.name}"))
     for gate in run.gate_names:
         advisory = all(s.gates[gate].advisory for s in columns if s and gate in s.gates)
         title = run.gate_title(gate) + (" (informs only)" if advisory else "")
         table.rows.append((title, [gate_cell(s, gate) if s else Cell("", css="none") for s in columns]))
     add_served_row("content TTFT p50, ms (≤ 120)", lambda s: speed_cell(s, "ttft", "ttft_content_ms"))
     longest = "long_response" if "long_response" in run.workloads else next(iter(run.workloads), "")
-    add_served_row(f"ITL p50, ms ({name(longest)})", lambda s: metric_cell(s, longest, "itl_ms"))
+    add_served_row(f"ITL p50, ms ({format.name(longest)})", lambda s: metric_cell(s, longest, "itl_ms"))
     add_served_row("decode speed p50, tok/s (≥ 25)", lambda s: speed_cell(s, "decode", "decode_tok_s"))
     return table
 
@@ -163,26 +157,22 @@ MEETS = {"pass": "meets {}", "fail": "misses {}", "undecided": "{} undecided"}
 
 def gates_table(run: LoadedRun) -> Table:
     """One row per side and gate, with the rule."""
-    table = Table(
-        "Every gate of every model under every numerics and behind every server",
-        "model",
-        ["where", "gate", "passes / n", "rate", "95 % interval", "rule", "verdict", "n to decide", "requirement"],
-        sortable=True,
-    )
+    caption = "Every gate of every model under every numerics and behind every server"
+    table = Table(caption, "model", sortable=True)
     for side, gate in ((s, g) for s in run.sides for g in run.gate_names if g in s.gates):
         r, key = side.gates[gate], f"{side.key}|{gate}"
-        cells = [
-            Cell(side.title, css="word"),
-            Cell(run.gate_title(gate), css="word"),
-            figure(passes(r), f"gate|{key}", r.rate),
-            figure(share(r.rate), f"rate|{key}", r.rate),
-            figure(interval(r.low, r.high, share), f"interval|{key}", r.low),
-            Cell(share(r.threshold), r.rule, css="rule", sort=r.threshold),
-            Cell(f"{SIGNS[r.verdict]} {side.word(gate)}", css=f"word {r.verdict}"),
-            Cell(count(r.n_to_decide) if r.n_to_decide else ""),
-            Cell(MEETS[r.meets].format(r.requirement) if r.meets and r.requirement else "", css="word"),
-        ]
-        table.rows.append((run.label(side.model), cells))
+        cells = {
+            "where": Cell(side.title, css="word"),
+            "gate": Cell(run.gate_title(gate), css="word"),
+            "passes / n": figure(passes(r), f"gate|{key}", r.rate),
+            "rate": figure(format.share(r.rate), f"rate|{key}", r.rate),
+            "95 % interval": figure(format.interval(r.low, r.high, format.share), f"interval|{key}", r.low),
+            "rule": Cell(format.share(r.threshold), r.rule, css="rule", sort=r.threshold),
+            "verdict": Cell(f"{format.SIGNS[r.verdict]} {side.word(gate)}", css=f"word {r.verdict}"),
+            "n to decide": Cell(format.count(r.n_to_decide) if r.n_to_decide else ""),
+            "requirement": Cell(MEETS[r.meets].format(r.requirement) if r.meets and r.requirement else "", css="word"),
+        }
+        table.add(run.label(side.model), cells)
     return table
 
 
@@ -196,30 +186,22 @@ def latency_table(run: LoadedRun, metric: str) -> Table:
         counts = [row.n for s in sides if (row := summary(s, workload, metric))]
         if counts:
             cells = [metric_cell(s, workload, metric, stat) for s in sides for stat in ("p50", "p90", "p99")]
-            table.rows.append((name(workload), [Cell(ends(counts)), *cells]))
+            table.rows.append((format.name(workload), [Cell(format.ends(counts)), *cells]))
     return table
 
 
 def kl_table(run: LoadedRun, sides: Sequence[MeasuredSide] | None = None) -> Table:
-    table = Table(
-        "KL divergence from bf16 per assistant token, in nats",
-        "model",
-        ["numerics", "mean", "median", "p99", "max", "same top token", "tokens", "perplexity"],
-        sortable=True,
-    )
+    table = Table("KL divergence from bf16 per assistant token, in nats", "model", sortable=True)
     for side in run.offline:
         kl = side.data.kl
         if kl is not None and (sides is None or side in sides):
-            key = f"kl|{side.key}|"
-            cells = [
-                figure(significant(getattr(kl, k)), key + k, getattr(kl, k)) for k in ("mean", "median", "p99", "max")
-            ]
-            cells += [
-                figure(share(kl.same_top), f"{key}same_top", kl.same_top),
-                figure(count(kl.n_tokens), f"{key}n_tokens", kl.n_tokens),
-                Cell(significant(side.data.perplexity), key=f"perplexity|{side.key}"),
-            ]
-            table.rows.append((run.label(side.model), [Cell(side.how, css="word"), *cells]))
+            key, means = f"kl|{side.key}|", ("mean", "median", "p99", "max")
+            cells = {"numerics": Cell(side.how, css="word")}
+            cells |= {k: figure(format.significant(getattr(kl, k)), key + k, getattr(kl, k)) for k in means}
+            cells["same top token"] = figure(format.share(kl.same_top), f"{key}same_top", kl.same_top)
+            cells["tokens"] = figure(format.count(kl.n_tokens), f"{key}n_tokens", kl.n_tokens)
+            cells["perplexity"] = Cell(format.significant(side.data.perplexity), key=f"perplexity|{side.key}")
+            table.add(run.label(side.model), cells)
     return table
 
 
@@ -233,19 +215,6 @@ def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
         + " by prompt: b − a with its 95 % bootstrap interval, the noise that two equal servers would stay below in 95 % of such "
         "comparisons (A/A of both sides), and p after Holm over all comparisons of the run",
         "a",
-        [
-            "b",
-            "workload",
-            "metric",
-            "prompts",
-            "median a",
-            "median b",
-            "b − a",
-            "interval",
-            "noise",
-            "p (Holm)",
-            "differs",
-        ],
         sortable=True,
     )
     labels = {s.name: run.label(s.model) for s in run.served}
@@ -253,22 +222,21 @@ def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
         if only_all and row.workload != "all":
             continue
         key = f"cmp|{index}|"
-        both = DASH if row.low is None or row.high is None else f"{signed(row.low)} to {signed(row.high)}"
         differs = "yes" if row.significant else "too few" if row.too_few else "not shown"
-        cells = [
-            Cell(labels.get(row.b, name(row.b)), css="word"),
-            Cell(name(row.workload), css="word"),
-            Cell(LABELS.get(row.metric, name(row.metric)), css="word"),
-            figure(count(row.n_prompts), f"{key}n_prompts", row.n_prompts),
-            figure(significant(row.median_a), f"{key}median_a", row.median_a),
-            figure(significant(row.median_b), f"{key}median_b", row.median_b),
-            figure(signed(row.median_difference), f"{key}median_difference", row.median_difference),
-            Cell(both, sort=row.low),
-            figure(DASH if row.noise is None else f"± {significant(row.noise)}", f"{key}noise", row.noise),
-            figure(p_value(row.p_holm), f"{key}p_holm", row.p_holm),
-            Cell(differs, css="word sure" if row.significant else "word"),
-        ]
-        table.rows.append((labels.get(row.a, name(row.a)), cells))
+        cells = {
+            "b": Cell(labels.get(row.b, format.name(row.b)), css="word"),
+            "workload": Cell(format.name(row.workload), css="word"),
+            "metric": Cell(LABELS.get(row.metric, format.name(row.metric)), css="word"),
+            "prompts": figure(format.count(row.n_prompts), f"{key}n_prompts", row.n_prompts),
+            "median a": figure(format.significant(row.median_a), f"{key}median_a", row.median_a),
+            "median b": figure(format.significant(row.median_b), f"{key}median_b", row.median_b),
+            "b − a": figure(format.signed(row.median_difference), f"{key}median_difference", row.median_difference),
+            "interval": Cell(format.bounds(row.low, row.high), sort=row.low),
+            "noise": figure(format.tolerance(row.noise), f"{key}noise", row.noise),
+            "p (Holm)": figure(format.p_value(row.p_holm), f"{key}p_holm", row.p_holm),
+            "differs": Cell(differs, css="word sure" if row.significant else "word"),
+        }
+        table.add(labels.get(row.a, format.name(row.a)), cells)
     return table
 
 
@@ -290,7 +258,8 @@ def memory_table(run: LoadedRun) -> Table:
         if memory := side.data.memory_bytes:
             figures = {level: getattr(memory, level) for level in LEVELS}
             cells = [
-                Cell(size(v), key=f"memory|{side.key}|{k}" if v is not None else "", sort=v) for k, v in figures.items()
+                Cell(format.size(v), key=f"memory|{side.key}|{k}" if v is not None else "", sort=v)
+                for k, v in figures.items()
             ]
             source = SOURCES.get(memory.source, memory.source) or "not recorded"
             table.rows.append((f"{run.label(side.model)}, {side.title}", [*cells, Cell(source, css="word")]))
@@ -306,7 +275,7 @@ def tool_surface_table(run: LoadedRun) -> Table:
         "Right tool calls by the number of tools on offer, with 95 % Wilson intervals; ✗: significantly fewer than with the "
         "fewest tools, on the same prompts (exact McNemar test, Holm over the numbers)",
         "model",
-        [count(n) for n in levels],
+        [format.count(n) for n in levels],
     )
     for side, points in measured:
         if points:
@@ -316,9 +285,9 @@ def tool_surface_table(run: LoadedRun) -> Table:
 
 def _surface_cell(point: ToolSurfacePoint | None) -> Cell:
     if point is None:
-        return Cell(DASH, css="none")
-    text = f"{count(point.passes)}/{count(point.n)}" + (f" {SIGNS['fail']}" if point.worse else "")
-    return Cell(text, interval(point.low, point.high, share), css="fail" if point.worse else "")
+        return Cell(format.DASH, css="none")
+    text = f"{format.count(point.passes)}/{format.count(point.n)}" + (f" {format.SIGNS['fail']}" if point.worse else "")
+    return Cell(text, format.interval(point.low, point.high, format.share), css="fail" if point.worse else "")
 
 
 def stability_table(run: LoadedRun) -> Table:
@@ -327,18 +296,6 @@ def stability_table(run: LoadedRun) -> Table:
         "Each backend against itself: prompts measured more than once, their repeats assigned to two sides (A/A), and the largest "
         "step of its times over the run with p after Holm",
         "backend",
-        [
-            "metric",
-            "prompts",
-            "A/A",
-            "interval",
-            "noise",
-            "step",
-            "interval of the step",
-            "after",
-            "p (Holm)",
-            "changed",
-        ],
     )
     labels = {s.name: run.label(s.model) for s in run.served}
     drifts = {(row.backend, row.metric): row for row in run.aggregates.drift}
@@ -354,29 +311,29 @@ def stability_table(run: LoadedRun) -> Table:
             step = drifts.get((backend, metric))
             if floor is None and step is None:
                 continue
-            both = DASH if floor is None or floor.low is None else f"{signed(floor.low)} to {signed(floor.high)}"
-            cells = [
-                Cell(LABELS[metric], css="word"),
-                Cell(count(floor.n_repeated) if floor else DASH),
-                Cell(signed(floor.difference) if floor else DASH),
-                Cell(both),
-                Cell(f"± {significant(floor.floor)}" if floor else DASH),
-                Cell(f"{step.shift:+.1%}" if step else DASH),
-                Cell(f"{step.low:+.1%} to {step.high:+.1%}" if step else DASH),
-                Cell(seconds(step.after_s) if step else DASH),
-                Cell(p_value(step.p_holm) if step else DASH),
-                Cell(("yes" if step.significant else "not shown") if step else DASH, css="word"),
-            ]
-            table.rows.append((labels.get(backend, name(backend)), cells))
+            dash = format.DASH
+            cells = {
+                "metric": Cell(LABELS[metric], css="word"),
+                "prompts": Cell(format.count(floor.n_repeated) if floor else dash),
+                "A/A": Cell(format.signed(floor.difference) if floor else dash),
+                "interval": Cell(format.bounds(floor.low, floor.high) if floor else dash),
+                "noise": Cell(format.tolerance(floor.floor if floor else None)),
+                "step": Cell(f"{step.shift:+.1%}" if step else dash),
+                "interval of the step": Cell(f"{step.low:+.1%} to {step.high:+.1%}" if step else dash),
+                "after": Cell(format.seconds(step.after_s) if step else dash),
+                "p (Holm)": Cell(format.p_value(step.p_holm) if step else dash),
+                "changed": Cell(("yes" if step.significant else "not shown") if step else dash, css="word"),
+            }
+            table.add(labels.get(backend, format.name(backend)), cells)
     return table
 
 
 def stages_table(run: LoadedRun) -> Table:
     stages = run.document.stages
     total = sum(stage.seconds or 0.0 for stage in stages)
-    table = Table(f"Time of each stage, {seconds(total)} together", "stage", ["time", "outcome"])
+    table = Table(f"Time of each stage, {format.seconds(total)} together", "stage", ["time", "outcome"])
     for stage in stages:
-        cells = [Cell(seconds(stage.seconds), key=f"stage|{stage.name}"), Cell(stage.summary, css="word")]
+        cells = [Cell(format.seconds(stage.seconds), key=f"stage|{stage.name}"), Cell(stage.summary, css="word")]
         table.rows.append((stage.name, cells))
     return table
 

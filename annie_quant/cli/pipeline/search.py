@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import msgspec
 
-from annie_quant import __version__, judge, quantize
+from annie_quant import __version__, documents, judge, quantize
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token, folder_size
 from annie_quant.cli.pipeline import SearchSettings, search_table
@@ -25,18 +25,6 @@ from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console
 from annie_quant.data import Persona, check_prompt_hash, load_persona
 from annie_quant.data.workloads import resolve
-from annie_quant.documents import (
-    CalibrationDraw,
-    Evaluation,
-    GateResult,
-    GateTable,
-    Hardened,
-    HardenedGate,
-    PairedVerdict,
-    SearchNumerics,
-    SearchResult,
-    StrategyRow,
-)
 from annie_quant.judge import Workload, decision
 from annie_quant.judge.decision import failing, rule
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
@@ -51,7 +39,7 @@ HARDENED_N = 40
 WRONG_MODEL = "WRONG MODEL"
 
 
-def run(settings: SearchSettings, console: Console) -> SearchResult:
+def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
     """Try strategies in the run directory, and return everything that was tried.
 
     Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
@@ -90,7 +78,7 @@ class Search:
         self.stages, self.settings, self.order, self.workloads = stages, settings, order, workloads
         self.prompts = offline_prompts(settings.n, workloads)
         self.counts = answers_per_gate(self.prompts)
-        self.result = SearchResult(
+        self.result = documents.SearchResult(
             chosen=None,
             stopped=None,
             required=list(settings.required),
@@ -142,10 +130,10 @@ class Search:
         """Return the seconds of all stages so far, including those of earlier, interrupted runs."""
         return round(sum(row.seconds or 0.0 for row in self.stages.rows), 1)
 
-    def attempt(self, strategy: str) -> StrategyRow:
+    def attempt(self, strategy: str) -> documents.StrategyRow:
         """Try one strategy, and return its row of the table."""
         stages, before_s = self.stages, self.spent_s()
-        row = StrategyRow(strategy, passed=False, outcome="", why=[], path=[], numerics={})
+        row = documents.StrategyRow(strategy, passed=False, outcome="", why=[], path=[], numerics={})
         try:
             stages.quantize(strategy)
             audit = stages.audit(strategy)
@@ -164,14 +152,14 @@ class Search:
         row.seconds = round(self.spent_s() - before_s, 1)
         return row
 
-    def measure_size(self, row: StrategyRow) -> None:
+    def measure_size(self, row: documents.StrategyRow) -> None:
         shards = ModelFolder(self.stages.checkpoint(row.strategy))
         size = folder_size(shards)
         row.size_bytes, row.bits_per_weight = size.size_bytes, size.bits_per_weight
         row.read_bytes = bytes_per_token(shards)
         row.ceiling_tok_s = estimates.GB10_READ / row.read_bytes
 
-    def evaluate(self, row: StrategyRow) -> None:
+    def evaluate(self, row: documents.StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""
         settings, folder = self.settings, self.stages.checkpoint(row.strategy)
         first = self.stages.evaluate(f"{row.strategy}-smoke", folder, smoke(self.workloads))
@@ -233,7 +221,7 @@ class Search:
                 row.outcome = row.why[0] if len(row.why) == 1 else standing(row)
             self.explain(row)
 
-    def explain(self, row: StrategyRow) -> None:
+    def explain(self, row: documents.StrategyRow) -> None:
         """Set what is known about why the row's strategy failed."""
         tables = lost_gates(row)
         activations = by_activations(tables)
@@ -252,7 +240,7 @@ class Search:
         write_text(self.stages.dir / "search.md", search_table.render(self.result))
 
 
-def try_draws(stages: Stages, row: StrategyRow, prompts: Sequence[Workload], seeds: int) -> None:
+def try_draws(stages: Stages, row: documents.StrategyRow, prompts: Sequence[Workload], seeds: int) -> None:
     """Make and evaluate a strategy again from `seeds` - 1 further draws of calibration rows. It passes if it keeps in each."""
 
     def reject(reason: str) -> None:
@@ -273,27 +261,28 @@ def try_draws(stages: Stages, row: StrategyRow, prompts: Sequence[Workload], see
             return
         folder = stages.checkpoint(row.strategy, seed)
         evaluation = stages.evaluate(drawn(row.strategy, seed), folder, prompts, ensemble=True)
-        verdict = evaluation.verdict or PairedVerdict()
+        verdict = evaluation.verdict or documents.PairedVerdict()
         gates = {
             kind: {gate: [r.passes, r.n] for gate, r in side.gates.items() if not r.advisory}
             for kind, side in evaluation.numerics.items()
         }
-        row.draws.append(CalibrationDraw(seed, verdict, gates))
+        row.draws.append(documents.CalibrationDraw(seed, verdict, gates))
         row.path.append(f"calibration draw {seed} → {verdict.sentence}")
         if verdict.verdict != "keeps":
             reject(f"calibration draw {seed}: {verdict.sentence}")
 
 
-def keep_numerics(row: StrategyRow, evaluation: Evaluation) -> None:
+def keep_numerics(row: documents.StrategyRow, evaluation: documents.Evaluation) -> None:
     """Set the row's numerics to the part of an evaluation that search.json keeps."""
     row.verdict = evaluation.verdict
     row.model_sha256 = evaluation.checkpoint_files.sha256 if evaluation.checkpoint_files else ""
     row.numerics = {
-        kind: msgspec.convert(side, SearchNumerics, from_attributes=True) for kind, side in evaluation.numerics.items()
+        kind: msgspec.convert(side, documents.SearchNumerics, from_attributes=True)
+        for kind, side in evaluation.numerics.items()
     }
 
 
-def standing(row: StrategyRow) -> str:
+def standing(row: documents.StrategyRow) -> str:
     """Return the row's verdict with the number of gates that it is about."""
     if row.verdict is None:
         return f"not accepted: {len(row.why)} reasons"
@@ -304,7 +293,7 @@ def standing(row: StrategyRow) -> str:
     return f"{row.verdict.verdict}: {', '.join(sorted(map(rule.title, lost or undecided)))} not kept"
 
 
-def lost_gates(row: StrategyRow) -> dict[str, GateTable]:
+def lost_gates(row: documents.StrategyRow) -> dict[str, documents.GateTable]:
     """Return, per numerics, the gates of which the row's strategy lost answers."""
     return {
         kind: {name: gate for name, gate in side.gates.items() if name in side.paired and side.paired[name].lost}
@@ -327,7 +316,7 @@ def smoke(workloads: Sequence[Workload]) -> list[Workload]:
     return [replace(chosen, cases=chosen.cases[:1])]
 
 
-def reference_report(gates: GateTable) -> str | None:
+def reference_report(gates: documents.GateTable) -> str | None:
     """Return what it means that bf16 itself misses requirements; None if it misses none."""
     failed = [name for name, result in gates.items() if result.meets == "fail" and not result.advisory]
     lost = [g for g in failed if g in MANNERS]
@@ -354,8 +343,8 @@ def hardened_prompt(persona: Persona) -> str:
 
 
 def hardened(
-    stages: Stages, strategy: str, workloads: Sequence[Workload], tables: Mapping[str, GateTable]
-) -> Hardened | None:
+    stages: Stages, strategy: str, workloads: Sequence[Workload], tables: Mapping[str, documents.GateTable]
+) -> documents.Hardened | None:
     """Evaluate the failing gates' prompts again under a hardened prompt.
 
     tables: gates per numerics.
@@ -372,25 +361,25 @@ def hardened(
     if not prompts:
         return None
     result = stages.evaluate(f"{strategy}-hardened", stages.checkpoint(strategy), prompts, numerics=tuple(lost))
-    rows: dict[str, HardenedGate] = {}
+    rows: dict[str, documents.HardenedGate] = {}
     for kind, gates in lost.items():
         for gate in gates:
             after, reference = result.numerics[kind].gates.get(gate), result.reference_gates.get(gate)
             if after is not None and reference is not None:
-                rows[f"{kind.upper()} {gate}"] = HardenedGate(
+                rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(
                     before=counts(tables[kind][gate]),
                     after=counts(after),
                     reference=counts(reference),
                     restored=restored(after, reference),
                 )
-    return Hardened(rows, reading([row.restored for row in rows.values()]))
+    return documents.Hardened(rows, reading([row.restored for row in rows.values()]))
 
 
-def counts(gate: GateResult) -> list[int]:
+def counts(gate: documents.GateResult) -> list[int]:
     return [gate.passes, gate.n]
 
 
-def restored(after: GateResult, reference: GateResult) -> bool | None:
+def restored(after: documents.GateResult, reference: documents.GateResult) -> bool | None:
     """Return whether a gate passes again under the hardened prompt; None if bf16 itself fails it under that prompt."""
     if after.verdict != "fail" or after.passes * reference.n >= reference.passes * after.n:
         return True
@@ -407,7 +396,7 @@ def reading(restored: Iterable[bool | None]) -> str:
     return "not restored: the signal is destroyed; it needs more bits in the right places, or training"
 
 
-def by_activations(tables: Mapping[str, GateTable]) -> str | None:
+def by_activations(tables: Mapping[str, documents.GateTable]) -> str | None:
     """Return a description of the gates that only W4A4 fails, or None.
 
     tables: gates per numerics.

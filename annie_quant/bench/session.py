@@ -44,7 +44,7 @@ from annie_quant.bench.plan import (
 )
 from annie_quant.bench.reference_answers import STORED, mark, store_reference, stored_reference
 from annie_quant.core.errors import ServerError
-from annie_quant.core.files import sha256_text
+from annie_quant.core.files import ASSETS, read_json, sha256_text
 from annie_quant.core.host import environment, load_per_core, machine_state
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, integer
@@ -65,21 +65,7 @@ PEAK_SAMPLE_S = 1.0  # interval of memory samples while requests run
 MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = 64_000_000, 1 << 18  # far above 32,768 tokens with their log probabilities
 CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
 
-# Sent before anything is measured (R40).
-SMOKE = {
-    "name": "smoke",
-    "max_tokens": 100,
-    "temperature": 0,
-    "system": "You are Annie, a personal AI companion. Speak naturally and concisely. Never use markdown.",
-    "gates": ["non_empty", "factual", "no_markdown", "thinking_leak"],
-    "cases": [
-        {
-            "id": "capital",
-            "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
-            "expect": {"contains": ["Tokyo"]},
-        }
-    ],
-}
+SMOKE = read_json(ASSETS / "smoke.json")  # sent before anything is measured (R40)
 
 
 class BudgetEnded(Exception):

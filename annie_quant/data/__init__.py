@@ -15,17 +15,5 @@ from annie_quant.data.rules import ValidatedRows, validate
 from annie_quant.data.teachers import Options
 from annie_quant.documents.persona import Category, Persona, load_persona
 
-__all__ = [
-    "CATEGORIES",
-    "Category",
-    "GenerationResult",
-    "Options",
-    "Persona",
-    "ValidatedRows",
-    "check_apart",
-    "check_prompt_hash",
-    "generate",
-    "load_persona",
-    "read_rows",
-    "validate",
-]
+__all__ = ["CATEGORIES", "Category", "GenerationResult", "Options", "Persona", "ValidatedRows", "check_apart",
+           "check_prompt_hash", "generate", "load_persona", "read_rows", "validate"]  # fmt: skip

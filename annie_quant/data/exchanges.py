@@ -45,6 +45,8 @@ class Words(msgspec.Struct):
     facts: kind of fact → (subject, answer).
     containers: (singular, plural).
     devices: things that no tool can control.
+    units: parts of a house.
+    names, first_order: of people; the first order's number; by split.
     """
 
     facts: dict[str, tuple[tuple[str, str], ...]]
@@ -59,6 +61,9 @@ class Words(msgspec.Struct):
     places: tuple[str, ...]
     dishes: tuple[str, ...]
     devices: tuple[str, ...]
+    units: tuple[str, ...]
+    names: dict[str, tuple[str, ...]]
+    first_order: dict[str, int]
 
 
 WORDS = msgspec.json.decode((ASSETS / "offline_teacher" / "words.json").read_bytes(), type=Words)
@@ -90,6 +95,9 @@ class Phrases(msgspec.Struct):
     feelings: (feeling, reply, second sentence).
     fact_sentences: the reply to a question about a fact, by kind of fact.
     thoughts: the thinking before a reply, by category.
+    tool_requests, plain_tool_requests: for tools with and without arguments. {do}: what the tool does; {args}: its arguments; both
+        also with a capital letter.
+    joiners: between two requests.
     """
 
     openers: BySplit
@@ -111,6 +119,9 @@ class Phrases(msgspec.Struct):
     abstention_requests: BySplit
     replies: dict[str, str]
     thoughts: dict[str, str]
+    tool_requests: BySplit
+    plain_tool_requests: BySplit
+    joiners: BySplit
 
 
 PHRASES = msgspec.json.decode((ASSETS / "offline_teacher" / "phrases.json").read_bytes(), type=Phrases)
@@ -264,17 +275,8 @@ def thanks(rng: random.Random, split: str) -> Exchange:
     return Exchange("greeting", user, reply, PHRASES.thoughts["thanks"], "thanks", reply)
 
 
-CATEGORIES = {
-    "greeting": greeting,
-    "factual": factual,
-    "conversational": conversational,
-    "reasoning": reasoning,
-    "long_response": long_response,
-    "memory": memory,
-    "web": web,
-    "abstention": abstention,
-    "thanks": thanks,
-}
+_MAKERS = (greeting, factual, conversational, reasoning, long_response, memory, web, abstention, thanks)
+CATEGORIES = {make.__name__: make for make in _MAKERS}
 
 
 def draw(category: str, rng: random.Random, split: str) -> Exchange:

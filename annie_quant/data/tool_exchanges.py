@@ -21,7 +21,7 @@ import msgspec
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.data.exchanges import MY_TOPICS, WORDS, BySplit, Exchange, capitalized, memory, web
+from annie_quant.data.exchanges import MY_TOPICS, PHRASES, WORDS, BySplit, Exchange, capitalized, memory, web
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.documents.persona import Persona
 from annie_quant.documents.tool_schema import mismatch
@@ -29,14 +29,6 @@ from annie_quant.documents.tool_schema import mismatch
 OPTIONAL_SHARE = 0.5  # of the optional properties, which get a value
 MAX_ITEMS, MAX_DEPTH, MAX_DRAWS = 3, 6, 30
 LOW, HIGH = 1, 90  # numbers without limits
-UNITS = ("kitchen", "garden", "office", "garage", "cellar", "attic", "hall", "bedroom", "bathroom", "balcony")
-NAMES = {
-    "train": ("Anna", "Ben", "Clara", "David", "Ella", "Felix"),
-    "calibration": ("Greta", "Henry", "Ida", "Jonas"),
-    "gate": ("Karin", "Leo", "Mara", "Nils", "Olga", "Paul"),
-}
-FIRST_ORDER = {"train": 10000, "calibration": 40000, "gate": 70000}
-
 
 Schema = Mapping[str, Any]  # a JSON schema, or an OpenAI tool with one
 
@@ -122,7 +114,7 @@ def _number(node: Schema, rng: random.Random, kind: str) -> int | float:
 def _text(node: Schema, rng: random.Random, split: str, name: str) -> str:
     kind, key = node.get("format"), name.lower()
     day, month, hour, minute = rng.randint(1, 28), rng.randint(1, 12), rng.randint(6, 22), rng.choice((0, 15, 30, 45))
-    who = rng.choice(NAMES[split])
+    who = rng.choice(WORDS.names[split])
     if kind == "date" or key in ("date", "day", "birthday") or key.endswith("_date"):
         return f"2026-{month:02d}-{day:02d}"
     if kind == "date-time":
@@ -134,7 +126,7 @@ def _text(node: Schema, rng: random.Random, split: str, name: str) -> str:
     if kind in ("uri", "url") or key in ("url", "uri", "link"):
         return f"https://example.org/{who.lower()}/{rng.randint(1, 999)}"
     if key in ("room", "place", "area", "zone"):  # language: data
-        return rng.choice(UNITS)
+        return rng.choice(WORDS.units)
     if key in ("city", "location", "town"):
         return rng.choice(WORDS.facts["capital"])[1]
     if key == "country":
@@ -142,7 +134,7 @@ def _text(node: Schema, rng: random.Random, split: str, name: str) -> str:
     if key in ("name", "person", "contact", "user", "recipient", "to"):
         return who
     if key.endswith(("_id", "number", "code")) or key in ("id", "order"):
-        return f"{key[:1].upper() or 'N'}-{FIRST_ORDER[split] + rng.randint(0, 9999)}"
+        return f"{key[:1].upper() or 'N'}-{WORDS.first_order[split] + rng.randint(0, 9999)}"
     low, high = int(node.get("minLength", 0)), int(node.get("maxLength", 1000))
     text = rng.choice(MY_TOPICS[split])
     if len(text) < low:
@@ -185,26 +177,6 @@ def _distinct(items: Sequence[object]) -> list[object]:
 
 ANNIE_TEMPLATES = {"search_memory": memory, "web_search": web}
 PARALLEL_SHARE = 0.1  # of requests for a tool that need two calls
-
-# {do}: what the tool does; {args}: its arguments; both also with a capital letter.
-GENERIC: BySplit = {
-    "train": (
-        "Please {do}, with {args}.",
-        "{Do}: {args}.",
-        "I need you to {do}. {Args}.",
-        "{Do} for me, {args}.",
-        "Now {do}. Use {args}.",
-        "The next thing is to {do}, with {args}.",
-    ),
-    "calibration": ("Go ahead and {do}, {args}.", "Let us {do}. {Args}, please.", "Time to {do}: {args}."),
-    "gate": ("Could you {do} with {args}?", "{Args}. Please {do}.", "I would like you to {do}, {args}."),
-}
-NO_ARGUMENTS: BySplit = {
-    "train": ("Please {do}.", "{Do} for me.", "I need you to {do}.", "Now {do}."),
-    "calibration": ("Go ahead and {do}.", "Time to {do}."),
-    "gate": ("Could you {do}?", "I would like you to {do}."),
-}
-JOINERS: BySplit = {"train": (" And then: ", " After that: "), "calibration": (" Next: ",), "gate": (" Also: ",)}
 
 
 @dataclass(frozen=True)
@@ -297,7 +269,7 @@ def draw_exchange(persona: Persona, tool: str, rng: random.Random, split: str) -
     two = _draw_call(persona, tool, rng, split)
     if two.calls[0].arguments == one.calls[0].arguments:
         return one
-    user = one.user + rng.choice(JOINERS[split]) + two.user
+    user = one.user + rng.choice(PHRASES.joiners[split]) + two.user
     return ToolExchange(user, one.calls + two.calls, f"{one.reply} {two.reply}", one.fact)
 
 
@@ -349,7 +321,7 @@ def _slot(slot: Slot, rng: random.Random, split: str) -> int | str:
     if slot.kind == "time":
         return f"{rng.randint(5, 23):02d}:{rng.choice((0, 5, 10, 15, 20, 30, 40, 45)):02d}"
     if slot.kind == "code":
-        return f"{rng.choice('ABCDEFGH')}{rng.choice('KLMNPRST')}-{FIRST_ORDER[split] + rng.randint(0, 9999)}"
+        return f"{rng.choice('ABCDEFGH')}{rng.choice('KLMNPRST')}-{WORDS.first_order[split] + rng.randint(0, 9999)}"
     if slot.kind == "email":
         return f"{rng.choice(MY_TOPICS[split]).replace(' ', '.')}@example.org".lower()
     if slot.kind == "day":
@@ -368,10 +340,10 @@ def _from_schema(tool: Schema, rng: random.Random, split: str) -> ToolExchange:
         ) from error
     action = action_of(tool)
     text = ", ".join(f"{name} {value}" for name, value in flattened(arguments))
-    templates = GENERIC if text else NO_ARGUMENTS
+    templates = PHRASES.tool_requests if text else PHRASES.plain_tool_requests
     fields = {"do": action, "Do": capitalized(action), "args": text, "Args": capitalized(text)}
     user = rng.choice(templates[split]).format(**fields)
-    reference = str(FIRST_ORDER[split] + rng.randint(0, 9999))
+    reference = str(WORDS.first_order[split] + rng.randint(0, 9999))
     result = json.dumps({"status": "ok", "reference": reference}, ensure_ascii=False)
     return ToolExchange(
         user, (DrawnCall(tool["name"], arguments, result),), f"It is done, the reference is {reference}.", reference

@@ -14,24 +14,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from annie_quant.core.files import ASSETS
 from annie_quant.core.text import visible
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 
-STYLE = (
-    "svg{--ink:#1c2127;--soft:#5b6470;--line:#d9dce0;--paper:#fff;--s0:#68717d;--s1:#c8452f;--s2:#1f6fb2;--s3:#b07a0c;"
-    "--s4:#2c8a57;--s5:#7d55b8;--s6:#8a5a3c;--s7:#b0407a;background:var(--paper);"
-    "font:11.5px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif}"
-    "@media(prefers-color-scheme:dark){svg{--ink:#e6e9ed;--soft:#a2abb6;--line:#39414b;--paper:#14181d;--s0:#a3adb9;"
-    "--s1:#f0806a;--s2:#6db3ee;--s3:#e0b04c;--s4:#63c592;--s5:#b79ae8;--s6:#cf9d7c;--s7:#e887b4}}"
-)
-MARKS = (
-    "text{fill:var(--soft)}.t{fill:var(--ink);font-weight:600}.v{fill:var(--ink);font-variant-numeric:tabular-nums}"
-    ".g{stroke:var(--line);stroke-width:1;fill:none}.a{stroke:var(--soft);stroke-width:1;fill:none}"
-    ".h{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:3 3;fill:none}.l{fill:none;stroke-width:1.8;"
-    "stroke-linejoin:round}.w{stroke-width:2.2;stroke-linecap:round;fill:none}.o{fill:var(--paper);stroke-width:1.8}"
-    + "".join(f".s{i}{{--c:var(--s{i})}}" for i in range(8))
-    + ".l,.w,.o{stroke:var(--c)}.f{fill:var(--c)}.e{text-anchor:end}.m{text-anchor:middle}"
-)
+# Colours of a file of its own, and what the shapes' classes mean.
+STYLE, MARKS = (ASSETS / "templates" / "charts.css").read_text(encoding="utf-8").splitlines()
 _ids = itertools.count(1)
 
 

@@ -414,17 +414,6 @@ class ResponsesApi:
 
 # ---- messages
 
-_MESSAGE_EVENTS = frozenset(
-    [
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-        "ping",
-    ]
-)
 _STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
 
 
@@ -436,7 +425,7 @@ class MessagesApi:
 
     def is_event(self, chunk: JsonObject) -> bool:
         kind = chunk.get("type")
-        return isinstance(kind, str) and kind in _MESSAGE_EVENTS
+        return isinstance(kind, str) and (kind == "ping" or kind.startswith(("message_", "content_block_")))
 
     def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
         kind, stamp = event["type"], frame.stamp_ns

@@ -24,32 +24,13 @@ class RequestError(UsageError, ValueError):
     """A request, or an option of a run, that is not valid. Nothing was sent."""
 
 
-_CURL_CAUSES = {
-    1: "protocol",  # also a reply that is not HTTP
-    3: "url",
-    5: "dns",
-    6: "dns",
-    7: "connect",
-    8: "protocol",
-    16: "protocol",
-    18: "truncated",
-    28: "timeout",
-    35: "tls",
-    51: "tls",
-    52: "truncated",
-    55: "reset",
-    56: "reset",
-    58: "tls",
-    59: "tls",
-    60: "tls",
-    61: "protocol",
-    77: "tls",
-    83: "tls",
-    92: "protocol",
-    95: "protocol",
+_CODES = {
+    "protocol": (1, 8, 16, 61, 92, 95),  # 1: also a reply that is not HTTP
+    "truncated": (18, 52),
+    "tls": (35, 51, 58, 59, 60, 77, 83),
+    **{"url": (3,), "dns": (5, 6), "connect": (7,), "timeout": (28,), "reset": (55, 56)},
 }
-
-
+_CURL_CAUSES = {code: cause for cause, codes in _CODES.items() for code in codes}
 _STOPPED = {
     DEADLINE: ("deadline", "stopped: the run reached its deadline"),
     CANCELLED: ("cancelled", "stopped: the run was interrupted"),

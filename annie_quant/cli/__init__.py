@@ -9,8 +9,7 @@ from typing import NoReturn
 import click
 
 from annie_quant.cli import bench, checkpoint, data, doctor, evaluate, quantize, report, search
-from annie_quant.cli.common import console
-from annie_quant.cli.terminal import Stopped, clean_library_messages, describe, stop_signals_raise
+from annie_quant.cli.terminal import Stopped, clean_library_messages, console, describe, stop_signals_raise
 from annie_quant.core.errors import AnnieError
 
 

@@ -13,7 +13,6 @@ import msgspec
 
 import annie_quant
 from annie_quant.cli import tables
-from annie_quant.cli.common import console, emit
 from annie_quant.cli.options import (
     AsJson,
     Candidate,
@@ -25,6 +24,7 @@ from annie_quant.cli.options import (
     WorkloadNames,
     command,
 )
+from annie_quant.cli.terminal import console, emit
 from annie_quant.core.errors import UsageError
 
 if TYPE_CHECKING:

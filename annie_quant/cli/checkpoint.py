@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET
 
 import annie_quant
-from annie_quant.cli.common import console, emit, quiet_engines
 from annie_quant.cli.options import Argument, AsJson, Force, command
+from annie_quant.cli.terminal import console, emit, quiet_engines
 from annie_quant.documents import Audit, TensorRow
 
 COLUMNS = ("name", "format", "shape", "group", "tensor_scale", "input_scale", "scale_min", "scale_max", "zero_blocks",

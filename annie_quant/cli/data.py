@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 import click
 import msgspec
 
-from annie_quant.cli.common import console, emit
 from annie_quant.cli.options import AsJson, Option, command
+from annie_quant.cli.terminal import console, emit
 from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import JsonObject, decode_json
 

@@ -24,8 +24,8 @@ import msgspec
 
 import annie_quant
 from annie_quant import __version__
-from annie_quant.cli.common import console, echo, emit, quiet_engines
 from annie_quant.cli.options import AsJson, KeyVariable, Option, command
+from annie_quant.cli.terminal import console, echo, emit, quiet_engines
 from annie_quant.core import native
 from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.core.untrusted import JsonObject

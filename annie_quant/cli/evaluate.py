@@ -17,7 +17,6 @@ import click
 import msgspec
 
 from annie_quant.cli import tables
-from annie_quant.cli.common import console, emit, quiet_engines, refuse_stale_prompt
 from annie_quant.cli.options import (
     AllowMismatch,
     Argument,
@@ -28,7 +27,7 @@ from annie_quant.cli.options import (
     WorkloadNames,
     command,
 )
-from annie_quant.cli.terminal import is_secondary_process
+from annie_quant.cli.terminal import console, emit, is_secondary_process, quiet_engines, refuse_stale_prompt
 from annie_quant.core.errors import need
 from annie_quant.documents import DraftAcceptance, EnsembleFigures, Evaluation
 

@@ -12,8 +12,8 @@ import click
 import msgspec
 
 import annie_quant
-from annie_quant.cli.common import console, echo, emit, quiet_engines, refuse_stale_prompt
 from annie_quant.cli.options import AllowMismatch, Argument, AsJson, Force, Option, PersonaName, command
+from annie_quant.cli.terminal import console, echo, emit, quiet_engines, refuse_stale_prompt
 from annie_quant.core.errors import CheckpointError
 
 

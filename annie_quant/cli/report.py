@@ -17,8 +17,8 @@ import msgspec
 from msgspec.structs import asdict
 
 import annie_quant
-from annie_quant.cli.common import console, echo, emit
 from annie_quant.cli.options import Argument, AsJson, Candidate, Incumbent, Option, Reference, command
+from annie_quant.cli.terminal import console, echo, emit
 from annie_quant.core.errors import EXIT_CODES, UsageError
 from annie_quant.core.files import write_text
 from annie_quant.documents import Roles

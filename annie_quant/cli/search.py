@@ -10,9 +10,9 @@ import sys
 import msgspec
 
 from annie_quant.cli import tables
-from annie_quant.cli.common import console, emit
 from annie_quant.cli.options import command
 from annie_quant.cli.pipeline import DemoSettings, SearchSettings
+from annie_quant.cli.terminal import console, emit
 
 NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  # then what it prints
 

@@ -26,8 +26,16 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data import teachers
-from annie_quant.data.rows import DuplicateFinder, gate_texts, read_rows, user_text
-from annie_quant.data.rules import MIN_VALID, ValidatedRows, faults, validate
+from annie_quant.data.rows import (
+    MIN_VALID,
+    DuplicateFinder,
+    ValidatedRows,
+    faults,
+    gate_texts,
+    read_rows,
+    user_text,
+    validate,
+)
 from annie_quant.data.teachers import BatchFailed, Options, RateLimited, Teacher, TeacherBatch
 from annie_quant.documents.persona import Category, Persona, load_persona
 

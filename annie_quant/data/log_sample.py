@@ -23,8 +23,7 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.log_records import Conversation, Tool, row_of, with_text_arguments
 from annie_quant.data.logs import Problems, read_logs
 from annie_quant.data.masking import Scanner
-from annie_quant.data.rows import DuplicateFinder, Row, user_text
-from annie_quant.data.rules import form_faults
+from annie_quant.data.rows import DuplicateFinder, Row, form_faults, user_text
 from annie_quant.documents import CaseFile, ChatMessage, ChatRow, WorkloadFile
 from annie_quant.documents.persona import Persona
 from annie_quant.judge.gates import NAMED_REFERENCE_GATES

@@ -2,6 +2,20 @@
 
 check_apart          no user text of one set is in another: train, calibration and gate prompts never overlap
 check_prompt_hash    the rows have the system prompt that is served now
+faults, validate     the rules for a row and for a set (requirements R1 and R2)
+
+A row is a JSON object. `annie-quant data`, `data --check`, `init`, `quantize` and `search` use the same rules:
+
+    messages    list of {"role": "system" | "user" | "assistant" | "tool", "content": text}; required; the last is the
+                assistant's. An assistant message may have tool_calls: [{"function": {"name", "arguments"}}] and then no
+                content. Arguments are an object, or the same as a JSON string, and fit the tool's JSON schema.
+    tools       the OpenAI function tools that are offered in this row; without it, the persona's.
+    category    optional; one of the persona's categories, which fixes the number of user turns and the tool to be called.
+    thinking    optional: whether the answer was written with thinking on. default: false
+    id          optional. Other fields are ignored.
+
+At least four fifths of a teacher's set are valid, and enough of them call a tool. No two rows of a category have nearly the same
+user text.
 """
 
 from __future__ import annotations
@@ -13,7 +27,7 @@ import math
 import os
 import re
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,13 +38,15 @@ from annie_quant import judge
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import exists, is_folder, sha256_text
 from annie_quant.core.untrusted import JsonObject, decode_json
-from annie_quant.documents.persona import Persona, built_in, load_persona
+from annie_quant.documents.persona import Persona, Tool, built_in, load_persona
+from annie_quant.documents.tool_schema import mismatch
+from annie_quant.judge.checks.text import leaked, markdown_in
 
 THRESHOLD = 0.85
 CONTRACTIONS = {"'s": " is", "'m": " am", "'re": " are", "n't": " not", "'ll": " will", "'ve": " have", "'d": " would"}
 _CONTRACTION = re.compile(r"(?:'s|'m|'re|n't|'ll|'ve|'d)\b")
 Feature = str | tuple[str, str]
-Row = Mapping[str, Any]  # a conversation as its file has it; `rules.faults` checks it
+Row = Mapping[str, Any]  # a conversation as its file has it; `faults` checks it
 Rows = str | os.PathLike[str] | Sequence[Row]  # a file, or rows in memory
 
 
@@ -268,16 +284,211 @@ def check_prompt_hash(rows: Rows, persona: str | Path | Persona | None = None, a
             stale.append(sha256_text(prompt)[:12])
     if not stale:
         return None
-    mismatch = (
+    difference = (
         f"the data's system prompt ({stale[0]}, {len(stale)} of {checked} conversations) differs from production's "
         f"({sha256_text(current)[:12]}): a stale prompt in the data spoils calibration and training"
     )
     if not allow:
-        raise UsageError(mismatch, "make the data again (annie-quant data), or add --allow-prompt-mismatch")
-    return mismatch
+        raise UsageError(difference, "make the data again (annie-quant data), or add --allow-prompt-mismatch")
+    return difference
 
 
 def _is_readable(persona: str | Path) -> bool:
     """Return whether a persona that rows name is built in, or a file or folder that exists here."""
     name = str(persona)
     return exists(Path(name)) or name in built_in()
+
+
+# ---- the rules: the form of a row, and a persona's own
+
+MIN_VALID = 400 / 500
+MIN_TOOLS = 80 / 200  # of the conversations that should call one
+# In characters. A spoken answer is short; a whole conversation stays below 2,048 tokens at 4 characters per token.
+MAX_USER, MAX_ANSWER, MAX_TOTAL = 1000, 800, 8000
+ROLES = {"system", "user", "assistant", "tool"}
+
+
+class ValidatedRows(msgspec.Struct):
+    """The check of a set.
+
+    with_tools: number of valid rows that call a tool.
+    faults: number of rows per fault.
+    ok: whether enough rows are valid and enough of them call a tool.
+    """
+
+    total: int
+    valid: int
+    with_tools: int
+    by_category: dict[str, int]
+    faults: dict[str, int]
+    ok: bool
+
+
+def faults(row: Row, persona: Persona | None = None) -> list[str]:
+    """Return a description of each rule that a conversation breaks. persona: default: annie."""
+    persona = persona or load_persona("annie")
+    result = form_faults(row, persona.tools)
+    if result and (not isinstance(row.get("messages"), list) or "unknown role" in result[0] or not row["messages"]):
+        return result
+    messages = row["messages"]
+    limited = teacher_of(row) not in (None, "log")  # the limits of length are for what a teacher wrote
+    if (
+        teacher_of(row) != "log"
+        and messages[0]["role"] == "system"
+        and messages[0].get("content") != persona.system_prompt
+    ):
+        result.append("the system prompt is not the persona's")
+    for message in messages:
+        if message["role"] == "assistant":
+            result += _style_faults(text_of(message.get("content")), persona, limited)
+    if limited and any(m["role"] == "user" and len(text_of(m.get("content"))) > MAX_USER for m in messages):
+        result.append(f"a user message is longer than {MAX_USER} characters")
+    if limited and sum(len(text_of(m.get("content"))) for m in messages) > MAX_TOTAL:
+        result.append(f"longer than {MAX_TOTAL} characters")
+    return result + ([] if row.get("category") is None or teacher_of(row) == "log" else _category_faults(row, persona))
+
+
+def teacher_of(row: Row) -> str | None:
+    """Return who wrote a row: a teacher's name, "log" for production (annie-quant init), None where it is not known."""
+    provenance = row.get("provenance")
+    return str(provenance["teacher"]) if isinstance(provenance, Mapping) and provenance.get("teacher") else None
+
+
+def form_faults(row: Row, tools: Sequence[Tool] | None = ()) -> list[str]:
+    """Return a description of each rule of the form that a row breaks; a row without faults can be rendered and scored.
+
+    tools: on offer where the row names none. None: not known; calls of rows without tools are then not checked.
+    """
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return ["no messages"]
+    offered: Any = row.get("tools")
+    if offered is None:
+        offered = tools
+    result = [] if offered is None else _tools_faults(offered)
+    schemas = None if offered is None or result else {t["function"]["name"]: t["function"] for t in offered}
+    for index, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ROLES:
+            return [f"message {index}: unknown role {role!r}"]
+        if role == "assistant":
+            if not text_of(message.get("content")).strip() and not message.get("tool_calls"):
+                result.append("an answer is empty")
+            for call in message.get("tool_calls") or ():
+                result += _call_faults(call, schemas)
+        elif role != "tool" and not text_of(message.get("content")).strip():
+            result.append(f"a {role} message is empty")
+    if messages[-1]["role"] != "assistant":
+        result.append("the last message is not the assistant's")
+    return result
+
+
+def _tools_faults(tools: object) -> list[str]:
+    valid = isinstance(tools, Sequence) and all(
+        isinstance(t, Mapping)
+        and isinstance(t.get("function"), Mapping)
+        and isinstance(t["function"].get("name"), str)
+        and t["function"]["name"]
+        for t in tools
+    )
+    return [] if valid else ['tools are not a list of {"type": "function", "function": {"name": ...}}']
+
+
+def _category_faults(row: Row, persona: Persona) -> list[str]:
+    category = persona.category(str(row.get("category")))
+    if category is None:
+        return [f"{persona.name} has no category {row.get('category')!r}"]
+    result = []
+    turns = sum(m["role"] == "user" for m in row["messages"])
+    if turns != category.turns:
+        result.append(f"{turns} user turns, expected {category.turns}")
+    called = [
+        c["function"].get("name") for m in row["messages"] for c in m.get("tool_calls") or () if c.get("function")
+    ]
+    if category.tool and category.tool not in called:
+        result.append(f"{category.tool} is not called")
+    other = next((name for name in called if name != category.tool), None)
+    if other and category.tool is None:
+        result.append(f"{other!r} is called, expected no tool call")
+    elif other and category.tool in called:
+        result.append(f"{other!r} is called in addition to {category.tool}")
+    return result
+
+
+def _style_faults(text: str, persona: Persona, limited: bool) -> list[str]:
+    result = []
+    if limited and len(text) > MAX_ANSWER:
+        result.append(f"an answer is longer than {MAX_ANSWER} characters")
+    if persona.forbids_markdown and markdown_in(text):
+        result.append(f"markdown in an answer: {markdown_in(text)}")
+    if leaked(text):
+        result.append("thinking in an answer")
+    return result
+
+
+def _call_faults(call: object, schemas: Mapping[str, Tool] | None) -> list[str]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        return ['a tool call is not {"function": {"name": ..., "arguments": ...}}']
+    arguments = function.get("arguments")
+    try:
+        decoded = decode_json(arguments or "{}") if isinstance(arguments, str) else arguments
+    except ValueError:
+        decoded = None
+    if not isinstance(decoded, Mapping):
+        return ["tool arguments are not a JSON object, or one in a string"]
+    if schemas is None:
+        return []
+    name = function["name"]
+    if name not in schemas:
+        return [f"{name!r} is called and not offered"]
+    misfit = mismatch(dict(decoded), schemas[name].get("parameters") or {})
+    return [f"arguments of {name} do not match its schema: {misfit}"] if misfit else []
+
+
+def validate(rows: Iterable[Row], persona: Persona | None = None, requested: int | None = None) -> ValidatedRows:
+    """Check all rows and the set as a whole. Rows without a category are counted under "none".
+
+    requested: number of conversations that were requested, if that is more than there are.
+    """
+    persona = persona or load_persona("annie")
+    total = valid = tools = 0
+    by_category: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    finders: dict[str, DuplicateFinder] = {}
+    categorized = False
+    for row in rows:
+        total += 1
+        category = str(row.get("category") or "none")
+        categorized |= row.get("category") is not None and teacher_of(row) != "log"
+        row_faults = faults(row, persona)
+        if not row_faults:
+            finder, text = finders.setdefault(category, DuplicateFinder()), user_text(row)
+            if finder.find(text) is not None:
+                row_faults = ["nearly the same user text as in another conversation"]
+            finder.add(str(row.get("id", total)), text)
+        counts.update(row_faults)
+        if row_faults:
+            continue
+        valid += 1
+        tools += any(m.get("tool_calls") for m in row["messages"])
+        by_category[category] += 1
+    expected = max(total, requested or 0)
+    share = sum(c.tool is not None for c in persona.categories) / len(persona.categories) if categorized else 0.0
+    enough = total > 0 and valid >= MIN_VALID * expected and tools >= MIN_TOOLS * expected * share
+    return ValidatedRows(total, valid, tools, dict(by_category), dict(counts), bool(enough))
+
+
+def form_report(rows: Iterable[Row], persona: Persona | None = None) -> str | None:
+    """Return one line about the rows whose form is invalid; None where all are valid."""
+    counts: Counter[str] = Counter()
+    total = invalid = 0
+    for row in rows:
+        total += 1
+        row_faults = form_faults(row, persona.tools if persona else None)
+        invalid += bool(row_faults)
+        counts.update(row_faults[:1])
+    if not invalid:
+        return None
+    most, n = counts.most_common(1)[0]
+    return f"{invalid} of {total} conversations break a rule of the row form, {n} of them: {most}"

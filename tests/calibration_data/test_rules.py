@@ -9,8 +9,7 @@ import pytest
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, teachers, validate
-from annie_quant.data.rows import DuplicateFinder, gate_texts
-from annie_quant.data.rules import MAX_ANSWER, faults
+from annie_quant.data.rows import MAX_ANSWER, DuplicateFinder, faults, gate_texts
 from annie_quant.documents.persona import FOLDER
 from annie_quant.judge import load_workloads
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as Rich
 
-from annie_quant.cli import common, terminal
+from annie_quant.cli import terminal
 from annie_quant.cli.terminal import TerminalConsole
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.text import printable
@@ -79,7 +79,7 @@ def test_messages_of_errors_are_one_printable_line():
 
 
 def test_json_is_escaped_and_stays_the_same(capsys):
-    common.emit({"a": "".join(HOSTILE[:-5]) + "ü"})
+    terminal.emit({"a": "".join(HOSTILE[:-5]) + "ü"})
     text = capsys.readouterr().out
     assert steers(text) == [] and json.loads(text) == {"a": "".join(HOSTILE[:-5]) + "ü"}
 

@@ -69,7 +69,7 @@ class Sandbox:
     def run(self, *argv: Any, codes: tuple[int, ...] = EXIT_CODES) -> tuple[int, str, str]:
         """Run `annie-quant argv` in this process. Returns exit code, stdout, stderr."""
         from annie_quant import cli
-        from annie_quant.cli.common import console
+        from annie_quant.cli.terminal import console
 
         console._err = console._out = None
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +28,8 @@ from annie_quant.cli.options import (
 )
 from annie_quant.cli.terminal import console, emit, is_secondary_process, quiet_engines, refuse_stale_prompt
 from annie_quant.core.errors import need
-from annie_quant.documents import DraftAcceptance, EnsembleFigures, Evaluation
+from annie_quant.core.templates import render_text
+from annie_quant.documents import Evaluation
 
 
 class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,54 +122,18 @@ def evaluate(options: EvalOptions) -> None:
     sys.exit(1 if result.blocking or result.verdict.verdict in FAILING else 0)
 
 
-def ensemble_line(result: Evaluation, name: str, figures: EnsembleFigures) -> str:
-    """Return one line: the answers that the further members change, and the gates whose counts differ between members."""
-    members = {k: m for k, m in result.members.items() if k.startswith(f"{name}+")}
-    ranges = []
-    for gate, row in result.numerics[name].gates.items():
-        passes = [row.passes, *(m.gates[gate].passes for m in members.values() if gate in m.gates)]
-        if min(passes) != max(passes):
-            ranges.append(f"{gate} {min(passes)}-{max(passes)} of {row.n}")
-    changed = ", ".join(f"{k.removeprefix(f'{name}+')} {m.n_changed}" for k, m in members.items())
-    return (
-        f"{name}: {figures.n_uncertain} of {figures.n} answers uncertain (noise of a margin {figures.noise:.2g}); changed by "
-        f"{changed}; {'; '.join(ranges) or 'no gate count depends on the arithmetic'}"
-    )
-
-
-def draft_rates(drafts: Mapping[str, DraftAcceptance], reference: Mapping[str, DraftAcceptance]) -> str:
-    """Return accepted of drafted tokens per workload, with the reference's share."""
-    parts = []
-    for workload, own in drafts.items():
-        before = reference.get(workload)
-        share = f" (bf16 {before.accepted / before.n:.0%})" if before else ""
-        parts.append(f"{workload} {own.accepted} of {own.n}{share}")
-    return ", ".join(parts)
-
-
-def summary_lines(result: Evaluation) -> Iterator[str]:
-    """Yield one line of text per numerics and scored text."""
+def summary_lines(result: Evaluation) -> list[str]:
+    """Return a line per numerics and scored text, and per ensemble the gates whose counts differ between its members."""
+    members, ranges = {}, {}
     for name, side in result.numerics.items():
-        if kl := side.kl:
-            yield (
-                f"{name}: KL mean {kl.mean:.4g}, p99 {kl.p99:.3g} over {kl.n_tokens} tokens; {kl.flips} flips"
-                f" ({kl.flips_predicted:.0f} predicted from margins); perplexity {kl.perplexity:.3f} (reference"
-                f" {kl.perplexity_reference:.3f}); {side.verbosity_ratio or 0:.2f} of the reference's length"
-            )
-        if kl and (decides := kl.decisions):
-            yield (
-                f"{name}, decisions (call, function, arguments, end): KL mean {decides.mean:.4g}, p99 {decides.p99:.3g} over"
-                f" {decides.n_tokens} tokens; {decides.flips} flips"
-            )
-        if figures := result.ensemble.get(name):
-            yield ensemble_line(result, name, figures)
-        if side.drafts:
-            yield f"{name}: drafts of the MTP head accepted: {draft_rates(side.drafts, result.reference_drafts)}"
-        if text := side.kl_text:
-            yield f"{name}, text: perplexity {text.perplexity:.3f} (reference {text.perplexity_reference:.3f})"
-    if result.layers:
-        worst = sorted(result.layers.by_layer(), key=lambda row: -row.kl)[:3]
-        yield "most divergence: " + ", ".join(f"{row.layer} {row.kl:.3g}" for row in worst)
+        own = {k.removeprefix(f"{name}+"): m for k, m in result.members.items() if k.startswith(f"{name}+")}
+        members[name], ranges[name] = own, list[str]()
+        for gate, row in side.gates.items():
+            passes = [row.passes, *(m.gates[gate].passes for m in own.values() if gate in m.gates)]
+            if min(passes) != max(passes):
+                ranges[name].append(f"{gate} {min(passes)}-{max(passes)} of {row.n}")
+    worst = sorted(result.layers.by_layer(), key=lambda row: -row.kl)[:3] if result.layers else []
+    return render_text("evaluation.txt", result=result, members=members, ranges=ranges, worst=worst).splitlines()
 
 
 @click.command(

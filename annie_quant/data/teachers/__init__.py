@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from annie_quant.core.templates import render_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
@@ -124,42 +125,16 @@ class PromptedTeacher:
 def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence[str]) -> str:
     """Return the prompt of a batch."""
     tool = persona.tool(category.tool) if category.tool else None
-    lines = [
-        f"Write {count} different conversations between a user and {persona.name}, an assistant, as training data.",
-        f"\n{persona.name}'s system prompt is:\n{persona.system_prompt}",
-        f"\n{persona.name}'s rules:",
-        *(f"- {rule}" for rule in persona.rules),
-    ]
-    if persona.examples:
-        lines += ["\nThis is how they talk:"]
-        lines += [json.dumps(example, ensure_ascii=False) for example in persona.examples]
-    lines += [
-        f"\nCategory: {category.name}. {category.about}.",
-        f"Each conversation has exactly {category.turns} turn{'s' * (category.turns > 1)}."
-        + (" Each turn depends on the earlier ones." if category.turns > 1 else ""),
-    ]
     turn: JsonObject = {"user": "the user's message"}
     if tool:
-        lines += [
-            f"In the first turn {persona.name} calls {tool['name']} without any other text; no other tool is ever called.",
-            f"Its definition: {json.dumps(tool, ensure_ascii=False)}",
-        ]
-        turn |= {
-            "call": {"name": tool["name"], "arguments": "an object that fits the tool's parameters"},
-            "result": "the text that the tool returns",
-        }
-    else:
-        lines.append("No tool is called.")
+        arguments = "an object that fits the tool's parameters"
+        turn |= {"call": {"name": tool["name"], "arguments": arguments}, "result": "the text that the tool returns"}
     turn["assistant"] = f"{persona.name}'s answer" + (" after the result" if tool else "")
-    style = (
-        "Plain sentences only: no markdown, no thinking aloud." if persona.forbids_markdown else "No thinking aloud."
+    return render_text(
+        "teacher.txt",
+        **{"persona": persona, "category": category, "count": count, "tool": tool, "avoid": avoid[-MAX_AVOID:]},
+        form={"conversations": [{"turns": [turn]}]},
     )
-    lines.append(f"Vary topic, wording, mood and length. {style}")
-    if avoid:
-        lines += ["Do not repeat or paraphrase these:", *(f"- {text}" for text in avoid[-MAX_AVOID:])]
-    form = {"conversations": [{"turns": [turn]}]}
-    lines += ["\nAnswer with one JSON object of this form and nothing else:", json.dumps(form, ensure_ascii=False)]
-    return "\n".join(lines)
 
 
 def schema_for(category: Category) -> JsonObject:

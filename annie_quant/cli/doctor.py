@@ -28,6 +28,7 @@ from annie_quant.cli.options import AsJson, KeyVariable, Option, command
 from annie_quant.cli.terminal import console, echo, emit, quiet_engines
 from annie_quant.core import native
 from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.core.templates import render_text
 from annie_quant.core.untrusted import JsonObject
 
 if TYPE_CHECKING:
@@ -261,35 +262,12 @@ def inspect_extras(requirements: Iterable[str]) -> dict[str, JsonObject]:
 
 def version_lines(info: JsonObject) -> list[str]:
     """Return one line per item, each followed by the command that installs it if it is missing."""
-    python, system = info["python"], info["platform"]
-    threads = " free-threaded" if python["free_threaded"] else ""
-    rows = {
-        "python": f"{python['implementation']} {python['version']}{threads} ({python['executable']})",
-        "platform": f"{system['system']} {system['release']} {system['machine']}, {system['libc'] or 'unknown libc'}, "
-        f"{system['processors']} processors",
-    }
-    rows |= {name: module_line(name, module) for name, module in info["modules"].items()}
-    for name, extra in info["extras"].items():
-        installed = ", ".join(f"{package} {version}" for package, version in extra["installed"].items())
-        missing = f"missing: {', '.join(extra['missing'])}" if extra["missing"] else ""
-        rows[f"extra {name}"] = "; ".join(filter(None, (installed, missing)))
-    if not info["extras"]:
-        rows["extras"] = "unknown: this folder was never installed (pip install -e .)"
-    width = max(map(len, rows))
+    without = {name: build.without for name, build in native.BUILDS.items()}
+    rows = [line.split(": ", 1) for line in render_text("version.txt", info=info, without=without).splitlines()]
+    width = max(len(name) for name, _ in rows)
     out = [f"annie-quant {__version__}"]
-    for name, text in rows.items():
+    for name, text in rows:
         out.append(f"  {name:<{width}}  {text}")
         if name in info["fixes"]:
             out.append(f"  {'':<{width}}  > {info['fixes'][name]}")
     return out
-
-
-def module_line(name: str, module: JsonObject) -> str:
-    if not module["loaded"]:
-        return f"{module['why']}; {native.BUILDS[name].without}"
-    size = f"{module['size_bytes'] / 1e6:.1f} MB"
-    if name == "_nvfp4":
-        return f"{module['variant']} (of {', '.join(module['variants'])}), threads: {module['threads']}, {size}"
-    if name == "_stream":
-        return f"{module['libcurl']} ({'in the wheel' if module['bundled'] else 'of this system'}), {size}"
-    return f"CUDA {', '.join(module['cuda_architectures'])}, {size}"

@@ -22,10 +22,9 @@ from annie_quant.core.errors import UsageError, need
 from annie_quant.core.templates import render_markdown
 from annie_quant.judge import decision
 from annie_quant.report import format, tables
-from annie_quant.report.format import count, share
 from annie_quant.report.pages import grid
 from annie_quant.report.recheck import caveats
-from annie_quant.report.run import REFERENCE, LoadedRun, RecordedRecipe, ServedModel
+from annie_quant.report.run import REFERENCE, LoadedRun, RecordedRecipe
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -168,20 +167,21 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         rows=rows,
         used=[r for r in rows or () if r.split in ("calibration", None)],
         unreadable=unreadable,
-        measured=bool(sides),
+        sides=sides,
         main=tables.side_by_side(columns),
         kl=tables.kl_table(columns, sides),
         ttft=tables.latency_table(columns, "ttft_content_ms"),
-        machine=_machine(run),
+        environment=run.document.environment,
         commands=[(servers[r].server, _command(subject, r)) for r in RUNTIMES if r in servers],
         unloadable=[str(support) for support in summary.servers if support.loads != "yes"],
-        limits=_limits(run, subject),
+        caveats=caveats(run),
     )
 
 
 def gate_figures(run: LoadedRun, model: str) -> dict[str, object]:
-    """Return what the card's opening states of a model's behavioural gates: its standing, and their number by outcome."""
-    gates = [g for g in decision.deciding_gates(run.aggregates, model) if not isinstance(g.result, documents.SpeedGate)]
+    """Return what the card states of a model's behavioural gates: its standing, their number by outcome, the members not kept."""
+    every = decision.deciding_gates(run.aggregates, model)
+    gates = [gate for gate in every if not isinstance(gate.result, documents.SpeedGate)]
     outcomes = Counter(gate.outcome for gate in gates)
     return {
         "standing": decision.standing_of(run.aggregates, model, with_speed=False),
@@ -191,6 +191,7 @@ def gate_figures(run: LoadedRun, model: str) -> dict[str, object]:
         "passed": outcomes["pass"],
         "failed": outcomes["fail"],
         "undecided": outcomes["undecided"],
+        "members": [gate for gate in every if "+" in gate.where and gate.outcome != "pass"],
     }
 
 
@@ -219,46 +220,6 @@ def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
     models = [m for name in names for m in run.models if m.name == name]
     document = replace(run.document, aggregates=replace(run.aggregates, models=models))
     return dataclasses.replace(run, document=document, sides=[s for name in names for s in run.sides_of(name)])
-
-
-def _machine(run: LoadedRun) -> str:
-    environment = run.document.environment
-    if environment == documents.Environment():
-        return "not on record"
-    cores = f"{environment.cores} cores" if environment.cores else ""
-    texts = [text for text in (environment.cpu, cores) if text]
-    return ", ".join([*texts, *(run.gpu_names or ["no GPU"])])
-
-
-def _limits(run: LoadedRun, subject: Subject) -> list[str]:
-    sides = run.sides_of(subject.name)
-    lines = [
-        f"{run.gate_title(gate)}, {side.title}: {_failure(result, side.word(gate))}"
-        for side in sides
-        for gate, result in side.deciding.items()
-        if result.verdict != "pass"
-    ]
-    lines += [
-        f"{gate.title}, {gate.where}: {'cannot be decided' if gate.outcome == 'undecided' else gate.verdict}"
-        for gate in decision.deciding_gates(run.aggregates, subject.name)
-        if "+" in gate.where and gate.outcome != "pass"
-    ]
-    kinds = {s.kind for s in sides}
-    if "offline" not in kinds:
-        lines.append("not evaluated without a server: behaviour under other arithmetic is unknown")
-    if ServedModel.kind not in kinds:
-        lines.append("not measured behind a server: speed is unknown")
-    elif not any("GB10" in gpu for gpu in run.gpu_names):
-        lines.append("speeds were not measured on a DGX Spark")
-    lines += [f"audit: {f.message}" for f in subject.audit.findings]
-    lines += caveats(run)
-    lines.append("gates check one assistant's manners with its own prompts; other uses were not judged")
-    return list(dict.fromkeys(lines))
-
-
-def _failure(result: documents.GateResult, word: str) -> str:
-    verb = {"fail": "fails", "loses": "loses"}.get(word, "cannot be decided")
-    return f"{verb} ({count(result.passes)} of {count(result.n)}, {share(result.low)} to {share(result.high)})"
 
 
 def _digest(path: Path) -> str:

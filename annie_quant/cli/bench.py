@@ -23,6 +23,7 @@ from annie_quant.cli.options import (
     Reference,
     WorkloadNames,
     command,
+    picked,
 )
 from annie_quant.cli.terminal import console, emit
 from annie_quant.core.errors import UsageError
@@ -124,7 +125,7 @@ def bench(options: BenchOptions) -> None:
     if stored and not (stored / "bench.json").is_file():
         raise UsageError(f"--watch {stored}: it has no bench.json", "pass the folder of a finished annie-quant bench")
     backends, workloads = backends_of(options), workloads_of(options)
-    settings = {name: getattr(options, name) for name in SETTINGS}
+    settings = picked(options, *SETTINGS)
     if options.aa:
         settings |= {"candidate": backends[1].name, "incumbent": backends[0].name}
     if options.trace:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import click
 import msgspec
 
-from annie_quant.cli.options import AsJson, Option, command
+from annie_quant.cli.options import AsJson, Option, command, picked
 from annie_quant.cli.terminal import console, emit
 from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import JsonObject, decode_json
@@ -75,19 +75,11 @@ def data(options: DataOptions) -> None:
         result: conversations.ValidatedRows = conversations.validate(rows, who)
     else:
         with console.task(f"conversations by {options.teacher}") as step:
+            limits = (options.timeout, options.batch_size, options.max_budget_usd)
             result = conversations.generate(
-                options.persona,
-                options.teacher,
-                options.n,
-                options.output,
-                options.seed,
-                step,
-                split=options.split,
-                apart_from=options.apart_from,
-                options=conversations.Options(
-                    options.teacher_model, options.url, options.timeout, options.batch_size, options.max_budget_usd
-                ),
-                force=options.force,
+                progress=step,
+                options=conversations.Options(options.teacher_model, options.url, *limits),
+                **picked(options, "persona", "teacher", "n", "output", "seed", "split", "apart_from", "force"),
             )
     document = msgspec.to_builtins(result)
     emit(document) if options.as_json else console.print_mapping(str(options.output), document)
@@ -134,12 +126,9 @@ def init(options: InitOptions) -> None:
     sources = Sources(
         prompt=read_text(options.prompt) if options.prompt else None,
         tools=read_tools(options.tools) if options.tools else None,
-        logs=options.logs,
-        name=options.name,
         personal=options.mask_personal,
         words=options.mask_word,
-        seed=options.seed,
-        fill=options.fill,
+        **picked(options, "logs", "name", "seed", "fill"),
     )
     with console.task("init") as step:
         result = initialize(sources, output, options.force, step)
@@ -222,14 +211,11 @@ def record_command(options: RecordOptions) -> None:
     from annie_quant.data.record_proxy import RecorderSettings, record
 
     settings = RecorderSettings(
-        upstream=options.upstream,
-        output=options.output,
-        host=options.host,
-        port=options.port,
         most_bytes=int(options.max_mb * 1e6),
         personal=options.mask_personal,
         words=options.mask_word,
         duration_s=60 * options.minutes if options.minutes else None,
+        **picked(options, "upstream", "output", "host", "port"),
     )
 
     def ready(url: str) -> None:

@@ -25,6 +25,7 @@ from annie_quant.cli.options import (
     PersonaName,
     WorkloadNames,
     command,
+    picked,
 )
 from annie_quant.cli.terminal import console, emit, is_secondary_process, quiet_engines, refuse_stale_prompt
 from annie_quant.core.errors import need
@@ -94,18 +95,13 @@ def evaluate(options: EvalOptions) -> None:
     for fault in faults:
         console.note(fault)
     settings = EvaluationJob(
-        checkpoint=checkpoint,
-        reference=reference,
         workloads=judge.distinct_prompts(chosen)[0],
         n_per_gate=options.n,
         extends=True,
-        numerics=options.numerics,
         conversations=options.calib_data,
-        text=options.text,
         layers_n=options.layers_n if options.layers else None,
-        output=options.output,
-        rows=options.rows,
         faults=faults,
+        **picked(options, "checkpoint", "reference", "numerics", "text", "output", "rows"),
     )
     with console.task("evaluate") as step:
         result = job.run(settings, step, options.processes)

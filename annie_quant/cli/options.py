@@ -87,6 +87,11 @@ def command(options: type[Options], name: str = "") -> Callable[[Callable[[Optio
     return decorate
 
 
+def picked(options: msgspec.Struct, *names: str) -> dict[str, Any]:
+    """Return some of the options, as keyword arguments of the function that has them under the same names."""
+    return {name: getattr(options, name) for name in names}
+
+
 def documented_fields(options: type[Options]) -> dict[str, str]:
     """Return field → its text in the docstring of its struct: "NAME: TEXT", with indented further lines."""
     paragraphs = re.sub(r"\n +", " ", inspect.getdoc(options) or "").splitlines()

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 import annie_quant
-from annie_quant.cli.options import AllowMismatch, Argument, AsJson, Force, Option, PersonaName, command
+from annie_quant.cli.options import AllowMismatch, Argument, AsJson, Force, Option, PersonaName, command, picked
 from annie_quant.cli.terminal import console, echo, emit, quiet_engines, refuse_stale_prompt
 from annie_quant.core.errors import CheckpointError
 
@@ -78,21 +78,19 @@ def quantize(options: QuantizeOptions) -> None:
     quiet_engines()
     refuse_stale_prompt(options.calib_data, options.allow_prompt_mismatch, options.persona)
     with console.task(f"quantize ({strategy})") as step:
+        names = (
+            "calib_data",
+            "calib_samples",
+            "persona",
+            "scale",
+            "force",
+            "seed",
+            "allow_prompt_mismatch",
+            "kv_cache",
+        )
+        settings = picked(options, *names) | own | ({"ray": options.ray} if options.ray else {})
         result = annie_quant.quantize.run(
-            strategy,
-            model,
-            options.output,
-            calib_data=options.calib_data,
-            calib_samples=samples,
-            persona=options.persona,
-            exclude=options.exclude_layers,
-            scale=options.scale,
-            force=options.force,
-            report=step,
-            seed=options.seed,
-            allow_prompt_mismatch=options.allow_prompt_mismatch,
-            kv_cache=options.kv_cache,
-            **own | ({"ray": options.ray} if options.ray else {}),
+            strategy, model, options.output, exclude=options.exclude_layers, report=step, **settings
         )
     if options.as_json:
         emit(result)

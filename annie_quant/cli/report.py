@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import asdict
 
 import annie_quant
-from annie_quant.cli.options import Argument, AsJson, Candidate, Incumbent, Option, Reference, command
+from annie_quant.cli.options import Argument, AsJson, Candidate, Incumbent, Option, Reference, command, picked
 from annie_quant.cli.terminal import console, echo, emit
 from annie_quant.core.errors import EXIT_CODES, UsageError
 from annie_quant.core.files import write_text
@@ -146,19 +146,9 @@ def publish(options: PublishOptions) -> None:
     if stated.names:
         write_judgement(options.run_dir, stated)
     with console.task("audit and card"):
-        plan = publishing.prepare(
-            options.run_dir,
-            options.repo,
-            model=options.model,
-            checkpoint=options.checkpoint,
-            base_model=options.base_model,
-            license=options.license,
-            calib_data=options.calib_data,
-            private=not options.public,
-            with_report=options.with_report,
-            with_records=options.with_records,
-            forced=options.force,
-        )
+        names = ("model", "checkpoint", "base_model", "license", "calib_data", "with_report", "with_records")
+        settings = picked(options, *names) | {"private": not options.public, "forced": options.force}
+        plan = publishing.prepare(options.run_dir, options.repo, **settings)
     if not options.as_json:
         for file in plan.files:
             echo(f"{size(file.size_bytes):>10}  {file.path}")

@@ -167,37 +167,21 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
 def _page(backend: Backend, path: str, timeout_s: float, caveats: list[str]) -> Mapping[str, object]:
     """Return the JSON object at `path`; {} with a caveat for anything else that a server sends with status 200."""
     try:
-        page = get_json(backend, path, timeout_s)
-    except ValueError as error:
+        return msgspec.convert(get_json(backend, path, timeout_s), dict[str, object] | None) or {}
+    except ValueError as error:  # also ValidationError
         caveats.append(f"{path}: {error}")
         return {}
-    if page is not None and not isinstance(page, dict):
-        caveats.append(f"{path}: expected an object, got {_kind(page)}")
-    return page if isinstance(page, dict) else {}
 
 
 def _field(page: Mapping[str, object], name: str, kind: type[T], path: str, caveats: list[str]) -> T | None:
     """Return page[name] if it has the expected type; None, with a caveat, for another type."""
-    value = page.get(name)
-    if value is None or isinstance(value, kind):
-        return value
-    caveats.append(f"{path}: {name}: expected {_KINDS[kind]}, got {_kind(value)}")
-    return None
+    try:
+        return msgspec.convert(page.get(name), kind | None)  # type: ignore[call-overload, no-any-return]
+    except msgspec.ValidationError as error:
+        caveats.append(f"{path}: {name}: {error}")
+        return None
 
 
-def _kind(value: object) -> str:
-    return _KINDS.get(type(value), "null")
-
-
-_NUMBER = "a number"
-_KINDS: dict[type, str] = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    int: _NUMBER,
-    float: _NUMBER,
-    bool: "a boolean",
-}
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier",
     "samplers",

@@ -153,10 +153,10 @@ def growth(trace: Trace, seed: int = 0) -> MemoryGrowth | None:
 
 def slope(points: object) -> float:
     """Return the median of the slopes between all pairs of points [time in s, bytes], in bytes per hour."""
-    data = np.asarray(points)
-    first, second = np.triu_indices(len(data), 1)
-    elapsed = data[second, 0] - data[first, 0]
-    return float(np.median((data[second, 1] - data[first, 1])[elapsed > 0] / elapsed[elapsed > 0])) * 3600
+    from scipy.stats import theilslopes
+
+    times, sizes = np.asarray(points).T
+    return float(theilslopes(sizes, times)[0]) * 3600
 
 
 def read_traces(folder: Path) -> dict[str, list[tuple[float, float]]]:

@@ -64,6 +64,11 @@ def render_html(name: str, marks: str, **values: object) -> str:
     return page.render(style=style + marks, script=script, script_hash=digest, **values)
 
 
+def render_svg(name: str, **values: object) -> str:
+    """Return the drawing of an SVG template, without the white space between its shapes."""
+    return re.sub(r">\s+<", "><", _environment(".html").get_template(name).render(**values)).strip()
+
+
 def render_markdown(name: str, **values: object) -> str:
     """Return the text of a Markdown template, with at most one blank line in a row."""
     text = _environment(".md").get_template(name).render(**values)

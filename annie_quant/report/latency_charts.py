@@ -4,21 +4,65 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from annie_quant.bench.aggregates import labelled, timed
 from annie_quant.documents import RequestRecord
 from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.report import svg
 from annie_quant.report.format import ends, name, significant
 from annie_quant.report.recheck import quantile, values
 from annie_quant.report.run import LoadedRun, ServedModel
-from annie_quant.report.svg import WIDE, WIDTH, Axis, Canvas, Figure, Point, line_chart
+from annie_quant.report.svg import WIDE, WIDTH, Drawing, Figure, log_ticks, scale, ticks
 
 
 def draw(run: LoadedRun) -> list[Figure]:
     """Return the charts of served requests, in the order of the report."""
     fit = timed(run.measured)
     return [by_turn(run), distributions(run, fit), token_streams(run, fit), by_length(run)]
+
+
+LEFT, RIGHT, TOP, BOTTOM = 66, 570, 26, 226
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a line.
+
+    low, high: an interval of y.
+    tip: shown at the mark; a point without one has no mark.
+    """
+
+    x: float
+    y: float
+    tip: str = ""
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Axis:
+    title: str
+    low: float
+    high: float
+    ticks: Sequence[float]
+
+
+def line_chart(
+    run: LoadedRun, title: str, description: str, across: Axis, up: Axis, lines: list[tuple[ServedModel, list[Point]]]
+) -> Drawing:
+    x, y = scale(across.low, across.high, LEFT, RIGHT), scale(up.low, up.high, BOTTOM, TOP)
+    drawn = []
+    for index, (side, points) in enumerate(lines):
+        shift = 5 * (index - (len(lines) - 1) / 2)
+        drawn.append((run.series(side.model), [((x(p.x) + (shift if p.tip else 0), y(p.y)), p) for p in points]))
+    names, previous = [], -99.0
+    for at, side in sorted([(y(points[-1].y), side) for side, points in lines], key=lambda end: end[0]):
+        previous = max(at, previous + 15)  # names do not overlap
+        names.append((run.label(side.model), run.series(side.model), previous))
+    values = {"across": across, "up": up, "x": x, "y": y, "lines": drawn, "ends": names}
+    values |= {"left": LEFT, "right": RIGHT, "bottom": BOTTOM}
+    return Drawing("lines", WIDE, BOTTOM + 40, title, description, values)
 
 
 def by_turn(run: LoadedRun) -> Figure:
@@ -45,7 +89,7 @@ def by_turn(run: LoadedRun) -> Figure:
         f"{run.label(s.model)}: " + ", ".join(f"turn {p.x:g} {significant(p.y)} ms" for p in points)
         for s, points in lines
     )
-    turns, times = Axis("turn", 1, last, range(1, last + 1)), Axis("TTFT content, ms", 0, high, svg.ticks(0, high))
+    turns, times = Axis("turn", 1, last, range(1, last + 1)), Axis("TTFT content, ms", 0, high, ticks(0, high))
     figure.panels.append(("turns", line_chart(run, "TTFT over turns", description, turns, times, lines)))
     return figure
 
@@ -75,7 +119,7 @@ def distributions(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
     return figure
 
 
-def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Canvas:
+def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Drawing:
     left, top, bottom, right = 30, 42, 160, WIDTH - 8
     low = min(ordered[0] for _, ordered in curves)
     high = max(ordered[-1] if len(ordered) < 100 else quantile(ordered, 0.99) or 0.0 for _, ordered in curves)
@@ -87,19 +131,17 @@ def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Ca
         f"n {len(ordered)}"
         for (side, ordered), p50 in zip(curves, medians, strict=True)
     )
-    c = Canvas(WIDTH, bottom + 22, f"{name(workload)}: {title}", description)
-    c.text(0, 13, name(workload), "t")
-    c.text(right, 13, f"ms · n = {ends([len(ordered) for _, ordered in curves])}", "e")
-    c.text(0, 32, "p50")
-    for index, ((side, _), p50) in enumerate(zip(curves[:4], medians, strict=False)):
-        c.mark(run.series(side.model), left + 8 + index * 76, 28, "f")
-        c.text(left + 16 + index * 76, 32, significant(p50), "v")
-    x, y = svg.scale(low, high, left, right, log), svg.scale(0, 1, bottom, top)
-    svg.x_axis(c, x, svg.log_ticks(low, high) if log else svg.ticks(low, high, 5), top, bottom)
-    svg.y_axis(c, y, [0, 0.5, 1], left, right)
-    for side, ordered in curves:
-        c.path([(x(v), y(share)) for v, share in _steps(ordered) if v <= high], f"l s{run.series(side.model)}")
-    return c
+    x, y = scale(low, high, left, right, log), scale(0, 1, bottom, top)
+    values = {
+        **{"title": name(workload), "counts": ends([len(ordered) for _, ordered in curves])},
+        "marks": log_ticks(low, high) if log else ticks(low, high, 5),
+        "curves": [
+            (run.series(side.model), p50, [(x(v), y(share)) for v, share in _steps(ordered) if v <= high])
+            for (side, ordered), p50 in zip(curves, medians, strict=True)
+        ],
+        **{"x": x, "y": y, "left": left, "top": top, "bottom": bottom, "right": right},
+    }
+    return Drawing("distribution", WIDTH, bottom + 22, f"{name(workload)}: {title}", description, values)
 
 
 def _steps(ordered: list[float]) -> list[tuple[float, float]]:
@@ -127,23 +169,17 @@ def token_streams(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
         for s in run.served
         if s.name in answers
     ]
-    left, top, row_height, right = 132, 14, 34, WIDE - 86
-    bottom = top + row_height * len(streams)
+    left, top, right = 132, 14, WIDE - 86
+    bottom = top + 34 * len(streams)
     end = max(times[-1] for _, times in streams) or 1.0
     description = "; ".join(
         f"{run.label(m)}: first after {significant(t[0])} ms, {len(t)} pieces, last {significant(t[-1])} ms"
         for m, t in streams
     )
-    c = Canvas(WIDE, bottom + 34, "Single streams over time", description)
-    x = svg.scale(0, end, left, right)
-    svg.x_axis(c, x, svg.ticks(0, end, 7), top - 4, bottom, svg.plain, "milliseconds since the request")
-    for index, (model, times) in enumerate(streams):
-        y, series = top + row_height * (index + 0.5), run.series(model)
-        c.text(left - 8, y + 4, run.label(model)[:19], "v e")
-        c.line(x(0), y, x(times[0]), y, f"l s{series}", f"first after {significant(times[0])} ms")
-        c.ticks([x(t) for t in times], y, 9, f"l s{series}")
-        c.text(right + 4, y + 4, f"{len(times)} pieces")
-    figure.panels.append(("streams", c))
+    values = {"run": run, "streams": streams, "x": scale(0, end, left, right), "marks": ticks(0, end, 7)}
+    values |= {"left": left, "top": top, "bottom": bottom, "right": right}
+    drawing = Drawing("streams", WIDE, bottom + 34, "Single streams over time", description, values)
+    figure.panels.append(("streams", drawing))
     return figure
 
 
@@ -179,8 +215,8 @@ def by_length(run: LoadedRun) -> Figure:
         f"{min(counts)} workloads." + _crossings(run)
     )
     high = max(points[-1].y for _, points in lines)
-    tokens = Axis("tokens of the answer", 0, LONGEST, svg.ticks(0, LONGEST, 5))
-    times = Axis("total latency, ms", 0, high, svg.ticks(0, high))
+    tokens = Axis("tokens of the answer", 0, LONGEST, ticks(0, LONGEST, 5))
+    times = Axis("total latency, ms", 0, high, ticks(0, high))
     title = "Total latency against answer length"
     figure.panels.append(("crossover", line_chart(run, title, "; ".join(models), tokens, times, lines)))
     return figure

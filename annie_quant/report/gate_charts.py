@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from annie_quant.documents import GateResult, KLSummary
-from annie_quant.report.format import count, share, significant, size
+from annie_quant.report.format import count, size
 from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel
 from annie_quant.report.svg import ROWS_LEFT, ROWS_TOP, WIDE, WIDTH, Drawing, Figure, log_ticks, plain, scale, ticks
 
@@ -35,23 +35,13 @@ def _gate_panel(run: LoadedRun, gate: str) -> Drawing:
     thresholds = {r.threshold for r in results}
     start = max(0.0, math.floor((min([r.low for r in results] + [*thresholds]) - 0.02) * 10) / 10)
     ys, bottom = _rows(19, len(sides))
-    description = "; ".join(
-        f"{run.label(s.model)} {s.title} {r.passes} of {r.n}, {s.word(gate)}"
-        for s, r in zip(sides, results, strict=True)
-    )
     right = 30 + 6.6 * max(len(f"{r.passes}/{r.n}") for r in results)
-    rows = []
-    for side, r, y in zip(sides, results, ys, strict=True):
-        tip = f"{run.label(side.model)}, {side.title}: {r.passes} of {r.n} = {share(r.rate)} "
-        tip += f"({share(r.low)} to {share(r.high)}), {side.word(gate)}"
-        rows.append((r, run.series(side.model), y, tip))
-    title = run.gate_title(gate)
     values = {
-        **{"run": run, "title": title, "informs": all(r.advisory for r in results), "thresholds": thresholds},
+        **{"run": run, "gate": gate, "informs": all(r.advisory for r in results), "thresholds": thresholds},
         **{"x": scale(start, 1.0, ROWS_LEFT, WIDTH - right), "marks": ticks(start, 1.0, 4)},
-        **{"labels": list(zip(sides, ys, strict=True)), "rows": rows, "left": ROWS_LEFT, "bottom": bottom},
+        **{"rows": list(zip(sides, results, ys, strict=True)), "left": ROWS_LEFT, "bottom": bottom},
     }
-    return Drawing("gate", WIDTH, bottom + 22, f"Gate: {title}", description, values)
+    return Drawing("gate", WIDTH, bottom + 22, f"Gate: {run.gate_title(gate)}", values)
 
 
 def _rows(height: int, count: int, top: int = ROWS_TOP) -> tuple[list[float], int]:
@@ -80,9 +70,6 @@ def _model_panel(run: LoadedRun, model: str, sides: Sequence[MeasuredSide]) -> D
     left, top = 146, 50
     gates = [g for g in run.gate_names if all(g in s.gates for s in sides)]
     ys, bottom = _rows(20, len(gates), top)
-    description = "; ".join(
-        f"{s.title}: " + ", ".join(f"{run.gate_title(g)} {share(s.gates[g].rate)}" for g in gates) for s in sides
-    )
     start = math.floor(min([s.gates[g].rate for s in sides for g in gates] + [0.9]) * 10) / 10
     x = scale(start, 1.0, left, WIDTH - 20)
     rows = []
@@ -94,7 +81,7 @@ def _model_panel(run: LoadedRun, model: str, sides: Sequence[MeasuredSide]) -> D
         **{"sides": [(side, *_MARKS.get(side.how, (1, "o"))) for side in sides]},
         **{"x": x, "marks": ticks(start, 1.0, 5), "left": left, "top": top, "bottom": bottom},
     }
-    return Drawing("model", WIDTH, bottom + 24, f"{run.label(model)}: offline and served", description, values)
+    return Drawing("model", WIDTH, bottom + 24, f"{run.label(model)}: offline and served", values)
 
 
 SIZE_BOTTOM = 250  # y of the axis of sizes, in pixels
@@ -130,11 +117,6 @@ def size_and_gates(run: LoadedRun) -> Figure:
 
 def _size_panel(run: LoadedRun, points: list[_Point]) -> Drawing:
     left, top = 52, 20
-    description = "; ".join(
-        f"{run.label(p.side.model)} {p.side.title}: {size(p.size_bytes)}, worst gate {run.gate_title(p.gate)} "
-        f"{share(p.result.rate)}"
-        for p in points
-    )
     largest = max(p.size_bytes for p in points)
     unit, unit_bytes = next((u for u in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= u[1]), ("B", 1.0))
     start = math.floor(min(p.result.low for p in points) * 5) / 5
@@ -142,19 +124,16 @@ def _size_panel(run: LoadedRun, points: list[_Point]) -> Drawing:
     placed: dict[str, int] = {}
     marks = []
     for p in points:
-        model, result = p.side.model, p.result
-        placed[model] = placed.get(model, -1) + 1
-        tip = f"{run.label(model)}, {p.side.title}: {size(p.size_bytes)}, {run.gate_title(p.gate)} "
-        tip += f"{result.passes} of {result.n}"
-        marks.append((p, run.series(model), x(p.size_bytes) + 10 * placed[model], tip))
+        placed[p.side.model] = placed.get(p.side.model, -1) + 1
+        marks.append((p, x(p.size_bytes) + 10 * placed[p.side.model]))
     values = {
-        **{"unit": unit, "write": lambda value: plain(value / unit_bytes), "y_marks": ticks(start, 1, 5)},
+        **{"run": run, "unit": unit, "write": lambda value: plain(value / unit_bytes), "y_marks": ticks(start, 1, 5)},
         "marks": [t * unit_bytes for t in ticks(0, largest * 1.12 / unit_bytes, 7)],
         "front": [(x(size_bytes), y(rate)) for size_bytes, rate in _front(points)],
         "names": _model_names(run, {p.side.model: p.size_bytes for p in points}, x),
         **{"points": marks, "x": x, "y": y, "left": left, "top": top, "bottom": SIZE_BOTTOM},
     }
-    return Drawing("sizes", WIDE, 330, "Size and worst gate", description, values)
+    return Drawing("sizes", WIDE, 330, "Size and worst gate", values)
 
 
 def _front(points: list[_Point]) -> list[tuple[int, float]]:
@@ -226,27 +205,21 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
 def _overall(run: LoadedRun, measured: Measured) -> Drawing:
     ys, bottom = _rows(21, len(measured))
     low, high = _range(v for _, kl in measured for v in (kl.median, kl.mean, kl.p99))
-    description = "; ".join(f"{run.label(s.model)} {s.title}: mean {significant(kl.mean)}" for s, kl in measured)
     values = {
         **{"run": run, "x": scale(low, high, ROWS_LEFT, WIDTH - 52, log=True), "marks": log_ticks(low, high)},
-        "labels": [(side, y) for (side, _), y in zip(measured, ys, strict=True)],
-        "rows": [(kl, run.series(side.model), y) for (side, kl), y in zip(measured, ys, strict=True)],
+        "rows": [(side, kl, y) for (side, kl), y in zip(measured, ys, strict=True)],
         **{"left": ROWS_LEFT, "bottom": bottom},
     }
-    return Drawing("divergence", WIDTH, bottom + 24, "KL divergence, All tokens", description, values)
+    return Drawing("divergence", WIDTH, bottom + 24, "KL divergence, All tokens", values)
 
 
 def _breakdown(run: LoadedRun, title: str, rows: list[tuple[OfflineModel, dict[str, float]]]) -> Drawing:
     keys = list(dict.fromkeys(key for _, means in rows for key in means))
     ys, bottom = _rows(19, len(keys))
     low, high = _range(v for _, means in rows for v in means.values())
-    description = "; ".join(
-        f"{key}: " + ", ".join(f"{run.label(s.model)} {s.title} {significant(means.get(key))}" for s, means in rows)
-        for key in keys
-    )
     values = {
         **{"run": run, "title": f"Mean, {title}", "rows": rows, "keys": list(zip(keys, ys, strict=True))},
         **{"x": scale(low, high, ROWS_LEFT, WIDTH - 14, log=True), "marks": log_ticks(low, high)},
         **{"left": ROWS_LEFT, "bottom": bottom},
     }
-    return Drawing("breakdown", WIDTH, bottom + 24, f"Mean KL divergence {title}", description, values)
+    return Drawing("breakdown", WIDTH, bottom + 24, f"Mean KL divergence {title}", values)

@@ -60,9 +60,17 @@ def line_chart(
     for at, side in sorted([(y(points[-1].y), side) for side, points in lines], key=lambda end: end[0]):
         previous = max(at, previous + 15)  # names do not overlap
         names.append((run.label(side.model), run.series(side.model), previous))
-    values = {"across": across, "up": up, "x": x, "y": y, "lines": drawn, "ends": names}
+    values = {
+        "across": across,
+        "up": up,
+        "x": x,
+        "y": y,
+        "lines": drawn,
+        "ends": names,
+        "description_text": description,
+    }
     values |= {"left": LEFT, "right": RIGHT, "bottom": BOTTOM}
-    return Drawing("lines", WIDE, BOTTOM + 40, title, description, values)
+    return Drawing("lines", WIDE, BOTTOM + 40, title, values)
 
 
 def by_turn(run: LoadedRun) -> Figure:
@@ -125,23 +133,20 @@ def _panel(run: LoadedRun, workload: str, title: str, curves: list[Curve]) -> Dr
     high = max(ordered[-1] if len(ordered) < 100 else quantile(ordered, 0.99) or 0.0 for _, ordered in curves)
     high = high if high > low else low + max(abs(low) * 0.1, 0.1)
     log = low > 0 and high / low > 20
-    medians = [quantile(ordered, 0.5) for _, ordered in curves]
-    description = "; ".join(
-        f"{run.label(side.model)}: p50 {significant(p50)} ms, p99 {significant(quantile(ordered, 0.99))} ms, "
-        f"n {len(ordered)}"
-        for (side, ordered), p50 in zip(curves, medians, strict=True)
-    )
     x, y = scale(low, high, left, right, log), scale(0, 1, bottom, top)
     values = {
-        **{"title": name(workload), "counts": ends([len(ordered) for _, ordered in curves])},
+        **{"run": run, "title": name(workload), "counts": ends([len(ordered) for _, ordered in curves])},
         "marks": log_ticks(low, high) if log else ticks(low, high, 5),
         "curves": [
-            (run.series(side.model), p50, [(x(v), y(share)) for v, share in _steps(ordered) if v <= high])
-            for (side, ordered), p50 in zip(curves, medians, strict=True)
+            (
+                *(side, quantile(ordered, 0.5), quantile(ordered, 0.99), len(ordered)),
+                [(x(v), y(share)) for v, share in _steps(ordered) if v <= high],
+            )
+            for side, ordered in curves
         ],
         **{"x": x, "y": y, "left": left, "top": top, "bottom": bottom, "right": right},
     }
-    return Drawing("distribution", WIDTH, bottom + 22, f"{name(workload)}: {title}", description, values)
+    return Drawing("distribution", WIDTH, bottom + 22, f"{name(workload)}: {title}", values)
 
 
 def _steps(ordered: list[float]) -> list[tuple[float, float]]:
@@ -172,13 +177,9 @@ def token_streams(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
     left, top, right = 132, 14, WIDE - 86
     bottom = top + 34 * len(streams)
     end = max(times[-1] for _, times in streams) or 1.0
-    description = "; ".join(
-        f"{run.label(m)}: first after {significant(t[0])} ms, {len(t)} pieces, last {significant(t[-1])} ms"
-        for m, t in streams
-    )
     values = {"run": run, "streams": streams, "x": scale(0, end, left, right), "marks": ticks(0, end, 7)}
     values |= {"left": left, "top": top, "bottom": bottom, "right": right}
-    drawing = Drawing("streams", WIDE, bottom + 34, "Single streams over time", description, values)
+    drawing = Drawing("streams", WIDE, bottom + 34, "Single streams over time", values)
     figure.panels.append(("streams", drawing))
     return figure
 

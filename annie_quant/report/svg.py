@@ -32,7 +32,6 @@ class Drawing:
     width: float
     height: float
     title: str
-    description: str
     values: Mapping[str, object]
 
     def inline(self) -> str:

@@ -35,11 +35,11 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
 
 def compose(run_dir: str | os.PathLike) -> dict[str, str]:
     """Return the report's files as {relative path: text}, report.html first; write nothing."""
-    from annie_quant.report import gate_charts, latency_charts, pages, tables
+    from annie_quant.report import charts, pages, tables
     from annie_quant.report.run import load
 
     run = load(run_dir)
-    figures = gate_charts.draw(run) + latency_charts.draw(run)
+    figures = charts.draw(run)
     files = pages.render(run, figures) | {"results.csv": tables.csv_text(run)}
     for figure in figures:
         for panel, canvas in figure.panels:

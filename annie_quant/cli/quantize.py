@@ -1,10 +1,15 @@
 """`annie-quant quantize`: one strategy.
 
+`annie-quant search`: try strategies, cheapest first, until one keeps all gates.
+
+`annie-quant demo`: all stages on the embedded model.
+
 `annie-quant serve`: serve a checkpoint, or print the command or write the recipe for it.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +17,9 @@ import click
 import msgspec
 
 import annie_quant
+from annie_quant.cli import tables
 from annie_quant.cli.options import AllowMismatch, Argument, AsJson, Force, Option, PersonaName, command, picked
+from annie_quant.cli.pipeline import DemoSettings, SearchSettings
 from annie_quant.cli.terminal import console, echo, emit, quiet_engines, refuse_stale_prompt
 from annie_quant.core.errors import CheckpointError
 
@@ -143,3 +150,40 @@ def serve(options: ServeOptions) -> None:
         server.wait()
     finally:
         server.stop()
+
+
+NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  # then what it prints
+
+
+@command(SearchSettings)
+def search(settings: SearchSettings) -> None:
+    """Try the strategies, cheapest first, and stop at the first that keeps every gate of bf16. Exit code 1 if none does."""
+    from annie_quant.cli.pipeline.search import run
+    from annie_quant.cli.pipeline.search_table import outcome, tree
+
+    result = run(settings, console)
+    if settings.as_json:
+        emit(result)
+    else:
+        sides = [
+            tables.Column.of(f"{row.strategy} {kind}", side)
+            for row in result.strategies
+            for kind, side in row.numerics.items()
+        ]
+        console.print_lines(tables.side_lines(sides, tables.Column("bf16", result.reference), console.width))
+        for line in tree(result):
+            console.print_lines(tables.wrap_tree(line, console.width))
+        console.note(outcome(result))
+        console.note(f"table: {settings.output / 'search.md'}")
+    sys.exit(0 if result.chosen else 1)
+
+
+@command(DemoSettings)
+def demo(settings: DemoSettings) -> None:
+    """Run all stages on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
+    from annie_quant.cli.pipeline.demo import run
+
+    result = run(settings, console)
+    console.print_lines(tables.demo_lines(result.sides, console.width))
+    console.print_verdict(msgspec.to_builtins(result))
+    console.note(f"for your own model: {NEXT}")

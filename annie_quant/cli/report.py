@@ -176,25 +176,25 @@ def explain(options: ExplainOptions) -> None:
     """Explain CODE: that of an audit's finding or a checkpoint's error, or an exit code. Without CODE, list all."""
     from annie_quant.checkpoint.codes import CODES, DEADLY
 
+    exits = {str(number): {"meaning": f"Exit code {number}: {text}."} for number, text in EXIT_CODES.items()}
+    codes = {name: explanation._asdict() for name, explanation in CODES.items()}
     code = options.code
     if code is None:
         if options.as_json:
-            emit({**{c: e._asdict() for c, e in CODES.items()}, **{str(n): m for n, m in EXIT_CODES.items()}})
+            emit({**codes, **{str(number): text for number, text in EXIT_CODES.items()}})
             return
-        for number, meaning in EXIT_CODES.items():
-            console.line(f"exit code {number}: {meaning}")
+        for number, text in EXIT_CODES.items():
+            console.line(f"exit code {number}: {text}")
         for name, explanation in CODES.items():
             console.line(f"{name}: {explanation.meaning}")
         return
-    if code.isdecimal() and int(code) in EXIT_CODES:
-        result = {"code": code, "meaning": f"Exit code {code}: {EXIT_CODES[int(code)]}."}
-    elif code in CODES:
-        servers = "cannot load the checkpoint, or their answers are useless" if code in DEADLY else None
-        result = {"code": code, **CODES[code]._asdict(), **({"servers": servers} if servers else {})}
-    else:
+    if code not in exits | codes:
         near = difflib.get_close_matches(code, CODES, 3)
         similar = f"; similar: {', '.join(near)}" if near else ""
         raise UsageError(f"unknown code {code[:60]!r}{similar}", "annie-quant explain lists all codes")
+    result = {"code": code, **(exits | codes)[code]}
+    if code in DEADLY:
+        result["servers"] = "cannot load the checkpoint, or their answers are useless"
     if options.as_json:
         emit(result)
         return

@@ -12,19 +12,8 @@ import click
 import msgspec
 
 import annie_quant
+from annie_quant.cli import options as opt
 from annie_quant.cli import tables
-from annie_quant.cli.options import (
-    AsJson,
-    Candidate,
-    Incumbent,
-    KeyVariable,
-    Option,
-    PersonaName,
-    Reference,
-    WorkloadNames,
-    command,
-    picked,
-)
 from annie_quant.cli.terminal import console, emit
 from annie_quant.core.errors import UsageError
 
@@ -68,36 +57,36 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     output: Run directory; an interrupted run resumes from it.
     """
 
-    backend_a: Annotated[tuple[str, str], Option(metavar="NAME URL")]
-    backend_b: Annotated[tuple[str, str] | None, Option(metavar="NAME URL")] = None
-    candidate: Candidate = None
-    reference: Reference = None
-    incumbent: Incumbent = None
+    backend_a: Annotated[tuple[str, str], opt.Option(metavar="NAME URL")]
+    backend_b: Annotated[tuple[str, str] | None, opt.Option(metavar="NAME URL")] = None
+    candidate: opt.Candidate = None
+    reference: opt.Reference = None
+    incumbent: opt.Incumbent = None
     aa: bool = False
     warmup: int = 2
     runs: int = 5
-    n: Annotated[int, Option(least=0)] = 25
-    persona: PersonaName = None
-    workloads: WorkloadNames = None
-    concurrency: Annotated[tuple[int, ...], Option(listed=True)] = (1,)
-    rates: Annotated[tuple[float, ...], Option(name="rate", listed=True)] = ()
+    n: Annotated[int, opt.Option(least=0)] = 25
+    persona: opt.PersonaName = None
+    workloads: opt.WorkloadNames = None
+    concurrency: Annotated[tuple[int, ...], opt.Option(listed=True)] = (1,)
+    rates: Annotated[tuple[float, ...], opt.Option(name="rate", listed=True)] = ()
     prefix_cache: Literal["warm", "off"] = "warm"
     budget_s: float | None = None
-    noise_share: Annotated[float, Option(type=click.FloatRange(0, 1))] = 0.1
-    sustain_s: Annotated[float | None, Option(least=1)] = None
+    noise_share: Annotated[float, opt.Option(type=click.FloatRange(0, 1))] = 0.1
+    sustain_s: Annotated[float | None, opt.Option(least=1)] = None
     stop_early: bool = False
     watch: Path | None = None
     reference_run: Path | None = None
     replay: tuple[Path, ...] = ()
     trace: Path | None = None
-    trace_speed: Annotated[tuple[float, ...], Option(listed=True)] = (1,)
-    trace_n: Annotated[int, Option(least=1)] = 200
-    endpoint_a: Annotated[str, Option(metavar="API")] = "chat"
-    endpoint_b: Annotated[str, Option(metavar="API")] = "chat"
-    key_env: KeyVariable = None
+    trace_speed: Annotated[tuple[float, ...], opt.Option(listed=True)] = (1,)
+    trace_n: Annotated[int, opt.Option(least=1)] = 200
+    endpoint_a: Annotated[str, opt.Option(metavar="API")] = "chat"
+    endpoint_b: Annotated[str, opt.Option(metavar="API")] = "chat"
+    key_env: opt.KeyVariable = None
     seed: int = 0
     output: Path
-    as_json: AsJson = False
+    as_json: opt.AsJson = False
 
 
 # Options that are settings of a benchmark under the same name (bench.run).
@@ -107,7 +96,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@command(BenchOptions)
+@opt.command(BenchOptions)
 def bench(options: BenchOptions) -> None:
     """Time one or two OpenAI-compatible servers with the same prompts, interleaved.
 
@@ -125,7 +114,7 @@ def bench(options: BenchOptions) -> None:
     if stored and not (stored / "bench.json").is_file():
         raise UsageError(f"--watch {stored}: it has no bench.json", "pass the folder of a finished annie-quant bench")
     backends, workloads = backends_of(options), workloads_of(options)
-    settings = picked(options, *SETTINGS)
+    settings = opt.picked(options, *SETTINGS)
     if options.aa:
         settings |= {"candidate": backends[1].name, "incumbent": backends[0].name}
     if options.trace:

@@ -15,18 +15,8 @@ from typing import Annotated
 import click
 import msgspec
 
+from annie_quant.cli import options as opt
 from annie_quant.cli import tables
-from annie_quant.cli.options import (
-    AllowMismatch,
-    Argument,
-    AsJson,
-    Option,
-    PerGate,
-    PersonaName,
-    WorkloadNames,
-    command,
-    picked,
-)
 from annie_quant.cli.terminal import console, emit, is_secondary_process, quiet_engines, refuse_stale_prompt
 from annie_quant.core.errors import need
 from annie_quant.core.templates import render_text
@@ -49,24 +39,24 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
     output: JSON file to write; --layers resumes from its folder.
     """
 
-    checkpoint: Annotated[Path, Argument()]
+    checkpoint: Annotated[Path, opt.Argument()]
     reference: Path
-    n: PerGate = 100
-    persona: PersonaName = None
-    workloads: WorkloadNames = None
-    numerics: Annotated[tuple[str, ...], Option(listed=True)] = ("w4a4", "w4a16")
+    n: opt.PerGate = 100
+    persona: opt.PersonaName = None
+    workloads: opt.WorkloadNames = None
+    numerics: Annotated[tuple[str, ...], opt.Option(listed=True)] = ("w4a4", "w4a16")
     calib_data: Path | None = None
     text: Path | None = None
     layers: bool = False
-    layers_n: Annotated[int, Option(least=1)] = 10
-    rows: Annotated[int, Option(least=1)] = 128
-    processes: Annotated[int | None, Option(least=1)] = None
+    layers_n: Annotated[int, opt.Option(least=1)] = 10
+    rows: Annotated[int, opt.Option(least=1)] = 128
+    processes: Annotated[int | None, opt.Option(least=1)] = None
     output: Path | None = None
-    allow_prompt_mismatch: AllowMismatch = False
-    as_json: AsJson = False
+    allow_prompt_mismatch: opt.AllowMismatch = False
+    as_json: opt.AsJson = False
 
 
-@command(EvalOptions, "eval")
+@opt.command(EvalOptions, "eval")
 def evaluate(options: EvalOptions) -> None:
     """Compare a checkpoint with its bf16 reference without a server: gates, KL divergence.
 
@@ -101,7 +91,7 @@ def evaluate(options: EvalOptions) -> None:
         conversations=options.calib_data,
         layers_n=options.layers_n if options.layers else None,
         faults=faults,
-        **picked(options, "checkpoint", "reference", "numerics", "text", "output", "rows"),
+        **opt.picked(options, "checkpoint", "reference", "numerics", "text", "output", "rows"),
     )
     with console.task("evaluate") as step:
         result = job.run(settings, step, options.processes)
@@ -160,13 +150,13 @@ class RetentionOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: Of the bootstrap.
     """
 
-    bf16_run: Annotated[Path, Argument()]
-    quantized_run: Annotated[Path, Argument()]
+    bf16_run: Annotated[Path, opt.Argument()]
+    quantized_run: Annotated[Path, opt.Argument()]
     seed: int = 0
-    as_json: AsJson = False
+    as_json: opt.AsJson = False
 
 
-@command(RetentionOptions)
+@opt.command(RetentionOptions)
 def retention(options: RetentionOptions) -> None:
     """Compare two lm-eval runs sample by sample: what the quantized model keeps of bf16's scores.
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from annie_quant.core.templates import render_text
 from annie_quant.documents import Identity, Outcome, Standing, salvage_or_default
 from annie_quant.judge import decision
 from annie_quant.report.format import DASH, SIGNS, count, significant, size
@@ -266,24 +267,16 @@ def operation_changes(run: LoadedRun) -> list[str]:
     candidate, incumbent = run.candidate, run.incumbent
     if candidate is None:
         return []
-    changes, runtime = [], candidate.data.runtime or "not on record"
-    before = incumbent.data.runtime or "not on record" if incumbent else None
-    if before == runtime:
-        changes.append(f"the same server ({runtime}), another model file")
-    elif before is not None:
-        changes.append(f"another server: {before} → {runtime}, to install, start and monitor")
-        if container(candidate):
-            changes.append(
-                "a container image and its NVIDIA runtime instead of one binary; its first start takes minutes"
-            )
-    name = {"vLLM": "vllm", "SGLang": "sglang"}.get(container(candidate), "llama.cpp")
-    folder = run.model(candidate.model).checkpoint or "MODEL_DIR"
-    changes.append(f"start script: annie-quant serve {folder} --runtime {name} --dry-run prints its command")
-    if incumbent:
-        label = run.label(incumbent.model)
-        changes.append(f"way back: keep {label} and its start command; both fit only within the budget below")
-    changes.append("resource registry: enter the candidate's highest memory from the table below")
-    return changes
+    unknown, image = "not on record", container(candidate)
+    values = {
+        "runtime": candidate.data.runtime or unknown,
+        "before": (incumbent.data.runtime or unknown) if incumbent else "",
+        "container": image,
+        "folder": run.model(candidate.model).checkpoint or "MODEL_DIR",
+        "server": {"vLLM": "vllm", "SGLang": "sglang"}.get(image, "llama.cpp"),
+        "incumbent": run.label(incumbent.model) if incumbent else "",
+    }
+    return render_text("operation.txt", **values).splitlines()
 
 
 def decision_tree(run: LoadedRun) -> list[DecisionStep]:

@@ -20,6 +20,7 @@ from msgspec import UNSET, UnsetType
 from annie_quant import documents
 from annie_quant.bench.aggregates import labelled, summaries, timed
 from annie_quant.core.errors import AnnieError, UsageError
+from annie_quant.core.files import ASSETS, read_json
 from annie_quant.core.text import visible
 from annie_quant.judge import decision, evidence
 from annie_quant.judge.gates import tabulate
@@ -33,10 +34,6 @@ COLOURS = {"bf16": 0, "naive": 1, "mlp_only": 2, "q4_k_m": 3}
 GATE_ORDER = (
     "tool_call", "no_markdown", "thinking_leak", "factual", "reasoning", "non_empty", "abstention", "stop", "repetition",
 )  # fmt: skip
-BENCH = "annie-quant bench --backend-a NAME URL --backend-b NAME URL --output DIR"
-SERVE_BENCH = f"annie-quant serve MODEL_DIR, then {BENCH}"
-AUDIT = "annie-quant audit MODEL_DIR"
-EVAL = "annie-quant eval MODEL_DIR --reference BF16_DIR"
 JUDGE = "annie-quant report DIR --judge"
 
 
@@ -102,7 +99,7 @@ class RecordedRecipe(msgspec.Struct):
     ingredients: list[documents.Ingredient] = []
 
 
-@dataclass(frozen=True)
+@dataclass
 class Missing:
     """A part that the run does not have, and the command that makes it."""
 
@@ -474,25 +471,18 @@ def _add_sides(run: LoadedRun) -> None:
 
 def _missing(run: LoadedRun, source: str | None) -> list[Missing]:
     served, offline = run.served, run.offline
-    no_document = f"{run.folder.name} holds no run.json: no verdict, no environment, no stage times"
-    no_evaluation = "no evaluation without a server: gates under W4A4 and W4A16 and KL divergence are unknown"
-    no_records = "no records.jsonl: distributions, single streams and answers cannot be shown"
-    has_kl = not offline or any(s.data.kl for s in offline)
-    has_memory = not served or any(s.data.memory_bytes for s in served)
-    has_pairs = not served or run.aggregates.comparisons
-    parts: tuple[tuple[str, object, str, str], ...] = (
-        ("verdict", source, no_document, JUDGE if offline else "annie-quant demo --output DIR"),
-        (
-            "sizes",
-            len(run.models) > len(run.unlisted),
-            "no table of models: sizes and bits per weight are unknown",
-            AUDIT,
-        ),
-        ("offline", offline, no_evaluation, EVAL),
-        ("kl", has_kl, "no KL divergence was measured", EVAL),
-        ("served", served, "no server was measured: latency, speed and served gates are unknown", BENCH),
-        ("records", run.records, no_records, BENCH),
-        ("memory", has_memory, "memory of the servers was not measured (it needs their process ids)", SERVE_BENCH),
-        ("comparisons", has_pairs, "no paired comparison was made (it needs two backends and the same prompts)", BENCH),
-    )
-    return [Missing(part, message, command) for part, exists, message, command in parts if not exists]
+    there: dict[str, object] = {
+        "verdict": source,
+        "sizes": len(run.models) > len(run.unlisted),
+        "offline": offline,
+        "kl": not offline or any(s.data.kl for s in offline),
+        "served": served,
+        "records": run.records,
+        "memory": not served or any(s.data.memory_bytes for s in served),
+        "comparisons": not served or run.aggregates.comparisons,
+    }
+    rows = [Missing(part=part, **texts) for part, texts in read_json(ASSETS / "missing_parts.json").items()]
+    for row in rows:
+        row.message = row.message.format(run=run.folder.name)
+        row.command = JUDGE if row.part == "verdict" and offline else row.command
+    return [row for row in rows if not there[row.part]]

@@ -35,6 +35,8 @@ _ORIGINAL = {
     "ttft_ms": "first_content_ms", "tool_ms": "first_tool_ms", "total_ms": "e2e_ms", "tokens": "completion_tokens",
     "tok_per_s": "decode_tok_s",
 }  # fmt: skip
+# The parts of each form that are the same for all runs.
+_FORMS: Json = decode_json((ASSETS / "exports.json").read_bytes())
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 
@@ -52,6 +54,12 @@ def export(folder: str | os.PathLike[str]) -> list[Path]:
     for path, content in files.items():
         documents.write(path, content)
     return list(files)
+
+
+def filled(form: Json, values: Json) -> Json:
+    """Return a form with values in it; objects of both are joined."""
+    inner = {k: filled(form[k], v) for k, v in values.items() if isinstance(v, dict) and isinstance(form.get(k), dict)}
+    return form | values | inner
 
 
 def _alone(records: Records) -> tuple[list[RequestRecord], list[RequestRecord], float]:
@@ -75,17 +83,12 @@ def vllm(bench: Bench, records: Records, name: str) -> Json:
         figures = (data.mean(), np.median(data), data.std(), np.percentile(data, 99)) if data.size else (None,) * 4
         for label, figure in zip(("mean", "median", "std", "p99"), figures, strict=True):
             times[f"{label}_{key}_ms"] = None if figure is None else float(figure)
-    return {
+    return _FORMS["vllm"] | {
         "date": bench.environment.time,
-        "endpoint_type": "openai-chat",
-        "backend": "openai-chat",
         "label": name,
         "model_id": bench.backends[name].model,
         "tokenizer_id": bench.backends[name].model,
         "num_prompts": len(alone),
-        "request_rate": "inf",
-        "burstiness": 1.0,
-        "max_concurrency": 1,
         "duration": duration_s,
         "completed": len(good),
         "failed": len(alone) - len(good),
@@ -142,18 +145,10 @@ def original_plan(bench: Bench, records: Records) -> Json:
             turn = f"_{record.turn + 1}" if record.workload in conversations else ""
             tests[record.backend][record.workload + turn].append(record)
     config, aggregates = bench.config, bench.aggregates
-    return {
-        "benchmark": "nvfp4_vs_q4km",
+    method = {"warmup_runs": config.warmup, "measured_runs": config.runs, "prefix_cache": config.prefix_cache}
+    result = {
         "date": bench.environment.time,
-        "methodology": {
-            "thinking": {name: workload.thinking for name, workload in config.workloads.items()},
-            "warmup_runs": config.warmup,
-            "measured_runs": config.runs,
-            "token_counting": "usage.completion_tokens",
-            "ttft": "first content token",
-            "order": "randomised ABBA blocks",
-            "prefix_cache": config.prefix_cache,
-        },
+        "methodology": method | {"thinking": {name: w.thinking for name, w in config.workloads.items()}},
         "confounds": [c.message for c in aggregates.confounds if c.severity == "confound"],
         "backends": {n: {"url": s.url, "model": s.model, "runtime": s.runtime} for n, s in bench.backends.items()},
         "results": {
@@ -165,6 +160,7 @@ def original_plan(bench: Bench, records: Records) -> Json:
         },
         "verdict": bench.verdict.sentence,
     }
+    return filled(_FORMS["original_plan"], result)
 
 
 def _original_test(records: Records) -> Json:
@@ -188,18 +184,10 @@ def _original_test(records: Records) -> Json:
 # per output token, prompt included; its ITL is what this package calls TPOT. A stamp is the request's start on the wall clock plus
 # a time of the record.
 
-# assets/guidellm.json has the parts of a report that are the same for all runs.
 
-_FORMS: Json = decode_json((ASSETS / "guidellm.json").read_bytes())
 _GUIDELLM_PERCENTILES = {"p001": 0.1, "p01": 1, "p05": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95,
                          "p99": 99, "p999": 99.9}  # fmt: skip
 _IDS = uuid.UUID("6d1cf9a2-6e0b-4b4c-9f55-0c6a3c1f2b77")  # so that the same run gives the same ids
-
-
-def filled(form: Json, values: Json) -> Json:
-    """Return a form with values in it; objects of both are joined."""
-    inner = {k: filled(form[k], v) for k, v in values.items() if isinstance(v, dict) and isinstance(form.get(k), dict)}
-    return form | values | inner
 
 
 def _start(record: RequestRecord) -> float:
@@ -214,7 +202,7 @@ def guidellm(bench: Bench, records: Records, name: str) -> Json:
     end = max((_start(r) + (r.e2e_ms or 0.0) / 1e3 for r in alone), default=begin)
     totals = {"successful": len(good), "errored": len(alone) - len(good), "incomplete": 0, "total": len(alone)}
     identity, environment = bench.backends[name], bench.environment
-    backend = _FORMS["backend"] | {"target": identity.url or "http://localhost", "model": identity.model}
+    backend = _FORMS["guidellm"]["backend"] | {"target": identity.url or "http://localhost", "model": identity.model}
     run_id = str(uuid.uuid5(_IDS, f"{environment.time}/{name}"))
     config = {"id_": str(uuid.uuid5(_IDS, f"{run_id}/0")), "run_id": run_id, "backend": backend}
     config["requests"] = {"workloads": list(bench.config.workloads)}
@@ -232,9 +220,9 @@ def guidellm(bench: Bench, records: Records, name: str) -> Json:
     report = {
         "metadata": {"python_version": environment.python, "platform": environment.system},
         "config": {"metadata": {"labels": {"backend": name}}, "spec": spec},
-        "benchmarks": [filled(_FORMS["benchmark"], benchmark)],
+        "benchmarks": [filled(_FORMS["guidellm"]["benchmark"], benchmark)],
     }
-    return filled(_FORMS["report"], report)
+    return filled(_FORMS["guidellm"]["report"], report)
 
 
 def _distribution(values: Sequence[float]) -> Json:
@@ -334,7 +322,7 @@ def _guidellm_request(record: RequestRecord) -> Json:
         "input_metrics": {"text_tokens": record.prompt_tokens or None},
         "output_metrics": {"text_tokens": record.completion_tokens if counted else None},
     }
-    return filled(_FORMS["request"], request)
+    return filled(_FORMS["guidellm"]["request"], request)
 
 
 def _scheduler(begin: float, end: float, good: Records, totals: Json) -> Json:

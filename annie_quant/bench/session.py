@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from annie_quant import documents, judge
 from annie_quant.bench import endpoints, memory, run_folder, sequential
+from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import (
     PROBE_TIMEOUT_S,
@@ -31,17 +32,6 @@ from annie_quant.bench.backend import (
 )
 from annie_quant.bench.confounds import is_slow
 from annie_quant.bench.exports import export
-from annie_quant.bench.plan import (
-    BenchPlan,
-    PathLike,
-    Visit,
-    arrival_times,
-    choose,
-    plan_benchmark,
-    planned_visits,
-    sized,
-    warmups,
-)
 from annie_quant.bench.reference_answers import STORED, mark, store_reference, stored_reference
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import ASSETS, read_json, sha256_text
@@ -112,7 +102,7 @@ class Session:
 
     def __init__(
         self,
-        plan: BenchPlan,
+        plan: planning.BenchPlan,
         records: run_folder.RecordLog,
         recorded: Sequence[RequestRecord],
         progress: Progress,
@@ -154,7 +144,7 @@ class Session:
         """
         run_folder.write_unanswered(self.folder, ())
         names = list(self.backends)
-        visits = planned_visits(names, self.workloads, self.config)
+        visits = planning.planned_visits(names, self.workloads, self.config)
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
         looks = sequential.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
         done_before = len(visits) - len(left)
@@ -167,7 +157,7 @@ class Session:
         except BudgetEnded:
             return self._budget_ended(left)
         names_left = {v.workload.name for v in left}
-        warm = warmups(names, [w for w in self.workloads if w.name in names_left], self.config)
+        warm = planning.warmups(names, [w for w in self.workloads if w.name in names_left], self.config)
         total = len(warm) + len(visits)
         for index, visit in enumerate([*warm, *left]):
             done = done_before + max(0, index - len(warm))
@@ -182,7 +172,7 @@ class Session:
         self.progress.update(total, total)
         return Ended(prefix_cache=self.config.prefix_cache)
 
-    def _budget_ended(self, unasked: Sequence[Visit]) -> Ended:
+    def _budget_ended(self, unasked: Sequence[planning.Visit]) -> Ended:
         """Return how the run ended. What a backend that hung was still to answer counts as failed answers of this backend."""
         rows: list[RequestRecord] = []
         for visit in (v for v in unasked if v.backend == self.hung):
@@ -236,10 +226,12 @@ class Session:
                     "start it, then run the same command: finished requests are kept",
                 ) from error
             if smoke:
-                self._visit(Visit(-1, name, workload, ((workload.cases[0], self.session),), warmup=True), cold=True)
+                self._visit(
+                    planning.Visit(-1, name, workload, ((workload.cases[0], self.session),), warmup=True), cold=True
+                )
 
         if smoke:
-            self.sized = {w.name: w for w in sized(self.workloads, self.folder, self._prompt_tokens)}
+            self.sized = {w.name: w for w in planning.sized(self.workloads, self.folder, self._prompt_tokens)}
 
     def _prompt_tokens(self, body: JsonObject) -> int | None:
         """Send a chat completion's body to the first backend; return usage.prompt_tokens."""
@@ -249,7 +241,7 @@ class Session:
         usage = next(answer["usage"] for answer in timings.records() if answer["tag"] == "context")
         return integer((usage or {}).get("prompt_tokens"))
 
-    def _visit(self, visit: Visit, cold: bool = False) -> None:
+    def _visit(self, visit: planning.Visit, cold: bool = False) -> None:
         """Send one visit, turn by turn; the turns of all its conversations are sent together."""
         workload = self.sized.get(visit.workload.name, visit.workload)
         histories: list[list[ChatMessage]] = [[] for _ in visit.cases]
@@ -270,7 +262,7 @@ class Session:
             if turns:
                 self._measure(visit, turns)
 
-    def _new_record(self, visit: Visit, case: Case, repeat: int, turn: int, cold: bool) -> RequestRecord:
+    def _new_record(self, visit: planning.Visit, case: Case, repeat: int, turn: int, cold: bool) -> RequestRecord:
         name, context = visit.ids(case, repeat)[turn], visit.workload.context
         prompt = visit.workload.name, case.id
         if prompt not in self.digests:
@@ -300,12 +292,12 @@ class Session:
     def _model(self, name: str) -> str | None:
         return self.backends[name].model or self.identities[name].model
 
-    def _measure(self, visit: Visit, turns: Sequence[PendingRequest]) -> None:
+    def _measure(self, visit: planning.Visit, turns: Sequence[PendingRequest]) -> None:
         """Send turns together, judge their answers and append their records."""
         backend = self.backends[visit.backend]
         started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         names = [t.record.id.removeprefix(backend.name) for t in turns]
-        starts = arrival_times(visit.load, names, [t.case for t in turns])
+        starts = planning.arrival_times(visit.load, names, [t.case for t in turns])
         identity = self.identities.get(backend.name)
         counters = self.acceptance.before(backend, identity.runtime if identity else None)
         timings = self._send(backend, [(t.record.id, t.body) for t in turns], starts)
@@ -413,7 +405,7 @@ class Session:
             if single is None or name in levels or name not in self.identities:
                 continue
             backend = self.backends[name]
-            cases = choose(single, self.config.n, self.config.seed)
+            cases = planning.choose(single, self.config.n, self.config.seed)
 
             def send(count: int, backend: Backend = backend, cases: list[Case] = cases) -> None:
                 bodies = [single.request(cases[i % len(cases)], 0, (), self._model(backend.name)) for i in range(count)]
@@ -441,7 +433,7 @@ class Session:
 def run(
     backends: Sequence[Backend],
     workloads: Sequence[Workload | str],
-    output: PathLike,
+    output: planning.PathLike,
     *,
     progress: Progress = SILENT,
     watch: OnRecord | None = None,
@@ -466,7 +458,7 @@ def run(
 
     Raises UsageError (bad arguments, a folder with another benchmark), ServerError (a server does not answer).
     """
-    plan = plan_benchmark(backends, workloads, output, **settings)
+    plan = planning.plan_benchmark(backends, workloads, output, **settings)
     folder = plan.folder
     run_folder.prepare_folder(folder, plan.config, plan.workloads, plan.resume)
     if plan.reference_run is not None:

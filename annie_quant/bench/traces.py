@@ -23,7 +23,7 @@ import msgspec
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import decode_json
-from annie_quant.data.log_records import Conversation
+from annie_quant.data.log_records import Conversation, called
 from annie_quant.data.log_sample import max_tokens, plain
 from annie_quant.data.logs import Problems, read_logs
 from annie_quant.data.masking import Scanner
@@ -127,7 +127,7 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[LoggedTurn]:
         elif role == "assistant":
             called = {str(c.get("id")): c["function"] for c in message.get("tool_calls") or ()}
             if turns:
-                turns[-1].calls = [*(turns[-1].calls or ()), *_called(message)]
+                turns[-1].calls = [*(turns[-1].calls or ()), *called(message)]
         elif role == "tool" and turns:
             if last != "tool":
                 turns.append(LoggedTurn())
@@ -137,11 +137,6 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[LoggedTurn]:
             turns[-1].results.append({"name": name, "content": message["content"], "arguments": arguments})
         last = role
     return turns
-
-
-def _called(answer: ChatMessage) -> list[str]:
-    """Return the names of the functions that an answer calls."""
-    return [str(c["function"]["name"]) for c in answer.get("tool_calls") or ()]
 
 
 def _length(answer: ChatMessage) -> int:
@@ -237,7 +232,7 @@ def _log_trace(path: PathLike, n: int, problems: Problems) -> Workload:
         messages = [plain(m) for m in scanner.conversation(prompt)]
         if conversation.system is not None:
             messages.insert(0, {"role": "system", "content": scanner.masked(conversation.system)})
-        calls = [name for m in answers for name in _called(m)]
+        calls = [name for m in answers for name in called(m)]
         case = Case(
             id=f"trace-{number:05d}",
             messages=tuple(messages),

@@ -52,11 +52,16 @@ class Conversation:
     @property
     def calls(self) -> list[str]:
         """Names of all functions that are called, in order."""
-        return [str(c["function"]["name"]) for m in self.messages for c in m.get("tool_calls") or ()]
+        return [name for message in self.messages for name in called(message)]
 
     @property
     def has_answer(self) -> bool:
         return any(m["role"] == "assistant" for m in self.messages)
+
+
+def called(message: ChatMessage) -> list[str]:
+    """Return the names of the functions that a message calls."""
+    return [str(c["function"]["name"]) for c in message.get("tool_calls") or ()]
 
 
 def row_of(

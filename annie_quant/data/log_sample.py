@@ -20,7 +20,7 @@ from pathlib import Path
 
 from annie_quant.core.progress import Progress
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.data.log_records import Conversation, Tool, row_of, with_text_arguments
+from annie_quant.data.log_records import Conversation, Tool, called, row_of, with_text_arguments
 from annie_quant.data.logs import Problems, read_logs
 from annie_quant.data.masking import Scanner
 from annie_quant.data.rows import DuplicateFinder, Row, form_faults, user_text
@@ -228,7 +228,7 @@ class GateCases:
         if conversation.tools is not None and conversation.tools != list(self.persona.tools):
             case.tools = conversation.tools
         if logged is not None:
-            calls = [str(c["function"]["name"]) for c in logged.get("tool_calls") or ()]
+            calls = called(logged)
             case.expect = {"logged": {"calls": calls}}
             arguments = [c["function"]["arguments"] for c in logged.get("tool_calls") or ()]
             length = len(logged["content"]) + len(str(arguments)) + len(logged.get("reasoning_content") or "")

@@ -93,17 +93,14 @@ def with_text_arguments(message: ChatMessage) -> ChatMessage:
     """Return the message with its calls' arguments as JSON strings, as OpenAI's requests have them."""
     result = message.copy()
     if calls := message.get("tool_calls"):
-        result["tool_calls"] = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                },
-            }
-            for call in calls
-        ]
+        result["tool_calls"] = [_with_text(call) for call in calls]
     return result
+
+
+def _with_text(call: ChatCall) -> ChatCall:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 ROLES = {

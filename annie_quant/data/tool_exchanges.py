@@ -300,6 +300,14 @@ def _from_exchange(exchange: Exchange, persona: Persona) -> ToolExchange:
     return ToolExchange(exchange.user.replace("Annie", persona.name), (call,), exchange.reply, "")
 
 
+def messages_of(exchange: Exchange, persona: Persona) -> list[ChatMessage]:
+    """Return an exchange of the built-in templates as messages."""
+    if exchange.tool:
+        return _from_exchange(exchange, persona).messages()
+    user = exchange.user.replace("Annie", persona.name)
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": exchange.reply}]
+
+
 def _from_grammar(grammar: Grammar, tool: Schema, rng: random.Random, split: str) -> ToolExchange:
     phrases = grammar.tools[tool["name"]]
     properties = tool["parameters"].get("properties", {})

@@ -58,16 +58,14 @@ class ShownAnswer:
     """
 
     label: str
-    backend: str
     model: str
+    record: RequestRecord
     pieces: list[tuple[str, bool]]
     reasoning: str
     calls: list[str]
     wrong_call: bool
     faults: list[tuple[str, str]]
     note: str
-    tokens: int | None
-    ttft_ms: float | None
     same_as: str = ""
 
     @property
@@ -190,7 +188,7 @@ def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -
     answers: list[ShownAnswer] = []
     for side in run.served:
         if side.name in records:
-            answer = _answer(run, side.name, side.model, records[side.name])
+            answer = _answer(run, side.model, records[side.name])
             if sum(len(text) for text, _ in answer.pieces) + len(answer.reasoning) > LONG_CHARACTERS:
                 answer.same_as = next((a.label for a in answers if not a.same_as and a.shown == answer.shown), "")
             answers.append(answer)
@@ -199,13 +197,11 @@ def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -
     return ShownPrompt(name(key[0]), key[1], key[2], text, answers, gates, _differs(records))
 
 
-def _answer(run: LoadedRun, backend: str, model: str, record: RequestRecord) -> ShownAnswer:
+def _answer(run: LoadedRun, model: str, record: RequestRecord) -> ShownAnswer:
     text, cut = _cut(record.text, ANSWER_CHARACTERS)
     failed, error = _failed(record), _cut(record.error or "", 300)[0]
     return ShownAnswer(
-        label=run.label(model),
-        backend=backend,
-        model=model,
+        **{"label": run.label(model), "model": model, "record": record},
         pieces=marked(text, [] if error else failed),
         reasoning=_cut(record.reasoning, ANSWER_CHARACTERS // 2)[0],
         calls=[_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in record.tool_calls[:8]],
@@ -215,8 +211,6 @@ def _answer(run: LoadedRun, backend: str, model: str, record: RequestRecord) -> 
             for gate in failed
         ],
         note="; ".join(filter(None, [error, cut])),
-        tokens=record.completion_tokens,
-        ttft_ms=record.first_content_ms,
     )
 
 

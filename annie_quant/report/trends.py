@@ -223,17 +223,17 @@ def _prompts(run: LoadedRun) -> str:
 
 
 def overview(runs: list[LoadedRun], names: list[str]) -> Table:
-    table = Table("The runs, oldest first", "run", ["time", "machine", "requests", "outcome", "verdict"], sortable=True)
+    table = Table("The runs, oldest first", "run", sortable=True)
     for run, label in zip(runs, names, strict=True):
-        outcome = comparison.outcome(run)
-        cells = [
-            Cell(run.document.environment.time or DASH, css="word"),
-            Cell(run.document.environment.cpu or DASH, css="word"),
-            Cell(count(len(run.measured))),
-            Cell(f"{SIGNS[outcome]} {outcome}", css=f"word {CSS[outcome]}"),
-            Cell(run.sentence or "no verdict", css="word long"),
-        ]
-        table.rows.append((label, cells))
+        outcome, environment = comparison.outcome(run), run.document.environment
+        cells = {
+            "time": Cell(environment.time or DASH, css="word"),
+            "machine": Cell(environment.cpu or DASH, css="word"),
+            "requests": Cell(count(len(run.measured))),
+            "outcome": Cell(f"{SIGNS[outcome]} {outcome}", css=f"word {CSS[outcome]}"),
+            "verdict": Cell(run.sentence or "no verdict", css="word long"),
+        }
+        table.add(label, cells)
     return table
 
 

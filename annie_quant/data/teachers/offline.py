@@ -6,16 +6,14 @@ made from the tool's JSON schema (data/tool_exchanges.py).
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data import exchanges
-from annie_quant.data.exchanges import Exchange
 from annie_quant.data.teachers import Options, TeacherBatch
-from annie_quant.data.tool_exchanges import abstention, draw_exchange
-from annie_quant.documents import ChatCall, ChatMessage, ChatRow
+from annie_quant.data.tool_exchanges import abstention, draw_exchange, messages_of
+from annie_quant.documents import ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
 
 NAME = "offline"
@@ -89,9 +87,7 @@ class Offline:
         else:
             turns = [exchanges.draw(category.name, rng, self.split)]
         for turn in turns:
-            user = turn.user.replace("Annie", persona.name)
-            messages.append({"role": "user", "content": user})
-            messages += _answer(turn)
+            messages += messages_of(turn, persona)
         return messages, bool(turns[0].tool)
 
 
@@ -102,19 +98,3 @@ def open_teacher(options: Options, split: str = "calibration") -> Offline:
 def persona_is_annie(persona: Persona) -> bool:
     """Return whether a persona has Annie's two tools; tools are then offered only where one is called."""
     return {t["function"]["name"] for t in persona.tools} == {"search_memory", "web_search"}
-
-
-def _answer(turn: Exchange) -> list[ChatMessage]:
-    """Return the reply, with a tool call and its result before it if the exchange has one."""
-    reply: ChatMessage = {"role": "assistant", "content": turn.reply}
-    if not turn.tool:
-        return [reply]
-    call: ChatCall = {
-        "type": "function",
-        "function": {"name": turn.tool, "arguments": json.dumps({"query": turn.query})},
-    }
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": turn.result},
-        reply,
-    ]

@@ -139,25 +139,17 @@ def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence
 
 def schema_for(category: Category) -> JsonObject:
     """Return the JSON schema of an answer."""
-    turn: JsonObject = {
-        "type": "object",
-        "properties": {"user": {"type": "string"}, "assistant": {"type": "string"}},
-        "required": ["user", "assistant"],
-    }
-    if category.tool:
-        call = {
-            "type": "object",
-            "properties": {"name": {"const": category.tool}, "arguments": {"type": "object"}},
-            "required": ["name", "arguments"],
-        }
-        turn["properties"] |= {"call": call, "result": {"type": "string"}}
+    text: JsonObject = {"type": "string"}
+    call = _object(["name", "arguments"], name={"const": category.tool}, arguments={"type": "object"})
+    optional: dict[str, JsonObject] = {"call": call, "result": text} if category.tool else {}
+    turn = _object(["user", "assistant"], user=text, assistant=text, **optional)
     turns = {"type": "array", "items": turn, "minItems": category.turns, "maxItems": category.turns}
-    conversation = {"type": "object", "properties": {"turns": turns}, "required": ["turns"]}
-    return {
-        "type": "object",
-        "properties": {"conversations": {"type": "array", "items": conversation}},
-        "required": ["conversations"],
-    }
+    conversations = {"type": "array", "items": _object(["turns"], turns=turns)}
+    return _object(["conversations"], conversations=conversations)
+
+
+def _object(required: list[str], **properties: JsonObject) -> JsonObject:
+    return {"type": "object", "properties": properties, "required": required}
 
 
 def conversations(answer: object) -> Iterator[Record]:

@@ -176,7 +176,7 @@ def _page(backend: Backend, path: str, timeout_s: float, caveats: list[str]) -> 
 def _field(page: Mapping[str, object], name: str, kind: type[T], path: str, caveats: list[str]) -> T | None:
     """Return page[name] if it has the expected type; None, with a caveat, for another type."""
     try:
-        return msgspec.convert(page.get(name), kind | None)  # type: ignore[call-overload, no-any-return]
+        return msgspec.convert(page.get(name), kind | None)
     except msgspec.ValidationError as error:
         caveats.append(f"{path}: {name}: {error}")
         return None

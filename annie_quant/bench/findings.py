@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import msgspec
 
@@ -24,11 +25,15 @@ class FindingText(msgspec.Struct):
 TEXTS = msgspec.json.decode((ASSETS / "confounds.json").read_bytes(), type=dict[str, FindingText])
 
 
-def finding(code: str, *backends: str, severity: Severity | None = None, **values: object) -> Confound:
-    """Return a finding about these backends. values: what the message's placeholders stand for."""
+def finding(code: str, *backends: str, **values: object) -> Confound:
+    """Return a finding about these backends.
+
+    values: what the message's placeholders stand for; `severity`: instead of the code's.
+    """
     text, (names, listed) = TEXTS[code], (joint.join(backends) for joint in (" and ", ", "))
+    severity = cast("Severity", values.pop("severity", text.severity))
     message = text.message.format(*backends, names=names, listed=listed, **values)
-    return Confound(code=code, severity=severity or text.severity, message=message, backends=list(backends))
+    return Confound(code=code, severity=severity, message=message, backends=list(backends))
 
 
 def growth_findings(rows: Mapping[str, MemoryGrowth]) -> list[Confound]:

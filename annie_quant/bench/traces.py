@@ -116,7 +116,7 @@ class LoggedTurn:
 def turns_of(messages: Sequence[ChatMessage]) -> list[LoggedTurn]:
     """Return a conversation's turns, in order. Messages before the user's first one are left out."""
     turns: list[LoggedTurn] = []
-    called: dict[str, Mapping[str, Any]] = {}
+    functions: dict[str, Mapping[str, Any]] = {}
     last = ""
     for message in messages:
         role = message["role"]
@@ -125,13 +125,13 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[LoggedTurn]:
         elif role == "user":
             turns.append(LoggedTurn(message["content"]))
         elif role == "assistant":
-            called = {str(c.get("id")): c["function"] for c in message.get("tool_calls") or ()}
+            functions = {str(c.get("id")): c["function"] for c in message.get("tool_calls") or ()}
             if turns:
                 turns[-1].calls = [*(turns[-1].calls or ()), *called(message)]
         elif role == "tool" and turns:
             if last != "tool":
                 turns.append(LoggedTurn())
-            function = called.get(str(message.get("tool_call_id")), {})
+            function = functions.get(str(message.get("tool_call_id")), {})
             name = str(message.get("name") or function.get("name") or "")
             arguments = function.get("arguments") or {}
             turns[-1].results.append({"name": name, "content": message["content"], "arguments": arguments})

@@ -201,7 +201,9 @@ def _answer(run: LoadedRun, model: str, record: RequestRecord) -> ShownAnswer:
     text, cut = _cut(record.text, ANSWER_CHARACTERS)
     failed, error = _failed(record), _cut(record.error or "", 300)[0]
     return ShownAnswer(
-        **{"label": run.label(model), "model": model, "record": record},
+        label=run.label(model),
+        model=model,
+        record=record,
         pieces=marked(text, [] if error else failed),
         reasoning=_cut(record.reasoning, ANSWER_CHARACTERS // 2)[0],
         calls=[_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in record.tool_calls[:8]],

@@ -45,7 +45,7 @@ class Drawing:
     def _render(self, style: str) -> str:
         tools = {"show": format, "plain": plain, "percent": percent, "joined": joined, "corners": corners}
         return render_svg(
-            "charts/drawing.svg", drawing=self, n=next(_ids), style=style, **tools, **{"top": ROWS_TOP} | self.values
+            "charts/drawing.svg", drawing=self, n=next(_ids), style=style, **tools, **{"top": ROWS_TOP, **self.values}
         )
 
 

@@ -299,8 +299,8 @@ def test_ten_thousand_records_give_a_page_of_limited_size(tmp_path, monkeypatch)
     from annie_quant.report import run as run_module
 
     calls = []
-    convert = run_module.salvage_line
-    monkeypatch.setattr(run_module, "salvage_line", lambda *args: calls.append(1) or convert(*args))
+    convert = run_module.documents.salvage_line
+    monkeypatch.setattr(run_module.documents, "salvage_line", lambda *args: calls.append(1) or convert(*args))
     folder = report_fixture.make_run(tmp_path / "large", n=210)
     lines = (folder / "records.jsonl").read_bytes().count(b"\n")
     assert lines >= 10_000

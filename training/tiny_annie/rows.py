@@ -20,7 +20,7 @@ from workloads import HARDENED, briefing
 
 from annie_quant.data import exchanges, load_persona
 from annie_quant.data import tool_exchanges as tools_of
-from annie_quant.data.exchanges import Exchange, capitalized
+from annie_quant.data.exchanges import PHRASES, Exchange, capitalized
 from annie_quant.data.tool_exchanges import ToolExchange
 
 PERSONAS = {name: load_persona(name) for name in ("annie", "home", "support")}
@@ -179,7 +179,7 @@ def rephrased(exchange: ToolExchange, persona: str, rng: random.Random) -> ToolE
     if None not in requests and rng.random() < 0.7:
         user = rng.choice(frames.JOINERS).join(str(r) for r in requests)
     elif len(exchange.calls) > 1:
-        for joiner in tools_of.JOINERS["train"]:
+        for joiner in PHRASES.joiners["train"]:
             user = user.replace(joiner, rng.choice(frames.JOINERS))
     return ToolExchange(user, exchange.calls, exchange.reply, exchange.fact)
 

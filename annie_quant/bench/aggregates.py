@@ -84,7 +84,7 @@ def aggregate_records(
     levels = levels or {}
     formats = {name: identity.format for name, identity in identities.items() if identity.format}
     roles = decision.assign(list(identities), formats, config.roles)
-    growths = memory.check_growth(traces or {}, config.seed)
+    growths = {name: row for name, trace in (traces or {}).items() if (row := memory.growth(trace, config.seed))}
     measured = [r for r in records if not r.warmup]
     fit = timed(measured)
     served = {}
@@ -92,7 +92,7 @@ def aggregate_records(
         own = [r for r in measured if r.backend == name]
         own_fit = [r for r in fit if r.backend == name]
         served[name] = documents.ServedSide(
-            model=_text_or_none(identity.meta.get("model")) or identity.model,
+            model=(named if isinstance(named := identity.meta.get("model"), str) else None) or identity.model,
             runtime=identity.runtime,
             format=identity.format or "",
             requests=len(own),
@@ -127,10 +127,6 @@ def aggregate_records(
         tool_surface={name: points for name, points in surfaces.items() if points},
         confounds=findings,
     )
-
-
-def _text_or_none(value: object) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def timed(measured: Sequence[documents.RequestRecord]) -> list[documents.RequestRecord]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -163,8 +163,3 @@ def read_traces(folder: Path) -> dict[str, list[tuple[float, float]]]:
     """Return the samples by backend; {} for a run without any."""
     path = folder / FILE
     return documents.decode(dict[str, list[tuple[float, float]]], path) if path.exists() else {}
-
-
-def check_growth(traces: Mapping[str, Trace], seed: int = 0) -> dict[str, MemoryGrowth]:
-    """Return the growth of each backend whose samples suffice."""
-    return {name: row for name, trace in traces.items() if (row := growth(trace, seed))}

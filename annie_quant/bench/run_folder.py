@@ -58,7 +58,7 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
         shutil.rmtree(folder / "streams", ignore_errors=True)
         for name in RUN_FILES:
             (folder / name).unlink(missing_ok=True)
-    elif inputs.exists() and _has_records(folder / "records.jsonl"):
+    elif inputs.exists() and (records := folder / "records.jsonl").is_file() and records.stat().st_size:
         try:
             changed = config.differences(documents.decode(Inputs, inputs).config)
         except AnnieError:
@@ -70,10 +70,6 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
                 f"choose another --output, or delete its records to start again: rm -r {old}",
             )
     documents.write(inputs, Inputs(config=config, workloads=[complete_workload(w) for w in workloads]))
-
-
-def _has_records(records: Path) -> bool:
-    return records.is_file() and records.stat().st_size > 0
 
 
 def complete_workload(workload: Workload) -> SentWorkload:

@@ -34,16 +34,9 @@ from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.host import is_local
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.secrets import Redactor, refuse_secrets_in, secrets_of
+from annie_quant.data import recorded_chat
 from annie_quant.data.log_records import Unusable
 from annie_quant.data.masking import Scanner
-from annie_quant.data.recorded_chat import (
-    MAX_ANSWER_BYTES,
-    MAX_REQUEST_BYTES,
-    READABLE_CODINGS,
-    ChatLog,
-    CopiedExchange,
-    line_of,
-)
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, web
@@ -169,7 +162,7 @@ class Recorder:
         need("aiohttp", "record")
         self.settings, self.progress = settings, progress
         self.upstream = checked_upstream(settings)
-        self.log = ChatLog(settings.output, settings.most_bytes)
+        self.log = recorded_chat.ChatLog(settings.output, settings.most_bytes)
         self.result = Recorded(output=str(settings.output))
         self.url = ""
         self._left_out: Counter[str] = Counter()
@@ -275,8 +268,8 @@ class Recorder:
         self.result.requests += 1
         is_chat = request.method == "POST" and request.path.rstrip("/").endswith(PATH)
         copies = (
-            Copy(self._held, MAX_REQUEST_BYTES if is_chat else 0, "a request"),
-            Copy(self._held, MAX_ANSWER_BYTES if is_chat else 0, "an answer"),
+            Copy(self._held, recorded_chat.MAX_REQUEST_BYTES if is_chat else 0, "a request"),
+            Copy(self._held, recorded_chat.MAX_ANSWER_BYTES if is_chat else 0, "an answer"),
         )
         passed = _Passed(request, *copies)
         self._passed[passed] = None
@@ -304,7 +297,7 @@ class Recorder:
         request, answer, size = passed.question.body(), passed.answer.body(), passed.question.size + passed.answer.size
         fault = passed.fault or passed.answer.fault
         refused = passed.refused or passed.question.fault or ("the file's limit" if self.log.stopped else "")
-        exchange = CopiedExchange(
+        exchange = recorded_chat.CopiedExchange(
             request=request,
             answer=None if fault else answer,
             is_stream=passed.is_stream,
@@ -320,10 +313,10 @@ class Recorder:
         work = loop.run_in_executor(self._writer, self._write, exchange, fault)
         work.add_done_callback(lambda _: setattr(self._held, "now", self._held.now - size))
 
-    def _write(self, exchange: CopiedExchange, fault: str) -> None:
+    def _write(self, exchange: recorded_chat.CopiedExchange, fault: str) -> None:
         """Write one chat; in the writer's thread."""
         try:
-            line = line_of(exchange, self._scanner)
+            line = recorded_chat.line_of(exchange, self._scanner)
         except Unusable as reason:
             self._left_out[str(reason)] += 1
             return
@@ -491,7 +484,10 @@ def _of_connection(headers: Mapping[str, str]) -> set[str]:
 def _codings(value: str) -> str:
     """Return Accept-Encoding with only those codings that can be read here."""
     names = [item.strip() for item in value.split(",")]
-    return ", ".join(n for n in names if n.partition(";")[0].strip().lower() in READABLE_CODINGS[1:]) or "identity"
+    return (
+        ", ".join(n for n in names if n.partition(";")[0].strip().lower() in recorded_chat.READABLE_CODINGS[1:])
+        or "identity"
+    )
 
 
 def error_page(status: int, message: str) -> web.Response:

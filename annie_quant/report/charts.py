@@ -293,12 +293,12 @@ def by_turn(run: LoadedRun) -> Figure:
     )
     high = max(p.high or p.y for _, points in lines for p in points) * 1.05
     last = int(max(p.x for _, points in lines for p in points))
-    description = "; ".join(
+    models = [
         f"{run.label(s.model)}: " + ", ".join(f"turn {p.x:g} {significant(p.y)} ms" for p in points)
         for s, points in lines
-    )
+    ]
     turns, times = Axis("turn", 1, last, range(1, last + 1)), Axis("TTFT content, ms", 0, high, ticks(0, high))
-    figure.panels.append(("turns", line_chart(run, "TTFT over turns", description, turns, times, lines)))
+    figure.panels.append(("turns", line_chart(run, "TTFT over turns", "; ".join(models), turns, times, lines)))
     return figure
 
 

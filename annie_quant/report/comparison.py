@@ -54,7 +54,7 @@ def dimensions(run: LoadedRun) -> Table | None:
         [f"{run.label(s.model)} ({w})" for s, w in sides],
     )
     rows: tuple[tuple[str, Callable[[LoadedRun, ServedModel], Cell]], ...] = (
-        ("runtime", _runtime),
+        ("runtime", lambda r, s: Cell(s.data.runtime or DASH, _identity(r, s).version or "")),
         ("fine-tuning", _weights),
         ("quantization", _format),
         ("model on disk", lambda r, s: Cell(size(r.model(s.model).size_bytes), key=f"size|{s.model}")),
@@ -78,10 +78,6 @@ def dimensions(run: LoadedRun) -> Table | None:
 
 def _identity(run: LoadedRun, side: ServedModel) -> Identity:
     return run.backends.get(side.name) or Identity(name=side.name)
-
-
-def _runtime(run: LoadedRun, side: ServedModel) -> Cell:
-    return Cell(side.data.runtime or DASH, _identity(run, side).version or "")
 
 
 def _weights(run: LoadedRun, side: ServedModel) -> Cell:

@@ -84,7 +84,8 @@ def aggregate_records(
     levels = levels or {}
     formats = {name: identity.format for name, identity in identities.items() if identity.format}
     roles = decision.assign(list(identities), formats, config.roles)
-    growths = {name: row for name, trace in (traces or {}).items() if (row := memory.growth(trace, config.seed))}
+    slopes = {name: memory.growth(trace, config.seed) for name, trace in (traces or {}).items()}
+    growths = {name: slope for name, slope in slopes.items() if slope}
     measured = [r for r in records if not r.warmup]
     fit = timed(measured)
     served = {}

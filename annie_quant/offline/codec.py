@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from annie_quant import _nvfp4, gemm, nvfp4
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.core.errors import EnvironmentFault
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between neighbouring magnitudes of E2M1
 MAX_E4M3 = 448.0
 MIN_STEP = 1e-5  # ModelOpt's op for activations replaces a smaller step by 1
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as _nvfp4 numbers them
@@ -27,6 +27,7 @@ QK_NVFP4 = 16
 SCALE_OFFSETS = (0, -1, 1, -2, 2)  # neighbours of amax's scale code that llama.cpp tries, in its order
 MAX_CODE = 0x7E  # E4M3's largest finite value, 448
 FP8, NVFP4 = "fp8", "nvfp4"  # kinds of a quantized KV cache
+InputHook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 CacheRounding = Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -163,9 +164,7 @@ def fake_quant_torch(x: torch.Tensor, tensor_scale: float, group: int = 16) -> t
     step = block_scale.to(torch.float8_e4m3fn).float() * tensor_scale
     step = torch.where(step >= float(np.float32(MIN_STEP)), step, 1.0)
     a = (blocks / step).abs()
-    # Ties go to the even code, which is where half-way integers go, too.
-    nearest = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2)).clamp_max(6.0)
-    values = torch.where(a.isnan(), 6.0, nearest) * step
+    values = torch.where(a.isnan(), 6.0, to_e2m1(a)) * step
     return torch.where(blocks >= 0, values, 0.0 - values).reshape(x.shape).to(x.dtype)
 
 
@@ -211,10 +210,43 @@ def nvfp4_searched(x: torch.Tensor) -> torch.Tensor:
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Return the nearest values of E2M1, ties to the even code, clamped to ±6."""
-    magnitude = x.abs()
-    index = sum(magnitude > m if i % 2 == 0 else magnitude >= m for i, m in enumerate(MIDPOINTS))
-    values = torch.tensor(E2M1[:8], dtype=x.dtype, device=x.device)[index]
-    return torch.copysign(values, x)
+    a = x.abs()
+    # A tie goes to the even code, which is where half-way integers go, too.
+    nearest = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2)).clamp_max(6.0)
+    return torch.copysign(nearest, x)
+
+
+def nvfp4_weight(
+    weight: torch.Tensor, tensor_scale: float, scale: nvfp4.Scale = "amax", importance: np.ndarray | None = None
+) -> torch.Tensor:
+    """Return a weight [N, K] rounded to NVFP4 and back, same dtype and device.
+
+    scale, importance: as for nvfp4.pack. Other scales than "amax" are searched on the CPU.
+    """
+    if weight.device.type == "cuda" and scale == "amax":
+        return fake_quant_torch(weight, tensor_scale)
+    packed = nvfp4.pack(to_numpy(weight.cpu()), tensor_scale=tensor_scale, scale=scale, importance=importance)
+    return to_torch(nvfp4.unpack(packed, dtype_name(weight.dtype))).to(weight.device)
+
+
+def nvfp4_input(x: torch.Tensor, amax: float) -> torch.Tensor:
+    """Return activations as a W4A4 kernel sees them, under input_scale = amax / 2688."""
+    return fake_quant(x, amax / LARGEST_NVFP4)
+
+
+def fp8_input(x: torch.Tensor, amax: float) -> torch.Tensor:
+    """Return x rounded to E4M3 and back under one multiplier, amax / 448."""
+    scale = torch.tensor(amax, dtype=torch.float32) / LARGEST_E4M3
+    return fake_quant_fp8(x, scale.to(x.device))
+
+
+def input_hook(rounder: Callable[[torch.Tensor, float], torch.Tensor], amax: float) -> InputHook:
+    """Return a forward pre-hook that rounds a linear's input. rounder: nvfp4_input or fp8_input."""
+
+    def before(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (rounder(args[0], amax), *args[1:])
+
+    return before
 
 
 def cache_rounding(kind: str) -> CacheRounding:

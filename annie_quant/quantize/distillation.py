@@ -20,8 +20,8 @@ from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
+from annie_quant.offline import codec
 from annie_quant.offline.experts import separate
-from annie_quant.quantize import fake_quant
 from annie_quant.quantize.backend import device_and_dtype, quiet
 from annie_quant.quantize.calibration_samples import (
     KINDS,
@@ -104,10 +104,10 @@ class FakeLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            rounded = fake_quant.nvfp4_weight(self.weight.detach(), float(self.weight_amax) / LARGEST_NVFP4)
+            rounded = codec.nvfp4_weight(self.weight.detach(), float(self.weight_amax) / LARGEST_NVFP4)
         weight = self.weight + (rounded - self.weight).detach()
         top = float(self.input_amax)
-        return nn.functional.linear(fake_quant.nvfp4_input(x, top) if top else x, weight, self.bias)
+        return nn.functional.linear(codec.nvfp4_input(x, top) if top else x, weight, self.bias)
 
 
 def insert(model: nn.Module, weight_amax: Mapping[str, float], input_amax: Mapping[str, float]) -> None:

@@ -180,7 +180,7 @@ def estimate(
 def text_of_file(file: Path, samples: int, share: bool) -> tuple[int, int]:
     """Return the number of conversations of a file that are used, and about how many tokens they have.
 
-    share: tokens of a shared beginning count once, as they are computed on a CPU (shared_text.py).
+    share: tokens of a shared beginning count once, as they are computed on a CPU (calibration_samples.py).
     """
     from annie_quant.offline.engine import common_prefix
 

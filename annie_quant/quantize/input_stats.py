@@ -28,7 +28,7 @@ from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
 from annie_quant.data.rows import read_conversations
 from annie_quant.offline.loading import load
-from annie_quant.quantize import shared_text
+from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.calibration_samples import (
     CONTENT,
     PROMPT,
@@ -37,11 +37,11 @@ from annie_quant.quantize.calibration_samples import (
     make_batches,
     read_samples,
     token_ids,
+    weight_table,
 )
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
-from annie_quant.quantize.shared_text import weight_table
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 COVERAGE_FILE = "expert_coverage.json"
@@ -287,7 +287,7 @@ def largest_inputs(
     ids: tokens of each conversation.
     """
     samples = [CalibrationSample("", tuple(row), (CONTENT,) * len(row), ()) for row in ids]
-    text = shared_text.arrange(samples, share=shared_text.can_share(folder))
+    text = calibration_samples.arrange(samples, share=calibration_samples.can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
     chosen, stats = set(linears), InputStats()
     for layer in model:

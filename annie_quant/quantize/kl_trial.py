@@ -23,7 +23,6 @@ from annie_quant.core.errors import CheckpointError
 from annie_quant.offline import codec
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load as load_model
-from annie_quant.quantize import fake_quant
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample, TokenWeights
 from annie_quant.quantize.formats import FP8, QUANTIZED_INPUTS
@@ -143,12 +142,10 @@ class Trial:
         after = {}
         for name, kind in formats.items():
             if kind == FP8:
-                after[f"{name}.weight"] = fake_quant.fp8(before[name], tops[name])
+                after[f"{name}.weight"] = codec.fp8_input(before[name], tops[name])
             else:
                 tensor_scale = tops[name] / LARGEST_NVFP4
-                after[f"{name}.weight"] = fake_quant.nvfp4_weight(
-                    before[name], tensor_scale, scale, importance.get(name)
-                )
+                after[f"{name}.weight"] = codec.nvfp4_weight(before[name], tensor_scale, scale, importance.get(name))
         narrow = {n: amax[n] for n, f in formats.items() if f in QUANTIZED_INPUTS}
         with self.changed(after, narrow, {n for n, f in formats.items() if f == FP8}):
             return self.divergence()
@@ -192,8 +189,8 @@ class Trial:
                 undo.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = weight.to(parameter)
             for name, top in self.family.largest_of_input(amax).items():
-                rounder = fake_quant.fp8 if name in in_fp8 else fake_quant.nvfp4_input
-                undo.enter_context(self.linear(name).register_forward_pre_hook(fake_quant.input_hook(rounder, top)))
+                rounder = codec.fp8_input if name in in_fp8 else codec.nvfp4_input
+                undo.enter_context(self.linear(name).register_forward_pre_hook(codec.input_hook(rounder, top)))
             yield
 
 

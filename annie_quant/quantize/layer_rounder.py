@@ -1,7 +1,6 @@
 """The common parts of both ways to round a decoder layer: settings, groups of linears, and a result that can be stored.
 
-layer_stages.py rounds a layer with the C loop, and each linear multiplies each token once. two_streams.py rounds it in torch.
-rounding.py calls them layer by layer.
+rounding.py rounds a layer with the C loop, and each linear multiplies each token once. two_streams.py rounds it in torch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Method:
     markup: weight of tool-call markup and ends of turns relative to other tokens of responses.
     damping: added to the Hessian's diagonal, relative to its mean.
     plain: round to nearest, as naive does; the other settings then have no effect.
-    two_streams: round by two_streams.py, else by layer_stages.py.
+    two_streams: round by two_streams.py, else by rounding.py.
     """
 
     prompt: float = 0.1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from annie_quant.checkpoint.remote_code import refused
@@ -29,10 +31,10 @@ from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX
 from annie_quant.offline import caches, deltanet
 from annie_quant.offline.codec import to_torch
 from annie_quant.offline.experts import SingleExperts, separate
-from annie_quant.quantize.backend import device_and_dtype
+from annie_quant.quantize.backend import device_and_dtype, has_triton
 from annie_quant.quantize.calibration_samples import PADDING, TokenBatch
-from annie_quant.quantize.delta_rule import continue_ragged_rows, use_own_delta_rule
 
+CPU_CHUNK = 20  # about this many steps of the delta rule on a CPU; chunks of equal length need little padding
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -57,6 +59,26 @@ def real_inputs(
         of_tokens = of_tokens[experts.rows]
     real = of_tokens != PADDING
     return x.reshape(-1, x.shape[-1])[real], of_tokens[real]
+
+
+class LinearReached(Exception):
+    """The forward pass has reached the linear that it stops at. The argument is the linear's input."""
+
+
+def inputs_of(linear: torch.nn.Module, work: Callable[[], object]) -> torch.Tensor:
+    """Return the input of a linear in `work`, which ends there. Raises RuntimeError where `work` does not reach it."""
+
+    def stop(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        raise LinearReached(args[0])
+
+    handle = linear.register_forward_pre_hook(stop)
+    try:
+        work()
+    except LinearReached as reached:
+        return reached.args[0]
+    finally:
+        handle.remove()
+    raise RuntimeError("the forward pass ended before the linear")
 
 
 class DecoderLayer:
@@ -133,7 +155,7 @@ class DecoderLayer:
 
 
 class Prefixes:
-    """What one layer keeps of batches that later batches continue (shared_text.py): keys and values, or DeltaNet's states.
+    """What one layer keeps of batches that later batches continue (calibration_samples.py): keys and values, or DeltaNet's states.
 
     Batches are in depth-first order: all that continue a batch come directly after it.
 
@@ -292,3 +314,47 @@ class DecoderLayers:
             module.to("meta")
             for tensor in stored.values():
                 self.folder.release(tensor)
+
+
+def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
+    """Make DeltaNet layers without flash-linear-attention compute faster: on a CPU as in evaluation, in half the time."""
+    for layer in deltanet.delta_layers(model):
+        if layer.chunk_gated_delta_rule.__name__ != "torch_chunk_gated_delta_rule":
+            continue
+        if device == "cpu":
+            layer.chunk_gated_delta_rule, layer.causal_conv1d_fn = rule_on_cpu, conv_on_cpu
+            continue
+        ours: Any = deltanet
+        if has_triton():
+            from annie_quant.quantize import triton_kernels
+
+            ours = triton_kernels
+        layer.chunk_gated_delta_rule = ours.gated_delta_rule
+        layer.causal_conv1d_fn = layer.causal_conv1d_fn or ours.causal_conv
+
+
+def continue_ragged_rows(model: torch.nn.Module, batch: deltanet.RaggedBatch) -> None:
+    """Let each row of a batch keep the state after its own last token in DeltaNet layers."""
+    for layer in deltanet.delta_layers(model):
+        layer.chunk_gated_delta_rule = deltanet.ragged_rule(layer.chunk_gated_delta_rule, batch)
+        layer.causal_conv1d_fn = deltanet.ragged_conv(
+            layer.causal_conv1d_fn or deltanet.causal_conv, batch, layer.layer_idx
+        )
+
+
+def conv_on_cpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any
+) -> torch.Tensor:
+    """Return deltanet.causal_conv as shifted sums, which take a fraction of the time of torch's conv1d."""
+    total = x * weight[:, -1:]
+    for i in range(1, min(weight.shape[-1], x.shape[-1])):
+        total[..., i:].addcmul_(x[..., :-i], weight[:, -1 - i, None])
+    total = total if bias is None else total.add_(bias[:, None])
+    return functional.silu(total, inplace=True) if activation in ("silu", "swish") else total
+
+
+def rule_on_cpu(query: torch.Tensor, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return deltanet.gated_delta_rule in chunks of about CPU_CHUNK steps."""
+    steps = query.shape[1]
+    chunk = math.ceil(steps / math.ceil(steps / CPU_CHUNK))
+    return deltanet.gated_delta_rule(query, *inputs, **options, chunk=chunk)

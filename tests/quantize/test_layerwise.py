@@ -11,11 +11,14 @@ from paths import CALIBRATION, TINY_ANNIE
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import CalibrationSample
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import delta_rule, input_stats  # noqa: E402
+from annie_quant.quantize import (  # noqa: E402
+    calibration_samples,
+    input_stats,
+    layerwise,
+)
+from annie_quant.quantize.calibration_samples import CalibrationSample  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 from annie_quant.quantize.strategy import Job  # noqa: E402
 
@@ -106,7 +109,7 @@ def test_the_convolution_is_torchs(steps: int, contiguous: bool) -> None:
     padded = torch.nn.functional.pad(x.double(), (3, 0))
     expected = torch.nn.functional.conv1d(padded, weight[:, None].double(), bias.double(), groups=6)
     with torch.inference_mode():
-        plain = delta_rule.conv_on_cpu(x, weight, bias, None)
-        active = delta_rule.conv_on_cpu(x, weight, bias, "silu")
+        plain = layerwise.conv_on_cpu(x, weight, bias, None)
+        active = layerwise.conv_on_cpu(x, weight, bias, "silu")
     assert (plain - expected).abs().max() < 1e-5
     assert (active - torch.nn.functional.silu(expected)).abs().max() < 1e-5

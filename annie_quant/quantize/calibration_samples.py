@@ -21,7 +21,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,11 +30,9 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import read_conversations
 from annie_quant.offline.engine import common_prefix
+from annie_quant.offline.prompts import Template, conversation_answers
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.strategy import Job, StrategyOptions
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PROMPT, CONTENT, TOOL_MARKUP, THINKING, END_OF_TURN = range(5)
 KINDS = 5
@@ -108,8 +105,6 @@ def read_samples(job: Job[StrategyOptions]) -> list[CalibrationSample]:
 
 def samples_of_rows(model: Path, rows: Sequence[JsonObject]) -> list[CalibrationSample]:
     """Return the assistant's answers in conversations. Answers beyond MAX_TOKENS are left out."""
-    from annie_quant.offline.prompts import Template, conversation_answers
-
     template = Template(model)
     samples = []
     scored_rows = ((i, scored) for i, row in enumerate(rows) for scored in conversation_answers(template, [row]))
@@ -148,18 +143,6 @@ def padded(samples: Sequence[CalibrationSample]) -> TokenBatch:
         ids[i] = np.resize(sample.ids, width)
         kinds[i, : len(sample.kinds)] = sample.kinds
     return TokenBatch(ids, kinds)
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, rows: Sequence[JsonObject]) -> list[list[int]]:
-    """Return one list of token ids per conversation, cut at MAX_TOKENS."""
-    from annie_quant.checkpoint.chat_template import ChatTemplate
-
-    template, ids = ChatTemplate(tokenizer, str(tokenizer.name_or_path)), []
-    for row in rows:
-        thinking = bool(row.get("thinking", False))
-        text = template.render(row["messages"], row.get("tools"), enable_thinking=thinking)
-        ids.append(tokenizer(text, add_special_tokens=False)["input_ids"][:MAX_TOKENS])
-    return ids
 
 
 def weight_table(token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:

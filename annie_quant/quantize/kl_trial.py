@@ -22,7 +22,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.offline import codec
 from annie_quant.offline.engine import Engine, Row
-from annie_quant.offline.loading import load as load_model
+from annie_quant.offline.loading import load
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample, TokenWeights
 from annie_quant.quantize.formats import FP8, QUANTIZED_INPUTS
@@ -81,9 +81,9 @@ class Trial:
     """
 
     def __init__(self, folder: ModelFolder, answers: Sequence[TrialAnswer]) -> None:
-        self.family, self.model = folder.family, load(folder)
+        device, dtype = device_and_dtype(folder)
+        self.family, self.model = folder.family, load(folder.path, dtype=dtype, device=device)
         self.engine = Engine(self.model)
-        device = next(self.model.parameters()).device
         self.rows = [a.row for a in answers]
         self.answers = [replace(a, weights=a.weights.to(device), decides=a.decides.to(device)) for a in answers]
         # float16 halves the memory for large vocabularies; the reference is also compared with itself, rounded like this.
@@ -201,9 +201,3 @@ def spread(samples: Sequence[CalibrationSample]) -> Iterator[CalibrationSample]:
         by_category.setdefault(sample.category, []).append(sample)
     for index in range(max(map(len, by_category.values()))):
         yield from (rows[index] for rows in by_category.values() if index < len(rows))
-
-
-def load(folder: ModelFolder) -> Any:
-    """Load the source model: on a GPU where there is one, else on the CPU."""
-    device, dtype = device_and_dtype(folder)
-    return load_model(folder.path, dtype=dtype, device=device)

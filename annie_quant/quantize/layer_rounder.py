@@ -129,11 +129,8 @@ class LayerRounder:
 
     def largest_weights(self) -> dict[str, float]:
         """Return the largest magnitude that sets the tensor scale of each linear, by full name."""
-        tops = {
-            f"{self.layer.name}.{n}": float(self.layer.linears[n].weight.detach().abs().max())
-            for group in self.groups
-            for n in group
-        }
+        names = [n for group in self.groups for n in group]
+        tops = {f"{self.layer.name}.{n}": float(self.layer.linears[n].weight.detach().abs().max()) for n in names}
         return self.layer.model.folder.family.largest_of_group(tops)
 
     def in_memory(self, groups: Sequence[list[str]]) -> Iterator[list[list[str]]]:

@@ -22,11 +22,11 @@ from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
+from annie_quant.offline.answers import default_cache  # noqa: E402
 from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, open_pair  # noqa: E402
 from annie_quant.offline.prompts import CLASSES, Template, conversation_answers  # noqa: E402
-from annie_quant.offline.reference import default_cache  # noqa: E402
 
 TOOL = {"type": "function", "function": {"name": "search_memory", "parameters": {
     "type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}  # fmt: skip

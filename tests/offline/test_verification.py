@@ -13,15 +13,15 @@ from runtime_models import TOKENIZER_FILES, dequantized, export_nvfp4, first_edg
 
 from annie_quant import judge, runtime  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.offline.decoding import Completion, generate  # noqa: E402
-from annie_quant.offline.engine import Engine, Row  # noqa: E402
-from annie_quant.offline.prompts import Template  # noqa: E402
-from annie_quant.offline.verification import (  # noqa: E402
+from annie_quant.offline.answers import (  # noqa: E402
     FirstDifference,
     answer_from_differences,
     answer_workloads,
     first_difference,
 )
+from annie_quant.offline.decoding import Completion, generate  # noqa: E402
+from annie_quant.offline.engine import Engine, Row  # noqa: E402
+from annie_quant.offline.prompts import Template  # noqa: E402
 
 LIMIT = 14
 

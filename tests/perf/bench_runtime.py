@@ -175,8 +175,8 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
     from annie_quant.offline.decoding import Completion
     from annie_quant.offline.engine import Engine, Row
     from annie_quant.offline.prompts import Template
-    from annie_quant.offline.reference import Reference
-    from annie_quant.offline.verification import answer_from_differences, first_difference
+    from annie_quant.offline.answers import Reference
+    from annie_quant.offline.answers import answer_from_differences, first_difference
 
     template, n = Template(reference), int(count)
     with tempfile.TemporaryDirectory() as cache:

@@ -16,6 +16,7 @@ from dense_models import make
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant import quantize
+from annie_quant.checkpoint.chat_template import with_decoded_calls
 from annie_quant.checkpoint.linears import covering_pattern
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
@@ -36,11 +37,15 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def texts(source: Path) -> Iterator[torch.Tensor]:
     """Yield the conversations as the model's own template writes them, one row each."""
-    from annie_quant.quantize.calibration_samples import token_ids
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    for ids in token_ids(tokenizer, read_conversations(CALIBRATION, ROWS)):
-        yield torch.tensor([ids])
+    for row in read_conversations(CALIBRATION, ROWS):
+        ids = tokenizer.apply_chat_template(
+            [with_decoded_calls(m) for m in row["messages"]],
+            row.get("tools"),
+            enable_thinking=bool(row.get("thinking")),
+            return_dict=False,
+        )
+        yield torch.tensor([ids[:2048]])
 
 
 def quantize_by_modelopt(source: Path, strategy: str, dtype: torch.dtype) -> transformers.PreTrainedModel:

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -32,6 +33,9 @@ from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load, numerics_of
 from annie_quant.offline.process_group import SINGLE, ProcessGroup
 from annie_quant.offline.prompts import Answered, Template, TurnRequest
+
+if TYPE_CHECKING:
+    from annie_quant.offline.pair import EvaluationJob
 
 MAX_LOGITS_BYTES = 1 << 30  # of the reference's logits in memory
 ANSWERS_PER_WRITE = 512
@@ -97,19 +101,11 @@ class Reference:
     """The bf16 model. Its answers come from the cache; the model is loaded when something is missing there."""
 
     def __init__(
-        self,
-        folder: Path,
-        template: Template,
-        dtype: str,
-        device: str,
-        cache: Path | None = None,
-        rows: int = 128,
-        group: ProcessGroup = SINGLE,
+        self, job: EvaluationJob, template: Template, dtype: str, device: str, group: ProcessGroup = SINGLE
     ) -> None:
-        self.folder, self.template, self.dtype, self.device, self.rows = folder, template, dtype, device, rows
-        self.group = group
-        self.sha256 = model_sha256(folder)
-        self.cache_folder = cache or default_cache()
+        self.job, self.template, self.dtype, self.device, self.group = job, template, dtype, device, group
+        self.sha256 = model_sha256(job.reference)
+        self.cache_folder = job.cache or default_cache()
         self.cache = AnswerCache(self.cache_path(), group)
         self._engine: Engine | None = None
         self._logits: dict[int, torch.Tensor] | None = None  # of self._rows, while all of them fit into memory
@@ -122,23 +118,15 @@ class Reference:
 
     def engine(self) -> Engine:
         if self._engine is None:
-            model = load(self.folder, cache="packed", dtype=getattr(torch, self.dtype), device=self.device)
+            model = load(self.job.reference, dtype=getattr(torch, self.dtype), device=self.device)
             if numerics_of(model) != ["bf16"]:
-                raise UsageError(f"{self.folder} is quantized; --reference takes the bf16 checkpoint")
-            self._engine = Engine(model, rows=self.rows, group=self.group)
+                raise UsageError(f"{self.job.reference} is quantized; --reference takes the bf16 checkpoint")
+            self._engine = Engine(model, rows=self.job.rows, group=self.group)
         return self._engine
 
     def answer(self, workloads: Sequence[Workload], progress: Progress = SILENT) -> list[Answered]:
-        """Return every turn of every case with the reference's greedy answer, turn by turn, each after its own earlier answers."""
-        cases = [(w, c) for w in workloads for c in w.cases]
-        messages: dict[tuple[str, str], list[ChatMessage]] = {(w.name, c.id): [] for w, c in cases}
-        answered = []
-        for turn in range(max((c.n_turns for _, c in cases), default=0)):
-            requests = [self.template.request(w, c, turn, messages[w.name, c.id]) for w, c in cases if turn < c.n_turns]
-            for request, completion in zip(requests, self.complete(requests, progress), strict=True):
-                messages[request.conversation].append(self.template.message(request, completion))
-                answered.append(Answered(request, completion))
-        return answered
+        """Return every turn of every case with the reference's greedy answer, turn by turn."""
+        return answer_workloads(self.template, workloads, lambda requests: self.complete(requests, progress))
 
     def complete(self, requests: Sequence[TurnRequest], progress: Progress) -> list[Completion]:
         """Return the requests' answers in order. Those that are not in the cache are generated and added to it."""
@@ -221,6 +209,21 @@ class Choices:
     difference: FirstDifference | None
     best: np.ndarray
     margins: np.ndarray
+
+
+def answer_workloads(
+    template: Template, workloads: Sequence[Workload], generate: Callable[[Sequence[TurnRequest]], list[Completion]]
+) -> list[Answered]:
+    """Answer every turn of every case, turn by turn with all cases together, each with the model's own earlier answers."""
+    cases = [(w, c) for w in workloads for c in w.cases]
+    messages: dict[tuple[str, str], list[ChatMessage]] = {(w.name, c.id): [] for w, c in cases}
+    answered = []
+    for turn in range(max((c.n_turns for _, c in cases), default=0)):
+        requests = [template.request(w, c, turn, messages[w.name, c.id]) for w, c in cases if turn < c.n_turns]
+        for request, completion in zip(requests, generate(requests), strict=True):
+            messages[request.conversation].append(template.message(request, completion))
+            answered.append(Answered(request, completion))
+    return answered
 
 
 def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> FirstDifference | None:

@@ -191,46 +191,29 @@ def causal_conv_step(
 def ragged_rule(rule: Callable, batch: RaggedBatch, decoding: Callable | None = None) -> Callable:
     """Wrap `rule` so that steps after each row's length do not change the state.
 
-    decoding: the rule for the steps of answers; None: `rule`.
+    decoding: the rule for the steps of answers, which begins with the state after the prompt; None: `rule`.
     """
 
-    def masked(query, key, value, g, beta, **more):
+    def masked(query, key, value, g, beta, *, initial_state=None, **more):
+        def run(rule: Callable, span: slice, mask: torch.Tensor, state: torch.Tensor | None) -> tuple:
+            q, k, v, decay, b = (x[:, span] for x in (query, key, value, g * mask, beta * mask))
+            return rule(q, k, v, g=decay, beta=b, initial_state=state, **more)
+
+        steps = torch.arange(g.shape[1], device=g.device)
         if batch.lengths is not None:
-            real = (torch.arange(g.shape[1], device=g.device) < batch.lengths.unsqueeze(1)).unsqueeze(-1)
+            real = (steps < batch.lengths.unsqueeze(1)).unsqueeze(-1)
             g, beta = g * real, beta * real
         if batch.prompts is None or decoding is None:
-            return rule(query, key, value, g=g, beta=beta, **more)
-        return in_two_parts(rule, decoding, batch.prompts, query, key, value, g, beta, **more)
+            return rule(query, key, value, g=g, beta=beta, initial_state=initial_state, **more)
+        more["output_final_state"] = True
+        inside = (steps < batch.prompts.unsqueeze(1)).unsqueeze(-1)
+        start, end = int(batch.prompts.min()), int(batch.prompts.max())
+        head, state = run(rule, slice(0, end), inside, initial_state)
+        tail, state = run(decoding, slice(start, None), ~inside, state)
+        middle = torch.where(inside[:, start:end].unsqueeze(-1), head[:, start:], tail[:, : end - start])
+        return torch.cat((head[:, :start], middle, tail[:, end - start :]), 1), state
 
     return masked
-
-
-def in_two_parts(
-    first: Callable,
-    second: Callable,
-    prompts: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    initial_state: torch.Tensor | None = None,
-    **more: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the first prompts[i] steps of row i with one rule and the others with another, from the state of the first."""
-    more["output_final_state"] = True
-    inside = (torch.arange(g.shape[1], device=g.device) < prompts.unsqueeze(1)).unsqueeze(-1)
-    start, end = int(prompts.min()), int(prompts.max())
-
-    def part(rule: Callable, span: slice, mask: torch.Tensor, state: torch.Tensor | None) -> tuple:
-        q, k, v, decay, b = (x[:, span] for x in (query, key, value, g * mask, beta * mask))
-        return rule(q, k, v, g=decay, beta=b, initial_state=state, **more)
-
-    head, state = part(first, slice(0, end), inside, initial_state)
-    tail, state = part(second, slice(start, None), ~inside, state)
-    middle = torch.where(inside[:, start:end].unsqueeze(-1), head[:, start:], tail[:, : end - start])
-    return torch.cat((head[:, :start], middle, tail[:, end - start :]), 1), state
 
 
 def ragged_conv(conv: Callable, batch: RaggedBatch, layer: int) -> Callable:

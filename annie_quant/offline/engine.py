@@ -99,20 +99,24 @@ def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, Non
     return attention
 
 
-@contextlib.contextmanager
-def use_grouped_attention(config: Any, profile: Profile) -> Iterator[None]:
+def use_grouped_attention(config: Any, profile: Profile) -> contextlib.AbstractContextManager[None]:
     """Let a model with this text config use grouped_attention instead of sdpa. Other implementations are unchanged.
 
     profile: where queries, keys, values and outputs are rounded.
     """
-    before = config._attn_implementation
-    if before != "sdpa":
-        yield
-        return
+    if config._attn_implementation != "sdpa":
+        return contextlib.nullcontext()
     name = f"{NAME}_{profile.stream}_{profile.kv}_{profile.delta_rule}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(name, rounded_attention(profile) if profile.rounds else grouped_attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    return use_attention(config, name)
+
+
+@contextlib.contextmanager
+def use_attention(config: Any, name: str) -> Iterator[None]:
+    """Let a model with this text config use a registered attention function."""
+    before = config._attn_implementation
     config._attn_implementation_internal = name
     try:
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -122,9 +122,8 @@ def check_writable(path: Path) -> None:
     """Raise EnvironmentFault if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(f".{path.name}.{os.getpid()}.part")
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
         raise EnvironmentFault(
             f"{path}: cannot be written ({error.strerror}{files.owner(path.parent)})", "choose another --output"

@@ -183,7 +183,7 @@ def open_pair(
     dense_cache = "float32" if dtype == "float32" else "bf16"
     model = load(job.checkpoint, cache=dense_cache, dtype=getattr(torch, dtype), device=device)
     engine = Engine(model, rows=job.rows, group=group)
-    reference = Reference(job.reference, template, dtype, device, job.cache, job.rows, group)
+    reference = Reference(job, template, dtype, device, group)
     try:
         yield ModelPair(job, group, shown, device, dtype, template, model, engine, reference, start)
     finally:

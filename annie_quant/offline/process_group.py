@@ -91,21 +91,14 @@ def automatic(folders: Sequence[Path], n_answers: int) -> int:
     return max(1, min(MOST_PROCESSES, host.cores(), fitting))
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What a helper sends instead of its part when it fails."""
-
-    text: str
-
-
 def received(connection: Connection) -> dict[Any, Any]:
-    """Return a helper's part. Raises EnvironmentFault where it has failed or ended."""
+    """Return a helper's part. Raises EnvironmentFault where it has failed, and sent a text instead, or ended."""
     try:
         part = connection.recv()
     except (EOFError, OSError):
         raise EnvironmentFault("a helper process of the evaluation ended (was memory short?)", FIX) from None
-    if isinstance(part, Failure):
-        raise EnvironmentFault(f"a helper process of the evaluation failed: {part.text}", FIX)
+    if isinstance(part, str):
+        raise EnvironmentFault(f"a helper process of the evaluation failed: {part}", FIX)
     return part
 
 
@@ -146,6 +139,6 @@ def help_with(work: Callable[..., object], rank: int, size: int, threads: int, c
         work(group=ProcessGroup(rank, size, (connection,)))
     except (EOFError, OSError) as error:  # also when the first process has ended
         with contextlib.suppress(OSError):
-            connection.send(Failure(str(error)))
+            connection.send(str(error))
     except Exception as error:
-        connection.send(Failure(f"{type(error).__name__}: {error}"))
+        connection.send(f"{type(error).__name__}: {error}")

@@ -95,7 +95,7 @@ def test_the_reference_against_itself_differs_nowhere(reference: Path, tmp_path:
 def test_the_references_answers_are_cached_and_a_killed_run_resumes(
     reference: Path, naive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from annie_quant.offline import reference as module
+    from annie_quant.offline import answers as module
 
     generated: list[int] = []
     plain = module.generate_distributed

@@ -150,7 +150,6 @@ def test_nearly_equal_weights_give_both_outcomes(folders) -> None:
 
 
 def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    from annie_quant.offline import verification
 
     decoded_prompts: list[int] = []
 
@@ -158,7 +157,7 @@ def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch:
         decoded_prompts.append(len(prompts))
         return generate(engine, prompts, *more)
 
-    monkeypatch.setattr(verification, "generate_distributed", counted)
+    monkeypatch.setattr(answers, "generate_distributed", counted)
     _, _, answered, outcomes = by_verification(folders["naive"], folders["equal"], "w4a16")
     assert all(o.same for o in outcomes) and sum(decoded_prompts) == 0
     assert [o.completion for o in outcomes] == [c for _, c in answered]

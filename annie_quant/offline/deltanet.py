@@ -22,13 +22,8 @@ import transformers
 from torch.nn import functional
 
 from annie_quant.core.errors import EnvironmentFault
-from annie_quant.offline.deltanet_cpu import (
-    SERVED_CHUNK,
-    gated_delta_rule_cpu,
-    in_chunks,
-    normalized_as_on_a_cpu,
-    silu_on_a_cpu,
-)
+from annie_quant.offline import deltanet_cpu
+from annie_quant.offline.deltanet_cpu import SERVED_CHUNK, in_chunks
 from annie_quant.offline.emulation import Round, rounding
 from annie_quant.offline.profiles import CPU_KERNELS, Profile
 
@@ -276,9 +271,13 @@ def ragged_layers(layers: Sequence[Any], profile: Profile, batch: RaggedBatch) -
                 served: Callable[..., Any] = own
                 decoding = own
                 if profile.delta_rule == CPU_KERNELS:
-                    served, decoding = gated_delta_rule_cpu, normalized_as_on_a_cpu(own)
-                    layer.recurrent_gated_delta_rule = normalized_as_on_a_cpu(layer.recurrent_gated_delta_rule)
-                    conv, step = (functools.partial(f, silu=silu_on_a_cpu) for f in (causal_conv, causal_conv_step))
+                    served, decoding = deltanet_cpu.gated_delta_rule_cpu, deltanet_cpu.normalized_as_on_a_cpu(own)
+                    layer.recurrent_gated_delta_rule = deltanet_cpu.normalized_as_on_a_cpu(
+                        layer.recurrent_gated_delta_rule
+                    )
+                    conv, step = (
+                        functools.partial(f, silu=deltanet_cpu.silu_on_a_cpu) for f in (causal_conv, causal_conv_step)
+                    )
                 own = functools.partial(served, to_operand=rounding(profile.stream))
             layer.chunk_gated_delta_rule = ragged_rule(own, batch, decoding)
             layer.causal_conv1d_fn, layer.causal_conv1d_update = ragged_conv(conv, batch, layer.layer_idx), step

@@ -21,21 +21,23 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.core_model_loading import WeightConverter
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from annie_quant import checkpoint, models
 from annie_quant.checkpoint import Linear, ModelFolder
-from annie_quant.checkpoint import linears as formats
 from annie_quant.checkpoint.codes import DEADLY
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
-from annie_quant.checkpoint.linears import FP8_BLOCK, is_per_token, read_struct
+from annie_quant.checkpoint.linears import (
+    FP8_BLOCK,
+    LARGEST_INPUT_SCALE,
+    LARGEST_TENSOR_SCALE,
+    MAGNITUDE,
+    NAN,
+    is_per_token,
+    read_struct,
+)
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import aliases
@@ -200,15 +202,15 @@ def check_values(model: nn.Module) -> None:
 def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
     scalars = linear.scalars()
     for part, value, limit in (
-        (linear.NAMES.tensor_scale, scalars.tensor_scale, formats.LARGEST_TENSOR_SCALE),
-        (linear.NAMES.input_scale, scalars.input_scale, formats.LARGEST_INPUT_SCALE),
+        (linear.NAMES.tensor_scale, scalars.tensor_scale, LARGEST_TENSOR_SCALE),
+        (linear.NAMES.input_scale, scalars.input_scale, LARGEST_INPUT_SCALE),
     ):
         if value is not None and not 0 < value <= limit:
             raise CheckpointError(
                 f"{name}.{part} means {value}, expected a positive number of at most {limit:g}", AUDIT_HINT
             )
-    magnitude = linear.block_scale.view(torch.uint8) & formats.MAGNITUDE
-    if magnitude.numel() and int(magnitude.max()) == formats.NAN:
+    magnitude = linear.block_scale.view(torch.uint8) & MAGNITUDE
+    if magnitude.numel() and int(magnitude.max()) == NAN:
         raise CheckpointError(f"{name}.{linear.NAMES.block_scale} holds NaN block scales", AUDIT_HINT)
 
 
@@ -341,13 +343,13 @@ def register() -> None:
     theirs.
     """
     for method in (modelopt.NAME, BLOCK_FP8, NAMED_BLOCK_FP8):
-        if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-            register_quantization_config(method)(UnchangedConfig)
-        if method not in AUTO_QUANTIZER_MAPPING:
-            register_quantizer(method)(NVFP4Quantizer)
+        if method not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+            auto.register_quantization_config(method)(UnchangedConfig)
+        if method not in auto.AUTO_QUANTIZER_MAPPING:
+            auto.register_quantizer(method)(NVFP4Quantizer)
     name = compressed_tensors.NAME
-    original_config: Any = AUTO_QUANTIZATION_CONFIG_MAPPING[name]
-    original_quantizer: Any = AUTO_QUANTIZER_MAPPING[name]
+    original_config: Any = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[name]
+    original_quantizer: Any = auto.AUTO_QUANTIZER_MAPPING[name]
     if original_config.__name__ == "CompressedTensorsConfigOrNVFP4":
         return
 
@@ -362,8 +364,8 @@ def register() -> None:
     def quantizer(config: Any, **kwargs: Any) -> HfQuantizer:
         return (NVFP4Quantizer if isinstance(config, UnchangedConfig) else original_quantizer)(config, **kwargs)
 
-    AUTO_QUANTIZATION_CONFIG_MAPPING[name] = CompressedTensorsConfigOrNVFP4
-    AUTO_QUANTIZER_MAPPING[name] = quantizer  # type: ignore[assignment]
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[name] = CompressedTensorsConfigOrNVFP4
+    auto.AUTO_QUANTIZER_MAPPING[name] = quantizer  # type: ignore[assignment]
 
 
 def is_nvfp4(config: JsonObject) -> bool:

@@ -22,16 +22,9 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.offline import codec
 from annie_quant.offline.experts import separate
+from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize.backend import device_and_dtype
-from annie_quant.quantize.calibration_samples import (
-    KINDS,
-    MANNERS_RESPONSE,
-    PADDING,
-    RESPONSE,
-    CalibrationSample,
-    padded,
-    read_samples,
-)
+from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import NVFP4, choose
 from annie_quant.quantize.input_stats import collect_stats
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
@@ -48,7 +41,7 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     names = {family.in_form(n, multimodal=False): n for n in choose(folder, job.exclude)}
     formats = dict.fromkeys(names.values(), kind)
     announce_size(folder, formats, progress)
-    stats = collect_stats(job, RESPONSE, progress)
+    stats = collect_stats(job, text.RESPONSE, progress)
     inputs = family.largest_of_input(stats.amax)
     device, dtype = device_and_dtype(folder)
     with refused(job.model):
@@ -65,7 +58,7 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
         progress,
         model=student,
         args=arguments(checkpoints, options, job.seed),
-        train_dataset=read_samples(job),
+        train_dataset=text.read_samples(job),
         data_collator=collate,
     )
     saved = transformers.trainer_utils.get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
@@ -122,7 +115,7 @@ class Distillation(Trainer):
         super().__init__(**more)
         self.remove_callback(PrinterCallback)
         self.teacher, self.progress = teacher.eval().requires_grad_(False), progress
-        self.table = torch.tensor([MANNERS_RESPONSE.get(k, 0.0) for k in (*range(KINDS), PADDING)])
+        self.table = torch.tensor([text.MANNERS_RESPONSE.get(k, 0.0) for k in (*range(text.KINDS), text.PADDING)])
 
     def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
         """Report the loss."""
@@ -135,7 +128,7 @@ class Distillation(Trainer):
         self, model: nn.Module, inputs: Mapping[str, Any], *args: object, **kwargs: object
     ) -> torch.Tensor:
         ids, kinds = inputs["input_ids"], inputs["kinds"]
-        weight = self.table.to(ids.device)[kinds]  # PADDING is -1, the table's last element
+        weight = self.table.to(ids.device)[kinds]  # text.PADDING is -1, the table's last element
         positions = (weight > 0).any(0).nonzero().squeeze(-1)
         used = weight[:, positions] > 0
         arguments = {"input_ids": ids, "use_cache": False, "logits_to_keep": positions}
@@ -149,7 +142,7 @@ class Distillation(Trainer):
 
 def collate(samples: Sequence[CalibrationSample]) -> dict[str, torch.Tensor]:
     """Return a batch as the Trainer passes it on: input_ids and kinds, int64 [B, T]."""
-    batch = padded(samples)
+    batch = text.padded(samples)
     return {"input_ids": torch.from_numpy(batch.ids), "kinds": torch.from_numpy(batch.kinds)}
 
 

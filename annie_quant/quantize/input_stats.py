@@ -28,16 +28,7 @@ from annie_quant.data.rows import read_conversations
 from annie_quant.offline.loading import load
 from annie_quant.offline.prompts import Template
 from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import (
-    CONTENT,
-    MAX_TOKENS,
-    PROMPT,
-    CalibrationSample,
-    TokenWeights,
-    make_batches,
-    read_samples,
-    weight_table,
-)
+from annie_quant.quantize.calibration_samples import PROMPT, CalibrationSample, TokenWeights, weight_table
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
@@ -210,7 +201,12 @@ class InputSampler(InputObserver):
 
 def collect_stats(job: Job[StrategyOptions], token_weights: TokenWeights, progress: Progress) -> InputStats:
     """Return the statistics of every linear of every decoder layer over the answers in the job's conversations."""
-    model = DecoderLayers(ModelFolder(job.model), make_batches(read_samples(job)), progress, "calibrating")
+    model = DecoderLayers(
+        ModelFolder(job.model),
+        calibration_samples.make_batches(calibration_samples.read_samples(job)),
+        progress,
+        "calibrating",
+    )
     stats = InputStats()
     for layer in model:
         groups = layer.groups()
@@ -259,7 +255,7 @@ def max_calibrated(job: Job[StrategyOptions], linears: Sequence[str], progress: 
     rows = read_conversations(job.conversations, job.calib_samples)
     template = Template(job.model)
     texts = (template.render(r["messages"], r.get("tools"), bool(r.get("thinking")), False) for r in rows)
-    ids = [row for row in (template.ids(text)[:MAX_TOKENS] for text in texts) if row]
+    ids = [row for row in (template.ids(text)[: calibration_samples.MAX_TOKENS] for text in texts) if row]
     progress.message(f"calibrating on {len(rows)} conversations, {sum(map(len, ids))} tokens")
     if models.is_known(folder.config):
         stats = largest_inputs(folder, linears, ids, progress)
@@ -275,7 +271,7 @@ def largest_inputs(
 
     ids: tokens of each conversation.
     """
-    samples = [CalibrationSample("", tuple(row), (CONTENT,) * len(row), ()) for row in ids]
+    samples = [CalibrationSample("", tuple(row), (calibration_samples.CONTENT,) * len(row), ()) for row in ids]
     text = calibration_samples.arrange(samples, share=calibration_samples.can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
     chosen, stats = set(linears), InputStats()

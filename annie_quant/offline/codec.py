@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from annie_quant import _nvfp4, gemm, nvfp4
-from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.core.errors import EnvironmentFault
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -27,8 +26,7 @@ QK_NVFP4 = 16
 SCALE_OFFSETS = (0, -1, 1, -2, 2)  # neighbours of amax's scale code that llama.cpp tries, in its order
 MAX_CODE = 0x7E  # E4M3's largest finite value, 448
 FP8, NVFP4 = "fp8", "nvfp4"  # kinds of a quantized KV cache
-InputHook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
-CacheRounding = Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+CacheRounding = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def to_numpy(t: torch.Tensor) -> np.ndarray:
@@ -56,7 +54,7 @@ def byte_arrays(*tensors: torch.Tensor) -> Iterator[np.ndarray]:
     return (t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors)
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 → "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
@@ -216,39 +214,6 @@ def to_e2m1(x: torch.Tensor) -> torch.Tensor:
     return torch.copysign(nearest, x)
 
 
-def nvfp4_weight(
-    weight: torch.Tensor, tensor_scale: float, scale: nvfp4.Scale = "amax", importance: np.ndarray | None = None
-) -> torch.Tensor:
-    """Return a weight [N, K] rounded to NVFP4 and back, same dtype and device.
-
-    scale, importance: as for nvfp4.pack. Other scales than "amax" are searched on the CPU.
-    """
-    if weight.device.type == "cuda" and scale == "amax":
-        return fake_quant_torch(weight, tensor_scale)
-    packed = nvfp4.pack(to_numpy(weight.cpu()), tensor_scale=tensor_scale, scale=scale, importance=importance)
-    return to_torch(nvfp4.unpack(packed, dtype_name(weight.dtype))).to(weight.device)
-
-
-def nvfp4_input(x: torch.Tensor, amax: float) -> torch.Tensor:
-    """Return activations as a W4A4 kernel sees them, under input_scale = amax / 2688."""
-    return fake_quant(x, amax / LARGEST_NVFP4)
-
-
-def fp8_input(x: torch.Tensor, amax: float) -> torch.Tensor:
-    """Return x rounded to E4M3 and back under one multiplier, amax / 448."""
-    scale = torch.tensor(amax, dtype=torch.float32) / LARGEST_E4M3
-    return fake_quant_fp8(x, scale.to(x.device))
-
-
-def input_hook(rounder: Callable[[torch.Tensor, float], torch.Tensor], amax: float) -> InputHook:
-    """Return a forward pre-hook that rounds a linear's input. rounder: nvfp4_input or fp8_input."""
-
-    def before(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (rounder(args[0], amax), *args[1:])
-
-    return before
-
-
 def cache_rounding(kind: str) -> CacheRounding:
     """Return f(attention module, keys, values) → both as a cache of this kind holds them, in their own dtype.
 
@@ -262,13 +227,13 @@ def cache_rounding(kind: str) -> CacheRounding:
         dtype = getattr(torch, kind)
         return lambda module, key, value: (key.to(dtype).to(key.dtype), value.to(dtype).to(value.dtype))
 
-    def rounded(module: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rounded(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return round_one(key, scale_of(module, "k_scale"), kind), round_one(value, scale_of(module, "v_scale"), kind)
 
     return rounded
 
 
-def scale_of(module: Any, name: str) -> torch.Tensor:
+def scale_of(module: torch.nn.Module, name: str) -> torch.Tensor:
     """Return the scale of an attention module or of its projection (compressed-tensors and ModelOpt), or 1.0."""
     scales = [getattr(child, name) for child in (module, *module.children()) if hasattr(child, name)]
     return scales[0].float() if scales else torch.ones(())

@@ -33,7 +33,7 @@ class FixedBuffers:
 
     column: torch.Tensor
     left: int
-    graph: Any = None
+    graph: torch.cuda.CUDAGraph | None = None
 
 
 def fix_buffers(running: RunningBatch) -> FixedBuffers:
@@ -93,7 +93,7 @@ def run_aside(engine: Engine, work: Callable[[], None]) -> None:
     current.wait_stream(engine.capture_stream)
 
 
-def capture(engine: Engine, work: Callable[[], None]) -> Any:
+def capture(engine: Engine, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     """Return the graph of `work`; None, and no further attempts, where something in it cannot be captured.
 
     torch.cuda.graph would also collect garbage before each capture, which takes longer than the capture.

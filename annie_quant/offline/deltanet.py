@@ -57,7 +57,7 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     to_operand: Round | None = None,
     chunk: int | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (outputs [B, T, H, Dv], final state [B, H, Dk, Dv] or None).
 
@@ -153,7 +153,7 @@ def causal_conv(
     activation: str | None,
     *,
     silu: Round = functional.silu,
-    **_: Any,
+    **_: object,
 ) -> torch.Tensor:
     """Return the depthwise causal convolution [B, C, T] of x [B, C, T] with weight [C, K]; activation: "silu" or None.
 
@@ -169,7 +169,7 @@ def causal_conv_step(
     state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    activation: Any = None,
+    activation: str | None = None,
     *,
     silu: Round = functional.silu,
 ) -> torch.Tensor:

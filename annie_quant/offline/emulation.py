@@ -138,13 +138,13 @@ class RoundedSigmoid(TorchFunctionMode):
         super().__init__()
         self.module, self.sigmoid, forward = module, sigmoid, module.forward
 
-        def gated(*args: Any, **options: Any) -> Any:
+        def gated(*args: object, **options: object) -> object:
             with self:
                 return forward(*args, **options)
 
         module.forward = gated
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return self.sigmoid(args[0]) if func in SIGMOIDS else func(*args, **(kwargs or {}))
 
     def remove(self) -> None:
@@ -190,7 +190,9 @@ def reordered_linears(model: nn.Module, order: SumOrder) -> Iterator[None]:
         for linear in linears:
             permutation = None
             if order.permutation is not None:
-                permutation = torch.randperm(linear.in_features, generator=generator).to(linear_device(linear))
+                permutation = torch.randperm(linear.in_features, generator=generator).to(
+                    next(linear.parameters()).device
+                )
             if isinstance(linear, NVFP4Linear):
                 linear.reorder(permutation, order.parts)
             elif permutation is None or id(linear.weight) not in embeddings:  # a second copy of a tied head may not fit
@@ -211,10 +213,6 @@ def plain_product(
     """Return x W^T + b of a plain linear, summed in another order. weight: permuted already."""
     y = sum_of_parts(x if permutation is None else x[..., permutation], weight, parts)
     return y if bias is None else y + bias
-
-
-def linear_device(linear: nn.Linear) -> torch.device:
-    return linear.codes.device if isinstance(linear, NVFP4Linear) else linear.weight.device
 
 
 def profile_of(model: nn.Module) -> Profile:

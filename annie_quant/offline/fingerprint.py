@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -178,8 +176,7 @@ def near_the_best(step: Mapping[int, float]) -> dict[int, float]:
 
 
 def loaded(folder: StrPath, device: str | None) -> Engine:
-    model: Any = load(Path(folder), cache="float32", dtype=torch.float32, device=device)
-    return Engine(model)
+    return Engine(load(folder, cache="float32", dtype=torch.float32, device=device))
 
 
 def mean_difference(a: Values, b: Values) -> float:

@@ -35,7 +35,9 @@ class FixedDtypeLinear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear's own would create a float weight
         self.in_features, self.out_features = in_features, out_features
 
-    def add_parameter(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype, device: Any) -> None:
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
         """Register an uninitialized parameter without gradient; None for shape None."""
         empty = None if shape is None else torch.empty(shape, dtype=dtype, device=device)
         self.register_parameter(name, None if empty is None else nn.Parameter(empty, requires_grad=False))

@@ -104,7 +104,7 @@ class AnnieQuantLM(TemplateLM):
         """Return what lm-eval writes into its results."""
         return {"model_name": str(self.folder), "profile": self.profile.name, "dtype": self.dtype}
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and self._begins_with_prefix(string):
             special = False
@@ -117,7 +117,7 @@ class AnnieQuantLM(TemplateLM):
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
-        **options: Any,
+        **options: object,
     ) -> list[tuple[float, bool]]:
         rows = []
         for _, context, target in requests:
@@ -141,7 +141,7 @@ class AnnieQuantLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], **options: Any) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Any], **options: object) -> list[float]:
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for (text,) in (r.args for r in requests):
@@ -160,7 +160,7 @@ class AnnieQuantLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], **options: object) -> list[str]:
         contexts, settings = [r.args[0] for r in requests], [r.args[1] for r in requests]
         limits = [self._limit(own) for own in settings]
         stops = [stop_strings(own) for own in settings]
@@ -195,7 +195,7 @@ class AnnieQuantLM(TemplateLM):
         return whole[: whole.rindex(last) + len(last)]
 
 
-def progress_bar(total: int, title: str, options: Mapping[str, Any]) -> Any:
+def progress_bar(total: int, title: str, options: Mapping[str, object]) -> tqdm:
     return tqdm(total=total, desc=title, disable=bool(options.get("disable_tqdm")))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -91,7 +91,7 @@ def automatic(folders: Sequence[Path], n_answers: int) -> int:
     return max(1, min(MOST_PROCESSES, host.cores(), fitting))
 
 
-def received(connection: Connection) -> dict[Any, Any]:
+def received(connection: Connection) -> dict[Key, Value]:
     """Return a helper's part. Raises EnvironmentFault where it has failed, and sent a text instead, or ended."""
     try:
         part = connection.recv()

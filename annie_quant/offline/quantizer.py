@@ -253,7 +253,7 @@ class NVFP4Quantizer(HfQuantizer):
     def dialect(self) -> Any:
         return DIALECTS[str(self.quantization_config.quant_method)]
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+    def validate_environment(self, *args: object, **kwargs: object) -> None:
         settings = self.dialect.read(self.quantization_config.to_dict())
         if settings.algo not in ALGORITHMS:
             raise CheckpointError(
@@ -299,7 +299,7 @@ class NVFP4Quantizer(HfQuantizer):
         merges = [c for c in weight_conversions if isinstance(c, WeightConverter)]
         return super().update_weight_conversions([c for c in weight_conversions if c not in merges])
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:
         for name, p in model.named_parameters():
             # transformers leaves a tensor that it renamed (a multimodal checkpoint's) in the file's dtype.
             if p.device.type != "meta" and p.dtype != self.dtypes.get(name, p.dtype):
@@ -312,7 +312,7 @@ class NVFP4Quantizer(HfQuantizer):
                 linear.prepare()
         return model
 
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+    def is_serializable(self, *args: object, **kwargs: object) -> bool:
         return True
 
     @property

@@ -20,9 +20,9 @@ from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
-from annie_quant.offline import codec
 from annie_quant.offline.experts import separate
 from annie_quant.quantize import calibration_samples as text
+from annie_quant.quantize import fake_quant
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import NVFP4, choose
@@ -45,9 +45,12 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     inputs = family.largest_of_input(stats.amax)
     device, dtype = device_and_dtype(folder)
     with refused(job.model):
-        load: Any = transformers.AutoModelForCausalLM
-        teacher = load.from_pretrained(job.model, dtype=dtype, trust_remote_code=False).to(device)
-        student = load.from_pretrained(job.model, dtype=torch.float32, trust_remote_code=False)
+        teacher = transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, trust_remote_code=False).to(
+            device
+        )
+        student = transformers.AutoModelForCausalLM.from_pretrained(
+            job.model, dtype=torch.float32, trust_remote_code=False
+        )
         separate(student, family)
     student.requires_grad_(False)
     tops = {n: float(student.get_submodule(n).weight.detach().abs().max()) for n in names}
@@ -94,10 +97,10 @@ class FakeLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            rounded = codec.nvfp4_weight(self.weight.detach(), float(self.weight_amax) / LARGEST_NVFP4)
+            rounded = fake_quant.nvfp4_weight(self.weight.detach(), float(self.weight_amax) / LARGEST_NVFP4)
         weight = self.weight + (rounded - self.weight).detach()
         top = float(self.input_amax)
-        return nn.functional.linear(codec.nvfp4_input(x, top) if top else x, weight, self.bias)
+        return nn.functional.linear(fake_quant.nvfp4_input(x, top) if top else x, weight, self.bias)
 
 
 def insert(model: nn.Module, weight_amax: Mapping[str, float], input_amax: Mapping[str, float]) -> None:

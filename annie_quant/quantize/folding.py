@@ -21,7 +21,8 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family, LinearInput
-from annie_quant.offline import codec
+from annie_quant.offline.codec import to_numpy
+from annie_quant.quantize import fake_quant
 from annie_quant.quantize.calibration_samples import PROMPT, RESPONSE, make_batches, read_samples
 from annie_quant.quantize.formats import NVFP4, choose
 from annie_quant.quantize.input_stats import Coverage, InputObserver, InputSampler
@@ -98,7 +99,7 @@ def fold_layer(layer: DecoderLayer, chosen: set[str]) -> FoldedLayer:
         scales[site.linears[0]] = fold(after, family, site, s, stored)
     if scales:
         verify(layer, state, before, after)
-    result = FoldedLayer({f"{layer.name}.{n}": codec.to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]})
+    result = FoldedLayer({f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]})
     result.tokens = {first: observer.tokens for first, observer in observers.items()}
     for group in layer.groups():
         if sampler := samplers.get(group[0]):
@@ -130,10 +131,10 @@ def search_scale(
         full = s.repeat(x.shape[1] // len(s))
         scaled = [w * full for w in plain]
         tensor_scale = max(float(w.abs().max()) for w in scaled) / LARGEST_NVFP4
-        rounded = codec.nvfp4_input(x / full, sampler.amax(full))
+        rounded = fake_quant.nvfp4_input(x / full, sampler.amax(full))
         error = 0.0
         for w, y in zip(scaled, expected, strict=True):
-            error += float((rounded @ codec.nvfp4_weight(w, tensor_scale).T - y).square().sum())
+            error += float((rounded @ fake_quant.nvfp4_weight(w, tensor_scale).T - y).square().sum())
         if error < least:
             best, least = s, error
     return best

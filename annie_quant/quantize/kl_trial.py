@@ -22,7 +22,8 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.offline import codec
 from annie_quant.offline.engine import Engine, Row
-from annie_quant.offline.loading import load
+from annie_quant.offline.loading import load as load_model
+from annie_quant.quantize import fake_quant
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample, TokenWeights
 from annie_quant.quantize.formats import FP8, QUANTIZED_INPUTS
@@ -81,9 +82,9 @@ class Trial:
     """
 
     def __init__(self, folder: ModelFolder, answers: Sequence[TrialAnswer]) -> None:
-        device, dtype = device_and_dtype(folder)
-        self.family, self.model = folder.family, load(folder.path, dtype=dtype, device=device)
+        self.family, self.model = folder.family, load(folder)
         self.engine = Engine(self.model)
+        device = next(self.model.parameters()).device
         self.rows = [a.row for a in answers]
         self.answers = [replace(a, weights=a.weights.to(device), decides=a.decides.to(device)) for a in answers]
         # float16 halves the memory for large vocabularies; the reference is also compared with itself, rounded like this.
@@ -142,10 +143,12 @@ class Trial:
         after = {}
         for name, kind in formats.items():
             if kind == FP8:
-                after[f"{name}.weight"] = codec.fp8_input(before[name], tops[name])
+                after[f"{name}.weight"] = fake_quant.fp8(before[name], tops[name])
             else:
                 tensor_scale = tops[name] / LARGEST_NVFP4
-                after[f"{name}.weight"] = codec.nvfp4_weight(before[name], tensor_scale, scale, importance.get(name))
+                after[f"{name}.weight"] = fake_quant.nvfp4_weight(
+                    before[name], tensor_scale, scale, importance.get(name)
+                )
         narrow = {n: amax[n] for n, f in formats.items() if f in QUANTIZED_INPUTS}
         with self.changed(after, narrow, {n for n, f in formats.items() if f == FP8}):
             return self.divergence()
@@ -189,8 +192,8 @@ class Trial:
                 undo.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = weight.to(parameter)
             for name, top in self.family.largest_of_input(amax).items():
-                rounder = codec.fp8_input if name in in_fp8 else codec.nvfp4_input
-                undo.enter_context(self.linear(name).register_forward_pre_hook(codec.input_hook(rounder, top)))
+                rounder = fake_quant.fp8 if name in in_fp8 else fake_quant.nvfp4_input
+                undo.enter_context(self.linear(name).register_forward_pre_hook(fake_quant.input_hook(rounder, top)))
             yield
 
 
@@ -201,3 +204,9 @@ def spread(samples: Sequence[CalibrationSample]) -> Iterator[CalibrationSample]:
         by_category.setdefault(sample.category, []).append(sample)
     for index in range(max(map(len, by_category.values()))):
         yield from (rows[index] for rows in by_category.values() if index < len(rows))
+
+
+def load(folder: ModelFolder) -> Any:
+    """Load the source model: on a GPU where there is one, else on the CPU."""
+    device, dtype = device_and_dtype(folder)
+    return load_model(folder.path, dtype=dtype, device=device)

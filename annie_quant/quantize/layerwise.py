@@ -204,9 +204,15 @@ class Prefixes:
         """Return what attention adds, [B or 1, 1, T, columns + T]. before: bool [B, columns], the columns that are no padding."""
         before = before[:1] if bool(before.all()) else before
         own = torch.ones(steps, steps, dtype=torch.bool, device=self.device).tril()
-        visible = torch.cat((before[:, None].expand(-1, steps, -1), own.expand(len(before), -1, -1)), -1)
-        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
+        return additive(
+            torch.cat((before[:, None].expand(-1, steps, -1), own.expand(len(before), -1, -1)), -1), self.dtype
+        )
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what attention adds to its scores, [B, 1, T, L], for the visible columns, bool [B, T, L]."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
 class DecoderLayers:
@@ -227,10 +233,8 @@ class DecoderLayers:
             self.model: Any = transformers.AutoModel.from_config(config, dtype=self.dtype, trust_remote_code=False)
         separate(self.model, folder.family)
         self.check_tensors()
-        use_own_delta_rule(self.model, self.device)
         self.ragged = deltanet.RaggedBatch()
-        if any(batch.start is not None for batch in batches):
-            continue_ragged_rows(self.model, self.ragged)
+        use_own_delta_rule(self.model, self.device, self.ragged, any(batch.start is not None for batch in batches))
         self.rotary = type(self.model.rotary_emb)(config).to(self.device)
         embedding = f"{self.prefix}embed_tokens.weight"
         ids = [b.ids for b in batches]
@@ -298,9 +302,7 @@ class DecoderLayers:
         if window is None or steps <= window:
             return None
         ones = torch.ones(steps, steps, dtype=torch.bool, device=self.device)
-        visible = ones.tril() & ones.triu(1 - window)
-        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[None, None]
+        return additive((ones.tril() & ones.triu(1 - window))[None], self.dtype)
 
     def __iter__(self) -> Iterator[DecoderLayer]:
         count = len(self.model.layers)
@@ -316,34 +318,30 @@ class DecoderLayers:
                 self.folder.release(tensor)
 
 
-def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
-    """Make DeltaNet layers without flash-linear-attention compute faster: on a CPU as in evaluation, in half the time."""
+def use_own_delta_rule(model: torch.nn.Module, device: str, batch: deltanet.RaggedBatch, continues: bool) -> None:
+    """Make DeltaNet layers without flash-linear-attention compute faster: on a CPU as in evaluation, in half the time.
+
+    continues: let each row of the running batch keep the state after its own last token.
+    """
     for layer in deltanet.delta_layers(model):
-        if layer.chunk_gated_delta_rule.__name__ != "torch_chunk_gated_delta_rule":
-            continue
-        if device == "cpu":
-            layer.chunk_gated_delta_rule, layer.causal_conv1d_fn = rule_on_cpu, conv_on_cpu
-            continue
-        ours: Any = deltanet
-        if has_triton():
-            from annie_quant.quantize import triton_kernels
+        if layer.chunk_gated_delta_rule.__name__ == "torch_chunk_gated_delta_rule":
+            if device == "cpu":
+                rule, conv = rule_on_cpu, conv_on_cpu
+            elif has_triton():
+                from annie_quant.quantize import triton_kernels
 
-            ours = triton_kernels
-        layer.chunk_gated_delta_rule = ours.gated_delta_rule
-        layer.causal_conv1d_fn = layer.causal_conv1d_fn or ours.causal_conv
-
-
-def continue_ragged_rows(model: torch.nn.Module, batch: deltanet.RaggedBatch) -> None:
-    """Let each row of a batch keep the state after its own last token in DeltaNet layers."""
-    for layer in deltanet.delta_layers(model):
-        layer.chunk_gated_delta_rule = deltanet.ragged_rule(layer.chunk_gated_delta_rule, batch)
-        layer.causal_conv1d_fn = deltanet.ragged_conv(
-            layer.causal_conv1d_fn or deltanet.causal_conv, batch, layer.layer_idx
-        )
+                rule, conv = triton_kernels.gated_delta_rule, layer.causal_conv1d_fn or triton_kernels.causal_conv
+            else:
+                rule, conv = deltanet.gated_delta_rule, layer.causal_conv1d_fn or deltanet.causal_conv
+            layer.chunk_gated_delta_rule, layer.causal_conv1d_fn = rule, conv
+        if continues:
+            layer.chunk_gated_delta_rule = deltanet.ragged_rule(layer.chunk_gated_delta_rule, batch)
+            conv = layer.causal_conv1d_fn or deltanet.causal_conv
+            layer.causal_conv1d_fn = deltanet.ragged_conv(conv, batch, layer.layer_idx)
 
 
 def conv_on_cpu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: object
 ) -> torch.Tensor:
     """Return deltanet.causal_conv as shifted sums, which take a fraction of the time of torch's conv1d."""
     total = x * weight[:, -1:]

@@ -176,7 +176,8 @@ class StreamRounder(LayerRounder):
             self.tokens[group[0]] = hessian.tokens
         weights = [self.layer.linears[n].weight.detach().float() for n in group]
         sizes, weight = [len(w) for w in weights], torch.cat(weights)
-        scale = row_scales([tops[name] for name in self.full(group)], sizes, weight.device)
+        scales = [float(nvfp4.tensor_scale(tops[name])) for name in self.full(group)]
+        scale = torch.cat([torch.full((n,), s, device=weight.device) for s, n in zip(scales, sizes, strict=True)])
         mean, reason, result = hessian.mean(), hessian.unusable(), None
         if mean is not None and not reason and (dead := int((mean.diagonal() <= 0).sum())):
             self.warn(
@@ -205,12 +206,6 @@ class StreamRounder(LayerRounder):
             fake = self.fake.linears[name].weight
             fake.data = rounded.values.to(fake)
             start += size
-
-
-def row_scales(top: Sequence[float], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the tensor scale of every row, float32, of linears with these largest magnitudes and numbers of rows."""
-    scales = [float(nvfp4.tensor_scale(t)) for t in top]
-    return torch.cat([torch.full((n,), s, device=device) for s, n in zip(scales, sizes, strict=True)])
 
 
 def largest_change(values: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> float:

@@ -150,6 +150,7 @@ def test_nearly_equal_weights_give_both_outcomes(folders) -> None:
 
 
 def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    from annie_quant.offline import answers
 
     decoded_prompts: list[int] = []
 

@@ -35,20 +35,15 @@ Round = Callable[[torch.Tensor], torch.Tensor]
 SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
 
 
-def rounding(dtype: str) -> Round:
-    """Return the function that rounds a float tensor to `dtype` and back; values keep their own dtype."""
+def rounding(dtype: str, in_place: bool = False) -> Round:
+    """Return the function that rounds a float tensor to `dtype` and back; values keep their own dtype.
+
+    in_place: in the tensor's own memory, which nothing else reads.
+    """
     if dtype == "float32":
         return lambda x: x
     target = getattr(torch, dtype)
-    return lambda x: x.to(target).to(x.dtype)
-
-
-def rounding_in_place(dtype: str) -> Round:
-    """Return the function that rounds a float tensor, which nothing else reads, to `dtype` in its own memory."""
-    if dtype == "float32":
-        return lambda x: x
-    target = getattr(torch, dtype)
-    return lambda x: x.copy_(x.to(target))
+    return (lambda x: x.copy_(x.to(target))) if in_place else (lambda x: x.to(target).to(x.dtype))
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
 
 def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> Iterator[Any]:
     """Register the hooks that round a module's inputs and outputs, and yield their handles. adds_one: of a norm's weight."""
-    stream, in_place, kind = rounding(profile.stream), rounding_in_place(profile.stream), type(module).__name__
+    stream, in_place, kind = rounding(profile.stream), rounding(profile.stream, in_place=True), type(module).__name__
     if isinstance(module, nn.Linear):
         plain_input = rounding(profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input)
         if profile.rounds:

@@ -154,7 +154,7 @@ class Engine:
 
     tokens: most tokens (rows x length) per forward; None: TOKENS, on a GPU more for a small model.
     rows: most rows per batch.
-    fixed_buffers: whether decode steps are computed in buffers of fixed size (decoding.FixedBuffers).
+    fixed_buffers: whether decode steps are computed in buffers of fixed size (decoding.advance_fixed).
     captures: whether those steps are captured as CUDA graphs, on the stream capture_stream.
     """
 
@@ -320,7 +320,7 @@ def tokens_per_launch(config: Any) -> int:
 
 
 def can_fix_buffers(model: Any) -> bool:
-    """Return whether decoding.FixedBuffers fit the model: its attention takes the mask as it is."""
+    """Return whether decoding.advance_fixed can compute the model: its attention takes the mask as it is."""
     return model.config.get_text_config()._attn_implementation == "sdpa" and hasattr(model.base_model, "layers")
 
 

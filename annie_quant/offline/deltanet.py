@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from annie_quant.offline.profiles import CPU_KERNELS, Profile
 
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
 CHUNK_GPU = 64  # half as many launches
+CPU_CHUNK = 20  # about this many steps in calibration; chunks of equal length need little padding
 
 
 class RaggedBatch:
@@ -181,6 +183,24 @@ def causal_conv_step(
     y = (state * weight).sum(-1, keepdim=True)
     y = y if bias is None else y + bias.unsqueeze(-1)
     return (silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
+
+
+def conv_on_cpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: object
+) -> torch.Tensor:
+    """Return causal_conv as shifted sums, for calibration, which take a fraction of the time of torch's conv1d."""
+    total = x * weight[:, -1:]
+    for i in range(1, min(weight.shape[-1], x.shape[-1])):
+        total[..., i:].addcmul_(x[..., :-i], weight[:, -1 - i, None])
+    total = total if bias is None else total.add_(bias[:, None])
+    return functional.silu(total, inplace=True) if activation in ("silu", "swish") else total
+
+
+def rule_on_cpu(query: torch.Tensor, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return gated_delta_rule in chunks of about CPU_CHUNK steps."""
+    steps = query.shape[1]
+    chunk = math.ceil(steps / math.ceil(steps / CPU_CHUNK))
+    return gated_delta_rule(query, *inputs, **options, chunk=chunk)
 
 
 def ragged_rule(rule: Callable, batch: RaggedBatch, decoding: Callable | None = None) -> Callable:

@@ -125,18 +125,13 @@ def _members(text: str, at: int) -> Iterator[tuple[str | None, int, int]]:
             if value >= len(text):
                 return
             yield key, at, value
-            at = _space(text, _end(text, value))
+            at = _space(text, _DECODER.raw_decode(text, value)[1])
             if text.startswith(",", at):
                 at = _space(text, at + 1)
     except (ValueError, RecursionError):
         return
     if text.startswith("}", at):
         yield None, at, at
-
-
-def _end(text: str, at: int) -> int:
-    """Return where the JSON value that begins at `at` ends. Raises ValueError for malformed JSON."""
-    return int(_DECODER.raw_decode(text, at)[1])
 
 
 def _space(text: str, at: int) -> int:

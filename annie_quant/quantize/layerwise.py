@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from annie_quant.checkpoint.remote_code import refused
@@ -34,7 +32,6 @@ from annie_quant.offline.experts import SingleExperts, separate
 from annie_quant.quantize.backend import device_and_dtype, has_triton
 from annie_quant.quantize.calibration_samples import PADDING, TokenBatch
 
-CPU_CHUNK = 20  # about this many steps of the delta rule on a CPU; chunks of equal length need little padding
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -326,7 +323,7 @@ def use_own_delta_rule(model: torch.nn.Module, device: str, batch: deltanet.Ragg
     for layer in deltanet.delta_layers(model):
         if layer.chunk_gated_delta_rule.__name__ == "torch_chunk_gated_delta_rule":
             if device == "cpu":
-                rule, conv = rule_on_cpu, conv_on_cpu
+                rule, conv = deltanet.rule_on_cpu, deltanet.conv_on_cpu
             elif has_triton():
                 from annie_quant.quantize import triton_kernels
 
@@ -338,21 +335,3 @@ def use_own_delta_rule(model: torch.nn.Module, device: str, batch: deltanet.Ragg
             layer.chunk_gated_delta_rule = deltanet.ragged_rule(layer.chunk_gated_delta_rule, batch)
             conv = layer.causal_conv1d_fn or deltanet.causal_conv
             layer.causal_conv1d_fn = deltanet.ragged_conv(conv, batch, layer.layer_idx)
-
-
-def conv_on_cpu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: object
-) -> torch.Tensor:
-    """Return deltanet.causal_conv as shifted sums, which take a fraction of the time of torch's conv1d."""
-    total = x * weight[:, -1:]
-    for i in range(1, min(weight.shape[-1], x.shape[-1])):
-        total[..., i:].addcmul_(x[..., :-i], weight[:, -1 - i, None])
-    total = total if bias is None else total.add_(bias[:, None])
-    return functional.silu(total, inplace=True) if activation in ("silu", "swish") else total
-
-
-def rule_on_cpu(query: torch.Tensor, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return deltanet.gated_delta_rule in chunks of about CPU_CHUNK steps."""
-    steps = query.shape[1]
-    chunk = math.ceil(steps / math.ceil(steps / CPU_CHUNK))
-    return deltanet.gated_delta_rule(query, *inputs, **options, chunk=chunk)

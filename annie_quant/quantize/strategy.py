@@ -130,7 +130,7 @@ class Cost:
     hessians: float32 matrices of the widest input.
     keeps_results: the rounded layers stay in memory until the last one is rounded.
     whole_model: options → bytes per weight of a step with the whole model, besides the layers; 0 without such a step.
-    kept_inputs: most bytes of a linear's inputs that are stored until it is rounded (rounding.py).
+    kept_inputs: most bytes of a linear's inputs that are stored until it is rounded (layer_stages.py).
     """
 
     rank: int

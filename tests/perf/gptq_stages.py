@@ -24,10 +24,10 @@ import torch
 
 from annie_quant import quantize
 from annie_quant.data import generate
-from annie_quant.quantize import rounding
+from annie_quant.quantize import layer_stages
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "helpers"))
-WAYS = {"whole": lambda layer: None, "staged": rounding.blocks_of}
+WAYS = {"whole": lambda layer: None, "staged": layer_stages.blocks_of}
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
             conversations, _ = peers.calibration_text(source, seed, arguments.samples, output)
             held_out[name] = held_out.get(name) or peers.HeldOut.of(source, gate, arguments.answers)
             for way, blocks_of in WAYS.items():
-                rounding.blocks_of = blocks_of
+                layer_stages.blocks_of = blocks_of
                 target = output / "models" / way
                 shutil.rmtree(target, ignore_errors=True)
                 start = time.process_time()

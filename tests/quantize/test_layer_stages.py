@@ -16,7 +16,7 @@ from annie_quant.data.rows import read_conversations
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
 from calibration_texts import conversations  # noqa: E402
 
-from annie_quant.quantize import calibration_samples, rounding  # noqa: E402
+from annie_quant.quantize import calibration_samples, layer_stages  # noqa: E402
 from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, TokenBatch  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers  # noqa: E402
 
@@ -63,7 +63,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 def round_in_stages(layer: DecoderLayer, check: bool) -> list[list[str]]:
     """Round the layer as gptq does. check: against whole passes through the partly rounded layer. Returns the stages' linears."""
     names = []
-    for stage in rounding.stages(layer):
+    for stage in layer_stages.stages(layer):
         names.append(list(stage.linears))
         ours, whole = Inputs(stage.linears), Inputs(stage.linears)
         stage.observe(ours.observers())
@@ -115,7 +115,7 @@ def test_each_token_is_multiplied_once(samples: list[CalibrationSample]) -> None
             linear.register_forward_hook(count)
         round_in_stages(layer, check=False)
         break
-    probe = 2 * rounding.PROBE
+    probe = 2 * layer_stages.PROBE
     for name, n in rows.items():
         assert tokens <= n <= positions + probe, name
 
@@ -124,8 +124,8 @@ def test_nothing_is_stored_where_memory_is_scarce(
     samples: list[CalibrationSample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = []
-    for most in (rounding.KEPT_INPUTS, 0):
-        monkeypatch.setattr(rounding, "KEPT_INPUTS", most)
+    for most in (layer_stages.KEPT_INPUTS, 0):
+        monkeypatch.setattr(layer_stages, "KEPT_INPUTS", most)
         layers = DecoderLayers(ModelFolder(TINY_ANNIE), batches(samples, "shared"))
         for layer in layers:
             round_in_stages(layer, check=False)

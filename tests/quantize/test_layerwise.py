@@ -13,10 +13,10 @@ from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
+from annie_quant.offline import deltanet  # noqa: E402
 from annie_quant.quantize import (  # noqa: E402
     calibration_samples,
     input_stats,
-    layerwise,
 )
 from annie_quant.quantize.calibration_samples import CalibrationSample  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
@@ -109,7 +109,7 @@ def test_the_convolution_is_torchs(steps: int, contiguous: bool) -> None:
     padded = torch.nn.functional.pad(x.double(), (3, 0))
     expected = torch.nn.functional.conv1d(padded, weight[:, None].double(), bias.double(), groups=6)
     with torch.inference_mode():
-        plain = layerwise.conv_on_cpu(x, weight, bias, None)
-        active = layerwise.conv_on_cpu(x, weight, bias, "silu")
+        plain = deltanet.conv_on_cpu(x, weight, bias, None)
+        active = deltanet.conv_on_cpu(x, weight, bias, "silu")
     assert (plain - expected).abs().max() < 1e-5
     assert (active - torch.nn.functional.silu(expected)).abs().max() < 1e-5

@@ -195,7 +195,7 @@ def check_values(model: nn.Module) -> None:
         else:
             for part, weight in module.named_parameters(recurse=False):
                 values = weight.exp() if models.is_log_decay(f"{name}.{part}") else weight
-                if weight.is_floating_point() and weight.numel() and not all(map(math.isfinite, values.aminmax())):
+                if weight.is_floating_point() and weight.numel() and not all(map(math.isfinite, values.detach().aminmax())):
                     raise CheckpointError(f"{name}.{part} holds NaN or infinity", AUDIT_HINT)
 
 

@@ -84,7 +84,7 @@ def inputs_of(linear: object, model: object, samples: list[CalibrationSample]) -
 def test_statistics_are_those_of_a_plain_forward_pass(
     samples: list[CalibrationSample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_stats, "read_samples", lambda job: samples)
+    monkeypatch.setattr(calibration_samples, "read_samples", lambda job: samples)
     job = Job(TINY_ANNIE, Path("out"))
     stats = input_stats.collect_stats(job, calibration_samples.RESPONSE, SILENT)
     model = whole_model()

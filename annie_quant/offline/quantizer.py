@@ -87,7 +87,7 @@ def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder, per_to
             if linear.format == "nvfp4"
             else build_fp8(linear, folder, module, per_token)
         )
-    new._is_hf_initialized = True  # type: ignore[assignment]  # so that transformers draws no random values for it
+    new._is_hf_initialized = True  # so that transformers draws no random values for it
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, new.requires_grad_(False))
 
@@ -195,7 +195,11 @@ def check_values(model: nn.Module) -> None:
         else:
             for part, weight in module.named_parameters(recurse=False):
                 values = weight.exp() if models.is_log_decay(f"{name}.{part}") else weight
-                if weight.is_floating_point() and weight.numel() and not all(map(math.isfinite, values.detach().aminmax())):
+                if (
+                    weight.is_floating_point()
+                    and weight.numel()
+                    and not all(map(math.isfinite, values.detach().aminmax()))
+                ):
                     raise CheckpointError(f"{name}.{part} holds NaN or infinity", AUDIT_HINT)
 
 

@@ -45,12 +45,9 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     inputs = family.largest_of_input(stats.amax)
     device, dtype = device_and_dtype(folder)
     with refused(job.model):
-        teacher = transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, trust_remote_code=False).to(
-            device
-        )
-        student = transformers.AutoModelForCausalLM.from_pretrained(
-            job.model, dtype=torch.float32, trust_remote_code=False
-        )
+        load: Any = transformers.AutoModelForCausalLM
+        teacher = load.from_pretrained(job.model, dtype=dtype, trust_remote_code=False).to(device)
+        student = load.from_pretrained(job.model, dtype=torch.float32, trust_remote_code=False)
         separate(student, family)
     student.requires_grad_(False)
     tops = {n: float(student.get_submodule(n).weight.detach().abs().max()) for n in names}
@@ -120,9 +117,9 @@ class Distillation(Trainer):
         self.teacher, self.progress = teacher.eval().requires_grad_(False), progress
         self.table = torch.tensor([text.MANNERS_RESPONSE.get(k, 0.0) for k in (*range(text.KINDS), text.PADDING)])
 
-    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Report the loss."""
-        super().log(logs, *args, **kwargs)
+        super().log(logs, start_time)
         if "loss" in logs:
             done, steps = self.state.global_step, self.state.max_steps
             self.progress.update(done, steps, f"distilling: step {done} of {steps}, loss {float(logs['loss']):.4g}")

@@ -321,6 +321,8 @@ def use_own_delta_rule(model: torch.nn.Module, device: str, batch: deltanet.Ragg
     continues: let each row of the running batch keep the state after its own last token.
     """
     for layer in deltanet.delta_layers(model):
+        rule: Callable[..., Any]
+        conv: Callable[..., Any]
         if layer.chunk_gated_delta_rule.__name__ == "torch_chunk_gated_delta_rule":
             if device == "cpu":
                 rule, conv = deltanet.rule_on_cpu, deltanet.conv_on_cpu

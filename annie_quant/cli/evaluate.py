@@ -17,7 +17,7 @@ import msgspec
 
 from annie_quant.cli import options as opt
 from annie_quant.cli import tables
-from annie_quant.cli.terminal import console, emit, is_secondary_process, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.terminal import console, emit, quiet_engines, refuse_stale_prompt
 from annie_quant.core.errors import need
 from annie_quant.core.templates import render_text
 from annie_quant.documents import Evaluation
@@ -62,9 +62,6 @@ def evaluate(options: EvalOptions) -> None:
 
     Exit code 1 if the checkpoint loses what the reference does, is fragile, its export is broken, or it was not made from the
     reference; 0 if it keeps what the reference does, or n cannot decide.
-
-    Under torchrun or accelerate launch the processes share the work, and the first one prints and writes. torchrun needs
-    `--` before the command, else it reads --n itself: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
     from annie_quant import judge
@@ -73,15 +70,14 @@ def evaluate(options: EvalOptions) -> None:
     from annie_quant.judge.decision import FAILING
     from annie_quant.offline import job
     from annie_quant.offline.pair import EvaluationJob
-    from annie_quant.offline.process_group import join_group, leave_group
-    from annie_quant.quantize.prompt_provenance import check_checkpoint
+    from annie_quant.quantize.runner import check_checkpoint
 
     refuse_stale_prompt(options.calib_data, options.allow_prompt_mismatch, options.persona)
     checkpoint, reference = options.checkpoint, options.reference
     chosen = resolve(options.persona, options.workloads)
     if mismatch := check_checkpoint(checkpoint, personas_of(chosen), allow=options.allow_prompt_mismatch):
         console.note(mismatch)
-    faults = [] if is_secondary_process() else export_notes(checkpoint, reference)
+    faults = export_notes(checkpoint, reference)
     for fault in faults:
         console.note(fault)
     settings = EvaluationJob(
@@ -95,15 +91,12 @@ def evaluate(options: EvalOptions) -> None:
     )
     with console.task("evaluate") as step:
         result = job.run(settings, step, options.processes)
-    if join_group().is_first:
-        document = result.to_dict() | {"notes": [*faults, *result.notes]}
-        if options.as_json:
-            emit(document)
-        else:
-            console.print_lines(tables.evaluation_lines(result, checkpoint.name, console.width))
-            for line in (*result.notes, *summary_lines(result)):
-                console.note(line)
-    leave_group()
+    if options.as_json:
+        emit(result.to_dict() | {"notes": [*faults, *result.notes]})
+    else:
+        console.print_lines(tables.evaluation_lines(result, checkpoint.name, console.width))
+        for line in (*result.notes, *summary_lines(result)):
+            console.note(line)
     assert result.verdict is not None  # evaluate_pair sets it
     sys.exit(1 if result.blocking or result.verdict.verdict in FAILING else 0)
 

@@ -7,32 +7,27 @@ Sources: transformers' modeling_gemma3.py; llama.cpp's names from gguf's tensor_
 
 from __future__ import annotations
 
-from annie_quant.models._dense import (
-    ATTENTION_INPUT,
-    ATTENTION_OUTPUT,
-    COMMON_UNQUANTIZED,
-    DENSE_FUSED,
-    DENSE_KINDS,
-    GGUF_LAYER,
-    GGUF_TOP,
-    MLP,
-    MLP_OUTPUT,
-)
+from annie_quant.models import _dense
 from annie_quant.models.family import Family, Form, GGUFNames, LinearInput
 
 FAMILY = Family(
     name="Gemma 3",
     text=Form("Gemma3ForCausalLM", "gemma3_text"),
-    inputs=(ATTENTION_INPUT, LinearInput(MLP, "pre_feedforward_layernorm", "norm"), MLP_OUTPUT, ATTENTION_OUTPUT),
-    fused=DENSE_FUSED,
-    kinds=DENSE_KINDS,
-    unquantized=COMMON_UNQUANTIZED,
+    inputs=(
+        _dense.ATTENTION_INPUT,
+        LinearInput(_dense.MLP, "pre_feedforward_layernorm", "norm"),
+        _dense.MLP_OUTPUT,
+        _dense.ATTENTION_OUTPUT,
+    ),
+    fused=_dense.DENSE_FUSED,
+    kinds=_dense.DENSE_KINDS,
+    unquantized=_dense.COMMON_UNQUANTIZED,
     norms_add_one=True,
     gguf=GGUFNames(
         architecture="gemma3",
-        top=GGUF_TOP,
+        top=_dense.GGUF_TOP,
         layer={
-            **GGUF_LAYER,
+            **_dense.GGUF_LAYER,
             "post_attention_layernorm.weight": "post_attention_norm.weight",
             "pre_feedforward_layernorm.weight": "ffn_norm.weight",
             "post_feedforward_layernorm.weight": "post_ffw_norm.weight",

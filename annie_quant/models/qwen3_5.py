@@ -7,17 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from annie_quant.models._dense import (
-    ATTENTION_INPUT,
-    ATTENTION_OUTPUT,
-    COMMON_UNQUANTIZED,
-    DENSE_FUSED,
-    DENSE_KINDS,
-    GGUF_ATTENTION,
-    GGUF_TOP,
-    MLP_INPUT,
-    MLP_OUTPUT,
-)
+from annie_quant.models import _dense
 from annie_quant.models.family import GGUF_MLP, DeltaNet, Family, Form, GGUFNames, LinearInput, ModelSize
 
 DELTANET = DeltaNet(
@@ -31,11 +21,11 @@ DELTANET = DeltaNet(
 
 GGUF = GGUFNames(
     architecture="qwen35",
-    top=GGUF_TOP,
+    top=_dense.GGUF_TOP,
     layer={
         "input_layernorm.weight": "attn_norm.weight",
         "post_attention_layernorm.weight": "post_attention_norm.weight",
-        **GGUF_ATTENTION,
+        **_dense.GGUF_ATTENTION,
         "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
         "linear_attn.in_proj_z.weight": "attn_gate.weight",
         "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
@@ -89,20 +79,23 @@ FAMILY = Family(
     text=Form("Qwen3_5ForCausalLM", "qwen3_5_text"),
     multimodal=Form("Qwen3_5ForConditionalGeneration", "qwen3_5"),
     inputs=(
-        ATTENTION_INPUT,
+        _dense.ATTENTION_INPUT,
         LinearInput(
             ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
             "input_layernorm",
             "norm",
         ),
         LinearInput((DELTANET.output,), "linear_attn.norm", "norm", per_head=True),
-        MLP_INPUT,
-        MLP_OUTPUT,
-        ATTENTION_OUTPUT,  # its input passes a gate, too
+        _dense.MLP_INPUT,
+        _dense.MLP_OUTPUT,
+        _dense.ATTENTION_OUTPUT,  # its input passes a gate, too
     ),
-    fused={**DENSE_FUSED, "in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")},
-    kinds={**DENSE_KINDS, "deltanet": ("linear_attn.in_proj_qkv*", "linear_attn.in_proj_z*", "linear_attn.out_proj*")},
-    unquantized=(*COMMON_UNQUANTIZED, "*linear_attn.conv1d", "*linear_attn.in_proj_a", "*linear_attn.in_proj_b"),
+    fused={**_dense.DENSE_FUSED, "in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")},
+    kinds={
+        **_dense.DENSE_KINDS,
+        "deltanet": ("linear_attn.in_proj_qkv*", "linear_attn.in_proj_z*", "linear_attn.out_proj*"),
+    },
+    unquantized=(*_dense.COMMON_UNQUANTIZED, "*linear_attn.conv1d", "*linear_attn.in_proj_a", "*linear_attn.in_proj_b"),
     norms_add_one=True,
     plain_norms=("linear_attn.norm",),
     position_axes=3,

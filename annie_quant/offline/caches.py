@@ -1,4 +1,4 @@
-"""Operations on caches of many rows: repeat one row, take rows, concatenate, select rows and columns.
+"""Operations on caches of many rows: repeat one row, take rows and columns, concatenate.
 
 A cache layer is a LinearAttentionLayer of transformers (one state per row) or KeyValueBuffer (keys and values, one column per
 token).
@@ -79,16 +79,6 @@ def repeat_row(source: Any, target: Any, rows: int) -> Any:
     return target
 
 
-def take_rows(source: Any, target: Any, rows: torch.Tensor) -> Any:
-    """Fill `target` with some rows of `source`, int64 [n], and return it. A row may be taken several times."""
-    for new, old in zip(target.layers, source.layers, strict=True):
-        if isinstance(old, LinearAttentionLayer):
-            set_states(new, [old], [getattr(old, name)[0][rows] for name, _ in STATES])
-        else:
-            new.set(old.keys[rows], old.values[rows])
-    return target
-
-
 def concatenate(sources: Sequence[Any], target: Any, columns: int) -> Any:
     """Fill `target` with the rows of all sources, and return it. Keys and values are padded on the right to `columns`."""
     for n, new in enumerate(target.layers):
@@ -100,18 +90,20 @@ def concatenate(sources: Sequence[Any], target: Any, columns: int) -> Any:
     return target
 
 
-def select(cache: Any, rows: torch.Tensor, columns: torch.Tensor | None = None) -> None:
-    """Drop all other rows in place. columns: int64 [rows, width]: the columns of each row that stay; None: all."""
-    for layer in cache.layers:
-        if isinstance(layer, LinearAttentionLayer):
-            for name, _ in STATES:
-                getattr(layer, name)[0] = getattr(layer, name)[0][rows]
+def take_rows(source: Any, target: Any, rows: torch.Tensor, columns: torch.Tensor | None = None) -> None:
+    """Fill `target`, which may be `source`, with some rows of `source`, int64 [n]. A row may be taken several times.
+
+    columns: int64 [n, width]: the columns of each row that are taken; None: all.
+    """
+    for new, old in zip(target.layers, source.layers, strict=True):
+        if isinstance(old, LinearAttentionLayer):
+            set_states(new, [old], [getattr(old, name)[0][rows] for name, _ in STATES])
             continue
-        keys, values = layer.keys[rows], layer.values[rows]
+        keys, values = old.keys[rows], old.values[rows]
         if columns is not None:
             index = columns[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
             keys, values = keys.gather(2, index), values.gather(2, index)
-        layer.set(keys, values)
+        new.set(keys, values)
 
 
 def set_states(new: LinearAttentionLayer, old: Sequence[LinearAttentionLayer], states: Sequence[torch.Tensor]) -> None:

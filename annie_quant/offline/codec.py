@@ -18,7 +18,6 @@ from annie_quant import _nvfp4, gemm, nvfp4
 from annie_quant.core.errors import EnvironmentFault
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between neighbouring magnitudes of E2M1
 MAX_E4M3 = 448.0
 MIN_STEP = 1e-5  # ModelOpt's op for activations replaces a smaller step by 1
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as _nvfp4 numbers them
@@ -27,7 +26,7 @@ QK_NVFP4 = 16
 SCALE_OFFSETS = (0, -1, 1, -2, 2)  # neighbours of amax's scale code that llama.cpp tries, in its order
 MAX_CODE = 0x7E  # E4M3's largest finite value, 448
 FP8, NVFP4 = "fp8", "nvfp4"  # kinds of a quantized KV cache
-CacheRounding = Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+CacheRounding = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def to_numpy(t: torch.Tensor) -> np.ndarray:
@@ -55,7 +54,7 @@ def byte_arrays(*tensors: torch.Tensor) -> Iterator[np.ndarray]:
     return (t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors)
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 → "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
@@ -163,9 +162,7 @@ def fake_quant_torch(x: torch.Tensor, tensor_scale: float, group: int = 16) -> t
     step = block_scale.to(torch.float8_e4m3fn).float() * tensor_scale
     step = torch.where(step >= float(np.float32(MIN_STEP)), step, 1.0)
     a = (blocks / step).abs()
-    # Ties go to the even code, which is where half-way integers go, too.
-    nearest = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2)).clamp_max(6.0)
-    values = torch.where(a.isnan(), 6.0, nearest) * step
+    values = torch.where(a.isnan(), 6.0, to_e2m1(a)) * step
     return torch.where(blocks >= 0, values, 0.0 - values).reshape(x.shape).to(x.dtype)
 
 
@@ -211,10 +208,10 @@ def nvfp4_searched(x: torch.Tensor) -> torch.Tensor:
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Return the nearest values of E2M1, ties to the even code, clamped to ±6."""
-    magnitude = x.abs()
-    index = sum(magnitude > m if i % 2 == 0 else magnitude >= m for i, m in enumerate(MIDPOINTS))
-    values = torch.tensor(E2M1[:8], dtype=x.dtype, device=x.device)[index]
-    return torch.copysign(values, x)
+    a = x.abs()
+    # A tie goes to the even code, which is where half-way integers go, too.
+    nearest = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2)).clamp_max(6.0)
+    return torch.copysign(nearest, x)
 
 
 def cache_rounding(kind: str) -> CacheRounding:
@@ -230,13 +227,13 @@ def cache_rounding(kind: str) -> CacheRounding:
         dtype = getattr(torch, kind)
         return lambda module, key, value: (key.to(dtype).to(key.dtype), value.to(dtype).to(value.dtype))
 
-    def rounded(module: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rounded(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return round_one(key, scale_of(module, "k_scale"), kind), round_one(value, scale_of(module, "v_scale"), kind)
 
     return rounded
 
 
-def scale_of(module: Any, name: str) -> torch.Tensor:
+def scale_of(module: torch.nn.Module, name: str) -> torch.Tensor:
     """Return the scale of an attention module or of its projection (compressed-tensors and ModelOpt), or 1.0."""
     scales = [getattr(child, name) for child in (module, *module.children()) if hasattr(child, name)]
     return scales[0].float() if scales else torch.ones(())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,57 +19,33 @@ from annie_quant.offline.engine import Engine
 SPARE_COLUMNS = 128  # steps after which a batch is cut, and its step captured, again
 
 
-@dataclass
-class FixedBuffers:
-    """What a batch whose tensors have fixed addresses needs besides them, so that a GPU replays its steps as one CUDA graph.
+@torch.inference_mode()
+def advance_fixed(engine: Engine, running: RunningBatch) -> None:
+    """Compute one decode step in place: the first one of a batch directly, the following ones by its graph.
 
     A step of a small model launches more than a thousand kernels of a few microseconds each. Launching them one by one takes longer
     than they run; a graph launches them together. It has fixed shapes, so the batch gets spare columns of keys and values, the mask
     hides those that are not written, and rows that have ended are computed until the batch is cut again.
-
-    column: int64 [1], the column that the next step writes.
-    left: steps until all columns are written.
-    graph: the captured step.
     """
-
-    column: torch.Tensor
-    left: int
-    graph: Any = None
-
-
-def fix_buffers(running: RunningBatch) -> FixedBuffers:
-    """Add SPARE_COLUMNS columns to a batch."""
-    columns = running.real.shape[1]
-    column = torch.tensor([columns], device=running.real.device)
-    running.real = functional.pad(running.real, (0, SPARE_COLUMNS))
-    running.lengths, running.tokens = running.lengths.clone(), running.tokens.clone()
-    for layer in running.cache.layers:
-        if isinstance(layer, KeyValueBuffer):
-            layer.fix(columns + SPARE_COLUMNS, column)
-    return FixedBuffers(column, SPARE_COLUMNS)
-
-
-@torch.inference_mode()
-def advance_fixed(engine: Engine, running: RunningBatch) -> None:
-    """Compute one decode step in place: the first one of a batch directly, the following ones by its graph."""
-    fixed = running.fixed
-    if fixed is None or not fixed.left:
+    work = partial(compute, engine, running)
+    if not running.left:
         running.compact()
-        fixed = running.fixed = fix_buffers(running)
-        run_aside(engine, lambda: compute(engine, running, fixed.column))  # also prepares the libraries for the capture
+        running.add_columns()
+        run_aside(engine, work)  # also prepares the libraries for the capture
     else:
-        if fixed.graph is None and engine.captures:
-            fixed.graph = capture(engine, lambda: compute(engine, running, fixed.column))
-        if fixed.graph is None:
-            compute(engine, running, fixed.column)
+        if running.graph is None and engine.captures:
+            running.graph = capture(engine, work)
+        if running.graph is None:
+            work()
         else:
-            fixed.graph.replay()
-    fixed.left -= 1
+            running.graph.replay()
+    running.left -= 1
 
 
-def compute(engine: Engine, running: RunningBatch, column: torch.Tensor) -> None:
+def compute(engine: Engine, running: RunningBatch) -> None:
     """Compute one step, and write its results into the batch's own tensors."""
-    running.real.index_fill_(1, column, True)
+    assert running.column is not None
+    running.real.index_fill_(1, running.column, True)
     visible: Any = running.real[:, None, None, :]
     if set(engine.layer_types) != {"full_attention"}:
         # as transformers' masks by layer type, which it does not check again
@@ -77,7 +54,7 @@ def compute(engine: Engine, running: RunningBatch, column: torch.Tensor) -> None
         running.tokens[:, None], running.cache, 0, attention_mask=visible, position_ids=running.lengths[:, None]
     )
     running.lengths.add_(1)
-    column.add_(1)
+    running.column.add_(1)
     running.tokens.copy_(engine.logits(hidden[:, -1]).argmax(-1))
 
 
@@ -93,7 +70,7 @@ def run_aside(engine: Engine, work: Callable[[], None]) -> None:
     current.wait_stream(engine.capture_stream)
 
 
-def capture(engine: Engine, work: Callable[[], None]) -> Any:
+def capture(engine: Engine, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     """Return the graph of `work`; None, and no further attempts, where something in it cannot be captured.
 
     torch.cuda.graph would also collect garbage before each capture, which takes longer than the capture.
@@ -134,8 +111,10 @@ class RunningBatch:
     """Rows that are being decoded.
 
     rows: the prompt's index per row, or FINISHED. lengths: int64 [B], tokens per row. real: bool [B, columns], columns that
-    hold a token of the row. tokens: int64 [B], chosen last and not computed yet. fixed: where steps are computed in buffers of
-    fixed size.
+    hold a token of the row. tokens: int64 [B], chosen last and not computed yet.
+
+    Where steps are computed in buffers of fixed size, column: int64 [1], the column that the next step writes; left: steps until
+    all columns are written; graph: the captured step.
     """
 
     rows: list[int]
@@ -143,7 +122,9 @@ class RunningBatch:
     lengths: torch.Tensor
     real: torch.Tensor
     tokens: torch.Tensor
-    fixed: FixedBuffers | None = None
+    column: torch.Tensor | None = None
+    left: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
 
     @property
     def active(self) -> list[int]:
@@ -152,7 +133,7 @@ class RunningBatch:
 
     def compact(self) -> None:
         """Drop finished rows, and the unused columns of the others."""
-        self.fixed = None
+        self.left, self.graph = 0, None
         rows = torch.tensor(self.active, device=self.real.device)
         self.real, self.lengths, self.tokens = self.real[rows], self.lengths[rows], self.tokens[rows]
         self.rows = [self.rows[j] for j in rows.tolist()]
@@ -161,7 +142,17 @@ class RunningBatch:
         if width < self.real.shape[1]:
             columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
             self.real = torch.arange(width, device=self.real.device) < self.lengths.unsqueeze(1)
-        caches.select(self.cache, rows, columns)
+        caches.take_rows(self.cache, self.cache, rows, columns)
+
+    def add_columns(self) -> None:
+        """Add SPARE_COLUMNS columns, and let all tensors stay where they are until these are written."""
+        columns = self.real.shape[1]
+        self.column, self.left = torch.tensor([columns], device=self.real.device), SPARE_COLUMNS
+        self.real = functional.pad(self.real, (0, SPARE_COLUMNS))
+        self.lengths, self.tokens = self.lengths.clone(), self.tokens.clone()
+        for layer in self.cache.layers:
+            if isinstance(layer, KeyValueBuffer):
+                layer.fix(columns + SPARE_COLUMNS, self.column)
 
 
 def generate(
@@ -226,14 +217,8 @@ def generate_distributed(
     decoded = n_decoded or [0] * len(prompts)
     for number, part in enumerate(parts):
         if engine.group.owns(number):
-            new = generate(
-                engine,
-                [prompts[i] for i in part],
-                [limits[i] for i in part],
-                end_tokens,
-                on_finished,
-                [decoded[i] for i in part],
-            )
+            own, most = [prompts[i] for i in part], [limits[i] for i in part]
+            new = generate(engine, own, most, end_tokens, on_finished, [decoded[i] for i in part])
             completions.update(zip(part, new, strict=True))
     completions = engine.group.gather(completions)
     return [completions[i] for i in range(len(prompts))]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,18 +23,14 @@ import transformers
 from torch.nn import functional
 
 from annie_quant.core.errors import EnvironmentFault
-from annie_quant.offline.deltanet_cpu import (
-    SERVED_CHUNK,
-    gated_delta_rule_cpu,
-    in_chunks,
-    normalized_as_on_a_cpu,
-    silu_on_a_cpu,
-)
+from annie_quant.offline import deltanet_cpu
+from annie_quant.offline.deltanet_cpu import SERVED_CHUNK, in_chunks
 from annie_quant.offline.emulation import Round, rounding
 from annie_quant.offline.profiles import CPU_KERNELS, Profile
 
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
 CHUNK_GPU = 64  # half as many launches
+CPU_CHUNK = 20  # about this many steps in calibration; chunks of equal length need little padding
 
 
 class RaggedBatch:
@@ -62,7 +59,7 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     to_operand: Round | None = None,
     chunk: int | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (outputs [B, T, H, Dv], final state [B, H, Dk, Dv] or None).
 
@@ -158,7 +155,7 @@ def causal_conv(
     activation: str | None,
     *,
     silu: Round = functional.silu,
-    **_: Any,
+    **_: object,
 ) -> torch.Tensor:
     """Return the depthwise causal convolution [B, C, T] of x [B, C, T] with weight [C, K]; activation: "silu" or None.
 
@@ -174,7 +171,7 @@ def causal_conv_step(
     state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    activation: Any = None,
+    activation: str | None = None,
     *,
     silu: Round = functional.silu,
 ) -> torch.Tensor:
@@ -188,49 +185,50 @@ def causal_conv_step(
     return (silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
 
 
+def conv_on_cpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: object
+) -> torch.Tensor:
+    """Return causal_conv as shifted sums, for calibration, which take a fraction of the time of torch's conv1d."""
+    total = x * weight[:, -1:]
+    for i in range(1, min(weight.shape[-1], x.shape[-1])):
+        total[..., i:].addcmul_(x[..., :-i], weight[:, -1 - i, None])
+    total = total if bias is None else total.add_(bias[:, None])
+    return functional.silu(total, inplace=True) if activation in ("silu", "swish") else total
+
+
+def rule_on_cpu(query: torch.Tensor, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return gated_delta_rule in chunks of about CPU_CHUNK steps."""
+    steps = query.shape[1]
+    chunk = math.ceil(steps / math.ceil(steps / CPU_CHUNK))
+    return gated_delta_rule(query, *inputs, **options, chunk=chunk)
+
+
 def ragged_rule(rule: Callable, batch: RaggedBatch, decoding: Callable | None = None) -> Callable:
     """Wrap `rule` so that steps after each row's length do not change the state.
 
-    decoding: the rule for the steps of answers; None: `rule`.
+    decoding: the rule for the steps of answers, which begins with the state after the prompt; None: `rule`.
     """
 
-    def masked(query, key, value, g, beta, **more):
+    def masked(query, key, value, g, beta, *, initial_state=None, **more):
+        def run(rule: Callable, span: slice, mask: torch.Tensor, state: torch.Tensor | None) -> tuple:
+            q, k, v, decay, b = (x[:, span] for x in (query, key, value, g * mask, beta * mask))
+            return rule(q, k, v, g=decay, beta=b, initial_state=state, **more)
+
+        steps = torch.arange(g.shape[1], device=g.device)
         if batch.lengths is not None:
-            real = (torch.arange(g.shape[1], device=g.device) < batch.lengths.unsqueeze(1)).unsqueeze(-1)
+            real = (steps < batch.lengths.unsqueeze(1)).unsqueeze(-1)
             g, beta = g * real, beta * real
         if batch.prompts is None or decoding is None:
-            return rule(query, key, value, g=g, beta=beta, **more)
-        return in_two_parts(rule, decoding, batch.prompts, query, key, value, g, beta, **more)
+            return rule(query, key, value, g=g, beta=beta, initial_state=initial_state, **more)
+        more["output_final_state"] = True
+        inside = (steps < batch.prompts.unsqueeze(1)).unsqueeze(-1)
+        start, end = int(batch.prompts.min()), int(batch.prompts.max())
+        head, state = run(rule, slice(0, end), inside, initial_state)
+        tail, state = run(decoding, slice(start, None), ~inside, state)
+        middle = torch.where(inside[:, start:end].unsqueeze(-1), head[:, start:], tail[:, : end - start])
+        return torch.cat((head[:, :start], middle, tail[:, end - start :]), 1), state
 
     return masked
-
-
-def in_two_parts(
-    first: Callable,
-    second: Callable,
-    prompts: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    initial_state: torch.Tensor | None = None,
-    **more: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the first prompts[i] steps of row i with one rule and the others with another, from the state of the first."""
-    more["output_final_state"] = True
-    inside = (torch.arange(g.shape[1], device=g.device) < prompts.unsqueeze(1)).unsqueeze(-1)
-    start, end = int(prompts.min()), int(prompts.max())
-
-    def part(rule: Callable, span: slice, mask: torch.Tensor, state: torch.Tensor | None) -> tuple:
-        q, k, v, decay, b = (x[:, span] for x in (query, key, value, g * mask, beta * mask))
-        return rule(q, k, v, g=decay, beta=b, initial_state=state, **more)
-
-    head, state = part(first, slice(0, end), inside, initial_state)
-    tail, state = part(second, slice(start, None), ~inside, state)
-    middle = torch.where(inside[:, start:end].unsqueeze(-1), head[:, start:], tail[:, : end - start])
-    return torch.cat((head[:, :start], middle, tail[:, end - start :]), 1), state
 
 
 def ragged_conv(conv: Callable, batch: RaggedBatch, layer: int) -> Callable:
@@ -293,9 +291,13 @@ def ragged_layers(layers: Sequence[Any], profile: Profile, batch: RaggedBatch) -
                 served: Callable[..., Any] = own
                 decoding = own
                 if profile.delta_rule == CPU_KERNELS:
-                    served, decoding = gated_delta_rule_cpu, normalized_as_on_a_cpu(own)
-                    layer.recurrent_gated_delta_rule = normalized_as_on_a_cpu(layer.recurrent_gated_delta_rule)
-                    conv, step = (functools.partial(f, silu=silu_on_a_cpu) for f in (causal_conv, causal_conv_step))
+                    served, decoding = deltanet_cpu.gated_delta_rule_cpu, deltanet_cpu.normalized_as_on_a_cpu(own)
+                    layer.recurrent_gated_delta_rule = deltanet_cpu.normalized_as_on_a_cpu(
+                        layer.recurrent_gated_delta_rule
+                    )
+                    conv, step = (
+                        functools.partial(f, silu=deltanet_cpu.silu_on_a_cpu) for f in (causal_conv, causal_conv_step)
+                    )
                 own = functools.partial(served, to_operand=rounding(profile.stream))
             layer.chunk_gated_delta_rule = ragged_rule(own, batch, decoding)
             layer.causal_conv1d_fn, layer.causal_conv1d_update = ragged_conv(conv, batch, layer.layer_idx), step

@@ -46,7 +46,7 @@ def gated_delta_rule_cpu(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (outputs [B, T, H, Dv], final state [B, H, Dk, Dv] or None); the parameters are those of deltanet.gated_delta_rule."""
     r = to_operand

@@ -35,20 +35,15 @@ Round = Callable[[torch.Tensor], torch.Tensor]
 SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
 
 
-def rounding(dtype: str) -> Round:
-    """Return the function that rounds a float tensor to `dtype` and back; values keep their own dtype."""
+def rounding(dtype: str, in_place: bool = False) -> Round:
+    """Return the function that rounds a float tensor to `dtype` and back; values keep their own dtype.
+
+    in_place: in the tensor's own memory, which nothing else reads.
+    """
     if dtype == "float32":
         return lambda x: x
     target = getattr(torch, dtype)
-    return lambda x: x.to(target).to(x.dtype)
-
-
-def rounding_in_place(dtype: str) -> Round:
-    """Return the function that rounds a float tensor, which nothing else reads, to `dtype` in its own memory."""
-    if dtype == "float32":
-        return lambda x: x
-    target = getattr(torch, dtype)
-    return lambda x: x.copy_(x.to(target))
+    return (lambda x: x.copy_(x.to(target))) if in_place else (lambda x: x.to(target).to(x.dtype))
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
 
 def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> Iterator[Any]:
     """Register the hooks that round a module's inputs and outputs, and yield their handles. adds_one: of a norm's weight."""
-    stream, in_place, kind = rounding(profile.stream), rounding_in_place(profile.stream), type(module).__name__
+    stream, in_place, kind = rounding(profile.stream), rounding(profile.stream, in_place=True), type(module).__name__
     if isinstance(module, nn.Linear):
         plain_input = rounding(profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input)
         if profile.rounds:
@@ -138,13 +133,13 @@ class RoundedSigmoid(TorchFunctionMode):
         super().__init__()
         self.module, self.sigmoid, forward = module, sigmoid, module.forward
 
-        def gated(*args: Any, **options: Any) -> Any:
+        def gated(*args: object, **options: object) -> object:
             with self:
                 return forward(*args, **options)
 
         module.forward = gated
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return self.sigmoid(args[0]) if func in SIGMOIDS else func(*args, **(kwargs or {}))
 
     def remove(self) -> None:
@@ -190,7 +185,9 @@ def reordered_linears(model: nn.Module, order: SumOrder) -> Iterator[None]:
         for linear in linears:
             permutation = None
             if order.permutation is not None:
-                permutation = torch.randperm(linear.in_features, generator=generator).to(linear_device(linear))
+                permutation = torch.randperm(linear.in_features, generator=generator).to(
+                    next(linear.parameters()).device
+                )
             if isinstance(linear, NVFP4Linear):
                 linear.reorder(permutation, order.parts)
             elif permutation is None or id(linear.weight) not in embeddings:  # a second copy of a tied head may not fit
@@ -211,10 +208,6 @@ def plain_product(
     """Return x W^T + b of a plain linear, summed in another order. weight: permuted already."""
     y = sum_of_parts(x if permutation is None else x[..., permutation], weight, parts)
     return y if bias is None else y + bias
-
-
-def linear_device(linear: nn.Linear) -> torch.device:
-    return linear.codes.device if isinstance(linear, NVFP4Linear) else linear.weight.device
 
 
 def profile_of(model: nn.Module) -> Profile:

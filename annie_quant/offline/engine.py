@@ -99,20 +99,24 @@ def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, Non
     return attention
 
 
-@contextlib.contextmanager
-def use_grouped_attention(config: Any, profile: Profile) -> Iterator[None]:
+def use_grouped_attention(config: Any, profile: Profile) -> contextlib.AbstractContextManager[None]:
     """Let a model with this text config use grouped_attention instead of sdpa. Other implementations are unchanged.
 
     profile: where queries, keys, values and outputs are rounded.
     """
-    before = config._attn_implementation
-    if before != "sdpa":
-        yield
-        return
+    if config._attn_implementation != "sdpa":
+        return contextlib.nullcontext()
     name = f"{NAME}_{profile.stream}_{profile.kv}_{profile.delta_rule}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(name, rounded_attention(profile) if profile.rounds else grouped_attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    return use_attention(config, name)
+
+
+@contextlib.contextmanager
+def use_attention(config: Any, name: str) -> Iterator[None]:
+    """Let a model with this text config use a registered attention function."""
+    before = config._attn_implementation
     config._attn_implementation_internal = name
     try:
         yield
@@ -150,7 +154,7 @@ class Engine:
 
     tokens: most tokens (rows x length) per forward; None: TOKENS, on a GPU more for a small model.
     rows: most rows per batch.
-    fixed_buffers: whether decode steps are computed in buffers of fixed size (decoding.FixedBuffers).
+    fixed_buffers: whether decode steps are computed in buffers of fixed size (decoding.advance_fixed).
     captures: whether those steps are captured as CUDA graphs, on the stream capture_stream.
     """
 
@@ -316,7 +320,7 @@ def tokens_per_launch(config: Any) -> int:
 
 
 def can_fix_buffers(model: Any) -> bool:
-    """Return whether decoding.FixedBuffers fit the model: its attention takes the mask as it is."""
+    """Return whether decoding.advance_fixed can compute the model: its attention takes the mask as it is."""
     return model.config.get_text_config()._attn_implementation == "sdpa" and hasattr(model.base_model, "layers")
 
 

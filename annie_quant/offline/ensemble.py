@@ -30,14 +30,21 @@ import numpy as np
 import torch
 
 from annie_quant.documents import EnsembleFigures
+from annie_quant.offline.answers import (
+    AnswerCache,
+    Choices,
+    FirstDifference,
+    Outcome,
+    answer_from_differences,
+    choices_of,
+    request_key,
+)
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.emulation import USUAL, SumOrder, emulate
 from annie_quant.offline.engine import Engine, Row, batches
 from annie_quant.offline.pair import ModelPair
 from annie_quant.offline.profiles import Profile, find_profile, in_bfloat16, in_float32, with_rounded_beta
 from annie_quant.offline.prompts import Answered
-from annie_quant.offline.reference import AnswerCache, request_key
-from annie_quant.offline.verification import Choices, FirstDifference, Outcome, answer_from_differences, choices_of
 
 MARGIN_FACTOR = 3.0
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x

@@ -1,7 +1,7 @@
 """One evaluation of loaded models: gates, KL divergence and perplexity of a checkpoint compared with its bf16 reference.
 
-The reference answers every prompt greedily once (reference.py). The checkpoint is checked against those answers under each
-numerics (verification.py), in one pass that also gives the KL figures, and in the further members of each numerics (ensemble.py).
+The reference answers every prompt greedily once. The checkpoint is checked against those answers under each
+numerics (answers.py), in one pass that also gives the KL figures, and in the further members of each numerics (ensemble.py).
 Counts and verdicts are made from the outcomes per prompt (judge/evidence.py).
 """
 
@@ -40,6 +40,7 @@ from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
 from annie_quant.judge.pairing import deciding
 from annie_quant.judge.sampling import compares_with_reference, reference_notes, shortages
 from annie_quant.offline import draft_head, ensemble
+from annie_quant.offline.answers import Choices, Outcome
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
@@ -48,7 +49,6 @@ from annie_quant.offline.nvfp4_linear import NVFP4Linear
 from annie_quant.offline.pair import EvaluationJob, ModelPair, check_prompts
 from annie_quant.offline.profiles import find_profile, is_supported
 from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
-from annie_quant.offline.verification import Choices, Outcome
 
 Judged = tuple[Workload, Case, Answer]  # what judge.gate_table counts
 

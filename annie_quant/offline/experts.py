@@ -53,7 +53,8 @@ class GroupedExperts:
             linears = [m for of_all in self.nvfp4.values() for m in of_all]
             if any(is_changed(m) for m in linears):
                 return False
-            if not all(is_unrounded(numerics) for numerics in {m.numerics for m in linears}):
+            used = [profiles.find_profile(numerics) for numerics in {m.numerics for m in linears}]
+            if any(p.activations != profiles.UNROUNDED or p.operands != profiles.EXACT for p in used):
                 return False
             self.confirmed_at = Watched.changes
         return True
@@ -105,12 +106,6 @@ def is_changed(linear: NVFP4Linear) -> bool:
     """Return whether something observes the linear, or makes it compute in another way than from packed weights."""
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks)
     return hooked or linear.dense is not None or linear.permutation is not None or linear.parts > 1
-
-
-def is_unrounded(numerics: str) -> bool:
-    """Return whether a profile multiplies activations and exact weights as they are."""
-    profile = profiles.find_profile(numerics)
-    return profile.activations == profiles.UNROUNDED and profile.operands == profiles.EXACT
 
 
 class Expert(Watched):

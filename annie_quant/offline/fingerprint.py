@@ -16,27 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from annie_quant import judge
+from annie_quant.offline import profiles
 from annie_quant.offline.emulation import USUAL, SumOrder, emulate
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load, profiles_of
 from annie_quant.offline.pair import StrPath
-from annie_quant.offline.profiles import (
-    CPU_KERNELS,
-    EXACT,
-    SERVED,
-    UNQUANTIZED,
-    Profile,
-    find_profile,
-    in_bfloat16,
-    in_float32,
-)
+from annie_quant.offline.profiles import Profile, find_profile
 from annie_quant.offline.prompts import Template
 
 FLOOR = 0.001  # least noise: approximate exponentials and other orders of sums
@@ -142,7 +132,11 @@ def compare_with_server(
 
     def candidate(engine: Engine, name: str, profile: Profile) -> Candidate:
         own = values(engine, name, profile)
-        other = values(engine, "", in_float32(profile)) if profile.rounds else values(engine, "", profile, PERMUTED)
+        other = (
+            values(engine, "", profiles.in_float32(profile))
+            if profile.rounds
+            else values(engine, "", profile, PERMUTED)
+        )
         noise = max(FLOOR, mean_difference(own, other))
         gaps = np.abs(np.concatenate(served) - np.concatenate(own))
         by_prompt[name] = np.array(
@@ -153,14 +147,14 @@ def compare_with_server(
     engine = loaded(checkpoint, device)
     available = profiles_of(engine.model)
     # Rounded operands (vllm-emulation) change log-probabilities by less than the noise of vllm-cutlass: no name for them.
-    plain = [n for n in SERVED if find_profile(n).operands == EXACT]
+    plain = [n for n in profiles.SERVED if find_profile(n).operands == profiles.EXACT]
     names = [n for n in ("float32", *plain) if n in available] or list(available)
     candidates = [candidate(engine, name, find_profile(name)) for name in names]
-    if available != [UNQUANTIZED.name]:
-        candidates.append(candidate(loaded(reference, device), REFERENCE, in_bfloat16(UNQUANTIZED)))
+    if available != [profiles.UNQUANTIZED.name]:
+        candidates.append(candidate(loaded(reference, device), REFERENCE, profiles.in_bfloat16(profiles.UNQUANTIZED)))
     candidates.sort(key=lambda c: -c.log_likelihood)
     likely = [c for c in candidates if not significantly_less(by_prompt[c.name], by_prompt[candidates[0].name])]
-    on_cpus = {name for name in names if find_profile(name).delta_rule == CPU_KERNELS}
+    on_cpus = {name for name in names if find_profile(name).delta_rule == profiles.CPU_KERNELS}
     # Stable; of equals, the name of a GPU's kernels.
     likely.sort(key=lambda c: (not c.name.startswith(family), c.name in on_cpus))
     candidates = [*likely, *(c for c in candidates if c not in likely)]
@@ -182,8 +176,7 @@ def near_the_best(step: Mapping[int, float]) -> dict[int, float]:
 
 
 def loaded(folder: StrPath, device: str | None) -> Engine:
-    model: Any = load(Path(folder), cache="float32", dtype=torch.float32, device=device)
-    return Engine(model)
+    return Engine(load(folder, cache="float32", dtype=torch.float32, device=device))
 
 
 def mean_difference(a: Values, b: Values) -> float:

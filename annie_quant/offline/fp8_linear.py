@@ -35,7 +35,9 @@ class FixedDtypeLinear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear's own would create a float weight
         self.in_features, self.out_features = in_features, out_features
 
-    def add_parameter(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype, device: Any) -> None:
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
         """Register an uninitialized parameter without gradient; None for shape None."""
         empty = None if shape is None else torch.empty(shape, dtype=dtype, device=device)
         self.register_parameter(name, None if empty is None else nn.Parameter(empty, requires_grad=False))
@@ -53,9 +55,9 @@ class FixedDtypeLinear(nn.Linear):
 class FP8Linear(FixedDtypeLinear):
     """Parameters: weight float8_e4m3fn [N, K]; weight_scale float32, one value or one per row; input_scale float32 or None."""
 
-    FIXED_DTYPE: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "input_scale")
+    SCALE: ClassVar[str] = "weight_scale"
+    FIXED_DTYPE: ClassVar[tuple[str, ...]] = ("weight", SCALE, "input_scale")
 
-    weight_scale: nn.Parameter
     input_scale: nn.Parameter | None
 
     def __init__(
@@ -69,80 +71,62 @@ class FP8Linear(FixedDtypeLinear):
         scale_dtype: torch.dtype = torch.float32,
         bias: bool = False,
         dtype: torch.dtype | None = None,
-        device=None,
+        device: str | torch.device | None = None,
     ) -> None:
         super().__init__(in_features, out_features)
         self.per_token = per_token
         self.add_parameter("weight", (out_features, in_features), torch.float8_e4m3fn, device)
-        self.add_parameter("weight_scale", scale_shape, scale_dtype, device)
+        self.add_parameter(self.SCALE, scale_shape, scale_dtype, device)
         self.add_parameter("input_scale", input_shape, torch.float32, device)
         self.add_parameter("bias", (out_features,) if bias else None, dtype or torch.bfloat16, device)
 
     def scales(self) -> list[nn.Parameter]:
         """Return the stored scales."""
-        return [s for s in (self.weight_scale, self.input_scale) if s is not None]
+        return [s for s in (getattr(self, self.SCALE), self.input_scale) if s is not None]
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights [N, K] in `dtype`."""
-        scale = self.weight_scale.float()
-        return (self.weight.float() * (scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(()))).to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = token_scales(x.detach()) if self.per_token else self.input_scale
-        if scale is not None:
-            rounded = fake_quant_fp8(x.detach(), scale)
-            x = x + (rounded - x).detach() if x.requires_grad else rounded
-        return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
-
-    def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, activations={self.per_token or self.input_scale is not None}"
-
-
-class BlockFP8Linear(FixedDtypeLinear):
-    """Parameters: weight float8_e4m3fn [N, K]; weight_scale_inv [ceil(N / rows), ceil(K / columns)], a multiplier."""
-
-    SCALE: ClassVar[str] = "weight_scale_inv"
-    FIXED_DTYPE: ClassVar[tuple[str, ...]] = ("weight", SCALE)
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        block: tuple[int, int],
-        scale_dtype: torch.dtype = torch.float32,
-        bias: bool = False,
-        dtype: torch.dtype | None = None,
-        device=None,
-    ) -> None:
-        super().__init__(in_features, out_features)
-        block = self.block = (min(block[0], out_features), min(block[1], in_features))
-        grid = (-(-out_features // block[0]), -(-in_features // block[1]))
-        self.add_parameter("weight", (out_features, in_features), torch.float8_e4m3fn, device)
-        self.add_parameter(self.SCALE, grid, scale_dtype, device)
-        self.add_parameter("bias", (out_features,) if bias else None, dtype or torch.bfloat16, device)
-
-    def scales(self) -> list[nn.Parameter]:
-        """Return the stored scales."""
-        return [getattr(self, self.SCALE)]
-
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights [N, K] in `dtype`."""
+    def weight_scales(self) -> torch.Tensor:
+        """Return the multipliers of the weight, float32, of a shape that broadcasts to [N, K]."""
         scale = self.scales()[0].float()
-        for axis, size in enumerate(self.block):
-            scale = scale.repeat_interleave(size, axis)
-        return (self.weight.float() * scale[: self.out_features, : self.in_features]).to(dtype)
+        return scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights [N, K] in `dtype`."""
+        return (self.weight.float() * self.weight_scales()).to(dtype)
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return inputs as the checkpoint defines them."""
+        scale = token_scales(x) if self.per_token else self.input_scale
+        return x if scale is None else fake_quant_fp8(x, scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        columns = self.block[1]
-        values = nn.functional.pad(x.detach(), (0, -x.shape[-1] % columns)).unflatten(-1, (-1, columns))
-        scale = values.float().abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX) / MAX_E4M3
-        rounded = fake_quant_fp8(values, scale).flatten(-2)[..., : x.shape[-1]]
+        rounded = self.rounded(x.detach())
         x = x + (rounded - x).detach() if x.requires_grad else rounded
         return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
 
-    def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, block={self.block}"
+
+class BlockFP8Linear(FP8Linear):
+    """Parameters: weight float8_e4m3fn [N, K]; weight_scale_inv [ceil(N / rows), ceil(K / columns)], a multiplier."""
+
+    SCALE = "weight_scale_inv"
+    FIXED_DTYPE = ("weight", SCALE)
+
+    def __init__(self, in_features: int, out_features: int, *, block: tuple[int, int], **options: Any) -> None:
+        size_of_block = (min(block[0], out_features), min(block[1], in_features))
+        grid = (-(-out_features // size_of_block[0]), -(-in_features // size_of_block[1]))
+        super().__init__(in_features, out_features, scale_shape=grid, **options)
+        self.block = size_of_block
+
+    def weight_scales(self) -> torch.Tensor:
+        scale = self.scales()[0].float()
+        for axis, size in enumerate(self.block):
+            scale = scale.repeat_interleave(size, axis)
+        return scale[: self.out_features, : self.in_features]
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        columns = self.block[1]
+        values = nn.functional.pad(x, (0, -x.shape[-1] % columns)).unflatten(-1, (-1, columns))
+        scale = values.float().abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX) / MAX_E4M3
+        return fake_quant_fp8(values, scale).flatten(-2)[..., : x.shape[-1]]
 
 
 class NamedBlockFP8Linear(BlockFP8Linear):

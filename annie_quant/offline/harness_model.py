@@ -11,10 +11,9 @@ lm-eval 0.4.13 has no plug-in mechanism, so its own command does not know models
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lm_eval.models  # noqa: F401  (lm-eval registers its own models only while the registry is empty)
 import torch
@@ -41,96 +40,13 @@ MAX_GEN_TOKS = 256
 LIMIT_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
-class Likelihood(NamedTuple):
-    """value: natural logarithm of the target's probability. is_greedy: each of its tokens is the most probable one."""
-
-    value: float
-    is_greedy: bool
-
-
-class HarnessScores:
-    """A model folder under one profile.
-
-    profile: a numerics profile (docs/numerics.md); default: the first that the checkpoint supports. length: most tokens of a
-    forward. Raises UsageError for a profile that the checkpoint does not support.
-    """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        profile: str | None = None,
-        rows: int = ROWS,
-        length: int | None = None,
-        dtype: str | None = None,
-        device: str | None = None,
-    ) -> None:
-        self.folder = Path(folder)
-        if not torch.cuda.is_available():
-            device = "cpu"  # lm-eval's default is "cuda", also where there is none
-        device = device or "cuda"
-        self.dtype = dtype or working_dtype([self.folder], device)
-        if self.dtype not in ("float32", "bfloat16"):
-            raise UsageError(f"dtype is float32 or bfloat16, got {self.dtype}")
-        cache = "float32" if self.dtype == "float32" else "bf16"
-        self.model = load(self.folder, cache=cache, dtype=getattr(torch, self.dtype), device=device)
-        supported = profiles_of(self.model)
-        self.profile = find_profile(profile or supported[0])
-        if not is_supported(self.profile.name, supported):
-            raise UsageError(f"{self.folder} does not support {profile}", f"it supports: {', '.join(supported)}")
-        self.engine = Engine(self.model, rows=rows)
-        config = self.model.config.get_text_config()
-        self.length = length or int(getattr(config, "max_position_embeddings", 0) or DEFAULT_LENGTH)
-        with loading_tokenizer(self.folder):
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-        self.template = ChatTemplate(self.tokenizer, str(folder)) if self.tokenizer.chat_template else None
-
-    def likelihoods(
-        self,
-        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-        on_finished: Callable[[int], object] = lambda n: None,
-    ) -> list[Likelihood]:
-        """Return the log-likelihood of each target after its context (tokens), in order.
-
-        A context that is too long loses its first tokens. Raises UsageError for an empty context, or an empty or too long target.
-        """
-        rows = []
-        for context, target in pairs:
-            if not context or not 0 < len(target) <= self.length:
-                raise UsageError(
-                    f"a context of {len(context)} and a target of {len(target)} tokens cannot be scored; the model has "
-                    f"{self.length}"
-                )
-            tokens = [*context, *target][-(self.length + 1) :]
-            rows.append(Row(tokens[: len(tokens) - len(target)], list(target)))
-        results: list[Likelihood | None] = [None] * len(rows)
-        with emulate(self.model, self.profile):
-            for i, logits in self.engine.scores(rows):
-                expected = torch.tensor(rows[i].target, device=logits.device)
-                chosen = torch.log_softmax(logits, -1).gather(-1, expected[:, None])
-                greedy = torch.equal(logits.argmax(-1), expected)
-                results[i] = Likelihood(float(chosen.double().sum()), greedy)
-                on_finished(1)
-        return [r for r in results if r is not None]
-
-    def continuations(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        stops: Sequence[Sequence[str]],
-        on_finished: Callable[[int], Any] = lambda n: None,
-    ) -> list[str]:
-        """Return greedy continuations up to, and without, the first stop string. limits: most tokens of each."""
-        ends = end_tokens(self.folder, self.tokenizer)
-        contexts = [list(p[-max(1, self.length - limit) :]) for p, limit in zip(prompts, limits, strict=True)]
-        with emulate(self.model, self.profile):
-            completions = generate(self.engine, contexts, limits, ends, on_finished)
-        texts = self.tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
-        return [until(text, own) for text, own in zip(texts, stops, strict=True)]
-
-
 @register_model("annie_quant")
 class AnnieQuantLM(TemplateLM):
-    """A checkpoint under a numerics profile. batch_size: rows per batch; 1, lm-eval's default, and "auto" mean ROWS."""
+    """A checkpoint under a numerics profile.
+
+    batch_size: rows per batch; 1, lm-eval's default, and "auto" mean ROWS. Raises UsageError for a profile that the checkpoint does
+    not support.
+    """
 
     def __init__(
         self,
@@ -146,11 +62,25 @@ class AnnieQuantLM(TemplateLM):
         device: str | None = None,
     ) -> None:
         super().__init__()
+        self.folder = Path(pretrained)
+        # lm-eval's default is "cuda", also where there is none
+        device = (device or "cuda") if torch.cuda.is_available() else "cpu"
+        self.dtype = dtype or working_dtype([self.folder], device)
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UsageError(f"dtype is float32 or bfloat16, got {self.dtype}")
+        cache = "float32" if self.dtype == "float32" else "bf16"
+        self.model = load(self.folder, cache=cache, dtype=getattr(torch, self.dtype), device=device)
+        supported = profiles_of(self.model)
+        self.profile = find_profile(profile or supported[0])
+        if not is_supported(self.profile.name, supported):
+            raise UsageError(f"{self.folder} does not support {profile}", f"it supports: {', '.join(supported)}")
         rows = max_batch_size or (int(batch_size) if str(batch_size).isdigit() and int(batch_size) > 1 else ROWS)
-        self.scores = HarnessScores(
-            pretrained, profile, int(rows), int(max_length) if max_length else None, dtype, device
-        )
-        self.tokenizer = self.scores.tokenizer
+        self.engine = Engine(self.model, rows=int(rows))
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", 0)
+        self.length = int(max_length or positions or DEFAULT_LENGTH)
+        with loading_tokenizer(self.folder):
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        self.template = ChatTemplate(self.tokenizer, str(self.folder)) if self.tokenizer.chat_template else None
         self.max_gen_toks, self.add_bos_token, self.enable_thinking = int(max_gen_toks), add_bos_token, enable_thinking
 
     @property
@@ -164,17 +94,17 @@ class AnnieQuantLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        return self.scores.length
+        return self.length
 
     @property
     def tokenizer_name(self) -> str:
-        return str(self.scores.folder).replace("/", "__")
+        return str(self.folder).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval writes into its results."""
-        return {"model_name": str(self.scores.folder), "profile": self.scores.profile.name, "dtype": self.scores.dtype}
+        return {"model_name": str(self.folder), "profile": self.profile.name, "dtype": self.dtype}
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and self._begins_with_prefix(string):
             special = False
@@ -187,17 +117,31 @@ class AnnieQuantLM(TemplateLM):
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
-        **options: Any,
+        **options: object,
     ) -> list[tuple[float, bool]]:
-        with tqdm(total=len(requests), desc="log-likelihoods", disable=_is_silent(options)) as bar:
-            results = self.scores.likelihoods([(context, target) for _, context, target in requests], bar.update)
-        answers = [(r.value, r.is_greedy) for r in results]
+        rows = []
+        for _, context, target in requests:
+            if not context or not 0 < len(target) <= self.length:
+                raise UsageError(
+                    f"a context of {len(context)} and a target of {len(target)} tokens cannot be scored; the model has "
+                    f"{self.length}"
+                )
+            tokens = [*context, *target][-(self.length + 1) :]  # a context that is too long loses its first tokens
+            rows.append(Row(tokens[: len(tokens) - len(target)], list(target)))
+        found: dict[int, tuple[float, bool]] = {}
+        with progress_bar(len(rows), "log-likelihoods", options) as bar, emulate(self.model, self.profile):
+            for i, logits in self.engine.scores(rows):
+                expected = torch.tensor(rows[i].target, device=logits.device)
+                chosen = torch.log_softmax(logits, -1).gather(-1, expected[:, None])
+                found[i] = float(chosen.double().sum()), torch.equal(logits.argmax(-1), expected)
+                bar.update()
+        answers = [found[i] for i in range(len(rows))]
         for (texts, *_rest), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], **options: Any) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Any], **options: object) -> list[float]:
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for (text,) in (r.args for r in requests):
@@ -216,13 +160,17 @@ class AnnieQuantLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], **options: object) -> list[str]:
         contexts, settings = [r.args[0] for r in requests], [r.args[1] for r in requests]
         limits = [self._limit(own) for own in settings]
         stops = [stop_strings(own) for own in settings]
-        with tqdm(total=len(requests), desc="answers", disable=_is_silent(options)) as bar:
-            prompts = [self.tok_encode(c) or [self.prefix_token_id] for c in contexts]
-            texts = self.scores.continuations(prompts, limits, stops, bar.update)
+        prompts = [self.tok_encode(c) or [self.prefix_token_id] for c in contexts]
+        prompts = [p[-max(1, self.length - limit) :] for p, limit in zip(prompts, limits, strict=True)]
+        ends = end_tokens(self.folder, self.tokenizer)
+        with progress_bar(len(requests), "answers", options) as bar, emulate(self.model, self.profile):
+            completions = generate(self.engine, prompts, limits, ends, bar.update)
+        decoded = self.tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
+        texts = [until(text, own) for text, own in zip(decoded, stops, strict=True)]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -236,19 +184,19 @@ class AnnieQuantLM(TemplateLM):
         return limit
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        if self.scores.template is None:
-            raise UsageError(f"{self.scores.folder} has no chat template", "leave out --apply_chat_template")
+        if self.template is None:
+            raise UsageError(f"{self.folder} has no chat template", "leave out --apply_chat_template")
         thinking = bool(self.enable_thinking)
         if add_generation_prompt:
-            return self.scores.template.render(chat_history, None, True, enable_thinking=thinking)
+            return self.template.render(chat_history, None, True, enable_thinking=thinking)
         # lm-eval asks for an open last message: the text up to its end, without the template's end of turn
-        whole = self.scores.template.render(chat_history, None, False, enable_thinking=thinking)
+        whole = self.template.render(chat_history, None, False, enable_thinking=thinking)
         last = chat_history[-1]["content"].rstrip()
         return whole[: whole.rindex(last) + len(last)]
 
 
-def _is_silent(options: Mapping[str, Any]) -> bool:
-    return bool(options.get("disable_tqdm"))
+def progress_bar(total: int, title: str, options: Mapping[str, object]) -> tqdm:
+    return tqdm(total=total, desc=title, disable=bool(options.get("disable_tqdm")))
 
 
 def stop_strings(settings: Mapping[str, Any]) -> list[str]:

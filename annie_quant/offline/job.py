@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate
 from annie_quant.offline import layers, process_group
 from annie_quant.offline.evaluation import evaluate_pair, reference_gates
 from annie_quant.offline.pair import EvaluationJob, StrPath, Workloads, distinct_workloads, open_pair
-from annie_quant.offline.process_group import ProcessGroup, join_group
+from annie_quant.offline.process_group import ProcessGroup
 
 
 def evaluate(
@@ -41,8 +40,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return gates, KL divergence and perplexity of a checkpoint under each of `numerics` that it supports.
 
-    A model without NVFP4 linears is evaluated as it is, under the name "bf16". Under torchrun or accelerate launch every
-    process calls this with the same arguments, computes its share and gets the whole result.
+    A model without NVFP4 linears is evaluated as it is, under the name "bf16".
 
     Parameters:
         model_dir: folder of the checkpoint.
@@ -88,19 +86,15 @@ def evaluate(
 def run(job: EvaluationJob, progress: Progress = SILENT, processes: int | None = 1) -> Evaluation:
     """Evaluate a checkpoint and write the result to the job's output.
 
-    processes: on this machine, which share the work; None: as many as are fastest. Under torchrun its processes share it instead.
+    processes: on this machine, which share the work; None: as many as are fastest.
     """
-    group = join_group()
-    if job.output is not None and group.is_first:
+    if job.output is not None:
         check_writable(job.output)  # before an hour of evaluation, not after it
-    if group.size > 1:
-        processes = 1
-    elif processes is None:
+    if processes is None:
         n_answers = sum(c.n_turns for w in job.prompts(job.n_per_gate) for c in w.cases)
         processes = process_group.automatic([job.checkpoint, job.reference], n_answers)
-    helped = process_group.helped_by(partial(compute, job), processes) if processes > 1 else nullcontext(group)
-    with helped as joined:
-        return compute(job, joined, progress)
+    with process_group.helped_by(partial(compute, job), processes) as group:
+        return compute(job, group, progress)
 
 
 def compute(job: EvaluationJob, group: ProcessGroup, progress: Progress = SILENT) -> Evaluation:
@@ -119,8 +113,6 @@ def compute(job: EvaluationJob, group: ProcessGroup, progress: Progress = SILENT
             kl = result.numerics[first].kl
             if kl is not None:
                 kl.by_layer = result.layers.by_layer()
-            if output is not None:
-                layers.plot(result.layers, output.with_suffix(".layers.svg"))
     if output is not None:
         files.write_json(output, result.to_dict())
     return result
@@ -130,9 +122,8 @@ def check_writable(path: Path) -> None:
     """Raise EnvironmentFault if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(f".{path.name}.{os.getpid()}.part")
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
         raise EnvironmentFault(
             f"{path}: cannot be written ({error.strerror}{files.owner(path.parent)})", "choose another --output"

@@ -17,7 +17,7 @@ import torch
 
 from annie_quant.checkpoint.model_hash import model_sha256
 from annie_quant.core import files
-from annie_quant.core.errors import UsageError, need
+from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
 from annie_quant.documents import LayerDivergence, Sensitivity, SensitivityKey
 from annie_quant.judge import Workload
@@ -153,25 +153,3 @@ def load_stored(output: Path | None, key: SensitivityKey) -> Sensitivity | None:
 def store(pair: ModelPair, result: Sensitivity, output: Path | None) -> None:
     if output is not None and pair.group.is_first:
         files.write_json(output, msgspec.to_builtins(result))
-
-
-def plot(result: Sensitivity, path: Path) -> None:
-    """Draw two bars per layer: KL when quantized alone, and the KL that restoring it removes (SVG or PNG by suffix)."""
-    need("matplotlib", "plots")
-    from matplotlib.figure import Figure
-
-    assert result.all is not None
-    total = result.all.mean
-    layers = list(result.alone)
-    figure = Figure(figsize=(8, 1 + 0.22 * len(layers)), layout="constrained")
-    axes = figure.subplots()
-    positions = range(len(layers))
-    axes.barh(positions, [result.alone[n].mean for n in layers], 0.4, label="quantized alone")
-    if result.restored:
-        removed = [total - result.restored[n].mean for n in layers]
-        axes.barh([i + 0.4 for i in positions], removed, 0.4, label="removed by restoring it")
-    axes.set_yticks([i + 0.2 for i in positions], layers, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"mean KL divergence, nats per token ({result.numerics}; all layers: {total:.4g})")
-    axes.legend()
-    figure.savefig(path)

@@ -19,6 +19,7 @@ from annie_quant.checkpoint.dialects import compressed_tensors, fp8
 from annie_quant.checkpoint.linears import FP8_BLOCK
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.offline.experts import separate
 from annie_quant.offline.nvfp4_linear import nvfp4_linears, set_cache, set_numerics
 from annie_quant.offline.profiles import PROFILES, UNQUANTIZED
@@ -56,19 +57,17 @@ def load(
     method = BLOCK_FP8 if dialect is fp8 else ""
     if dialect is compressed_tensors and compressed_tensors.config(shards).algo == FP8_BLOCK:
         method = NAMED_BLOCK_FP8
+    settings: JsonObject | None = None
     with one_line_errors(folder):
         if method:
             settings = shards.config.get("quantization_config") or {"weight_block_size": list(fp8.BLOCK)}
-            options["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            options["config"].quantization_config = {**settings, "quant_method": method}
+            settings = {**settings, "quant_method": method}
         elif "quantization_config" not in shards.config and quant_config is not None:
-            settings = quant_config["quantization"]
+            settings = {"quant_method": "modelopt", **quant_config["quantization"]}
+            settings["ignore"] = settings.get("exclude_modules", [])
+        if settings is not None:
             options["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            options["config"].quantization_config = {
-                "quant_method": "modelopt",
-                **settings,
-                "ignore": settings.get("exclude_modules", []),
-            }
+            options["config"].quantization_config = settings
         if device is not None:
             options.setdefault("device_map", device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -277,10 +277,6 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
         step = max(1, limit // (self.in_features * x.element_size()))
         return [(i, min(i + step, self.out_features)) for i in range(0, self.out_features, step)]
 
-    def extra_repr(self) -> str:
-        shape = f"in={self.in_features}, out={self.out_features}, group={self.group}"
-        return f"{shape}, numerics={self.numerics}, cache={self.cache}"
-
 
 class PackedNVFP4Linear(NVFP4Linear):
     """A linear with compressed-tensors' names (nvfp4-pack-quantized); both global scales, float32 [1], are divisors."""

@@ -22,14 +22,12 @@ from annie_quant.data.workloads import resolve
 from annie_quant.documents import KLSummary
 from annie_quant.documents.persona import Persona
 from annie_quant.judge import Workload
-from annie_quant.judge.answers import assistant_message
+from annie_quant.offline.answers import Choices, Reference, choices_of
 from annie_quant.offline.engine import Engine, Row, batches
 from annie_quant.offline.kl import Tally, compare_logits
 from annie_quant.offline.loading import load
-from annie_quant.offline.process_group import ProcessGroup, default_device, join_group
+from annie_quant.offline.process_group import SINGLE, ProcessGroup, default_device
 from annie_quant.offline.prompts import CLASSES, Answered, ScoredAnswer, Template
-from annie_quant.offline.reference import Reference
-from annie_quant.offline.verification import Choices, choices_of
 
 SHOWN = 3
 StrPath = str | os.PathLike[str]
@@ -54,8 +52,7 @@ class EvaluationJob:
     text: a plain text file for perplexity and KL over all of its tokens.
     faults: of the export, which forbid the verdict "keeps".
     layers_n: prompts per gate for the sensitivity of layers, under the first numerics; None: not measured.
-    output: JSON file for the evaluation. The sensitivity goes to OUTPUT.layers.json, from which a killed run resumes, and
-        OUTPUT.layers.svg.
+    output: JSON file for the evaluation. The sensitivity goes to OUTPUT.layers.json, from which a killed run resumes.
     cache: folder for the reference's answers; None: annie_quant in XDG_CACHE_HOME.
     dtype: "float32" or "bfloat16" for everything that is not packed; None: float32 where memory allows.
     device: torch's name; None: a GPU where there is one.
@@ -171,11 +168,10 @@ class ModelPair:
 
 @contextmanager
 def open_pair(
-    job: EvaluationJob, progress: Progress | None = None, group: ProcessGroup | None = None
+    job: EvaluationJob, progress: Progress | None = None, group: ProcessGroup = SINGLE
 ) -> Iterator[ModelPair]:
-    """Load the models of a job. group: the processes that share the work; None: torchrun's."""
+    """Load the models of a job. group: the processes that share the work."""
     start = time.monotonic()
-    group = group or join_group()
     shown: Progress = progress if progress is not None and group.is_first else SILENT
     device = job.device or default_device(group)
     if job.dtype not in (None, "float32", "bfloat16"):
@@ -187,7 +183,7 @@ def open_pair(
     dense_cache = "float32" if dtype == "float32" else "bf16"
     model = load(job.checkpoint, cache=dense_cache, dtype=getattr(torch, dtype), device=device)
     engine = Engine(model, rows=job.rows, group=group)
-    reference = Reference(job.reference, template, dtype, device, job.cache, job.rows, group)
+    reference = Reference(job, template, dtype, device, group)
     try:
         yield ModelPair(job, group, shown, device, dtype, template, model, engine, reference, start)
     finally:
@@ -241,8 +237,7 @@ def other_prompts(own: Template, template: Template, answered: Sequence[Answered
         texts = [t.tokenizer.decode(completion.tokens, skip_special_tokens=False) for t in (own, template)]
         if not same or texts[0] != texts[1]:
             other.append(request.name)
-        answer = template.answer(request, completion)
-        messages.append(assistant_message(answer.text, answer.tool_calls))
+        messages.append(template.message(request, completion))
     return other
 
 

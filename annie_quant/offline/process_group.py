@@ -1,24 +1,22 @@
-"""Several processes that evaluate together: those of torchrun or accelerate launch, or helpers that this process starts.
+"""Processes that evaluate together: the first one starts the others as its helpers.
 
 Batches are cut from the whole work as one process would cut them, and each is computed whole by one process. So every number
 is computed from the same tensors wherever it is computed, and counts equal those of one process. Gathered values are small
-(figures and tokens): they travel as Python objects, over gloo or over the pipes to the helpers.
+(figures and tokens): they travel as Python objects over pipes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from annie_quant.core import host
 from annie_quant.core.errors import EnvironmentFault
@@ -29,11 +27,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """One process among `size` processes. gloo: the group of torch.distributed; None for a single process."""
+    """One process among `size` processes.
+
+    connections: the first process has one to each of its helpers, a helper one to the first process.
+    """
 
     rank: int = 0
     size: int = 1
-    gloo: Any = None
+    connections: tuple[Connection, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -46,41 +47,27 @@ class ProcessGroup:
 
     def gather(self, part: Mapping[Key, Value]) -> dict[Key, Value]:
         """Return the entries of all processes, the same in each of them."""
-        if self.size == 1:
-            return dict(part)
-        parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, dict(part), group=self.gloo)
-        return {key: value for part in parts for key, value in part.items()}
+        if not self.is_first:
+            self.connections[0].send(dict(part))
+            return self.connections[0].recv()
+        merged = dict(part)
+        for connection in self.connections:
+            merged |= received(connection)
+        for connection in self.connections:
+            connection.send(merged)
+        return merged
 
 
 SINGLE = ProcessGroup()
 
 
-def join_group() -> ProcessGroup:
-    """Return the group that torchrun's or accelerate's environment describes, or SINGLE."""
-    if not dist.is_available():
-        return SINGLE
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-            return SINGLE
-        dist.init_process_group("gloo")
-    group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-    return ProcessGroup(dist.get_rank(), dist.get_world_size(), group)
-
-
-def leave_group() -> None:
-    """Leave the group that join_group joined."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def default_device(group: ProcessGroup) -> str:
-    """Return "cuda" where there is a GPU (each process of a group its own, by LOCAL_RANK), else "cpu"."""
+    """Return "cuda" where there is a GPU (each process of a group its own), else "cpu"."""
     if not torch.cuda.is_available():
         return "cpu"
     if group.size == 1:
         return "cuda"
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', group.rank)) % torch.cuda.device_count()}"
+    return f"cuda:{group.rank % torch.cuda.device_count()}"
 
 
 SMALL_BYTES = 256 << 20  # of both checkpoints together: larger models keep all threads busy, and need the memory
@@ -104,45 +91,20 @@ def automatic(folders: Sequence[Path], n_answers: int) -> int:
     return max(1, min(MOST_PROCESSES, host.cores(), fitting))
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What a helper sends instead of its part when it fails."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class PipeGroup(ProcessGroup):
-    """Processes connected by pipes. connections: the first process has one to each helper, a helper one to the first."""
-
-    connections: tuple[Connection, ...] = ()
-
-    def gather(self, part: Mapping[Key, Value]) -> dict[Key, Value]:
-        if not self.is_first:
-            self.connections[0].send(dict(part))
-            return self.connections[0].recv()
-        merged = dict(part)
-        for connection in self.connections:
-            merged |= received(connection)
-        for connection in self.connections:
-            connection.send(merged)
-        return merged
-
-
-def received(connection: Connection) -> dict[Any, Any]:
-    """Return a helper's part. Raises EnvironmentFault where it has failed or ended."""
+def received(connection: Connection) -> dict[Key, Value]:
+    """Return a helper's part. Raises EnvironmentFault where it has failed, and sent a text instead, or ended."""
     try:
         part = connection.recv()
     except (EOFError, OSError):
         raise EnvironmentFault("a helper process of the evaluation ended (was memory short?)", FIX) from None
-    if isinstance(part, Failure):
-        raise EnvironmentFault(f"a helper process of the evaluation failed: {part.text}", FIX)
+    if isinstance(part, str):
+        raise EnvironmentFault(f"a helper process of the evaluation failed: {part}", FIX)
     return part
 
 
 @contextlib.contextmanager
 def helped_by(work: Callable[..., object], processes: int) -> Iterator[ProcessGroup]:
-    """Start processes - 1 helpers that run work(group=...), and yield the group of which this process is the first.
+    """Start processes - 1 helpers, if any, that run work(group=...), and yield the group of which this process is the first.
 
     This process must call `work` too. Its threads are divided by the number of processes.
     """
@@ -158,7 +120,7 @@ def helped_by(work: Callable[..., object], processes: int) -> Iterator[ProcessGr
             connections.append(own)
             helpers.append(helper)
         torch.set_num_threads(share)
-        yield PipeGroup(0, processes, connections=tuple(connections))
+        yield ProcessGroup(0, processes, tuple(connections))
     finally:
         torch.set_num_threads(threads)
         for connection in connections:
@@ -174,9 +136,9 @@ def help_with(work: Callable[..., object], rank: int, size: int, threads: int, c
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     try:
-        work(group=PipeGroup(rank, size, connections=(connection,)))
+        work(group=ProcessGroup(rank, size, (connection,)))
     except (EOFError, OSError) as error:  # also when the first process has ended
         with contextlib.suppress(OSError):
-            connection.send(Failure(str(error)))
+            connection.send(str(error))
     except Exception as error:
-        connection.send(Failure(f"{type(error).__name__}: {error}"))
+        connection.send(f"{type(error).__name__}: {error}")

@@ -20,8 +20,9 @@ from annie_quant.checkpoint.remote_code import loading_tokenizer
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import read_whole_json
 from annie_quant.core.untrusted import integer
+from annie_quant.documents import ChatMessage
 from annie_quant.judge import Answer, Case, Workload, parse_raw
-from annie_quant.judge.answers import PYTHON_TAG, THINK, Form, form_of
+from annie_quant.judge.answers import PYTHON_TAG, THINK, Form, assistant_message, form_of
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.engine import common_prefix
 
@@ -124,18 +125,13 @@ def _members(text: str, at: int) -> Iterator[tuple[str | None, int, int]]:
             if value >= len(text):
                 return
             yield key, at, value
-            at = _space(text, _end(text, value))
+            at = _space(text, _DECODER.raw_decode(text, value)[1])
             if text.startswith(",", at):
                 at = _space(text, at + 1)
     except (ValueError, RecursionError):
         return
     if text.startswith("}", at):
         yield None, at, at
-
-
-def _end(text: str, at: int) -> int:
-    """Return where the JSON value that begins at `at` ends. Raises ValueError for malformed JSON."""
-    return int(_DECODER.raw_decode(text, at)[1])
 
 
 def _space(text: str, at: int) -> int:
@@ -246,6 +242,11 @@ class Template:
         parsed = parse_raw(raw, thinking, tools, completion_tokens=n_tokens, form=self.tool_form)
         reason = "length" if not completion.finished else "tool_calls" if parsed.tool_calls else "stop"
         return Answer(parsed.text, parsed.reasoning, parsed.tool_calls, reason, "", parsed.completion_tokens)
+
+    def message(self, request: TurnRequest, completion: Completion) -> ChatMessage:
+        """Return the answer as a message of the conversation."""
+        answer = self.answer(request, completion)
+        return assistant_message(answer.text, answer.tool_calls)
 
     def target(self, completion: Completion) -> list[int]:
         """Return the answer's tokens and, if the model ended the turn itself, the end token of a turn."""

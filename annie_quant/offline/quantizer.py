@@ -16,21 +16,16 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.core_model_loading import WeightConverter
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from annie_quant import checkpoint, models, nvfp4
+from annie_quant import checkpoint, models
 from annie_quant.checkpoint import Linear, ModelFolder
 from annie_quant.checkpoint.codes import DEADLY
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
@@ -46,7 +41,6 @@ from annie_quant.checkpoint.linears import (
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import aliases
-from annie_quant.offline import codec
 from annie_quant.offline.experts import SingleExperts, separate
 from annie_quant.offline.fp8_linear import BlockFP8Linear, FP8Linear, NamedBlockFP8Linear
 from annie_quant.offline.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear, nvfp4_linears
@@ -55,20 +49,11 @@ AUDIT = "annie-quant audit DIR"
 SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class Match(NamedTuple):
-    """A module and its name in the model, which may differ from its name in the checkpoint."""
-
-    name: str
-    module: nn.Module
-
-
-def find_module(model: nn.Module, name: str) -> Match | None:
-    """Return the module that a checkpoint calls `name`, with or without the multimodal prefix."""
-    for candidate in models.aliases(name):
-        try:
-            return Match(candidate, model.get_submodule(candidate))
-        except AttributeError:
-            continue
+def find_module(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
+    """Return the name in the model and the module that a checkpoint calls `name`, with or without the multimodal prefix."""
+    for candidate in aliases(name):
+        with contextlib.suppress(AttributeError):
+            return candidate, model.get_submodule(candidate)
     return None
 
 
@@ -88,70 +73,69 @@ def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder, per_to
                 "audit, compare and convert work; serve it with vLLM",
             )
         return
-    if not isinstance(match.module, nn.Linear):
+    name, module = match
+    if not isinstance(module, nn.Linear):
         raise CheckpointError(
-            f"{linear.name} has {linear.format} tensors but is a {type(match.module).__name__}, expected a linear"
+            f"{linear.name} has {linear.format} tensors but is a {type(module).__name__}, expected a linear"
         )
-    n, k = match.module.out_features, match.module.in_features
-    info = folder.info(linear.weight)
+    n, k = module.out_features, module.in_features
     expected = ("U8", (n, k // 2)) if linear.format == "nvfp4" else ("F8_E4M3", (n, k))
-    if (info.dtype, info.shape) != expected:
-        raise CheckpointError(
-            f"{linear.weight} is {info.dtype} {list(info.shape)}, expected {expected[0]} {list(expected[1])}", AUDIT
+    expect(folder, linear.weight, expected[0], expected[1])
+    with torch.device("meta"):
+        new = (
+            build_nvfp4(linear, folder, module)
+            if linear.format == "nvfp4"
+            else build_fp8(linear, folder, module, per_token)
         )
-    options = {"bias": match.module.bias is not None, "dtype": match.module.weight.dtype, "device": "meta"}
-    if linear.format == "nvfp4":
-        new: nn.Module = build_nvfp4(linear, folder, k, n, options)
-    elif linear.block:
-        new = build_block_fp8(linear, folder, k, n, options)
-    else:
-        new = build_fp8(linear, folder, k, n, options | {"per_token": per_token})
-    new._is_hf_initialized = True  # type: ignore[assignment]  # so that transformers draws no random values for it
-    parent, _, leaf = match.name.rpartition(".")
+    new._is_hf_initialized = True  # so that transformers draws no random values for it
+    parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, new.requires_grad_(False))
 
 
-def build_nvfp4(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict[str, Any]) -> NVFP4Linear:
+def expect(folder: ModelFolder, name: str, dtype: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a tensor. Raises CheckpointError for another type than `dtype` and other shapes than these."""
+    info = folder.info(name)
+    if info.dtype != dtype or info.shape not in shapes:
+        texts = " or ".join(str(list(shape)) for shape in shapes)
+        raise CheckpointError(f"{name} is {info.dtype} {list(info.shape)}, expected {dtype} {texts}", AUDIT)
+    return info.shape
+
+
+def build_nvfp4(linear: Linear, folder: ModelFolder, old: nn.Linear) -> NVFP4Linear:
     kind = PackedNVFP4Linear if linear.reciprocal else NVFP4Linear
-    for name, tensor in (
-        (kind.NAMES.block_scale, linear.block_scale),
-        (kind.NAMES.tensor_scale, linear.global_scale),
-    ):
+    n, k = old.out_features, old.in_features
+    for name, tensor in ((kind.NAMES.block_scale, linear.block_scale), (kind.NAMES.tensor_scale, linear.global_scale)):
         if tensor is None:
             raise CheckpointError(f"{linear.name}.{name} is missing, {linear.weight} needs it", AUDIT)
-    scales = folder.info(linear.block_scale or "")
-    if scales.dtype != "F8_E4M3" or scales.shape not in {(n, k // 16), (n, k // 32)}:
-        raise CheckpointError(
-            f"{scales.name} is {scales.dtype} {list(scales.shape)}, expected F8_E4M3 [{n}, {k // 16}] or [{n}, {k // 32}]",
-            AUDIT,
-        )
-    activations = linear.input_global is not None
-    return kind(k, n, group=k // scales.shape[1], activations=activations, pre_quant=bool(linear.pre_quant), **options)
-
-
-def build_fp8(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict[str, Any]) -> FP8Linear:
-    if linear.block_scale is None:
-        raise CheckpointError(f"{linear.name}.weight_scale is missing, {linear.weight} needs it", AUDIT)
-    scale = folder.info(linear.block_scale)
-    if scale.elements not in (1, n):
-        raise CheckpointError(f"{scale.name} is {list(scale.shape)}, expected one value or one for each of {n} rows")
-    return FP8Linear(
+    _, blocks = expect(folder, linear.block_scale or "", "F8_E4M3", (n, k // 16), (n, k // 32))
+    return kind(
         k,
         n,
-        scale_shape=scale.shape,
-        scale_dtype=meta_tensor(folder, scale.name).dtype,
-        input_shape=folder.info(linear.input_global).shape if linear.input_global else None,
-        **options,
+        group=k // blocks,
+        activations=linear.input_global is not None,
+        pre_quant=bool(linear.pre_quant),
+        bias=old.bias is not None,
+        dtype=old.weight.dtype,
     )
 
 
-def build_block_fp8(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict[str, Any]) -> BlockFP8Linear:
-    if linear.block is None or linear.block_scale is None:
-        raise CheckpointError(f"the block scales of {linear.weight} are missing", AUDIT)
-    if folder.info(linear.block_scale).shape != linear.scale_grid(folder):
-        raise linear.wrong_grid(folder)
-    kind = BlockFP8Linear if linear.block_scale.endswith(BlockFP8Linear.SCALE) else NamedBlockFP8Linear
-    return kind(k, n, block=linear.block, scale_dtype=meta_tensor(folder, linear.block_scale).dtype, **options)
+def build_fp8(linear: Linear, folder: ModelFolder, old: nn.Linear, per_token: bool) -> FP8Linear:
+    n, k, bias, dtype = old.out_features, old.in_features, old.bias is not None, old.weight.dtype
+    if linear.block_scale is None:
+        raise CheckpointError(f"{linear.name}.weight_scale is missing, {linear.weight} needs it", AUDIT)
+    scale = meta_tensor(folder, linear.block_scale)
+    if linear.block:
+        if scale.shape != linear.scale_grid(folder):
+            raise linear.wrong_grid(folder)
+        kind = BlockFP8Linear if linear.block_scale.endswith(BlockFP8Linear.SCALE) else NamedBlockFP8Linear
+        return kind(k, n, block=linear.block, scale_dtype=scale.dtype, bias=bias, dtype=dtype)
+    if scale.numel() not in (1, n):
+        raise CheckpointError(
+            f"{linear.block_scale} is {list(scale.shape)}, expected one value or one for each of {n} rows"
+        )
+    input_shape = folder.info(linear.input_global).shape if linear.input_global else None
+    return FP8Linear(k, n, scale_shape=tuple(scale.shape), scale_dtype=scale.dtype, input_shape=input_shape,
+                     per_token=per_token, bias=bias, dtype=dtype)  # fmt: skip
 
 
 def check_shapes(model: nn.Module, folder: ModelFolder) -> None:
@@ -163,7 +147,7 @@ def check_shapes(model: nn.Module, folder: ModelFolder) -> None:
     for name in folder:
         module_name, _, part = name.rpartition(".")
         match = find_module(model, module_name)
-        info, tensor = folder.info(name), state.get(f"{match.name}.{part}") if match else None
+        info, tensor = folder.info(name), state.get(f"{match[0]}.{part}") if match else None
         if tensor is not None and tuple(tensor.shape) != info.shape:
             raise CheckpointError(
                 f"{name} is {info.dtype} {list(info.shape)}, and config.json makes it {list(tensor.shape)}",
@@ -204,22 +188,19 @@ def check_values(model: nn.Module) -> None:
             continue
         if isinstance(module, NVFP4Linear):
             check_nvfp4(name, module)
-        elif isinstance(module, FP8Linear | BlockFP8Linear):
+        elif isinstance(module, FP8Linear):
             for scale in module.scales():
                 if not bool(((scale > 0) & scale.isfinite()).all()):
                     raise CheckpointError(f"{name}: a scale is not a positive number", AUDIT_HINT)
         else:
             for part, weight in module.named_parameters(recurse=False):
                 values = weight.exp() if models.is_log_decay(f"{name}.{part}") else weight
-                if weight.is_floating_point() and not math.isfinite(max_magnitude(values)):
+                if (
+                    weight.is_floating_point()
+                    and weight.numel()
+                    and not all(map(math.isfinite, values.detach().aminmax()))
+                ):
                     raise CheckpointError(f"{name}.{part} holds NaN or infinity", AUDIT_HINT)
-
-
-def max_magnitude(weight: torch.Tensor) -> float:
-    """Return the largest magnitude, or NaN if the tensor has one."""
-    if weight.device.type == "cpu" and codec.dtype_name(weight.dtype) in codec.DTYPE_CODES:
-        return float(nvfp4.amax(codec.to_numpy(weight)))
-    return weight.abs().amax().item() if weight.numel() else 0.0
 
 
 def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
@@ -276,7 +257,7 @@ class NVFP4Quantizer(HfQuantizer):
     def dialect(self) -> Any:
         return DIALECTS[str(self.quantization_config.quant_method)]
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+    def validate_environment(self, *args: object, **kwargs: object) -> None:
         settings = self.dialect.read(self.quantization_config.to_dict())
         if settings.algo not in ALGORITHMS:
             raise CheckpointError(
@@ -311,7 +292,7 @@ class NVFP4Quantizer(HfQuantizer):
             check_shapes(model, folder)
         for name in folder:
             if name.endswith(KV_CACHE_SCALE_SUFFIXES) and (match := find_module(model, parent(name))):
-                match.module.register_buffer(name.rpartition(".")[2], meta_tensor(folder, name))
+                match[1].register_buffer(name.rpartition(".")[2], meta_tensor(folder, name))
         self.dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         return model
 
@@ -322,7 +303,7 @@ class NVFP4Quantizer(HfQuantizer):
         merges = [c for c in weight_conversions if isinstance(c, WeightConverter)]
         return super().update_weight_conversions([c for c in weight_conversions if c not in merges])
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:
         for name, p in model.named_parameters():
             # transformers leaves a tensor that it renamed (a multimodal checkpoint's) in the file's dtype.
             if p.device.type != "meta" and p.dtype != self.dtypes.get(name, p.dtype):
@@ -335,7 +316,7 @@ class NVFP4Quantizer(HfQuantizer):
                 linear.prepare()
         return model
 
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+    def is_serializable(self, *args: object, **kwargs: object) -> bool:
         return True
 
     @property
@@ -366,13 +347,13 @@ def register() -> None:
     theirs.
     """
     for method in (modelopt.NAME, BLOCK_FP8, NAMED_BLOCK_FP8):
-        if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-            register_quantization_config(method)(UnchangedConfig)
-        if method not in AUTO_QUANTIZER_MAPPING:
-            register_quantizer(method)(NVFP4Quantizer)
+        if method not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+            auto.register_quantization_config(method)(UnchangedConfig)
+        if method not in auto.AUTO_QUANTIZER_MAPPING:
+            auto.register_quantizer(method)(NVFP4Quantizer)
     name = compressed_tensors.NAME
-    original_config: Any = AUTO_QUANTIZATION_CONFIG_MAPPING[name]
-    original_quantizer: Any = AUTO_QUANTIZER_MAPPING[name]
+    original_config: Any = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[name]
+    original_quantizer: Any = auto.AUTO_QUANTIZER_MAPPING[name]
     if original_config.__name__ == "CompressedTensorsConfigOrNVFP4":
         return
 
@@ -387,8 +368,8 @@ def register() -> None:
     def quantizer(config: Any, **kwargs: Any) -> HfQuantizer:
         return (NVFP4Quantizer if isinstance(config, UnchangedConfig) else original_quantizer)(config, **kwargs)
 
-    AUTO_QUANTIZATION_CONFIG_MAPPING[name] = CompressedTensorsConfigOrNVFP4
-    AUTO_QUANTIZER_MAPPING[name] = quantizer  # type: ignore[assignment]
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[name] = CompressedTensorsConfigOrNVFP4
+    auto.AUTO_QUANTIZER_MAPPING[name] = quantizer  # type: ignore[assignment]
 
 
 def is_nvfp4(config: JsonObject) -> bool:

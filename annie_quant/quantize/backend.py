@@ -1,20 +1,16 @@
-"""Device, precision and kernels of calibration, and the output of the libraries that it runs on."""
+"""Device, precision and kernels of calibration."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.util
-import io
 import os
-import warnings
 from collections.abc import Iterator
 
 import torch
-import transformers
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.core.progress import SILENT, Progress
 from annie_quant.quantize.strategy import FLOAT32_BYTES
 
 
@@ -43,24 +39,3 @@ def tensor_cores(use: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@contextlib.contextmanager
-def quiet(progress: Progress = SILENT) -> Iterator[None]:
-    """Keep the libraries' output, progress bars and warnings off the terminal; report the last line if they raise."""
-    output = io.StringIO()
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        with contextlib.redirect_stdout(output), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except Exception:
-        last = output.getvalue().strip().splitlines()[-1:]
-        if last:
-            progress.message(last[0])
-        raise
-    finally:
-        transformers.logging.set_verbosity(before)

@@ -18,10 +18,9 @@ from annie_quant import nvfp4
 from annie_quant.offline import codec
 from annie_quant.quantize.backend import has_triton
 from annie_quant.quantize.formats import GROUP
-from annie_quant.quantize.hessian import DAMPING, check_usable, inverse_factor, with_damping
+from annie_quant.quantize.hessian import DAMPING, check_usable, damped_factor
 
 WINDOW = 128  # columns between two updates of everything to their right
-MAX_E2M1 = 6.0
 E4M3_CODES = 126  # positive finite codes of E4M3: 1 (2^-9) to 126 (448)
 # Codes relative to that of the block's largest magnitude. The optimum is within -3 .. +7 (ScaleSweep, arXiv 2606.07618).
 NEAR_CODES = range(-4, 9)
@@ -51,25 +50,11 @@ class Rounded:
 
     def packed(self, tensor_scale: float) -> nvfp4.Tensor:
         """Return the codec's tensor."""
-        return pack(self.codes, self.scale_codes, tensor_scale)
-
-
-def pack(codes: torch.Tensor, scale_codes: torch.Tensor, tensor_scale: float) -> nvfp4.Tensor:
-    """Return the codec's tensor of E2M1 values [N, K] and E4M3 codes uint8 [N, K/16]."""
-    magnitude = codes.abs()
-    table = torch.tensor(codec.E2M1[:8], device=codes.device)
-    nibble = torch.bucketize(magnitude, table) + 8 * (codes < 0)
-    pairs = (nibble[:, 0::2] + 16 * nibble[:, 1::2]).to(torch.uint8)
-    scales = codec.to_numpy(scale_codes.cpu().contiguous().view(torch.float8_e4m3fn))
-    return nvfp4.Tensor(pairs.cpu().numpy(), scales, np.float32(tensor_scale), tuple(codes.shape), GROUP)
-
-
-def e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest E2M1 value, ties to the even code, as the codec rounds; larger magnitudes become 6."""
-    a = x.abs()
-    fine, coarse = (a * 2).round() / 2, (a / 2).round() * 2
-    nearest = torch.where(a < 2, fine, torch.where(a < 4, a.round(), coarse)).clamp_max(MAX_E2M1)
-    return torch.copysign(nearest, x)
+        table = torch.tensor(codec.E2M1[:8], device=self.codes.device)
+        nibble = torch.bucketize(self.codes.abs(), table) + 8 * (self.codes < 0)
+        pairs = (nibble[:, 0::2] + 16 * nibble[:, 1::2]).to(torch.uint8)
+        scales = codec.to_numpy(self.scale_codes.cpu().contiguous().view(torch.float8_e4m3fn))
+        return nvfp4.Tensor(pairs.cpu().numpy(), scales, np.float32(tensor_scale), tuple(self.codes.shape), GROUP)
 
 
 @functools.cache  # one table per device: a sweep reads it once per block column
@@ -82,7 +67,7 @@ def e4m3_steps(device: torch.device | str) -> torch.Tensor:
 
 def amax_codes(blocks: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
     """Return the E4M3 codes that plain rounding chooses, int64 [N, B], for blocks [N, B, 16] and tensor scales [N]."""
-    scale = blocks.abs().amax(-1) / (MAX_E2M1 * tensor_scale)[:, None]
+    scale = blocks.abs().amax(-1) / (6 * tensor_scale)[:, None]
     return scale.clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).long()
 
 
@@ -108,7 +93,7 @@ def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tenso
     live = diagonal > 0
     mean = float(diagonal[live].mean())
     diagonal[~live] = mean
-    return with_damping(base, mean, damping, inverse_factor)
+    return damped_factor(base, mean, damping)
 
 
 @dataclass(frozen=True)
@@ -159,10 +144,13 @@ def sweep(
     permutation = activation_order(hessian.diagonal())
     upper = upper_factor(hessian[permutation][:, permutation], damping)
     w = weight.float()[:, permutation].contiguous()
-    one_launch = w.device.type == "cuda" and has_triton()
-    upper = upper.contiguous() if one_launch else upper  # another layout would change the rounding of a CPU's products
+    round_one = round_column
+    if w.device.type == "cuda" and has_triton():
+        from annie_quant.quantize import triton_kernels
+
+        round_one = triton_kernels.round_column
+        upper = upper.contiguous()  # not on a CPU, where another layout changes the rounding of products
     state, columns = Sweep.of(w, upper, tensor_scale, candidates), w.shape[1]
-    round_one = round_column_in_one_launch if one_launch else round_column
     for first in range(0, columns, WINDOW):
         last = min(first + WINDOW, columns)
         errors = w.new_empty(len(w), last - first)
@@ -203,13 +191,6 @@ def round_column(state: Sweep, start: int, errors: torch.Tensor) -> None:
         state.loss[part] += total.gather(0, best[None])[0].double()
 
 
-def round_column_in_one_launch(state: Sweep, start: int, errors: torch.Tensor) -> None:
-    """round_column on a GPU."""
-    from annie_quant.quantize import block_kernel
-
-    block_kernel.round_column(state, start, errors)
-
-
 def round_block(
     block: torch.Tensor, corner: torch.Tensor, step: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -221,7 +202,7 @@ def round_block(
     codes, errors = torch.empty_like(work), torch.empty_like(work)
     total = torch.zeros_like(step)
     for i in range(GROUP):
-        codes[i] = e2m1(work[i] / step)
+        codes[i] = codec.to_e2m1(work[i] / step)
         errors[i] = (work[i] - codes[i] * step) / corner[i, i]
         total.addcmul_(errors[i], errors[i])
         if i + 1 < GROUP:
@@ -239,6 +220,6 @@ def nearest(weight: torch.Tensor, tensor_scale: torch.Tensor) -> Rounded:
     w = weight.float()
     scale_codes = amax_codes(w.view(len(w), -1, GROUP), tensor_scale).clamp_min(1)
     step = e4m3_steps(w.device)[scale_codes] * tensor_scale[:, None]
-    codes = e2m1((w.view(len(w), -1, GROUP) / step[..., None]).view_as(w))
+    codes = codec.to_e2m1((w.view(len(w), -1, GROUP) / step[..., None]).view_as(w))
     values = dequantized(codes, step)
     return Rounded(codes, scale_codes.to(torch.uint8), step, values, (values - w).double().square().sum(-1))

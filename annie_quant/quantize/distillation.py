@@ -14,25 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.offline.experts import separate
+from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import fake_quant
-from annie_quant.quantize.backend import device_and_dtype, quiet
-from annie_quant.quantize.calibration_samples import (
-    KINDS,
-    MANNERS_RESPONSE,
-    PADDING,
-    RESPONSE,
-    CalibrationSample,
-    TokenWeights,
-    padded,
-    read_samples,
-)
+from annie_quant.quantize.backend import device_and_dtype
+from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import NVFP4, choose
 from annie_quant.quantize.input_stats import collect_stats
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
@@ -49,10 +41,10 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     names = {family.in_form(n, multimodal=False): n for n in choose(folder, job.exclude)}
     formats = dict.fromkeys(names.values(), kind)
     announce_size(folder, formats, progress)
-    stats = collect_stats(job, RESPONSE, progress)
+    stats = collect_stats(job, text.RESPONSE, progress)
     inputs = family.largest_of_input(stats.amax)
     device, dtype = device_and_dtype(folder)
-    with quiet(progress), refused(job.model):
+    with refused(job.model):
         load: Any = transformers.AutoModelForCausalLM
         teacher = load.from_pretrained(job.model, dtype=dtype, trust_remote_code=False).to(device)
         student = load.from_pretrained(job.model, dtype=torch.float32, trust_remote_code=False)
@@ -63,18 +55,16 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     checkpoints = job.work_folder() / "trainer"
     trainer = Distillation(
         teacher,
-        MANNERS_RESPONSE,
+        progress,
         model=student,
         args=arguments(checkpoints, options, job.seed),
-        train_dataset=read_samples(job),
+        train_dataset=text.read_samples(job),
         data_collator=collate,
-        callbacks=[loss_callback(progress, options.steps)],
     )
     saved = transformers.trainer_utils.get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
     if saved:
         progress.message(f"resuming from {Path(saved).name}")
-    with quiet(progress):
-        trainer.train(resume_from_checkpoint=saved)
+    trainer.train(resume_from_checkpoint=saved)
     state = trainer.accelerator.get_state_dict(trainer.model)
     plan = QuantizationPlan(formats, inputs, coverage=stats.coverage)
     if trainer.accelerator.is_main_process:  # the others may have parts of the weights only
@@ -121,16 +111,24 @@ def insert(model: nn.Module, weight_amax: Mapping[str, float], input_amax: Mappi
 class Distillation(Trainer):
     """HF's Trainer with the distillation loss: weighted mean KL(teacher || student) over response tokens."""
 
-    def __init__(self, teacher: nn.Module, token_weights: TokenWeights, **more: Any) -> None:
+    def __init__(self, teacher: nn.Module, progress: Progress, **more: Any) -> None:
         super().__init__(**more)
-        self.teacher = teacher.eval().requires_grad_(False)
-        self.table = torch.tensor([token_weights.get(k, 0.0) for k in (*range(KINDS), PADDING)])
+        self.remove_callback(PrinterCallback)
+        self.teacher, self.progress = teacher.eval().requires_grad_(False), progress
+        self.table = torch.tensor([text.MANNERS_RESPONSE.get(k, 0.0) for k in (*range(text.KINDS), text.PADDING)])
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Report the loss."""
+        super().log(logs, start_time)
+        if "loss" in logs:
+            done, steps = self.state.global_step, self.state.max_steps
+            self.progress.update(done, steps, f"distilling: step {done} of {steps}, loss {float(logs['loss']):.4g}")
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], *args: object, **kwargs: object
     ) -> torch.Tensor:
         ids, kinds = inputs["input_ids"], inputs["kinds"]
-        weight = self.table.to(ids.device)[kinds]  # PADDING is -1, the table's last element
+        weight = self.table.to(ids.device)[kinds]  # text.PADDING is -1, the table's last element
         positions = (weight > 0).any(0).nonzero().squeeze(-1)
         used = weight[:, positions] > 0
         arguments = {"input_ids": ids, "use_cache": False, "logits_to_keep": positions}
@@ -144,27 +142,8 @@ class Distillation(Trainer):
 
 def collate(samples: Sequence[CalibrationSample]) -> dict[str, torch.Tensor]:
     """Return a batch as the Trainer passes it on: input_ids and kinds, int64 [B, T]."""
-    batch = padded(samples)
+    batch = text.padded(samples)
     return {"input_ids": torch.from_numpy(batch.ids), "kinds": torch.from_numpy(batch.kinds)}
-
-
-def loss_callback(progress: Progress, steps: int) -> TrainerCallback:
-    """Return a callback that reports the loss whenever the Trainer logs it."""
-
-    class LossCallback(TrainerCallback):
-        def on_log(
-            self,
-            args: TrainingArguments,
-            state: TrainerState,
-            control: TrainerControl,
-            logs: Mapping[str, float] | None = None,
-            **more: object,
-        ) -> None:
-            if logs and "loss" in logs:
-                done = state.global_step
-                progress.update(done, steps, f"distilling: step {done} of {steps}, loss {float(logs['loss']):.4g}")
-
-    return LossCallback()
 
 
 def arguments(folder: Path, options: QadOptions, seed: int) -> TrainingArguments:

@@ -180,7 +180,7 @@ def estimate(
 def text_of_file(file: Path, samples: int, share: bool) -> tuple[int, int]:
     """Return the number of conversations of a file that are used, and about how many tokens they have.
 
-    share: tokens of a shared beginning count once, as they are computed on a CPU (shared_text.py).
+    share: tokens of a shared beginning count once, as they are computed on a CPU (calibration_samples.py).
     """
     from annie_quant.offline.engine import common_prefix
 
@@ -247,67 +247,40 @@ def size_of_folder(folder: Path) -> ModelSize:
 
 def measure() -> Rates:
     """Measure this machine's rates in about a second: matmul, a copy, the codec, the free memory."""
+    import ml_dtypes
+    import numpy as np
     import psutil
     import torch
 
-    threads, device = torch.get_num_threads(), _device()
+    threads, device, memory = torch.get_num_threads(), "cpu", float(psutil.virtual_memory().available)
+    if torch.cuda.is_available():
+        device, host, memory = "cuda", memory, float(torch.cuda.mem_get_info()[0])
+        # Where GPU and CPU share one memory (a Spark) the driver's number leaves out the page cache, which can be freed.
+        memory = max(memory, host if torch.cuda.get_device_properties(0).is_integrated else 0.0)
+
+    def matmul(device: str, dtype: torch.dtype) -> float:
+        size = 8192 if device == "cuda" else 1024
+        a = torch.randn(size, size, device=device, dtype=dtype)
+        return 2 * size**3 / fastest(lambda: a @ a, device)
+
+    w = np.random.default_rng(0).standard_normal((1024, 2048), np.float32).astype(ml_dtypes.bfloat16)
+    source = torch.zeros(1 << 24, device=device)
+    target = torch.ones_like(source)
     torch.set_num_threads(1)
     try:
-        cpu, flop_s = _matmul("cpu") * threads, _matmul("cpu", "bfloat16") * threads
-        copy, encode = _copy("cpu"), _encode() * threads
+        float32 = cpu = matmul("cpu", torch.float32) * threads
+        flop_s = matmul("cpu", torch.bfloat16) * threads
+        copy = 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
+        encode = w.nbytes / fastest(lambda: nvfp4.pack(w), "cpu") * threads
     finally:
         torch.set_num_threads(threads)
-    float32 = cpu
-    if device != "cpu":
-        flop_s, float32, copy = _matmul(device, "bfloat16"), _matmul(device), _copy(device)
-    free = _free(device, psutil.virtual_memory().available)
+    if device == "cuda":
+        flop_s, float32 = matmul(device, torch.bfloat16), matmul(device, torch.float32)
     description = (
         f"measured here on {device}: matmul {flop_s / 1e12:,.2f} TFLOP/s (float32 {float32 / 1e12:,.2f}), "
         f"memory {copy / 1e9:,.0f} GB/s, codec {encode / 1e9:,.1f} GB/s"
     )
-    return Rates(flop_s, float32, cpu, copy, encode, free, description)
-
-
-def _free(device: str, host: float) -> float:
-    if device == "cpu":
-        return host
-    import torch
-
-    # Where GPU and CPU share one memory (a Spark) the driver's number leaves out the page cache, which can be freed.
-    return max(float(torch.cuda.mem_get_info()[0]), host if torch.cuda.get_device_properties(0).is_integrated else 0.0)
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _matmul(device: str, dtype: str = "float32") -> float:
-    """Return operations per second, of one thread on a CPU."""
-    import torch
-
-    size = 8192 if device == "cuda" else 1024
-    a = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
-    return 2 * size**3 / fastest(lambda: a @ a, device)
-
-
-def _copy(device: str) -> float:
-    """Return the bytes that a copy reads and writes per second."""
-    import torch
-
-    source = torch.zeros(1 << 24, device=device)
-    target = torch.ones_like(source)
-    return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
-
-
-def _encode() -> float:
-    """Return bytes of bf16 rounded per processor second."""
-    import ml_dtypes
-    import numpy as np
-
-    w = np.random.default_rng(0).standard_normal((1024, 2048), np.float32).astype(ml_dtypes.bfloat16)
-    return w.nbytes / fastest(lambda: nvfp4.pack(w), "cpu")
+    return Rates(flop_s, float32, cpu, copy, encode, memory, description)
 
 
 def fastest(work: Callable[[], object], device: str, times: int = 3) -> float:

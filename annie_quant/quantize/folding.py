@@ -36,6 +36,7 @@ SAMPLED_TOKENS = 512  # of prompts, and as many of responses, on which a scale i
 # the others.
 WEAKEST = 0.01
 MAX_CHANGE = 1e-3  # largest difference of a layer's outputs in float32, relative to the largest output
+STORED = {"BF16": torch.bfloat16, "F16": torch.float16}  # types to which a folded norm is rounded
 MAX_ROUNDING = 1.25  # an element is not scaled where rounding the norm changes its scale by more than this factor
 
 
@@ -94,7 +95,7 @@ def fold_layer(layer: DecoderLayer, chosen: set[str]) -> FoldedLayer:
         if not site.searched or not readers or not exact:
             continue
         s = search_scale(site, readers, samplers[site.linears[0]], before)
-        stored = None if site.fold == "rows" else norm_dtype(folder, f"{layer.name}.{site.producer}.weight")
+        stored = STORED.get(folder.info(f"{layer.name}.{site.producer}.weight").dtype)
         scales[site.linears[0]] = fold(after, family, site, s, stored)
     if scales:
         verify(layer, state, before, after)
@@ -137,11 +138,6 @@ def search_scale(
         if error < least:
             best, least = s, error
     return best
-
-
-def norm_dtype(folder: ModelFolder, name: str) -> torch.dtype | None:
-    """Return the 16-bit type that a tensor is stored in, or None for any other."""
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(folder.info(name).dtype)
 
 
 def verify(

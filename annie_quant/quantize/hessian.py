@@ -7,7 +7,6 @@ column_sweep.py chooses them by GPTQ's own objective.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,7 +130,7 @@ def factor(hessian: torch.Tensor, damping: float = DAMPING) -> Factor:
     dead = hessian.diagonal() <= 0
     base = hessian.clone()
     base.diagonal()[dead] = 1.0
-    upper = with_damping(base, float(base.diagonal().mean()), damping, inverse_factor)
+    upper = damped_factor(base, float(base.diagonal().mean()), damping)
     return Factor(np.ascontiguousarray(upper.float().cpu().numpy()), dead.cpu().numpy())
 
 
@@ -143,13 +142,10 @@ def check_usable(hessian: torch.Tensor) -> None:
         raise FactorError("all its inputs are 0")
 
 
-def with_damping(
-    hessian: torch.Tensor, mean: float, damping: float, use: Callable[[torch.Tensor], torch.Tensor | None]
-) -> torch.Tensor:
-    """Return what `use` returns for the lower Cholesky factor of a Hessian with damping * mean added to its diagonal.
+def damped_factor(hessian: torch.Tensor, mean: float, damping: float) -> torch.Tensor:
+    """Return the upper Cholesky factor of the inverse of a Hessian with damping * mean added to its diagonal.
 
-    Where it has no such factor, or `use` returns None, the damping is multiplied by ten, up to ATTEMPTS times; then FactorError is
-    raised.
+    Where float32 has no such factor, the damping is multiplied by ten, up to ATTEMPTS times; then FactorError is raised.
 
     hessian: float32 [K, K]; its diagonal is changed in place.
     """
@@ -157,17 +153,12 @@ def with_damping(
     for _ in range(ATTEMPTS):
         hessian.diagonal().copy_(diagonal + damping * mean)
         lower, failed = torch.linalg.cholesky_ex(hessian)
-        result = None if int(failed) else use(lower)
-        if result is not None:
-            return result
+        if not int(failed):
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed):
+                return upper
         damping *= 10
     raise FactorError("no damping makes its Hessian factorable")
-
-
-def inverse_factor(lower: torch.Tensor) -> torch.Tensor | None:
-    """Return the upper Cholesky factor of the inverse of lower lower^T, or None where it has none in float32."""
-    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    return None if int(failed) else upper
 
 
 def round_columns(

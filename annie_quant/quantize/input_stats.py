@@ -18,30 +18,20 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
 from annie_quant import models
-from annie_quant.checkpoint.remote_code import loading_tokenizer
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
 from annie_quant.data.rows import read_conversations
 from annie_quant.offline.loading import load
-from annie_quant.quantize import shared_text
-from annie_quant.quantize.calibration_samples import (
-    CONTENT,
-    PROMPT,
-    CalibrationSample,
-    TokenWeights,
-    make_batches,
-    read_samples,
-    token_ids,
-)
+from annie_quant.offline.prompts import Template
+from annie_quant.quantize import calibration_samples
+from annie_quant.quantize.calibration_samples import PROMPT, CalibrationSample, TokenWeights, weight_table
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
-from annie_quant.quantize.shared_text import weight_table
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 COVERAGE_FILE = "expert_coverage.json"
@@ -85,19 +75,11 @@ class Coverage:
                 "rule": "an unseen expert has its layer's largest input scale; its weights are rounded without statistics",
             },
         )
-        progress.message(
-            f"expert coverage: {sum(n >= FEW for n in counts)} of {len(counts)} experts saw {FEW} tokens or more"
-            + (
-                f"; {sum(map(len, unseen.values()))} saw none ({example(unseen)}), see {COVERAGE_FILE}"
-                if unseen
-                else ""
-            )
-        )
-
-
-def example(unseen: Mapping[str, Sequence[int]]) -> str:
-    module, numbers = next(iter(unseen.items()))
-    return f"{module}.{numbers[0]}"
+        line = f"expert coverage: {sum(n >= FEW for n in counts)} of {len(counts)} experts saw {FEW} tokens or more"
+        if unseen:
+            module, numbers = next(iter(unseen.items()))
+            line += f"; {sum(map(len, unseen.values()))} saw none ({module}.{numbers[0]}), see {COVERAGE_FILE}"
+        progress.message(line)
 
 
 def one_per_layer(warnings: Sequence[str]) -> list[str]:
@@ -117,8 +99,8 @@ class InputStats:
 
     amax: largest |x| of any token.
     second: weighted mean of x_k^2, float32 [K].
-    coverage: tokens that the routed experts saw. An expert without tokens has the largest `amax` and the mean `second` of the
-        layer's other experts.
+    coverage: tokens that the routed experts saw. An expert without tokens has `amax` 0 and the mean `second` of the layer's other
+        experts.
     """
 
     amax: dict[str, float] = field(default_factory=dict)
@@ -219,7 +201,12 @@ class InputSampler(InputObserver):
 
 def collect_stats(job: Job[StrategyOptions], token_weights: TokenWeights, progress: Progress) -> InputStats:
     """Return the statistics of every linear of every decoder layer over the answers in the job's conversations."""
-    model = DecoderLayers(ModelFolder(job.model), make_batches(read_samples(job)), progress, "calibrating")
+    model = DecoderLayers(
+        ModelFolder(job.model),
+        calibration_samples.make_batches(calibration_samples.read_samples(job)),
+        progress,
+        "calibrating",
+    )
     stats = InputStats()
     for layer in model:
         groups = layer.groups()
@@ -245,9 +232,7 @@ def by_input(expert_groups: Iterable[list[str]]) -> list[list[list[str]]]:
 def fill_unseen(
     stats: InputStats, layer: str, groups: Sequence[Sequence[str]], observers: Mapping[str, InputObserver]
 ) -> None:
-    """Give experts without tokens the largest input of the layer's other experts, and the mean of their second moments."""
-    top = max((observers[g[0]].amax() for g in groups if observers[g[0]].tokens), default=0.0)
-    stats.amax |= {f"{layer}.{name}": top for g in groups if not observers[g[0]].tokens for name in g}
+    """Give experts without tokens the mean of the second moments of the layer's other experts."""
     moments = [observers[g[0]].second() for g in groups if observers[g[0]].weight > 0]
     if not moments:
         return
@@ -268,9 +253,9 @@ def max_calibrated(job: Job[StrategyOptions], linears: Sequence[str], progress: 
     formats = dict.fromkeys(linears, NVFP4)
     announce_size(folder, formats, progress)
     rows = read_conversations(job.conversations, job.calib_samples)
-    with loading_tokenizer(job.model):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(job.model, trust_remote_code=False)
-    ids = [row for row in token_ids(tokenizer, rows) if row]
+    template = Template(job.model)
+    texts = (template.render(r["messages"], r.get("tools"), bool(r.get("thinking")), False) for r in rows)
+    ids = [row for row in (template.ids(text)[: calibration_samples.MAX_TOKENS] for text in texts) if row]
     progress.message(f"calibrating on {len(rows)} conversations, {sum(map(len, ids))} tokens")
     if models.is_known(folder.config):
         stats = largest_inputs(folder, linears, ids, progress)
@@ -286,8 +271,8 @@ def largest_inputs(
 
     ids: tokens of each conversation.
     """
-    samples = [CalibrationSample("", tuple(row), (CONTENT,) * len(row), ()) for row in ids]
-    text = shared_text.arrange(samples, share=shared_text.can_share(folder))
+    samples = [CalibrationSample("", tuple(row), (calibration_samples.CONTENT,) * len(row), ()) for row in ids]
+    text = calibration_samples.arrange(samples, share=calibration_samples.can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
     chosen, stats = set(linears), InputStats()
     for layer in model:

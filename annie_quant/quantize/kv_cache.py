@@ -7,9 +7,8 @@ export (modelopt/torch/export/quant_utils.py): k_scale and v_scale of the projec
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from annie_quant.core.progress import Progress
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-    from transformers import PreTrainedConfig
 
     from annie_quant.quantize.calibration_samples import CalibrationSample
     from annie_quant.quantize.strategy import Job, StrategyOptions
@@ -73,6 +71,10 @@ def largest(
     folder: ModelFolder, samples: Sequence[CalibrationSample], progress: Progress
 ) -> dict[str, tuple[float, float]]:
     """Return layer → the largest |key| and |value| that enter the cache, of every full-attention layer."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from annie_quant.offline.engine import use_attention
     from annie_quant.quantize.calibration_samples import make_batches
     from annie_quant.quantize.layerwise import DecoderLayers
 
@@ -80,36 +82,17 @@ def largest(
     tops: dict[str, tuple[float, float]] = {}
     current = ""
 
-    def record(key: Tensor, value: Tensor) -> None:
-        before = tops.get(current, (0.0, 0.0))
+    def attention(module: Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        before = tops.get(current, (0.0, 0.0))  # keys are those after the rotary embedding
         tops[current] = (max(before[0], float(key.abs().max())), max(before[1], float(value.abs().max())))
+        return sdpa_attention_forward(module, query, key, value, *args, **options)
 
-    with observed_attention(layers.model.config, record):
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    with use_attention(layers.model.config, NAME):
         for layer in layers:
             current = layer.name
             layer.advance()
     return tops
-
-
-@contextlib.contextmanager
-def observed_attention(config: PreTrainedConfig, record: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Call `record` with the keys and values, after the rotary embedding, of every attention of this config."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    def attention(
-        module: Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
-    ) -> tuple[Tensor, None]:
-        record(key, value)
-        return sdpa_attention_forward(module, query, key, value, *args, **options)
-
-    before = config._attn_implementation
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-    config._attn_implementation_internal = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = before
 
 
 def add_tensors(folder: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -1,7 +1,6 @@
 """The common parts of both ways to round a decoder layer: settings, groups of linears, and a result that can be stored.
 
-layer_stages.py rounds a layer with the C loop, and each linear multiplies each token once. two_streams.py rounds it in torch.
-rounding.py calls them layer by layer.
+rounding.py rounds a layer with the C loop, and each linear multiplies each token once. two_streams.py rounds it in torch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Method:
     markup: weight of tool-call markup and ends of turns relative to other tokens of responses.
     damping: added to the Hessian's diagonal, relative to its mean.
     plain: round to nearest, as naive does; the other settings then have no effect.
-    two_streams: round by two_streams.py, else by layer_stages.py.
+    two_streams: round by two_streams.py, else by rounding.py.
     """
 
     prompt: float = 0.1
@@ -130,11 +129,8 @@ class LayerRounder:
 
     def largest_weights(self) -> dict[str, float]:
         """Return the largest magnitude that sets the tensor scale of each linear, by full name."""
-        tops = {
-            f"{self.layer.name}.{n}": float(self.layer.linears[n].weight.detach().abs().max())
-            for group in self.groups
-            for n in group
-        }
+        names = [n for group in self.groups for n in group]
+        tops = {f"{self.layer.name}.{n}": float(self.layer.linears[n].weight.detach().abs().max()) for n in names}
         return self.layer.model.folder.family.largest_of_group(tops)
 
     def in_memory(self, groups: Sequence[list[str]]) -> Iterator[list[list[str]]]:

@@ -19,22 +19,14 @@ from functools import partial
 
 import torch
 
-from annie_quant import nvfp4
-from annie_quant.offline.codec import to_numpy, to_torch
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import PADDING
-from annie_quant.quantize.hessian import LEAST_WEIGHT, Factor, FactorError, Hessian, factor, round_columns
-from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder
-from annie_quant.quantize.layerwise import DecoderLayer, Observer, Prefixes
+from annie_quant.quantize.layerwise import DecoderLayer, Observer, Prefixes, inputs_of
 from annie_quant.quantize.strategy import KEPT_INPUTS
 
 CHUNK = {"cpu": 1024, "cuda": 16384}  # tokens of one pass through an MLP: on a CPU its activations stay in the caches
 PROBE = 64  # tokens by which a layer is recognised as such a chain of blocks
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of their outputs, relative to the largest one
-
-
-class LinearReached(Exception):
-    """The forward pass has reached the linear that it stops at. The argument is the linear's input."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ def is_chain(layer: DecoderLayer, mixer: ResidualBlock, mlp: ResidualBlock) -> b
                 state = state + output(inputs_of(output, partial(mlp_outputs, module, mlp, state)))
             else:
                 state = state + mlp_outputs(module, mlp, state)
-        except (NotReachedError, TypeError, RuntimeError):
+        except (TypeError, RuntimeError):
             return False
         error = (state - expected).abs().max()
         return bool(error <= TOLERANCE[layer.model.dtype] * expected.abs().max())
@@ -134,26 +126,6 @@ def mlp_outputs(module: torch.nn.Module, block: ResidualBlock, state: torch.Tens
     """Return the MLP's outputs for hidden states [B, T, hidden]."""
     out = module.get_submodule(block.name)(module.get_submodule(block.norm)(state))
     return out[0] if isinstance(out, tuple) else out
-
-
-class NotReachedError(RuntimeError):
-    """A forward pass ended without reaching the linear at which it should stop."""
-
-
-def inputs_of(linear: torch.nn.Module, work: Callable[[], object]) -> torch.Tensor:
-    """Return the input of a linear in `work`, which ends there."""
-
-    def stop(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        raise LinearReached(args[0])
-
-    handle = linear.register_forward_pre_hook(stop)
-    try:
-        work()
-    except LinearReached as reached:
-        return reached.args[0]
-    finally:
-        handle.remove()
-    raise NotReachedError
 
 
 Part = tuple[slice, torch.Tensor]  # a slice of a text's real tokens, and their rows [n, K]
@@ -262,70 +234,3 @@ class LastInputs:
             for part, x in self.parts():
                 self.text.rows[part] += self.linear(x)
         self.stored = None
-
-
-class StagedRounder(LayerRounder):
-    """Rounds a layer in stages by the C loop. Its outputs become the next layer's inputs, except those of the last layer."""
-
-    def round(self) -> LayerResult:
-        tops = self.largest_weights()
-        for stage in stages(self.layer, advance=not self.layer.last):
-            rounded: dict[str, torch.Tensor] = {}
-            for groups in self.in_memory([g for g in self.groups if g[0] in stage.linears]):
-                rounded |= self.round_groups(stage, groups, tops)
-            for name, values in rounded.items():
-                weight = self.layer.linears[name].weight
-                weight.data = values.to(weight)
-        return LayerResult(self.packed, self.amax, self.tokens)
-
-    def repeat(self, result: LayerResult) -> None:
-        self.restore(self.layer.module, result)
-        for _ in stages(self.layer, advance=not self.layer.last):
-            pass
-
-    def round_groups(
-        self, stage: RoundingStage, groups: Sequence[list[str]], tops: Mapping[str, float]
-    ) -> dict[str, torch.Tensor]:
-        """Round groups whose inputs one pass over the text observes, and return their weights, in the layer's dtype.
-
-        tops: of largest_weights().
-        """
-        hessians = {group[0]: Hessian(self.task.table, LEAST_WEIGHT) for group in groups}
-        stage.observe(dict(hessians))
-        rounded: dict[str, torch.Tensor] = {}
-        for group in groups:
-            hessian = hessians.pop(group[0])
-            if self.layer.experts_of(group[0]):
-                self.tokens[group[0]] = hessian.tokens
-            solution = None if self.task.method.plain else self.solve(group, hessian)
-            for name in group:
-                weight = self.layer.linears[name].weight
-                tensor_scale = float(nvfp4.tensor_scale(tops[f"{self.layer.name}.{name}"], scale=self.task.scale))
-                array = to_numpy(weight.float().cpu())
-                if solution is None:
-                    self.packed[name] = nvfp4.pack(array, tensor_scale=tensor_scale, scale=self.task.scale)
-                    values = nvfp4.unpack(self.packed[name], "float32")
-                else:
-                    self.packed[name], values = round_columns(array, solution, tensor_scale, self.task.scale)
-                self.amax[name] = hessian.amax
-                rounded[name] = to_torch(values).to(weight.dtype)
-        return rounded
-
-    def solve(self, group: Sequence[str], hessian: Hessian) -> Factor | None:
-        """Return the factor of a group's Hessian, or None where no error can be corrected with it."""
-        if not hessian.tokens and self.layer.experts_of(group[0]):  # reported by the coverage of experts
-            return None
-        mean, reason = hessian.mean(), hessian.unusable()
-        if mean is not None and not reason:
-            try:
-                solution = factor(mean, self.task.method.damping)
-            except FactorError as error:
-                reason = str(error)
-        if reason:
-            self.warn(group, f"{reason}; rounded without error correction")
-            return None
-        if dead := int(solution.dead.sum()):
-            self.warn(
-                group, f"{dead} of {len(solution.dead)} inputs are always 0 in calibration; their weights become 0"
-            )
-        return solution

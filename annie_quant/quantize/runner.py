@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,11 +16,13 @@ from annie_quant import __version__, models, nvfp4
 from annie_quant.checkpoint.shards import COMPANIONS, ModelFolder, inside, read_object
 from annie_quant.checkpoint.writer import check_name, check_output, staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
-from annie_quant.core.files import write_json
+from annie_quant.core.files import read_json, sha256_text, write_json
 from annie_quant.core.progress import Progress, as_progress
+from annie_quant.data.rows import check_prompt_hash, read_conversations
 from annie_quant.documents import RECIPE_FILE, Recipe
+from annie_quant.documents.persona import load_persona
 from annie_quant.quantize import kv_cache as kv_cache_format
-from annie_quant.quantize import prompt_provenance, strategies
+from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import expected_bytes
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, rank, sha256_of
@@ -98,7 +100,7 @@ def run(
     if part.cost.passes:
         _ = job.conversations
     strategies.check_family(part, read_object(job.model / "config.json") or {})
-    prompts = prompt_provenance.of_data(job.calib_data, persona, allow_prompt_mismatch)
+    prompts = prompts_of(job.calib_data, persona, allow_prompt_mismatch)
     for package in part.requires:
         need(package, "quantize")
     start, progress = time.monotonic(), as_progress(report)
@@ -154,7 +156,7 @@ def notes_on(model: Path) -> list[str]:
 
 
 def recipe_of(
-    job: Job[StrategyOptions], strategy: str, prompts: prompt_provenance.Prompts, kv_cache: str, plan: QuantizationPlan
+    job: Job[StrategyOptions], strategy: str, prompts: Prompts, kv_cache: str, plan: QuantizationPlan
 ) -> Recipe:
     return Recipe(
         version=__version__,
@@ -183,3 +185,50 @@ def copy_companions(source: Path, target: Path) -> None:
 def weight_bytes(folder: Path) -> int:
     """Return the size of a folder's safetensors files."""
     return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The system prompts of conversations.
+
+    sha256: of each prompt.
+    mismatch: a sentence where they are not production's prompt.
+    """
+
+    sha256: list[str]
+    mismatch: str | None = None
+
+
+def prompts_of(calib_data: Path | None, persona: str | None, allow: bool) -> Prompts:
+    """Return the system prompts of the conversations.
+
+    Raises UsageError where they are not the production prompt (see check_prompt_hash), unless `allow`.
+    """
+    if calib_data is None:
+        return Prompts([])
+    rows = read_conversations(calib_data)
+    mismatch = check_prompt_hash(rows, persona, allow=allow)
+    systems = {row["messages"][0]["content"] for row in rows if row["messages"][0]["role"] == "system"}
+    return Prompts(sorted(sha256_text(s) for s in systems), mismatch)
+
+
+def check_checkpoint(checkpoint: Path, personas: Iterable[str], allow: bool = False) -> str | None:
+    """Check that a checkpoint was made with the system prompts that it is about to be judged with.
+
+    personas: names or files whose prompts are used. A checkpoint without a hash (made elsewhere, or without data) is
+    not checked. Returns a sentence where a prompt differs and `allow` is set; raises UsageError otherwise.
+    """
+    file = checkpoint / RECIPE_FILE
+    hashes = read_json(file).get("prompt_sha256") if file.is_file() else None
+    if not hashes:
+        return None
+    other = [p for p in sorted(set(personas)) if load_persona(p).prompt_sha256 not in hashes]
+    if not other:
+        return None
+    mismatch = (
+        f"{checkpoint.name} was calibrated with another system prompt ({hashes[0][:12]}) than persona {other[0]} has now "
+        f"({load_persona(other[0]).prompt_sha256[:12]})"
+    )
+    if not allow:
+        raise UsageError(mismatch, "quantize again with current data, or add --allow-prompt-mismatch")
+    return mismatch

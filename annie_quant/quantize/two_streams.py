@@ -16,12 +16,11 @@ from functools import partial
 import torch
 
 from annie_quant import nvfp4
-from annie_quant.quantize import column_sweep
+from annie_quant.quantize.column_sweep import nearest, sweep
 from annie_quant.quantize.hessian import LEAST_WEIGHT, FactorError, Hessian
 from annie_quant.quantize.input_stats import by_input
 from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, RoundingTask
-from annie_quant.quantize.layer_stages import inputs_of
-from annie_quant.quantize.layerwise import DecoderLayer, Observer
+from annie_quant.quantize.layerwise import DecoderLayer, Observer, inputs_of
 
 # Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/checks/source.py).
 MAX_CHANGE = 0.19
@@ -177,7 +176,8 @@ class StreamRounder(LayerRounder):
             self.tokens[group[0]] = hessian.tokens
         weights = [self.layer.linears[n].weight.detach().float() for n in group]
         sizes, weight = [len(w) for w in weights], torch.cat(weights)
-        scale = row_scales([tops[name] for name in self.full(group)], sizes, weight.device)
+        scales = [float(nvfp4.tensor_scale(tops[name])) for name in self.full(group)]
+        scale = torch.cat([torch.full((n,), s, device=weight.device) for s, n in zip(scales, sizes, strict=True)])
         mean, reason, result = hessian.mean(), hessian.unusable(), None
         if mean is not None and not reason and (dead := int((mean.diagonal() <= 0).sum())):
             self.warn(
@@ -186,7 +186,7 @@ class StreamRounder(LayerRounder):
         for factor in RAISED if mean is not None and not reason else ():
             assert mean is not None
             try:
-                result = column_sweep.sweep(weight, mean, scale, self.task.method.damping * factor)
+                result = sweep(weight, mean, scale, self.task.method.damping * factor)
             except FactorError as error:
                 reason = str(error)
                 break
@@ -198,7 +198,7 @@ class StreamRounder(LayerRounder):
         if result is None:
             if hessian.tokens or not self.layer.experts_of(group[0]):  # else reported by the coverage of experts
                 self.warn(group, f"{reason}; rounded without error correction")
-            result = column_sweep.nearest(weight, scale)
+            result = nearest(weight, scale)
         start = 0
         for name, size in zip(group, sizes, strict=True):
             rounded = result.rows(slice(start, start + size))
@@ -206,12 +206,6 @@ class StreamRounder(LayerRounder):
             fake = self.fake.linears[name].weight
             fake.data = rounded.values.to(fake)
             start += size
-
-
-def row_scales(top: Sequence[float], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the tensor scale of every row, float32, of linears with these largest magnitudes and numbers of rows."""
-    scales = [float(nvfp4.tensor_scale(t)) for t in top]
-    return torch.cat([torch.full((n,), s, device=device) for s, n in zip(scales, sizes, strict=True)])
 
 
 def largest_change(values: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> float:

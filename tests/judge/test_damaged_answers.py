@@ -316,9 +316,9 @@ def pair_of(tmp_path_factory):
 def evaluated(monkeypatch, pair_of, chosen, damage):
     """Evaluate tiny-annie against itself with `damage` done to the raw text of each of its answers."""
     from annie_quant.offline import ensemble
+    from annie_quant.offline.answers import Outcome
     from annie_quant.offline.decoding import Completion
     from annie_quant.offline.evaluation import evaluate_pair
-    from annie_quant.offline.verification import Outcome
 
     def planted(pair, engine, answered, differences, name):
         tokenizer = pair.template.tokenizer

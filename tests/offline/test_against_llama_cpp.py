@@ -27,12 +27,12 @@ from runtime_models import export_nvfp4  # noqa: E402
 from tiny_variants import save_variant  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
+from annie_quant.offline.answers import first_difference  # noqa: E402
 from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.engine import Engine, Row  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
 from annie_quant.offline.prompts import Template, TurnRequest  # noqa: E402
-from annie_quant.offline.verification import first_difference  # noqa: E402
 
 LIMIT, NEAR = 32, 0.15  # tokens per answer; difference in logits
 

@@ -123,7 +123,7 @@ def test_steps_in_buffers_of_fixed_size_give_the_same_answers(model, rows: int, 
     written = []
     compute = decoding.compute
     monkeypatch.setattr(
-        decoding, "compute", lambda e, running, column: (written.append(int(column)), compute(e, running, column))
+        decoding, "compute", lambda e, running: (written.append(int(running.column)), compute(e, running))
     )
     assert generate(engine, requests, limits, [END]) == usual
     assert written, "no step was computed in fixed buffers"

@@ -22,13 +22,13 @@ from annie_quant.offline import (  # noqa: E402
     nvfp4_linear,
     pair,
 )
+from annie_quant.offline.answers import Choices, FirstDifference, choices_of  # noqa: E402
 from annie_quant.offline.emulation import USUAL, SumOrder, emulate  # noqa: E402
 from annie_quant.offline.engine import Engine, Row  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
-from annie_quant.offline.verification import Choices, FirstDifference, choices_of  # noqa: E402
 
 
 def workloads(n: int = 12, limit: int = 8) -> list[Workload]:

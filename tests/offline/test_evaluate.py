@@ -22,11 +22,11 @@ from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
+from annie_quant.offline.answers import default_cache  # noqa: E402
 from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, open_pair  # noqa: E402
 from annie_quant.offline.prompts import CLASSES, Template, conversation_answers  # noqa: E402
-from annie_quant.offline.reference import default_cache  # noqa: E402
 
 TOOL = {"type": "function", "function": {"name": "search_memory", "parameters": {
     "type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}  # fmt: skip
@@ -95,7 +95,7 @@ def test_the_reference_against_itself_differs_nowhere(reference: Path, tmp_path:
 def test_the_references_answers_are_cached_and_a_killed_run_resumes(
     reference: Path, naive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from annie_quant.offline import reference as module
+    from annie_quant.offline import answers as module
 
     generated: list[int] = []
     plain = module.generate_distributed

@@ -53,11 +53,6 @@ def harness():
 
 @pytest.fixture(scope="module")
 def bf16(harness):
-    return harness.HarnessScores(TINY_ANNIE, length=64)
-
-
-@pytest.fixture(scope="module")
-def adapter(harness):
     return harness.AnnieQuantLM(pretrained=str(TINY_ANNIE), max_length="64", batch_size=1, device="cpu")
 
 
@@ -74,6 +69,10 @@ def plain(pairs, length=64):
     return results
 
 
+def likelihoods(model, pairs):
+    return model._loglikelihood_tokens([(None, context, target) for context, target in pairs])
+
+
 def test_likelihoods_are_those_of_transformers(bf16):
     ids = bf16.tokenizer.encode
     pairs = [(ids(c) or [bf16.tokenizer.eos_token_id], ids(t)) for c, t in TEXTS]
@@ -81,25 +80,26 @@ def test_likelihoods_are_those_of_transformers(bf16):
     question = bf16.template.render(
         [{"role": "user", "content": "What is the capital of Japan?"}], None, True, enable_thinking=False
     )
-    pairs.append((ids(question), ids(bf16.continuations([ids(question)], [6], [[]])[0])))
-    got = bf16.likelihoods(pairs)
-    for own, (value, is_greedy) in zip(got, plain(pairs), strict=True):
-        assert own.value == pytest.approx(value, abs=2e-3, rel=1e-5) and own.is_greedy == is_greedy
-    assert got[-1].is_greedy and not got[0].is_greedy
+    (answer,) = bf16.generate_until(requests((question, {"max_gen_toks": 6})))
+    pairs.append((ids(question), ids(answer)))
+    got = likelihoods(bf16, pairs)
+    for (own, own_greedy), (value, is_greedy) in zip(got, plain(pairs), strict=True):
+        assert own == pytest.approx(value, abs=2e-3, rel=1e-5) and own_greedy == is_greedy
+    assert got[-1][1] and not got[0][1]
     for context, target in (([], [1]), ([1], []), ([1], [1] * 65)):
         with pytest.raises(UsageError, match="cannot be scored"):
-            bf16.likelihoods([(context, target)])
+            likelihoods(bf16, [(context, target)])
 
 
 def test_nvfp4_under_each_profile(harness, quantized, bf16):
     pairs = [(bf16.tokenizer.encode(c), bf16.tokenizer.encode(t)) for c, t in TEXTS if c]
-    own = harness.HarnessScores(quantized)
-    values = {"bf16": bf16.likelihoods(pairs), own.profile.name: own.likelihoods(pairs)}
+    own = harness.AnnieQuantLM(str(quantized))
+    values = {"bf16": likelihoods(bf16, pairs), own.profile.name: likelihoods(own, pairs)}
     with pytest.raises(UsageError, match="does not support"):
-        harness.HarnessScores(quantized, profile="bf16")
+        harness.AnnieQuantLM(str(quantized), profile="bf16")
     assert len({tuple(v) for v in values.values()}) == 2
     # rounding weights to 4 bits changes each likelihood by little, on this model
-    assert all(abs(a.value - b.value) < 0.2 * abs(a.value) + 2 for a, b in zip(*values.values(), strict=True))
+    assert all(abs(a - b) < 0.2 * abs(a) + 2 for (a, _), (b, _) in zip(*values.values(), strict=True))
 
 
 def test_text_ends_before_the_first_stop_string(harness):
@@ -116,32 +116,32 @@ def requests(*arguments):
     return [SimpleNamespace(args=a) for a in arguments]
 
 
-def test_the_adapters_interface(adapter, bf16):
-    pairs = [(bf16.tokenizer.encode(c.rstrip()) or [adapter.prefix_token_id]) for c, _ in TEXTS]
+def test_the_interface(bf16):
+    pairs = [(bf16.tokenizer.encode(c.rstrip()) or [bf16.prefix_token_id]) for c, _ in TEXTS]
     whole = [bf16.tokenizer.encode(c + t) for c, t in TEXTS]
     expected = plain([(p, w[len(p) if c else 0 :]) for p, w, (c, _) in zip(pairs, whole, TEXTS, strict=True)])
-    got = adapter.loglikelihood(requests(*TEXTS))
+    got = bf16.loglikelihood(requests(*TEXTS))
     assert [v for v, _ in got] == pytest.approx([v for v, _ in expected], abs=2e-3)
     text = "one two three " * 40  # three windows of 64 tokens
     tokens = bf16.tokenizer.encode(text)
-    (total,) = adapter.loglikelihood_rolling(requests((text,)))
+    (total,) = bf16.loglikelihood_rolling(requests((text,)))
     parts, done = [], 0
     while done < len(tokens):
         end = min(len(tokens), done + 64)
-        context = tokens[end - 65 : done] if done else [adapter.prefix_token_id]
+        context = tokens[end - 65 : done] if done else [bf16.prefix_token_id]
         parts.append((context or tokens[done - 1 : done], tokens[done:end]))
         done = end
     assert total == pytest.approx(sum(v for v, _ in plain(parts)), rel=1e-4)
     settings = {"until": ["."], "max_gen_toks": 8, "do_sample": False}
-    question = adapter.apply_chat_template([{"role": "user", "content": "What is the capital of Japan?"}])
+    question = bf16.apply_chat_template([{"role": "user", "content": "What is the capital of Japan?"}])
     assert question.rstrip().endswith("</think>")
-    (answer,) = adapter.generate_until(requests((question, settings)))
+    (answer,) = bf16.generate_until(requests((question, settings)))
     assert "." not in answer and answer
     with pytest.raises(UsageError, match="greedily"):
-        adapter.generate_until(requests((question, {"temperature": 0.7})))
+        bf16.generate_until(requests((question, {"temperature": 0.7})))
     with pytest.raises(UsageError, match="do not fit"):
-        adapter.generate_until(requests((question, {"max_gen_toks": 4096})))
-    assert adapter.get_model_info()["profile"] == "bf16"
+        bf16.generate_until(requests((question, {"max_gen_toks": 4096})))
+    assert bf16.get_model_info()["profile"] == "bf16"
 
 
 def test_without_lm_eval_the_command_names_the_extra(monkeypatch):

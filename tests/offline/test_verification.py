@@ -13,15 +13,15 @@ from runtime_models import TOKENIZER_FILES, dequantized, export_nvfp4, first_edg
 
 from annie_quant import judge, runtime  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.offline.decoding import Completion, generate  # noqa: E402
-from annie_quant.offline.engine import Engine, Row  # noqa: E402
-from annie_quant.offline.prompts import Template  # noqa: E402
-from annie_quant.offline.verification import (  # noqa: E402
+from annie_quant.offline.answers import (  # noqa: E402
     FirstDifference,
     answer_from_differences,
     answer_workloads,
     first_difference,
 )
+from annie_quant.offline.decoding import Completion, generate  # noqa: E402
+from annie_quant.offline.engine import Engine, Row  # noqa: E402
+from annie_quant.offline.prompts import Template  # noqa: E402
 
 LIMIT = 14
 
@@ -150,7 +150,7 @@ def test_nearly_equal_weights_give_both_outcomes(folders) -> None:
 
 
 def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    from annie_quant.offline import verification
+    from annie_quant.offline import answers
 
     decoded_prompts: list[int] = []
 
@@ -158,7 +158,7 @@ def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch:
         decoded_prompts.append(len(prompts))
         return generate(engine, prompts, *more)
 
-    monkeypatch.setattr(verification, "generate_distributed", counted)
+    monkeypatch.setattr(answers, "generate_distributed", counted)
     _, _, answered, outcomes = by_verification(folders["naive"], folders["equal"], "w4a16")
     assert all(o.same for o in outcomes) and sum(decoded_prompts) == 0
     assert [o.completion for o in outcomes] == [c for _, c in answered]

@@ -172,15 +172,16 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
     from runtime_models import first_edge
 
     from annie_quant import judge, runtime
+    from annie_quant.offline.answers import Reference, answer_from_differences, first_difference
     from annie_quant.offline.decoding import Completion
     from annie_quant.offline.engine import Engine, Row
+    from annie_quant.offline.pair import EvaluationJob
     from annie_quant.offline.prompts import Template
-    from annie_quant.offline.reference import Reference
-    from annie_quant.offline.verification import answer_from_differences, first_difference
 
     template, n = Template(reference), int(count)
     with tempfile.TemporaryDirectory() as cache:
-        known = Reference(Path(reference), template, "float32", "cpu", Path(cache), 128)
+        settings = EvaluationJob(checkpoint=Path(folder), reference=Path(reference), cache=Path(cache))
+        known = Reference(settings, template, "float32", "cpu")
         answered = known.answer(
             judge.sample([w for w in judge.load_workloads() if not w.cases[0].turns], max(12, n // 4))
         )[:n]

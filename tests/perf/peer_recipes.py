@@ -36,14 +36,14 @@ def batches(file: Path, rows: int) -> list[list[list[int]]]:
 
 
 def use_faster_deltanet() -> None:
-    """Let transformers' DeltaNet layers compute the same rule in fewer operations (annie_quant/quantize/delta_rule.py).
+    """Let transformers' DeltaNet layers compute the same rule in fewer operations (annie_quant/offline/deltanet.py).
 
     Half of a peer's time on a CPU is transformers' form of the rule. Without this the times are the peer's own.
     """
     import torch
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
-    from annie_quant.quantize import delta_rule
+    from annie_quant.offline import deltanet
 
     theirs = modeling.torch_chunk_gated_delta_rule
 
@@ -53,9 +53,7 @@ def use_faster_deltanet() -> None:
         repeats = value.shape[2] // key.shape[2]
         query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
         with torch.autocast(query.device.type, enabled=False):  # AutoRound's; the rule chooses each product's precision
-            norm, tf32 = options["use_qk_l2norm_in_kernel"], query.dtype == torch.bfloat16
-            inputs = delta_rule.DeltaInputs(query, key, value, options["g"], options["beta"], norm, tf32)
-            return delta_rule.in_torch(inputs), None
+            return deltanet.gated_delta_rule(query, key, value, **options)
 
     modeling.torch_chunk_gated_delta_rule = rule
 
@@ -142,7 +140,7 @@ def use_static_rounding_without_triton() -> None:
     import torch
     from modelopt.torch.quantization import tensor_quant
 
-    from annie_quant.quantize.column_sweep import e2m1
+    from annie_quant.offline.codec import to_e2m1
 
     def rounded(
         x: Any, amax: Any, global_amax: Any, quantize: bool = True, largest: float = 448.0, dtype: Any = None
@@ -151,7 +149,7 @@ def use_static_rounding_without_triton() -> None:
         scale = (amax.float() / 6 / unit).to(torch.float8_e4m3fn).float() * unit if quantize else amax.float() / 6
         blocks = x.float().reshape(amax.numel(), -1)
         scale = scale.reshape(-1, 1)
-        values = e2m1(blocks / scale.clamp_min(1e-30)) * scale
+        values = to_e2m1(blocks / scale.clamp_min(1e-30)) * scale
         return values.reshape(x.shape).to(dtype or x.dtype)
 
     tensor_quant.triton_kernel = types.SimpleNamespace(IS_AVAILABLE=True, static_blockwise_fp4_fake_quant=rounded)

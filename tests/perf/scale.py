@@ -2,7 +2,7 @@
 
 python tests/perf/scale.py plans                          no measurement: prints the tables of estimates
 python tests/perf/scale.py streams N [EVENTS] [GAP_US]    N streams at once from tests/perf/bench_stream_server.c
-python tests/perf/scale.py team [N [ROWS]]                an evaluation by one process and by two over gloo, one thread each
+python tests/perf/scale.py team [N [ROWS]]                an evaluation by one process and by two, one thread each
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 # Measured (tests/perf/checkpoint.md, runtime.md; two x86-64 cores and one H200, 2026-11-21), bytes per second of bf16 input.
@@ -128,65 +126,39 @@ def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
 
 def team(n: int = 60, rows: int = 128) -> None:
     """Seconds of an evaluation with the reference's answers, by one process and by two: n prompts per gate, rows per batch."""
-    import os
-
-    tiny = Path(__file__).resolve().parents[2] / "annie_quant/assets/tiny-annie"
-    many = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-        "--",
-    ]
-    threads = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as built:
-        model, reference, out = (Path(built, name) for name in ("nvfp4", "bf16", "out.json"))
-        words = ["quantize", "--strategy", "direct", "--model", str(tiny), "--output", str(model)]
-        subprocess.run([sys.executable, "-m", "annie_quant", *words], check=True, capture_output=True)
-        for processes, start in ((1, []), (2, many)):
-            shutil.rmtree(reference, ignore_errors=True)  # including the reference's answers
-            shutil.copytree(tiny, reference, ignore=shutil.ignore_patterns(".annie_quant"))
-            begun = time.monotonic()
-            words = [__file__, "share", str(model), str(reference), str(n), str(rows), str(out)]
-            subprocess.run([sys.executable, *start, *words], check=True, capture_output=True, env=threads, timeout=300)
-            wall = round(time.monotonic() - begun, 1)
-            print(
-                json.dumps(
-                    {"n": n, "rows": rows, "processes": processes, "wall_s": wall, **json.loads(out.read_text())}
-                ),
-                flush=True,
-            )
-
-
-def share(model: str, reference: str, n: str, rows: str, out: str) -> None:
-    """The work of each process of `team`."""
     import torch
 
-    torch.set_num_threads(1)
-    from annie_quant import judge, runtime
-    from annie_quant.offline.process_group import join_group, leave_group
+    from annie_quant import judge, quantize
+    from annie_quant.offline import job
+    from annie_quant.offline.pair import EvaluationJob
 
-    begun = time.monotonic()
-    workloads = judge.sample(judge.load_workloads(), int(n))
-    evaluation = runtime.evaluate(model, reference, workloads, numerics=("w4a16",), rows=int(rows))
-    kl = evaluation["numerics"]["w4a16"]["kl"]
-    if join_group().is_first:
-        requests = sum(len(w.cases) for w in workloads)
-        seconds = round(time.monotonic() - begun, 1)
-        Path(out).write_text(
-            json.dumps({"evaluate_s": seconds, "cases": requests, "tokens": kl["n_tokens"], "kl": kl["mean"]})
+    tiny = Path(__file__).resolve().parents[2] / "annie_quant/assets/tiny-annie"
+    with tempfile.TemporaryDirectory() as built:
+        model = Path(built, "nvfp4")
+        quantize.run("direct", tiny, model)
+        settings = EvaluationJob(
+            checkpoint=model,
+            reference=tiny,
+            workloads=judge.load_workloads(),
+            n_per_gate=n,
+            numerics=("w4a16",),
+            rows=rows,
         )
-    leave_group()
+        for processes in (1, 2):
+            torch.set_num_threads(processes)  # one thread each
+            begun = time.monotonic()
+            result = job.run(replace(settings, cache=Path(built, str(processes))), processes=processes)
+            kl = result.numerics["w4a16"].kl
+            assert kl is not None
+            seconds = round(time.monotonic() - begun, 1)
+            figures = {"n": n, "rows": rows, "processes": processes, "wall_s": seconds, "cases": result.n_answers}
+            print(json.dumps({**figures, "tokens": kl.n_tokens, "kl": kl.mean}), flush=True)
 
 
 if __name__ == "__main__":
     kinds = {"plans": plans, "streams": streams, "team": team}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=[*kinds, "share"], metavar="|".join(kinds))
+    parser.add_argument("kind", choices=list(kinds))
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
-    if options.kind == "share":
-        share(*options.arguments)
-    else:
-        kinds[options.kind](*map(int, options.arguments))
+    kinds[options.kind](*map(int, options.arguments))

@@ -14,11 +14,10 @@ from annie_quant import models
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.formats import choose
 
 torch = pytest.importorskip("torch", reason="folds run in torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import fake_quant, folding  # noqa: E402
+from annie_quant.quantize import calibration_samples, fake_quant, folding  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
 BOUND = 1e-3
@@ -77,20 +76,17 @@ def modelopts_folds(model: object, samples: list[calibration_samples.Sample], tm
     from modelopt.torch.export import export_hf_checkpoint
     from safetensors.torch import load_file
 
-    from annie_quant.quantize.backend import quiet
-
     modelopt_backend.register()
     other = copy.deepcopy(model).to(torch.bfloat16)  # type: ignore[call-overload]
     config = modelopt_backend.with_backend(mtq.NVFP4_AWQ_LITE_CFG)
-    with quiet():
-        mtq.quantize(other, config, lambda m: [m(torch.tensor([s.ids])) for s in samples])
-        scales = {
-            n: m.input_quantizer.pre_quant_scale.float()
-            for n, m in other.named_modules()
-            if getattr(getattr(m, "input_quantizer", None), "pre_quant_scale", None) is not None
-        }
-        modelopt_backend.release(other)
-        export_hf_checkpoint(other, export_dir=str(tmp_path / "theirs"))
+    mtq.quantize(other, config, lambda m: [m(torch.tensor([s.ids])) for s in samples])
+    scales = {
+        n: m.input_quantizer.pre_quant_scale.float()
+        for n, m in other.named_modules()
+        if getattr(getattr(m, "input_quantizer", None), "pre_quant_scale", None) is not None
+    }
+    modelopt_backend.release(other)
+    export_hf_checkpoint(other, export_dir=str(tmp_path / "theirs"))
     written = load_file(tmp_path / "theirs/model.safetensors")
     source = model.state_dict()  # type: ignore[attr-defined]
     norms = {n: t.float() for n, t in written.items() if n.endswith("layernorm.weight")}

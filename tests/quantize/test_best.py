@@ -13,11 +13,13 @@ from annie_quant import checkpoint, quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize import calibration_samples
 
 torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
+from annie_quant.quantize import calibration_samples  # noqa: E402
+
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.quantize import delta_rule, input_stats, layer_rounder  # noqa: E402
+from annie_quant.offline import deltanet  # noqa: E402
+from annie_quant.quantize import input_stats, layer_rounder  # noqa: E402
 from annie_quant.quantize.hessian import Hessian  # noqa: E402
 from annie_quant.quantize.layer_rounder import Method, RoundingTask  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
@@ -143,7 +145,7 @@ def test_both_streams_are_the_models(home: Path) -> None:
 
 def test_a_rounded_attention_is_computed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes as when it is computed in every pass, in fewer passes."""
-    counts, results, rule = [], [], delta_rule.on_cpu
+    counts, results, rule = [], [], deltanet.rule_on_cpu
     for once in (True, False):
         calls = 0
 
@@ -153,7 +155,7 @@ def test_a_rounded_attention_is_computed_once(home: Path, monkeypatch: pytest.Mo
             return rule(*args, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(delta_rule, "on_cpu", counted)
+            patch.setattr(deltanet, "rule_on_cpu", counted)
             if not once:
                 patch.setattr(StreamRounder, "finished", lambda self: [])
             rounder, _ = rounders(home, 1)

@@ -10,6 +10,7 @@ import pytest
 from annie_quant import nvfp4
 
 torch = pytest.importorskip("torch", reason="the sweep runs on torch: pip install annie-quant[quantize]")
+from annie_quant.offline import codec  # noqa: E402
 from annie_quant.quantize import column_sweep  # noqa: E402
 from annie_quant.quantize.hessian import FactorError  # noqa: E402
 
@@ -145,8 +146,8 @@ def test_e2m1_rounds_as_the_codec() -> None:
     x = np.concatenate([x, -x, np.linspace(-6, 6, 1001)]).astype(np.float32)
     blocks = np.concatenate([np.full((len(x), 1), 6, np.float32), np.repeat(x[:, None], 15, 1)], axis=1)
     expected = nvfp4.unpack(nvfp4.pack(blocks, tensor_scale=1.0), "float32")[:, 1]
-    np.testing.assert_array_equal(column_sweep.e2m1(torch.from_numpy(x)).numpy(), expected)
-    assert column_sweep.e2m1(torch.tensor([7.0, -100.0])).tolist() == [6, -6]
+    np.testing.assert_array_equal(codec.to_e2m1(torch.from_numpy(x)).numpy(), expected)
+    assert codec.to_e2m1(torch.tensor([7.0, -100.0])).tolist() == [6, -6]
 
 
 def test_columns_without_input_are_rounded_to_nearest_and_bad_hessians_are_refused() -> None:
@@ -183,6 +184,8 @@ def test_one_launch_per_block_column_gives_the_same(monkeypatch: pytest.MonkeyPa
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("without a GPU: TRITON_INTERPRET=1 python -m pytest")
+    from annie_quant.quantize import triton_kernels
+
     w, _, hessian = problem(rows=37, columns=160, seed=7)
     w[:, 32:48] *= np.logspace(-9, 0, 37)[:, None]  # block scales down to E4M3's least code
     w[3, 16:32] = 0
@@ -191,7 +194,7 @@ def test_one_launch_per_block_column_gives_the_same(monkeypatch: pytest.MonkeyPa
     scale = torch.full((37,), float(nvfp4.tensor_scale(np.abs(w).max())), device=device)
     for start in (0, 16, 32, 144):
         results = []
-        for function in (column_sweep.round_column, column_sweep.round_column_in_one_launch):
+        for function in (column_sweep.round_column, triton_kernels.round_column):
             result = column_sweep.Sweep.of(weight, upper, scale, candidates)
             errors = torch.zeros(37, 48, device=device)
             function(result, start, errors[:, 16:32])

@@ -1,4 +1,4 @@
-"""Gated DeltaNet against a float64 recurrence step by step, and its convolution against torch's."""
+"""Gated DeltaNet's Triton kernels against a float64 recurrence step by step, and their convolution against torch's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the rule runs on torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import delta_rule  # noqa: E402
 
 
 def inputs(steps: int, dtype: torch.dtype = torch.float64, repeat: bool = False, width: int = 8) -> list[torch.Tensor]:
@@ -34,40 +33,6 @@ def step_by_step(q, k, v, decay, beta) -> torch.Tensor:
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("steps", [1, 63, 64, 65, 200])
-def test_outputs_are_those_of_single_steps(steps: int) -> None:
-    exact = inputs(steps)
-    rough = [x.float() for x in exact]
-    got, _ = delta_rule.gated_delta_rule(*rough[:3], g=rough[3], beta=rough[4], use_qk_l2norm_in_kernel=True)
-    np.testing.assert_allclose(got.numpy(), step_by_step(*exact).numpy(), atol=2e-5)
-
-
-def test_repeated_keys_lose_no_digits() -> None:
-    q, k, v, decay, beta = inputs(256, repeat=True)
-    decay, beta = decay * 0, beta * 0 + 1
-    expected = step_by_step(q, k, v, decay, beta)
-    got, _ = delta_rule.gated_delta_rule(
-        *(x.float() for x in (q, k, v)), g=decay.float(), beta=beta.float(), use_qk_l2norm_in_kernel=True
-    )
-    np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=1e-4)
-
-
-@pytest.mark.parametrize("size", [1, 2, 16, 64])
-def test_unit_lower_inverse(size: int) -> None:
-    lower = torch.tensor(np.random.default_rng(size).normal(size=(3, 2, size, size))).tril(-1)
-    product = delta_rule.unit_lower_inverse(lower) @ (lower + torch.eye(size))
-    np.testing.assert_allclose(product.numpy(), np.broadcast_to(np.eye(size), product.shape), atol=1e-6)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_causal_conv_is_torch_s(bias: bool) -> None:
-    rng = np.random.default_rng(0)
-    x, weight, shift = (torch.tensor(rng.normal(size=s)).float() for s in ((2, 6, 11), (6, 4), (6,)))
-    conv = torch.nn.functional.conv1d(x, weight[:, None], shift if bias else None, padding=3, groups=6)[..., :11]
-    got = delta_rule.causal_conv(x, weight, shift if bias else None, "silu")
-    np.testing.assert_allclose(got.numpy(), torch.nn.functional.silu(conv).numpy(), atol=1e-6)
-
-
 @pytest.fixture
 def kernels():
     """The Triton functions and their device: a GPU or, with TRITON_INTERPRET=1, the CPU."""
@@ -75,9 +40,9 @@ def kernels():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("without a GPU: TRITON_INTERPRET=1 python -m pytest")
-    from annie_quant.quantize import delta_kernel
+    from annie_quant.quantize import triton_kernels
 
-    return delta_kernel, device
+    return triton_kernels, device
 
 
 @pytest.mark.parametrize("repeat", [False, True])
@@ -86,10 +51,10 @@ def test_kernels_give_the_outputs_of_single_steps(kernels, steps: int, repeat: b
     kernel, device = kernels
     exact = inputs(steps, repeat=repeat, width=16)
     rough = [x.float().to(device) for x in exact]
-    got = kernel.outputs(delta_rule.DeltaInputs(*rough, norm=True, tf32=False))
+    got, _ = kernel.gated_delta_rule(*rough, use_qk_l2norm_in_kernel=True)
     np.testing.assert_allclose(got.cpu().numpy(), step_by_step(*exact).numpy(), atol=5e-5)
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rough]  # other strides
-    assert torch.equal(kernel.outputs(delta_rule.DeltaInputs(*transposed, norm=True, tf32=False)), got)
+    assert torch.equal(kernel.gated_delta_rule(*transposed, use_qk_l2norm_in_kernel=True)[0], got)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -105,5 +70,5 @@ def test_conv_kernels_are_torch_s(kernels, steps: int, silu: bool, bias: bool) -
     shift = shift if bias else None
     expected = torch.nn.functional.conv1d(x, weight[:, None], shift, padding=3, groups=70)[..., :steps]
     expected = torch.nn.functional.silu(expected) if silu else expected
-    got = kernel.causal_conv(x, weight, shift, silu)
+    got = kernel.causal_conv(x, weight, shift, "silu" if silu else None)
     np.testing.assert_allclose(got.cpu().numpy(), expected.cpu().numpy(), atol=1e-5)

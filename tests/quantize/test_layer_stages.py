@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import runtime_models
-from calibration_texts import conversations
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, TokenBatch
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import layer_stages, shared_text  # noqa: E402
+from calibration_texts import conversations  # noqa: E402
+
+from annie_quant.quantize import calibration_samples, layer_stages  # noqa: E402
+from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, TokenBatch  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers  # noqa: E402
 
 LAYERS = 4  # of tiny-annie: three of DeltaNet and one of attention
@@ -30,7 +30,7 @@ def samples() -> list[CalibrationSample]:
 
 def batches(samples: Sequence[CalibrationSample], kind: str) -> list[TokenBatch]:
     if kind == "shared":
-        return shared_text.arrange(conversations()).batches
+        return calibration_samples.arrange(conversations()).batches
     return calibration_samples.make_batches(samples, tokens=600)
 
 

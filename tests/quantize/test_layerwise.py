@@ -11,11 +11,14 @@ from paths import CALIBRATION, TINY_ANNIE
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import CalibrationSample
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import delta_rule, input_stats  # noqa: E402
+from annie_quant.offline import deltanet  # noqa: E402
+from annie_quant.quantize import (  # noqa: E402
+    calibration_samples,
+    input_stats,
+)
+from annie_quant.quantize.calibration_samples import CalibrationSample  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 from annie_quant.quantize.strategy import Job  # noqa: E402
 
@@ -81,7 +84,7 @@ def inputs_of(linear: object, model: object, samples: list[CalibrationSample]) -
 def test_statistics_are_those_of_a_plain_forward_pass(
     samples: list[CalibrationSample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_stats, "read_samples", lambda job: samples)
+    monkeypatch.setattr(calibration_samples, "read_samples", lambda job: samples)
     job = Job(TINY_ANNIE, Path("out"))
     stats = input_stats.collect_stats(job, calibration_samples.RESPONSE, SILENT)
     model = whole_model()
@@ -106,7 +109,7 @@ def test_the_convolution_is_torchs(steps: int, contiguous: bool) -> None:
     padded = torch.nn.functional.pad(x.double(), (3, 0))
     expected = torch.nn.functional.conv1d(padded, weight[:, None].double(), bias.double(), groups=6)
     with torch.inference_mode():
-        plain = delta_rule.conv_on_cpu(x, weight, bias, None)
-        active = delta_rule.conv_on_cpu(x, weight, bias, "silu")
+        plain = deltanet.conv_on_cpu(x, weight, bias, None)
+        active = deltanet.conv_on_cpu(x, weight, bias, "silu")
     assert (plain - expected).abs().max() < 1e-5
     assert (active - torch.nn.functional.silu(expected)).abs().max() < 1e-5

@@ -16,6 +16,7 @@ from dense_models import make
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant import quantize
+from annie_quant.checkpoint.chat_template import with_decoded_calls
 from annie_quant.checkpoint.linears import covering_pattern
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
@@ -36,11 +37,15 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def texts(source: Path) -> Iterator[torch.Tensor]:
     """Yield the conversations as the model's own template writes them, one row each."""
-    from annie_quant.quantize.calibration_samples import token_ids
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    for ids in token_ids(tokenizer, read_conversations(CALIBRATION, ROWS)):
-        yield torch.tensor([ids])
+    for row in read_conversations(CALIBRATION, ROWS):
+        ids = tokenizer.apply_chat_template(
+            [with_decoded_calls(m) for m in row["messages"]],
+            row.get("tools"),
+            enable_thinking=bool(row.get("thinking")),
+            return_dict=False,
+        )
+        yield torch.tensor([ids[:2048]])
 
 
 def quantize_by_modelopt(source: Path, strategy: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
@@ -125,12 +130,12 @@ def test_a_batch_of_rows_has_the_largest_inputs_of_its_rows(
 ) -> None:
     """As on a GPU: whole rows, padded; the padding repeats text, and its inputs count for nothing."""
     from annie_quant.core.progress import SILENT
-    from annie_quant.quantize import input_stats, shared_text
+    from annie_quant.quantize import calibration_samples, input_stats
 
     folder, ids = ModelFolder(sources["qwen2-tied"]), [[5, 9, 200, 31] * n for n in (2, 7, 11)]
     linears = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "mlp.down_proj")]
     alone = [input_stats.largest_inputs(folder, linears, [row], SILENT).amax for row in ids]
-    monkeypatch.setattr(shared_text, "can_share", lambda folder: False)
+    monkeypatch.setattr(calibration_samples, "can_share", lambda folder: False)
     together = input_stats.largest_inputs(folder, linears, ids, SILENT).amax
     for name in linears:
         assert together[name] == pytest.approx(max(a[name] for a in alone), rel=1e-5)

@@ -14,10 +14,11 @@ from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample
 
 torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
+from annie_quant.quantize import calibration_samples  # noqa: E402
+from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample  # noqa: E402
+
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
 from annie_quant.quantize import kl_trial, layer_rounder, mixed_formats  # noqa: E402
 

@@ -13,11 +13,12 @@ from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import HeldOut
-from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, RESPONSE, CalibrationSample
 from annie_quant.quantize.strategy import Job
 
 torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
+from annie_quant.quantize import calibration_samples  # noqa: E402
+from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, RESPONSE, CalibrationSample  # noqa: E402
+
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.offline.loading import load  # noqa: E402

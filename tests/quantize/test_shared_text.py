@@ -10,19 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from calibration_texts import conversations
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, TokenBatch
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import shared_text  # noqa: E402
+from calibration_texts import conversations  # noqa: E402
+
+from annie_quant.quantize import calibration_samples  # noqa: E402
+from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, SharedText, TokenBatch, weight_table  # noqa: E402
 from annie_quant.quantize.hessian import Hessian  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
-from annie_quant.quantize.shared_text import SharedText, weight_table  # noqa: E402
 
 WEIGHTS = {**calibration_samples.MANNERS, calibration_samples.THINKING: 3.0}
 
@@ -37,7 +36,7 @@ def samples(request: pytest.FixtureRequest) -> list[CalibrationSample]:
 
 @pytest.fixture(scope="module")
 def text(samples: list[CalibrationSample]) -> SharedText:
-    return shared_text.arrange(samples, tokens=500)
+    return calibration_samples.arrange(samples, tokens=500)
 
 
 def paths(text: SharedText) -> list[tuple[list[int], list[int]]]:
@@ -104,7 +103,7 @@ def test_hessians_are_those_of_the_samples(samples: list[CalibrationSample], tex
 
 
 def test_other_layers_and_gpus_get_whole_samples(samples: list[CalibrationSample], tmp_path: Path) -> None:
-    text = shared_text.arrange(samples, share=False)
+    text = calibration_samples.arrange(samples, share=False)
     assert all(b.start is None and b.offsets is None for b in text.batches)
     assert torch.equal(text.weight_table(WEIGHTS, "cpu"), weight_table(WEIGHTS, "cpu"))
     shutil.copytree(TINY_ANNIE, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".annie_quant"))
@@ -113,11 +112,11 @@ def test_other_layers_and_gpus_get_whole_samples(samples: list[CalibrationSample
     for other in ("sliding_attention", "mamba"):
         config.get("text_config", config)["layer_types"] = [*types[:-1], other]
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert not shared_text.can_share(ModelFolder(tmp_path))
+        assert not calibration_samples.can_share(ModelFolder(tmp_path))
 
 
 def test_rows_of_unequal_length_are_continued() -> None:
-    batches = shared_text.arrange(conversations()).batches
+    batches = calibration_samples.arrange(conversations()).batches
     continued = [batches[start] for start in {b.start for b in batches if b.start is not None}]
     assert any(len(set(b.lengths)) > 1 for b in continued)
     assert sum(b.ids.size for b in batches) < 0.7 * sum(len(s.ids) for s in conversations())
@@ -133,7 +132,7 @@ def test_rows_are_divided_at_the_least_cost(lengths: list[int]) -> None:
         rest = {e: every(e) if e < len(lengths) else [[]] for e in ends}
         return [[slice(begin, e), *parts] for e in ends for parts in rest[e]]
 
-    parts = shared_text.divide(lengths, 400, 64)
+    parts = calibration_samples.divide(lengths, 400, 64)
     assert [i for p in parts for i in range(len(lengths))[p]] == list(range(len(lengths)))
     assert all(len(lengths[p]) * lengths[p][-1] <= 400 or len(lengths[p]) == 1 for p in parts)
     if len(lengths) < 10:

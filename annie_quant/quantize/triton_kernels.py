@@ -1,8 +1,13 @@
-"""Gated DeltaNet of delta_rule.py in a few launches on a GPU, in Triton.
+"""Triton kernels of quantization on a GPU: the gated delta rule and its convolution in calibration, and GPTQ's block columns.
 
-`prepare` makes the parts of every chunk at once, `scan_forward` passes a state [Dk, Dv] through the chunks of a head, and
-`conv_forward` is the causal convolution. In torch operations a chunk of the scan takes 7 launches, and the parts write and read
-each value some ten times. Nothing here has gradients. Importing this module needs Triton, which torch for CUDA brings.
+The delta rule of offline/deltanet.py: `prepare` makes the parts of every chunk at once, `scan_forward` passes a state [Dk, Dv]
+through the chunks of a head, and `conv_forward` is the causal convolution. In torch operations a chunk of the scan takes 7
+launches, and the parts write and read each value some ten times. Nothing here has gradients.
+
+`round_block` is the arithmetic of column_sweep.round_block and the choice of the scale: a program holds 32 rows of a block of 16
+columns in registers and tries the candidates one after the other. In torch operations a block column takes some 300 launches.
+
+Importing this module needs Triton, which torch for CUDA brings.
 """
 
 # mypy: ignore-errors
@@ -15,13 +20,19 @@ import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from annie_quant.quantize.delta_rule import DeltaInputs
+from annie_quant.offline import deltanet
 
-CHUNK = 64  # that of delta_rule
+if TYPE_CHECKING:
+    from annie_quant.quantize.column_sweep import Sweep
+
+CHUNK = 64  # steps
 VALUES = 64  # most columns of a state in one program
 SIZES = (16, 32, 64, 128, 256)  # widths of a head that the kernels take
 CONV_STEPS, CONV_CHANNELS = 32, 64
+ROWS = 32  # of one program of round_block, one per thread
+TO_INTEGER = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest integer, ties to even
 
 
 @triton.jit
@@ -110,30 +121,40 @@ def scan_forward(
         )
 
 
-def usable(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether the kernels take heads of these widths."""
-    return query.shape[-1] in SIZES and value.shape[-1] in SIZES
-
-
 def rows_of_one(x: torch.Tensor) -> torch.Tensor:
     """Return x with a last dimension that is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def outputs(x: DeltaInputs) -> torch.Tensor:
-    """Return the rule's outputs [B, T, H, Dv] in the query's dtype, without gradients."""
-    query, key, value = (rows_of_one(part) for part in (x.query, x.key, x.value))
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """deltanet.gated_delta_rule of a text that begins with a state of zeros.
+
+    Inputs in bfloat16 are multiplied in TF32, which is finer than the bfloat16 operands of servers' kernels; inverses, decays and
+    sums are float32.
+    """
     (batch, steps, heads, dk), dv = key.shape, value.shape[-1]
+    if dk not in SIZES or dv not in SIZES:
+        return deltanet.gated_delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    query, key, value = (rows_of_one(part) for part in (query, key, value))
     chunks, rows = triton.cdiv(steps, CHUNK), batch * heads
     q, w, k = (key.new_empty(rows, chunks, CHUNK, dk, dtype=torch.float32) for _ in range(3))
     u = key.new_empty(rows, chunks, CHUNK, dv, dtype=torch.float32)
     within = key.new_empty(rows, chunks, CHUNK, CHUNK, dtype=torch.float32)
     decay = key.new_empty(rows, chunks, dtype=torch.float32)
-    precision = "tf32" if x.tf32 else "ieee"
-    strides = [s for part in (query, key, value, x.log_decay, x.beta) for s in part.stride()[:3]]
+    precision = "tf32" if query.dtype == torch.bfloat16 else "ieee"
+    strides = [s for part in (query, key, value, g, beta) for s in part.stride()[:3]]
     prepare[(chunks, rows)](
-        query, key, value, x.log_decay, x.beta, q, w, u, within, k, decay, steps, heads, chunks, *strides, dk**-0.5,
-        norm=x.norm, size=CHUNK, dk=dk, dv=dv, precision=precision, num_warps=8, num_stages=1,
+        query, key, value, g, beta, q, w, u, within, k, decay, steps, heads, chunks, *strides, dk**-0.5,
+        norm=use_qk_l2norm_in_kernel, size=CHUNK, dk=dk, dv=dv, precision=precision, num_warps=8, num_stages=1,
     )  # fmt: skip
     out = torch.empty(batch, steps, heads, dv, dtype=query.dtype, device=query.device)
     part = min(VALUES, dv)
@@ -141,7 +162,7 @@ def outputs(x: DeltaInputs) -> torch.Tensor:
         q, w, u, within, k, decay, out, steps, heads, chunks, out.stride(0), out.stride(1), out.stride(2),
         size=CHUNK, dk=dk, dv=dv, part=part, precision=precision, num_warps=8, num_stages=1,
     )  # fmt: skip
-    return out
+    return out, None
 
 
 @triton.jit
@@ -166,13 +187,103 @@ def conv_forward(
     tl.store(out + b * o_b + t[:, None] * o_t + c[None, :] * o_c, total.to(out.dtype.element_ty), mask=mask)
 
 
-def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
-    """Return delta_rule.causal_conv."""
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: object
+) -> torch.Tensor:
+    """deltanet.causal_conv, summed in float32. cuDNN's depthwise convolution of bfloat16 takes far longer."""
     out, weight = torch.empty_like(x), rows_of_one(weight)
     batch, channels, steps = x.shape
     grid = (triton.cdiv(steps, CONV_STEPS), triton.cdiv(channels, CONV_CHANNELS), batch)
     conv_forward[grid](
         x, weight, bias, out, steps, channels, *x.stride(), *out.stride(), weight.stride(0),
-        width=weight.shape[-1], has_bias=bias is not None, silu=silu, rows=CONV_STEPS, columns=CONV_CHANNELS,
+        width=weight.shape[-1], has_bias=bias is not None, silu=activation in ("silu", "swish"),
+        rows=CONV_STEPS, columns=CONV_CHANNELS,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def e2m1(x):
+    """codec.to_e2m1."""
+    a = tl.minimum(tl.abs(x), 8.0)
+    fine = ((a * 2 + TO_INTEGER) - TO_INTEGER) * 0.5
+    whole = (a + TO_INTEGER) - TO_INTEGER
+    coarse = ((a * 0.5 + TO_INTEGER) - TO_INTEGER) * 2
+    nearest = tl.minimum(tl.where(a < 2, fine, tl.where(a < 4, whole, coarse)), 6.0)
+    return tl.where(x < 0, -nearest, nearest)
+
+
+@triton.jit
+def e4m3_code(x):
+    """Return the code of the nearest E4M3 value, ties to even, for x of 2^-9 to 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    small = ((x * 512 + TO_INTEGER) - TO_INTEGER).to(tl.int32)
+    return tl.where(x < 0.015625, small, normal)
+
+
+@triton.jit
+def e4m3_value(code):
+    """Return the value of an E4M3 code of 1 to 126."""
+    normal = ((((code >> 3) + 120) << 23) | ((code & 7) << 20)).to(tl.float32, bitcast=True)
+    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def round_block(
+    w, upper, tensor_scale, errors, codes, chosen, steps, loss, start, rows, w_stride, errors_stride, upper_stride, low,
+    count: tl.constexpr, rows_of_program: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * rows_of_program + tl.arange(0, rows_of_program)).to(tl.int64)
+    live = row < rows
+    column = tl.arange(0, 16)
+    at = row[:, None] * w_stride + start + column[None, :]
+    block = tl.load(w + at, mask=live[:, None], other=0.0)
+    scale = tl.load(tensor_scale + row, mask=live, other=1.0)
+    corner = upper + start * upper_stride + start
+    top = tl.div_rn(tl.max(tl.abs(block), 1), scale * 6.0)
+    nearest = e4m3_code(tl.minimum(tl.maximum(top, 0.001953125), 448.0))
+    least = tl.full((rows_of_program,), float("inf"), tl.float32)
+    best_code = nearest
+    best_step = e4m3_value(nearest) * scale
+    best_q = tl.zeros((rows_of_program, 16), tl.float32)
+    best_error = tl.zeros((rows_of_program, 16), tl.float32)
+    for candidate in range(0, count):
+        code = tl.minimum(tl.maximum(nearest + low + candidate, 1), 126)
+        step = e4m3_value(code) * scale
+        work = block
+        q_all = tl.zeros((rows_of_program, 16), tl.float32)
+        error_all = tl.zeros((rows_of_program, 16), tl.float32)
+        total = tl.zeros((rows_of_program,), tl.float32)
+        for i in range(16):
+            here = column == i
+            x = tl.sum(tl.where(here[None, :], work, 0.0), 1)
+            q = e2m1(tl.div_rn(x, step))
+            error = tl.div_rn(x - q * step, tl.load(corner + i * upper_stride + i))
+            total += error * error
+            factors = tl.load(corner + i * upper_stride + column)
+            work = tl.where((column > i)[None, :], work - factors[None, :] * error[:, None], work)
+            q_all = tl.where(here[None, :], q[:, None], q_all)
+            error_all = tl.where(here[None, :], error[:, None], error_all)
+        better = total < least
+        least = tl.where(better, total, least)
+        best_code = tl.where(better, code, best_code)
+        best_step = tl.where(better, step, best_step)
+        best_q = tl.where(better[:, None], q_all, best_q)
+        best_error = tl.where(better[:, None], error_all, best_error)
+    tl.store(codes + at, best_q, mask=live[:, None])
+    tl.store(errors + row[:, None] * errors_stride + column[None, :], best_error, mask=live[:, None])
+    tl.store(chosen + row, best_code.to(tl.uint8), mask=live)
+    tl.store(steps + row, best_step, mask=live)
+    tl.store(loss + row, tl.load(loss + row, mask=live, other=0.0) + least.to(tl.float64), mask=live)
+
+
+def round_column(state: Sweep, start: int, errors: torch.Tensor) -> None:
+    """Round columns start .. start + 15. errors: float32 [N, 16], of any row stride, written."""
+    w, index, candidates = state.w, start // 16, state.candidates
+    outputs = (errors, state.codes, state.chosen[index], state.steps[index], state.loss)
+    strides = (w.stride(0), errors.stride(0), state.upper.stride(0))
+    round_block[(triton.cdiv(len(w), ROWS),)](
+        w, state.upper, state.tensor_scale, *outputs, start, len(w), *strides, candidates.start,
+        count=len(candidates), rows_of_program=ROWS, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,312 @@
+"""Greedy answers: the bf16 reference's, cached on disk, and the checkpoint's with as little decoding as possible.
+
+Greedy decoding is deterministic, so one forward over the reference's own greedy answer decides: where the quantized model's
+most likely token agrees at every position, end of turn included, its greedy answer is that answer. Otherwise its answer is the
+same up to the first difference and is decoded from there. In a conversation, the turns after a different answer have other
+prompts and are decoded completely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+
+from annie_quant.checkpoint.model_hash import model_sha256
+from annie_quant.core.errors import UsageError
+from annie_quant.core.progress import SILENT, Progress
+from annie_quant.core.resume import JsonLines
+from annie_quant.documents import ChatMessage
+from annie_quant.judge import Workload
+from annie_quant.offline.decoding import Completion, generate_distributed
+from annie_quant.offline.engine import Engine, Row
+from annie_quant.offline.loading import load, numerics_of
+from annie_quant.offline.process_group import SINGLE, ProcessGroup
+from annie_quant.offline.prompts import Answered, Template, TurnRequest
+
+if TYPE_CHECKING:
+    from annie_quant.offline.pair import EvaluationJob
+
+MAX_LOGITS_BYTES = 1 << 30  # of the reference's logits in memory
+ANSWERS_PER_WRITE = 512
+
+
+def default_cache() -> Path:
+    """Return the user's cache folder; a temporary one, without reuse, where that cannot be written.
+
+    Nothing is ever written into a model's folder: it may be shared, read-only, or about to be published.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "annie_quant"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        writable = os.access(cache, os.W_OK)
+    except (OSError, RuntimeError):
+        writable = False
+    return cache if writable else Path(tempfile.mkdtemp(prefix="annie-quant-cache-"))
+
+
+class StoredAnswer(msgspec.Struct):
+    """A line of the answer cache. key: request_key of the request."""
+
+    key: str
+    tokens: list[int]
+    finished: bool
+
+
+class AnswerCache:
+    """Greedy answers in a JSON-lines file, written after every 512, so that a killed run resumes.
+
+    The first process of a group reads and writes the file; `answers` is the same in all of them.
+    """
+
+    def __init__(self, path: Path, group: ProcessGroup = SINGLE) -> None:
+        self.log: JsonLines | None = None
+        answers: dict[str, Completion] = {}
+        if group.is_first:
+            self.log = JsonLines(path, sync=True)
+            for _, line in self.log.lines():
+                with contextlib.suppress(msgspec.DecodeError):
+                    stored = msgspec.json.decode(line, type=StoredAnswer)
+                    answers[stored.key] = Completion(stored.tokens, stored.finished)
+        self.answers = group.gather(answers)
+
+    def add(self, answers: dict[str, Completion]) -> None:
+        self.answers |= answers
+        if self.log is not None:
+            stored = (StoredAnswer(key, c.tokens, c.finished) for key, c in answers.items())
+            self.log.append(*map(msgspec.json.encode, stored))
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+
+def request_key(request: TurnRequest, end_tokens: Sequence[int]) -> str:
+    """Return a hash of what determines a greedy answer: prompt tokens, token limit and end tokens."""
+    key = json.dumps([request.prompt, request.max_tokens, sorted(end_tokens)])
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+class Reference:
+    """The bf16 model. Its answers come from the cache; the model is loaded when something is missing there."""
+
+    def __init__(
+        self, job: EvaluationJob, template: Template, dtype: str, device: str, group: ProcessGroup = SINGLE
+    ) -> None:
+        self.job, self.template, self.dtype, self.device, self.group = job, template, dtype, device, group
+        self.sha256 = model_sha256(job.reference)
+        self.cache_folder = job.cache or default_cache()
+        self.cache = AnswerCache(self.cache_path(), group)
+        self._engine: Engine | None = None
+        self._logits: dict[int, torch.Tensor] | None = None  # of self._rows, while all of them fit into memory
+        self._rows: Sequence[Row] | None = None
+
+    def cache_path(self, arithmetic: str = "") -> Path:
+        """Return the file of the answers in an arithmetic; "": the usual one."""
+        suffix = f"-{arithmetic}" if arithmetic else ""
+        return self.cache_folder / f"answers-{self.sha256[:16]}-{self.dtype}{suffix}.jsonl"
+
+    def engine(self) -> Engine:
+        if self._engine is None:
+            model = load(self.job.reference, dtype=getattr(torch, self.dtype), device=self.device)
+            if numerics_of(model) != ["bf16"]:
+                raise UsageError(f"{self.job.reference} is quantized; --reference takes the bf16 checkpoint")
+            self._engine = Engine(model, rows=self.job.rows, group=self.group)
+        return self._engine
+
+    def answer(self, workloads: Sequence[Workload], progress: Progress = SILENT) -> list[Answered]:
+        """Return every turn of every case with the reference's greedy answer, turn by turn."""
+        return answer_workloads(self.template, workloads, lambda requests: self.complete(requests, progress))
+
+    def complete(self, requests: Sequence[TurnRequest], progress: Progress) -> list[Completion]:
+        """Return the requests' answers in order. Those that are not in the cache are generated and added to it."""
+        keys = [request_key(r, self.template.end_tokens) for r in requests]
+        missing = {k: r for k, r in zip(keys, requests, strict=True) if k not in self.cache.answers}
+        work = sorted(missing.items(), key=lambda item: -item[1].max_tokens)
+        n_finished = 0
+
+        def on_finished(n: int) -> None:
+            nonlocal n_finished
+            n_finished += n
+            progress.update(n_finished, len(work), "the reference answers")
+
+        for at in range(0, len(work), ANSWERS_PER_WRITE):
+            part = work[at : at + ANSWERS_PER_WRITE]
+            completions = generate_distributed(
+                self.engine(),
+                [list(r.prompt) for _, r in part],
+                [r.max_tokens for _, r in part],
+                self.template.end_tokens,
+                on_finished,
+            )
+            self.cache.add({key: c for (key, _), c in zip(part, completions, strict=True)})
+        return [self.cache.answers[k] for k in keys]
+
+    def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Engine.scores of the reference; logits of the last rows stay in memory if they fit into 1 GB, for several numerics."""
+        if self._logits is not None and self._rows == rows:
+            yield from self._logits.items()
+            return
+        self._logits, self._rows = None, rows
+        stored: dict[int, torch.Tensor] = {}
+        size = 0
+        for i, logits in self.engine().scores(rows):
+            size += logits.nbytes
+            if size <= MAX_LOGITS_BYTES:
+                stored[i] = logits.clone()
+            else:
+                stored.clear()
+            yield i, logits
+        if size <= MAX_LOGITS_BYTES:
+            self._logits = stored
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A model's answer to a request.
+
+    same: whether it equals the reference's answer.
+    agreed: number of tokens before the first difference.
+    """
+
+    request: TurnRequest
+    completion: Completion
+    same: bool
+    agreed: int
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where an answer first differs from the reference's.
+
+    index: of the token.
+    token: chosen there; None: not computed yet.
+    """
+
+    index: int
+    token: int | None
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a model chooses at each token of a target.
+
+    difference: where it first chooses another token than the target's; None: nowhere.
+    best: int64 [n, 2], the two most likely tokens.
+    margins: float32 [n], the difference of two logits: those of `best`, or of the `pairs` of choices_of.
+    """
+
+    difference: FirstDifference | None
+    best: np.ndarray
+    margins: np.ndarray
+
+
+def answer_workloads(
+    template: Template, workloads: Sequence[Workload], generate: Callable[[Sequence[TurnRequest]], list[Completion]]
+) -> list[Answered]:
+    """Answer every turn of every case, turn by turn with all cases together, each with the model's own earlier answers."""
+    cases = [(w, c) for w in workloads for c in w.cases]
+    messages: dict[tuple[str, str], list[ChatMessage]] = {(w.name, c.id): [] for w, c in cases}
+    answered = []
+    for turn in range(max((c.n_turns for _, c in cases), default=0)):
+        requests = [template.request(w, c, turn, messages[w.name, c.id]) for w, c in cases if turn < c.n_turns]
+        for request, completion in zip(requests, generate(requests), strict=True):
+            messages[request.conversation].append(template.message(request, completion))
+            answered.append(Answered(request, completion))
+    return answered
+
+
+def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> FirstDifference | None:
+    """Return where the most likely tokens, int64 [len(target)], first differ from `target`. All end tokens are equal."""
+    for index, (chosen, expected) in enumerate(zip(choices.tolist(), target, strict=True)):
+        if chosen != expected and not (chosen in end_tokens and expected in end_tokens):
+            return FirstDifference(index, chosen)
+    return None
+
+
+def choices_of(
+    logits: torch.Tensor,
+    targets: Sequence[Sequence[int]],
+    end_tokens: Sequence[int],
+    pairs: Sequence[np.ndarray] | None = None,
+) -> list[Choices]:
+    """Return the choices of several answers. Equal logits give the token of the lowest index.
+
+    logits: [n, V], which all tokens of `targets` were chosen from, in their order. pairs: per target int64 [len(target), 2], tokens
+    whose logits are subtracted; None: the two best.
+    """
+    first = logits.argmax(-1)  # the lowest index among equal logits; topk leaves their order open
+    without = logits.scatter(-1, first.unsqueeze(-1), -torch.inf)
+    best = torch.stack((first, without.argmax(-1)), -1)
+    tokens = best if pairs is None else torch.from_numpy(np.concatenate(pairs)).to(logits.device)
+    two = logits.gather(-1, tokens)
+    ends = np.cumsum([len(target) for target in targets])[:-1]
+    bests = np.split(best.cpu().numpy(), ends)
+    margins = np.split((two[:, 0] - two[:, 1]).cpu().numpy(), ends)
+    return [
+        Choices(first_difference(torch.from_numpy(b[:, 0]), target, end_tokens), b, m)
+        for b, m, target in zip(bests, margins, targets, strict=True)
+    ]
+
+
+def answer_from_differences(
+    engine: Engine,
+    template: Template,
+    reference: Sequence[Answered],
+    differences: Mapping[int, FirstDifference | None],
+    on_finished: Callable[[int], None] = lambda n: None,
+) -> list[Outcome]:
+    """Return the quantized model's own greedy answers, decoded from where they differ from the reference's.
+
+    reference: in turn order. differences: by index, from first_difference; one that is missing is None.
+    """
+    outcomes: dict[int, Outcome] = {}
+    messages: dict[tuple[str, str], list[ChatMessage]] = {}
+    changed: set[tuple[str, str]] = set()  # conversations with a different answer in an earlier turn
+    for turn in range(1 + max((request.turn for request, _ in reference), default=-1)):
+        work: list[tuple[int, TurnRequest, list[int]]] = []  # index, request, the answer's known first tokens
+        for i, (request, completion) in enumerate(reference):
+            if request.turn != turn:
+                continue
+            if request.conversation in changed:
+                earlier = messages[request.conversation]
+                work.append((i, template.request(request.workload, request.case, turn, earlier), []))
+                continue
+            difference = differences.get(i)
+            if difference is None:
+                outcomes[i] = Outcome(request, completion, True, len(completion.tokens) + completion.finished)
+                continue
+            changed.add(request.conversation)
+            known = completion.tokens[: difference.index]
+            if difference.token is None:
+                work.append((i, request, known))
+            elif difference.token in template.end_tokens:
+                outcomes[i] = Outcome(request, Completion(known, True), False, difference.index)
+            else:
+                work.append((i, request, [*known, difference.token]))
+        rest = generate_distributed(
+            engine,
+            [[*request.prompt, *known] for _, request, known in work],
+            [request.max_tokens - len(known) for _, request, known in work],
+            template.end_tokens,
+            on_finished,
+            [len(known) for _, _, known in work],
+        )
+        for (i, request, known), more in zip(work, rest, strict=True):
+            completion = Completion(known + more.tokens, more.finished)
+            outcomes[i] = Outcome(request, completion, False, max(0, len(known) - 1))
+        for i, outcome in outcomes.items():
+            if outcome.request.turn == turn and reference[i].request.case.turns:
+                message = template.message(outcome.request, outcome.completion)
+                messages.setdefault(outcome.request.conversation, []).append(message)
+    return [outcomes[i] for i in range(len(reference))]

@@ -91,7 +91,7 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
     sentence: the decision as text.
     reasons: one line per gate that is lost or undecided.
     coverage: behaviour → answers of the reference that show it (judge/decision/coverage.py).
-    not_tested: those behaviours that have too few.
+    not_tested: labelled gates that the reference passes too rarely, with their counts, and behaviours that have too few answers.
     """
 
     verdict: Standing = "undecided"

@@ -10,7 +10,8 @@ loses      otherwise, if the upper bound is below 0 and McNemar's mid-p (one-sid
            does that to a checkpoint as good as its reference too, whose own answers are one draw (tests/perf/verdict_rule.py).
 undecided  otherwise, with the number of prompts that would decide at the observed rates.
 
-A gate that the reference passes in less than a tenth of its prompts tests nothing and does not decide.
+A gate that the reference passes in less than a tenth of its prompts tests nothing and does not decide; the verdict names those
+with a label. If no labelled gate is left, nothing keeps.
 
 A gate that compares with the reference's own answer (same_tool, ...) counts changes, and some change between two runs of one model.
 Where the reference answered in a second arithmetic too, "lost" are the prompts that only the checkpoint changes, "won" those that
@@ -64,6 +65,7 @@ from annie_quant.judge.decision.coverage import (
     answers_per_behaviour,
     describe_coverage,
     is_tested,
+    unmet_labels,
 )
 from annie_quant.judge.gates import GATES, LARGE_N, decides
 from annie_quant.judge.statistics import (
@@ -129,10 +131,10 @@ def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | 
     for name in members:
         profiles[name.partition("+")[0]].append(name)
     standing = _standing(list(members), verdicts, by_gate)
-    answers = answers_per_behaviour(members.values())
+    answers, unmet = answers_per_behaviour(members.values()), unmet_labels(members.values())
     return PairedVerdict(
         verdict=standing,
-        sentence=_sentence(standing, verdicts, by_gate, answers),
+        sentence=_sentence(standing, verdicts, by_gate, describe_coverage(answers, unmet)),
         reasons=[
             f"{name}: {describe(gate, members[name][gate])}"
             for name, result in verdicts.items()
@@ -147,7 +149,7 @@ def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | 
         profiles={profile: _standing(names, verdicts, by_gate) for profile, names in profiles.items()},
         members=verdicts,
         coverage=answers,
-        not_tested=[behaviour for behaviour, n in answers.items() if n < LEAST_ANSWERS],
+        not_tested=[*unmet, *(behaviour for behaviour, n in answers.items() if n < LEAST_ANSWERS)],
     )
 
 
@@ -219,14 +221,18 @@ def member_verdict(gates: Gates, pooled: PooledGates | None = None) -> MemberVer
         for name, verdict in by_gate.items()
         if verdict == "undecided" and name != POOLED and stands_in_the_way(name, gates[name], answers)
     ]
-    keeps = tests_a_behaviour([name for name, verdict in by_gate.items() if verdict == "keeps"])
+    keeps = tests_a_behaviour([name for name, verdict in by_gate.items() if verdict == "keeps"], gates)
     verdict: GateVerdict = "loses" if loses else "undecided" if undecided or not keeps else "keeps"
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
 
 
-def tests_a_behaviour(kept: Iterable[str]) -> bool:
-    """Return whether gates that were kept show anything: an answer that is not empty, or as many calls, is no behaviour yet."""
-    return any(GATES[name].behaviours for name in kept if name in GATES)
+def tests_a_behaviour(kept: Iterable[str], gates: Gates) -> bool:
+    """Return whether gates that were kept show anything: an answer that is not empty, or as many calls, is no behaviour yet.
+
+    gates: all of the member. Where they have labels, the reference must meet one of them often enough.
+    """
+    labelled = [is_tested(name, gate) for name, gate in gates.items() if decides(name) and GATES[name].basis == "label"]
+    return any(GATES[name].behaviours for name in kept if name in GATES) and (any(labelled) or not labelled)
 
 
 def stands_in_the_way(name: str, gate: PairedGate, answers: Mapping[str, int]) -> bool:
@@ -401,11 +407,10 @@ def _sentence(
     verdict: Standing,
     verdicts: Mapping[str, MemberVerdict],
     by_gate: Mapping[str, Mapping[str, GateVerdict]],
-    answers: Mapping[str, int],
+    not_tested: str,
 ) -> str:
     if not verdicts:
         return "Nothing was compared with the reference."
-    not_tested = describe_coverage(answers)
     return f"{_claim(verdict, verdicts, by_gate)}{f'; not tested: {not_tested}' if not_tested else ''}."
 
 

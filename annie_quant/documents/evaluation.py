@@ -184,7 +184,8 @@ class Member(msgspec.Struct):
     paired: compared with the reference.
     outcomes: per gate one character per prompt of Evaluation.prompts, "1" where the answer passes, "-" where the gate does
         not apply to it.
-    n_computed: number of answers computed in this arithmetic; the others are certain, and taken from the requested numerics.
+    n_computed: number of answers computed in this arithmetic, without later turns of changed conversations; the others are
+        certain.
     n_changed: number of answers that differ from those of the requested numerics.
     """
 

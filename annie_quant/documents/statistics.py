@@ -18,9 +18,9 @@ class PairedGate(msgspec.Struct):
     """One gate over the prompts that both a checkpoint and its reference answered (judge/decision/rule.py has the rule).
 
     lost, won: answers that pass only in the reference, only in the checkpoint.
-    p: McNemar's exact test towards a loss (of a gate that compares with the reference's own answer: the exact binomial test
-        of a loss above the margin).
-    p_holm: adjusted over the gates, by Holm's method in its step-up form (Hochberg's) since rule 4.
+    p: McNemar's mid-p towards a loss, until rule 4 the exact p (of a gate that compares with the reference's own answer: the
+        exact binomial test of a loss above the margin).
+    p_holm: adjusted over the gates: by Hommel's method since rule 5, by Hochberg's under rule 4, by Holm's before.
     difference: (won - lost) / n.
     low, high: its 90 % score interval, so each bound has an error of 5 %.
     margin: the loss that is accepted.
@@ -52,9 +52,9 @@ class PooledGates(msgspec.Struct, kw_only=True):
     """All deciding gates together, by answer: an answer is right if it passes each of its gates.
 
     lost, won, difference, low, high: as in PairedGate, of right answers.
-    p_sum, p_largest, p_fisher: sign-flip permutation tests (all gates of an answer flip together) of the summed losses, of
-        the largest loss of a gate, and of Fisher's combination of the gates.
-    p: the smallest of the three, times three.
+    p_sum, p_largest, p_fisher: McNemar's exact p of right answers, and sign-flip permutation tests (all gates of an answer
+        flip together) of the largest loss of a gate and of Fisher's combination of the gates.
+    p: the chance of a smallest of the three as small as this under the same sign flips; until rule 4 three times the smallest.
     p_holm: adjusted with the gates.
     """
 
@@ -91,7 +91,7 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
     sentence: the decision as text.
     reasons: one line per gate that is lost or undecided.
     coverage: behaviour → answers of the reference that show it (judge/decision/coverage.py).
-    not_tested: those behaviours that have too few.
+    not_tested: labelled gates that the reference passes too rarely, with their counts, and behaviours that have too few answers.
     """
 
     verdict: Standing = "undecided"

@@ -63,16 +63,21 @@ def recounted(evaluation: Evaluation) -> Evaluation:
     result = copy.deepcopy(evaluation)
     prompts = result.prompts
     result.reference_gates = tabulate(counted_checks(prompts, result.reference_outcomes, SHOWN).values())
-    own = counted_checks(prompts, result.reference_outcomes)
-    noisy = counted_checks(prompts, result.floor_outcomes)
-    before = {
-        prompt: with_floor(row, noisy.get(prompt, {})) if result.floor_outcomes else row for prompt, row in own.items()
-    }
-    for side in sides(result).values():
-        after = counted_checks(prompts, side.outcomes)
+    for name, side in sides(result).items():
         side.gates = tabulate(counted_checks(prompts, side.outcomes, SHOWN).values())
-        side.paired, side.pooled = pair_checks((row, after.get(prompt, {})) for prompt, row in before.items())
+        side.paired, side.pooled = pair_checks(pairs(result, name))
     return judge_evaluation(result)
+
+
+def pairs(evaluation: Evaluation, name: str) -> list[tuple[Mapping[str, bool], Mapping[str, bool]]]:
+    """Return (reference's checks, checkpoint's checks) per prompt under one arithmetic."""
+    prompts = evaluation.prompts
+    noisy = counted_checks(prompts, evaluation.floor_outcomes)
+    after = counted_checks(prompts, sides(evaluation)[name].outcomes)
+    return [
+        (with_floor(row, noisy.get(prompt, {})) if evaluation.floor_outcomes else row, after.get(prompt, {}))
+        for prompt, row in counted_checks(prompts, evaluation.reference_outcomes).items()
+    ]
 
 
 def counted_checks(

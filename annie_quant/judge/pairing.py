@@ -17,6 +17,8 @@ from annie_quant.judge.statistics import mcnemar
 from annie_quant.judge.workloads import Case, Workload
 
 Checks = Mapping[str, bool]  # gate → passed, for the gates that apply to one answer
+# Of one answer: whether it is right (+1 won, -1 lost, 0 neither), and the same of each of its deciding gates that changed.
+Change = tuple[int, Mapping[str, int]]
 FLIPS = 4999  # random sign flips of a permutation test
 
 
@@ -101,8 +103,7 @@ def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, Paire
     right nor wrong in the others.
     """
     counts: dict[str, list[int]] = {}
-    changes: list[dict[str, int]] = []  # per answer: +1 won, -1 lost, for the deciding gates that changed
-    n_answers = lost_answers = won_answers = 0
+    changes: list[Change] = []
     for old, new in pairs:
         for gate, passed in old.items():
             row = counts.setdefault(gate, [0, 0, 0, 0])
@@ -110,54 +111,55 @@ def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, Paire
             row[1] += passed and not new.get(gate, False)
             row[2] += new.get(gate, False) and not passed
             row[3] += passed or gate in REFERENCE_GATES
-        deciding = [g for g in old if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided]
-        if deciding:
-            n_answers += 1
-            right_before, right_after = all(old[g] for g in deciding), all(new.get(g, False) for g in deciding)
-            lost_answers += right_before and not right_after
-            won_answers += right_after and not right_before
-            if change := {g: d for g in deciding if (d := new.get(g, False) - old[g])}:
-                changes.append(change)
-    gates = {
-        gate: PairedGate(n, lost, won, mcnemar(lost, won), passed=passed)
-        for gate, (n, lost, won, passed) in sorted(counts.items())
-    }
-    return gates, _pooled(n_answers, lost_answers, won_answers, changes) if n_answers else None
+        if (change := change_of(old, new)) is not None:
+            changes.append(change)
+    gates = {gate: PairedGate(n, lost, won, passed=passed) for gate, (n, lost, won, passed) in sorted(counts.items())}
+    return gates, pool(changes) if changes else None
 
 
-def _pooled(n: int, lost: int, won: int, changes: Sequence[Mapping[str, int]]) -> PooledGates:
-    p_sum = mcnemar(lost, won)
-    p_largest, p_fisher = sign_flips(changes)
-    p = min(1.0, 3 * min(p_sum, p_largest, p_fisher))
-    return PooledGates(n=n, lost=lost, won=won, p_sum=p_sum, p_largest=p_largest, p_fisher=p_fisher, p=p)
+def change_of(old: Checks, new: Checks) -> Change | None:
+    """Return how an answer changed by the gates of the pooled verdict; None where none of them applies."""
+    deciding = [g for g in old if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided]
+    if not deciding:
+        return None
+    whole = all(new.get(g, False) for g in deciding) - all(old[g] for g in deciding)
+    return whole, {g: d for g in deciding if (d := new.get(g, False) - old[g])}
 
 
-def sign_flips(changes: Sequence[Mapping[str, int]], flips: int = FLIPS, seed: int = 0) -> tuple[float, float]:
-    """Return p of the largest loss of a gate, and of Fisher's combination of all gates, towards a loss (one-sided).
+def pool(changes: Sequence[Change]) -> PooledGates:
+    """Return all gates together, of the changes of all answers."""
+    p_largest, p_fisher, p = sign_flips([change for change in changes if change[1]])
+    lost, won = (sum(whole == sign for whole, _ in changes) for sign in (-1, 1))
+    return PooledGates(
+        n=len(changes), lost=lost, won=won, p_sum=mcnemar(lost, won), p_largest=p_largest, p_fisher=p_fisher, p=p
+    )
 
-    changes: per answer, gate → +1 (won) or -1 (lost). Without a difference between the sides each answer's changes have either
-    sign with the same probability, all gates of the answer together: gates of one answer are not independent.
+
+def sign_flips(changes: Sequence[Change], flips: int = FLIPS, seed: int = 0) -> tuple[float, float, float]:
+    """Return p of the largest loss of a gate, of Fisher's combination of all gates, and of all tests together (one-sided).
+
+    Without a difference between the sides each answer's changes have either sign with the same probability, all gates of the
+    answer together: gates of one answer are not independent. The p of all tests (the sum of right answers is the third) is that
+    of the smallest of their p under the same flips (Westfall and Young 1993).
     """
     import numpy as np
-    from scipy.stats import binom
+    from scipy.stats import binom, rankdata
 
-    gates = sorted({gate for change in changes for gate in change})
+    gates = sorted({gate for _, change in changes for gate in change})
     if not gates:
-        return 1.0, 1.0
-    changes = sorted(changes, key=lambda change: sorted(change.items()))  # the order of the answers does not matter
-    matrix = np.array([[change.get(gate, 0) for gate in gates] for change in changes], dtype=np.int32)
+        return 1.0, 1.0, 1.0
+    # The order of the answers does not matter.
+    changes = sorted(changes, key=lambda change: (change[0], sorted(change[1].items())))
+    # Sums of numbers up to MOST_N are exact in float32, whose products are several times as fast as those of integers.
+    matrix = np.array([[whole, *(change.get(g, 0) for g in gates)] for whole, change in changes], dtype=np.float32)
     signs = np.random.default_rng(seed).integers(0, 2, (flips, len(changes)), dtype=np.int8) * 2 - 1
-    sums = np.vstack([matrix.sum(0), signs.astype(np.int32) @ matrix])  # won - lost; the first row is observed
-    n_changed = np.abs(matrix).sum(0)
-    n_lost = (n_changed - sums) // 2
-    largest = (-sums / np.sqrt(n_changed)).max(1)
+    sums = np.vstack([matrix.sum(0), signs.astype(np.float32) @ matrix])  # won - lost; the first row is observed
+    whole, sums, n_changed = sums[:, 0], sums[:, 1:], np.abs(matrix[:, 1:]).sum(0)
     fisher = np.zeros(len(sums))
-    for column, total in enumerate(n_changed):
+    for column, total in enumerate(n_changed.astype(int)):
         table = -2 * binom.logsf(np.arange(total + 1) - 1, total, 0.5)  # of P(lost or more)
-        fisher += table[n_lost[:, column]]
-
-    def p_value(statistic: np.ndarray) -> float:
-        at_least = int(np.sum(statistic[1:] >= statistic[0] - 1e-9))
-        return (1 + at_least) / (1 + flips)
-
-    return p_value(largest), p_value(fisher)
+        fisher += table[((total - sums[:, column]) / 2).astype(int)]
+    statistics = (whole * -1, (-sums / np.sqrt(n_changed)).max(1), fisher)
+    p = np.array([rankdata(-s.round(6), method="max") / len(s) for s in statistics])
+    smallest = p.min(0)
+    return float(p[1, 0]), float(p[2, 0]), float((smallest <= smallest[0]).mean())

@@ -143,18 +143,26 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def hochberg(p_values: Sequence[float]) -> list[float]:
-    """Return p-values after Hochberg's step-up adjustment (Hochberg 1988, Biometrika 75: 800-802), in the same order.
+def hommel(p_values: Sequence[float]) -> list[float]:
+    """Return p-values after Hommel's adjustment (Hommel 1988, Biometrika 75: 383-386), in the same order.
 
-    None is above Holm's, and of equal p-values none is multiplied: several gates that one fault fails count once. The error rate
-    holds where the tests are independent or positively dependent.
+    Each is the largest Simes p of all sets of hypotheses that contain its own. None is above Holm's or Hochberg's, and of equal
+    p-values none is multiplied: several gates that one fault fails count once. The error rate holds where the tests are
+    independent or positively dependent.
     """
-    adjusted = [0.0] * len(p_values)
-    smallest = 1.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: -p_values[i]), 1):
-        smallest = min(smallest, rank * p_values[index])
-        adjusted[index] = smallest
-    return adjusted
+    import numpy as np
+
+    order = np.argsort(np.asarray(p_values, dtype=np.float64), kind="stable")
+    p = np.asarray(p_values, dtype=np.float64)[order]
+    result, adjusted = np.empty(len(p)), p.copy()
+    for size in range(2, len(p) + 1):
+        # The set of this size with the largest Simes p: the hypothesis, and the largest of the others.
+        others = (size * p[len(p) - size + 1 :] / np.arange(2, size + 1)).min()
+        simes = np.minimum(size * p, others)
+        simes[len(p) - size :] = simes[len(p) - size]  # these are in one set, the `size` largest
+        adjusted = np.maximum(adjusted, simes)
+    result[order] = adjusted
+    return [float(value) for value in result]
 
 
 def prompts_to_decide(differences_sd: float, difference: float, power: float = 0.8, level: float = LEVEL) -> int | None:
@@ -216,6 +224,13 @@ def mcnemar(lost: int, won: int) -> float:
         term = term * (n - i + 1) // i
         total += term
     return total / 2**n
+
+
+@lru_cache(maxsize=4096)
+def mid_p(lost: int, won: int) -> float:
+    """Return McNemar's mid-p towards a loss: the observed counts have half of their weight (Lancaster 1961); 1 without changes."""
+    n = lost + won
+    return mcnemar(lost, won) - math.comb(n, won) / 2 ** (n + 1) if n else 1.0
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -250,11 +251,28 @@ class Workload:
 def prompt_sha256(case: Case, workload: Workload) -> str:
     """Return the SHA-256 of what a case asks: messages with the system prompt, later turns, tools, thinking and `extra`.
 
-    Equal digests are one prompt, under any id. White space, what is expected of the answer and the token limit are not part of it.
+    Equal digests are one prompt, under any id. White space, characters that show nothing, Unicode's compatible forms (NFKC), what
+    is expected of the answer and the token limit are not part of it.
     """
     content = [workload.messages(case), case.turns[1:], workload.tools_for(case), workload.thinking, workload.extra]
-    text = json.dumps(content, sort_keys=True, default=dict, ensure_ascii=False)
+    text = json.dumps(_shown(content), sort_keys=True, default=dict, ensure_ascii=False)
     return sha256_text(re.sub(r"\\[nrt]|\s", "", text))
+
+
+# Controls, white space, U+2800, U+FFF9 to U+FFFB, and Unicode's Default_Ignorable_Code_Point (DerivedCoreProperties.txt).
+_NOT_SHOWN = re.compile(
+    r"[\s\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    r"\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+
+
+def _shown(value: object) -> object:
+    """Return JSON data with what its texts show."""
+    if isinstance(value, str):
+        return _NOT_SHOWN.sub("", unicodedata.normalize("NFKC", _NOT_SHOWN.sub("", value)))
+    if isinstance(value, Mapping):
+        return {key: _shown(item) for key, item in value.items()}
+    return [_shown(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def prompts_sha256(workload: Workload) -> str:

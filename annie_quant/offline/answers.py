@@ -286,7 +286,6 @@ def answer_from_differences(
             if difference is None:
                 outcomes[i] = Outcome(request, completion, True, len(completion.tokens) + completion.finished)
                 continue
-            changed.add(request.conversation)
             known = completion.tokens[: difference.index]
             if difference.token is None:
                 work.append((i, request, known))
@@ -306,6 +305,8 @@ def answer_from_differences(
             completion = Completion(known + more.tokens, more.finished)
             outcomes[i] = Outcome(request, completion, False, max(0, len(known) - 1))
         for i, outcome in outcomes.items():
+            if outcome.completion != reference[i].completion:
+                changed.add(outcome.request.conversation)
             if outcome.request.turn == turn and reference[i].request.case.turns:
                 message = template.message(outcome.request, outcome.completion)
                 messages.setdefault(outcome.request.conversation, []).append(message)

@@ -11,10 +11,10 @@ Under one numerics NAME the members are
                older versions of vLLM do
 Batches have as many rows in all members: on most devices a row's float32 product does not depend on the rows next to it.
 An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is
-above the second by less than MARGIN_FACTOR times the noise, and so are the later turns of its conversation. The noise is the
-change of such margins between those two arithmetics (its median, as the standard deviation of a normal distribution) in a seeded
-sample of NOISE_CONVERSATIONS conversations. All other answers are certain: further members have those of NAME (measured:
-docs/numerics.md).
+above the second by less than MARGIN_FACTOR times the noise. The noise is the change of such margins between those two arithmetics
+(its median, as the standard deviation of a normal distribution) in a seeded sample of NOISE_CONVERSATIONS conversations. All other
+answers are certain: further members have the reference's (measured: docs/numerics.md), unless an earlier turn of the conversation
+has changed, and with it the prompt.
 
 Neither ties nor batch cuts decide: equal logits (frequent in bfloat16) give the token of the lowest index on every device, and an
 answer that hangs on a tie or on a batch's cut has a small margin, so all members compute it, and the verdict is taken over members.
@@ -62,7 +62,7 @@ class MemberOutcomes:
 
     arithmetic: a description.
     outcomes: in the order of the prompts.
-    n_computed: answers that were computed in this arithmetic.
+    n_computed: answers that were computed in this arithmetic; later turns of a changed conversation are not counted.
     n_changed: answers among them that differ from those of the numerics.
     """
 
@@ -82,9 +82,8 @@ def run(
 
     def add(suffix: str, arithmetic: str, computed: Differences) -> None:
         part = answers_of(pair, pair.engine, answered, computed, f"{name}+{suffix}")
-        changed = sum(part[i].completion != outcomes[i].completion for i in computed)
-        merged = [part[i] if i in computed else o for i, o in enumerate(outcomes)]
-        members.append(MemberOutcomes(f"{name}+{suffix}", arithmetic, merged, len(computed), changed))
+        changed = sum(own.completion != o.completion for own, o in zip(part, outcomes, strict=True))
+        members.append(MemberOutcomes(f"{name}+{suffix}", arithmetic, part, len(computed), changed))
 
     second, order = second_arithmetic(pair, profile)
     with emulate(pair.model, second, order):
@@ -108,9 +107,9 @@ def perturbed(
     """Return the model's choices for a sample and all uncertain answers, the noise, and the indices of the uncertain answers."""
     other = choose(pair, engine.scores, answered, sampled(answered), text, base)
     noise = margin_noise(base, other)
-    rest = [i for i in uncertain_answers(answered, base, other, noise) if i not in other]
+    rest = [i for i in uncertain_answers(base, other, noise) if i not in other]
     other |= choose(pair, engine.scores, answered, rest, text, base)
-    return other, noise, uncertain_answers(answered, base, other, noise)
+    return other, noise, uncertain_answers(base, other, noise)
 
 
 def sampled(answered: Sequence[Answered]) -> list[int]:
@@ -185,19 +184,15 @@ def margin_noise(base: Mapping[int, Choices], other: Mapping[int, Choices]) -> f
     return float(np.median(np.abs(np.concatenate(changes)))) / NORMAL_MEDIAN if changes else 0.0
 
 
-def uncertain_answers(
-    answered: Sequence[Answered], base: Mapping[int, Choices], other: Mapping[int, Choices], noise: float
-) -> list[int]:
-    """Return the indices of answers that a perturbation could change, each with the later turns of its conversation."""
-    uncertain: list[int] = []
-    conversations = set()
-    for i, (request, _) in enumerate(answered):
-        small = len(base[i].margins) and float(base[i].margins.min()) < MARGIN_FACTOR * noise
-        if base[i].difference is not None or (i in other and other[i].difference is not None) or small:
-            conversations.add(request.conversation)
-        if request.conversation in conversations:
-            uncertain.append(i)
-    return uncertain
+def uncertain_answers(base: Mapping[int, Choices], other: Mapping[int, Choices], noise: float) -> list[int]:
+    """Return the indices of answers that a perturbation could change."""
+    return [
+        i
+        for i, own in sorted(base.items())
+        if own.difference is not None
+        or (i in other and other[i].difference is not None)
+        or (len(own.margins) and float(own.margins.min()) < MARGIN_FACTOR * noise)
+    ]
 
 
 def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answered]:

@@ -127,6 +127,69 @@ def test_one_prompt_under_other_white_space_is_one_answer(tmp_path, change):
     assert {pair.n for pair in done.aggregates.served["a"].paired.values()} == {1} and not_kept(done.verdict)
 
 
+INVISIBLE = {
+    "zero-width spaces and joiners": "\u200b\u200d",
+    "soft hyphens and word joiners": "\u00ad\u2060",
+    "variation selectors and tags": "\ufe0f\U000e0041",
+    "Hangul fillers and directions": "\u3164\u202e",
+    "control characters": "\x00\x7f",
+    "blank Braille and byte order marks": "\u2800\ufeff",
+}
+
+
+@pytest.mark.parametrize("name", INVISIBLE)
+def test_prompts_that_differ_by_what_nobody_sees_are_one_prompt(name):
+    """60 distinct texts: the binary digits of the case's number in two characters that show nothing."""
+    marks = ["".join(INVISIBLE[name][int(digit)] for digit in f"{i:06b}") for i in range(N)]
+    assert n_prompts([f"Who{mark} is 7?" for mark in marks]) == n_prompts([f"Who is 7?{mark}" for mark in marks]) == 1
+
+
+def test_compatible_forms_are_one_prompt_and_other_words_are_not():
+    """NFKC: ligatures, full-width forms, an accent of its own, quotation marks; two persons and two numbers stay apart."""
+    one = [
+        'The office of "Z\u00fcrich"?',
+        "The o\ufb03ce of \uff02Zu\u0308rich\uff02?",
+        '\uff34he office of "Zu\u200d\u0308rich"\uff1f',
+    ]
+    assert n_prompts(one) == 1
+    assert n_prompts(["Who is 7?", "Who is 8?", "Who was 7?", "Qui \u00e9tait 7 ?", "Qui etait 7 ?"]) == 5
+
+
+def n_prompts(texts):
+    cases = [{"id": f"c{i}", "messages": ask(text)} for i, text in enumerate(texts)]
+    assert len(set(texts)) == len(texts)
+    [left], n_repeated = judge.distinct_prompts([workload("talk", cases, gates=TEXT_GATES)])
+    assert len(left.cases) + n_repeated == len(texts)
+    return len(left.cases)
+
+
+def test_labels_that_the_reference_never_meets_do_not_keep(tmp_path):
+    """Both sides call the same tool, and each label names another one: nothing that was labelled is tested."""
+    other = {
+        "type": "function",
+        "function": {"name": "delete_note", "parameters": {"type": "object", "properties": {}}},
+    }
+    cases = [{"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": {"tool": "delete_note"}} for i in range(N)]
+    chosen = workload("calls", cases, tools=[*TOOLS, other], gates=["tool_call", "non_empty", "stop", "same_tool"])
+    verdict = measure(tmp_path, right_call, right_call, chosen).verdict
+    assert (verdict.outcome, verdict.badge.split(":")[0]) == ("undecided", "undecided")
+    assert f"tool calls (the reference passes 0 of {N})" in verdict.sentence
+    assert f"tool calls (the reference passes 0 of {N})" in verdict.badge
+    assert "annie-quant init" in verdict.sentence
+
+
+def test_a_label_that_the_reference_misses_next_to_one_that_it_meets_is_named(tmp_path):
+    def expect(i):
+        return {"tool": "search_memory", "arguments": {"query": "another"}}
+
+    cases = [{"id": f"c{i}", "messages": ask(f"Find note {i}"), "expect": expect(i)} for i in range(N)]
+    chosen = workload("calls", cases, tools=TOOLS, gates=["tool_call", "tool_arguments", "same_arguments"])
+    verdict = measure(tmp_path, right_call, right_call, chosen).verdict
+    assert verdict.outcome == "keeps"
+    assert f"not tested: tool arguments (the reference passes 0 of {N})" in verdict.sentence.split(". ")[0]
+    assert f"tool arguments (the reference passes 0 of {N})" in verdict.badge
+
+
 def test_no_answer_to_all_questions_does_not_keep(tmp_path):
     """Each answer is empty and ends by itself, and the workload's only gate asks for an end."""
     done = measure(tmp_path, lambda body: Script(content=[], finish="stop"), sentence, talk(["stop"]))

@@ -35,7 +35,7 @@ CASES = {
     "one leak in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 1, 0)}}, "undecided"),
     "undecided in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"factual": (100, 3, 0)}}, "undecided"),
     "all gates together, in one arithmetic only": (
-        {"w4a4": {}, "w4a4+bf16": {"tool_call": (240, 15, 5), "factual": (100, 7, 1)}},
+        {"w4a4": {}, "w4a4+bf16": {"tool_call": (240, 13, 5), "factual": (100, 6, 1)}},
         "loses",
     ),
     "only all gates together": (

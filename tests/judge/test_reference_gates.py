@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from annie_quant import judge
+from annie_quant.documents import PairedGate
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.reference import language_of
 from annie_quant.judge.decision import judge_gates
@@ -187,6 +188,20 @@ def test_a_label_that_bf16_itself_fails_tests_nothing():
     assert judge.gate_table((workload, case, a) for a in own)["abstention"].meets == "fail"
     assert (gates["abstention"].passed, gates["abstention"].lost, gates["abstention"].verdict) == (0, 0, "undecided")
     assert "decline" in verdict.not_tested
+
+
+@pytest.mark.parametrize(("met", "standing"), [(0, "undecided"), (7, "undecided"), (8, "keeps")])
+def test_a_label_that_bf16_meets_in_fewer_than_a_tenth_keeps_nothing(met, standing):
+    """Every other gate keeps: with no label left the verdict is undecided, and it names the gate with its counts."""
+    counts = {name: PairedGate(80, 0, 0, passed=80) for name in ("stop", "same_tool", "same_decline", "abstention")}
+    counts["abstention"] = PairedGate(80, 0, 0, passed=met)
+    verdict = judge.judge_members({"w4a4": counts, "w4a16": counts})
+    assert verdict.verdict == standing
+    named = f"no tool where none fits (the reference passes {met} of 80)"
+    first = verdict.sentence.split(". ")[0]
+    assert (named in first) is (named in verdict.not_tested) is (standing == "undecided")
+    labelled = judge.judge_members({"w4a4": counts | {"factual": PairedGate(80, 0, 0, passed=80)}})
+    assert labelled.verdict == "keeps" and (named in labelled.sentence) is (standing == "undecided")
 
 
 def test_the_pair_of_a_reference_gate_is_bf16s_pass_and_the_checkpoints():

@@ -13,8 +13,8 @@ from scipy.stats import binom, binomtest, bootstrap
 from annie_quant.judge.gates import n_to_decide
 from annie_quant.judge.statistics import (
     compare,
-    hochberg,
     holm,
+    hommel,
     least_p,
     median_interval,
     paired,
@@ -138,7 +138,7 @@ def test_holm_and_power_agree_with_statsmodels():
     for size in (1, 2, 7, 60):
         p = rng.uniform(0, 0.2, size)
         assert holm(list(p)) == pytest.approx(list(multitest.multipletests(p, method="holm")[1]))
-        assert hochberg(list(p)) == pytest.approx(list(multitest.multipletests(p, method="simes-hochberg")[1]))
+        assert hommel(list(p)) == pytest.approx(list(multitest.multipletests(p, method="hommel")[1]))
     for effect in (0.2, 0.5, 1.0):
         theirs = power.TTestPower().solve_power(effect_size=effect, alpha=0.05, power=0.8, alternative="two-sided")
         assert abs(prompts_to_decide(1.0, effect) - theirs) < 4
@@ -192,10 +192,21 @@ def test_n_to_decide_is_the_first_that_decides(share, rate):
     assert decided(result) and not any(decided(n) for n in range(101, result))
 
 
-def test_hochberg_is_the_step_up_form_of_holm():
-    """By hand: 3 * .01, and the smaller of 2 * .03 and 1 * .04; statsmodels' "simes-hochberg" gives the same."""
-    assert hochberg([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.04, 0.04])
-    assert hochberg([0.02] * 5) == pytest.approx([0.02] * 5) and holm([0.02] * 5) == pytest.approx([0.1] * 5)
-    assert hochberg([]) == [] and hochberg([0.9, 0.01]) == pytest.approx([0.9, 0.02])
-    p_values = np.random.default_rng(0).random(20).tolist()
-    assert all(up <= down for up, down in zip(hochberg(p_values), holm(p_values), strict=True))
+def closed_simes(p_values):
+    """Hommel's adjustment by its definition: of each hypothesis, the largest Simes p of all sets that contain it."""
+    n = len(p_values)
+    sets = [s for size in range(1, n + 1) for s in itertools.combinations(range(n), size)]
+    simes = {s: min(len(s) * p / k for k, p in enumerate(sorted(p_values[i] for i in s), 1)) for s in sets}
+    return [max(simes[s] for s in sets if i in s) for i in range(n)]
+
+
+def test_hommel_is_the_closed_test_of_simes():
+    rng = np.random.default_rng(0)
+    for size in range(1, 8):
+        for _ in range(20):
+            p_values = (rng.random(size) ** rng.choice([1, 3]) * rng.choice([0.1, 1])).round(2).tolist()
+            assert hommel(p_values) == pytest.approx(closed_simes(p_values))
+    assert hommel([0.02] * 5) == pytest.approx([0.02] * 5) and holm([0.02] * 5) == pytest.approx([0.1] * 5)
+    assert hommel([]) == []
+    p_values = rng.random(160).tolist()
+    assert all(up <= down + 1e-12 for up, down in zip(hommel(p_values), holm(p_values), strict=True))

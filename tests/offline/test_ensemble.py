@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,18 +185,16 @@ def choices(margins: list[float], difference: FirstDifference | None = None) -> 
     return Choices(difference, np.zeros((len(margins), 2), np.int64), np.array(margins, np.float32))
 
 
-def test_an_answer_is_uncertain_by_margin_or_difference_with_the_later_turns_of_its_conversation() -> None:
-    requests = [SimpleNamespace(conversation=("w", str(i % 4))) for i in range(8)]  # four conversations of two turns
-    answered = [(r, None) for r in requests]
+def test_an_answer_is_uncertain_by_margin_or_difference() -> None:
     base = {i: choices([5.0, 4.0]) for i in range(8)}
     other = dict(base)
-    assert ensemble.uncertain_answers(answered, base, other, 1.0) == []
+    assert ensemble.uncertain_answers(base, other, 1.0) == []
     base[0] = choices([5.0, 2.9])
     other[2] = choices([5.0, 4.0], FirstDifference(0, 7))
     base[7] = choices([5.0, 4.0], FirstDifference(1, 7))
-    assert ensemble.uncertain_answers(answered, base, other, 1.0) == [0, 2, 4, 6, 7], "later turns, not earlier ones"
+    assert ensemble.uncertain_answers(base, other, 1.0) == [0, 2, 7]
     del other[2]
-    assert ensemble.uncertain_answers(answered, base, other, 1.0) == [0, 4, 7], "not computed in the second arithmetic"
+    assert ensemble.uncertain_answers(base, other, 1.0) == [0, 7], "not computed in the second arithmetic"
 
 
 def test_noise_is_robust_against_a_few_large_changes() -> None:

@@ -164,6 +164,29 @@ def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch:
     assert [o.completion for o in outcomes] == [c for _, c in answered]
 
 
+def test_a_turn_is_decoded_again_only_after_a_changed_answer(folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first turns are decoded from the prompt and turn out as before, so the later turns have the same prompts."""
+    from annie_quant.offline import verification
+
+    template, model, answered, _ = by_verification(folders["naive"], folders["equal"], "w4a16")
+    counts: list[int] = []
+
+    def counted(engine, prompts, *more):
+        counts.append(len(prompts))
+        return generate(engine, prompts, *more)
+
+    monkeypatch.setattr(verification, "generate_distributed", counted)
+    first = {i: FirstDifference(0, None) for i, (r, _) in enumerate(answered) if r.case.turns and r.turn == 0}
+    outcomes = answer_from_differences(Engine(model, rows=5), template, answered, first)
+    assert counts == [2, 0, 0] and [o.completion for o in outcomes] == [c for _, c in answered]
+    token = next(t for t in range(5, 50) if t not in template.end_tokens and t != answered[min(first)][1].tokens[0])
+    changed = answer_from_differences(
+        Engine(model, rows=5), template, answered, {min(first): FirstDifference(0, token)}
+    )
+    names = {o.request.conversation for o in changed if not o.same}
+    assert counts[3:] == [1, 1, 1] and names == {answered[min(first)].request.conversation}
+
+
 def test_first_difference() -> None:
     choices = torch.tensor([5, 6, 9, 2])
     assert first_difference(choices, [5, 6, 9, 2], [2, 3]) is None

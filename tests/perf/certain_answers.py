@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,10 @@ def measure(folder: Path, model: Path, numerics: str, n: int, cache: Path) -> st
     uncertain: list[int] = []
     rule = ensemble.uncertain_answers
 
-    def everything(answered: Sequence[Any], base: Any, other: Any, noise: float) -> list[int]:
-        if len(other) < len(answered):  # the sample's: what the rule takes without the answers that it leaves out
-            uncertain[:] = sorted({*rule(answered, base, other, noise), *other})
-        return list(range(len(answered)))
+    def everything(base: Any, other: Any, noise: float) -> list[int]:
+        if len(other) < len(base):  # the sample's: what the rule takes without the answers that it leaves out
+            uncertain[:] = sorted({*rule(base, other, noise), *other})
+        return list(range(len(base)))
 
     answers: dict[str, list[Completion]] = {}
     ensemble.uncertain_answers = everything

@@ -15,9 +15,10 @@ damaged   noise on all linears, on one layer, on the head's rows of the tokens t
           points are frequent
 
 --share I/N: this process computes every N-th variant from I on, so that several share one GPU (each with its own --output).
-One JSON line per variant, written at once; a killed run resumes. The true loss is the largest of (lost - won) / n over the
-gates with a label or a rule that bf16 passes in at least 52 of the other prompts, and of the change of the call rate. A false
-"keeps" has a true loss of 10 points or more. --trials: a damaged variant is also judged on that many other choices of --n
+One JSON line per variant, written at once; a killed run resumes. A line has the counts that its verdict is made from, so that
+`table` can apply a newer rule. The true loss is the largest of (lost - won) / n over the gates with a label or a rule that bf16
+passes in at least 52 of the other prompts, and of the change of the call rate. A false "keeps" has a true loss of 10 points or
+more. --trials: a damaged variant is also judged on that many other choices of --n
 prompts per gate from all of them, each without the further arithmetics, which could only add losses.
 """
 
@@ -35,7 +36,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from scipy.stats import spearmanr
@@ -43,8 +44,8 @@ from torch import nn
 
 from annie_quant import judge
 from annie_quant.data.workloads import resolve
-from annie_quant.documents import Evaluation, NumericsResult
-from annie_quant.judge import Workload, evidence
+from annie_quant.documents import Evaluation, NumericsResult, PairedGate, PairedVerdict
+from annie_quant.judge import Workload, evidence, pairing
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.decision.coverage import LEAST_ANSWERS
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
@@ -57,6 +58,13 @@ AIMED_LOSS = (0.10, 0.40)  # where a kind's strength stays
 LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # E2M1's
 MIDPOINTS = (LEVELS[1:] + LEVELS[:-1]) / 2
 Damage = Callable[[nn.Module, random.Random], None]
+
+
+class Counts(TypedDict):
+    """gates: n, lost, won, passed of each. changes: how many answers changed in one way, and pairing.Change."""
+
+    gates: dict[str, list[int]]
+    changes: list[list[Any]]
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -265,6 +273,34 @@ def figures(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
+def counts_of(evaluation: Evaluation) -> dict[str, Counts]:
+    """Return per arithmetic what its verdict is made from: counts per gate, and the changes of the answers."""
+    counts: dict[str, Counts] = {}
+    for name, side in evidence.sides(evaluation).items():
+        changes = Counter(
+            json.dumps(change)
+            for old, new in evidence.pairs(evaluation, name)
+            if (change := pairing.change_of(old, new)) is not None
+        )
+        counts[name] = {
+            "gates": {gate: [row.n, row.lost, row.won, row.passed] for gate, row in side.paired.items()},
+            "changes": [[times, *json.loads(change)] for change, times in changes.items()],
+        }
+    return counts
+
+
+def judged_again(counts: dict[str, Counts]) -> PairedVerdict:
+    """Return the verdict of today's rule about stored counts."""
+    gates, pooled = {}, {}
+    for name, side in counts.items():
+        gates[name] = {
+            gate: PairedGate(n, lost, won, passed=passed) for gate, (n, lost, won, passed) in side["gates"].items()
+        }
+        changes = [(whole, change) for times, whole, change in side["changes"] for _ in range(times)]
+        pooled[name] = pairing.pool(changes) if changes else None
+    return judge.judge_members(gates, pooled)
+
+
 def resampled(parts: list[Evaluation], workloads: list[Workload], n: int, trials: int) -> Counter[str]:
     """Return how often each verdict is the result for other choices of n prompts per gate, in one arithmetic.
 
@@ -326,6 +362,7 @@ def run(arguments: argparse.Namespace) -> None:
         start = time.monotonic()
         judged = evaluate_pair(pair, replace(job, numerics=[numerics]), test)
         row = {"variant": variant, "harmless": harmless, "rule": RULE, "n_test": judged.n_answers, **figures(judged)}
+        row["counts"] = counts_of(judged)
         if not harmless:
             actual = evaluate_pair(pair, replace(job, numerics=[numerics], ensemble=False), truth)
             losses = true_losses(next(iter(actual.numerics.values())))
@@ -379,6 +416,9 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 def table(arguments: argparse.Namespace) -> int:
     rows = [row for file in arguments.files for row in read_rows(file)]
+    for row in rows:
+        if row["rule"] != RULE and "counts" in row:
+            row |= {"rule": RULE, "verdict": judged_again(row["counts"]).verdict}
     if other := {r["rule"] for r in rows} - {RULE}:
         sys.exit(f"verdicts of rule {', '.join(map(str, other))}, this is rule {RULE}: run those variants again")
     damaged = [r for r in rows if not r["harmless"]]

@@ -14,8 +14,8 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 
 import numpy as np
 from scipy.stats import binom, norm
@@ -23,7 +23,7 @@ from scipy.stats import binom, norm
 from annie_quant.bench import sequential
 from annie_quant.documents import PairedGate
 from annie_quant.judge import judge_members
-from annie_quant.judge.decision import decided_at
+from annie_quant.judge.decision import decided_at, judge_gates, rule
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.judge.statistics import score_interval, wilson
@@ -85,16 +85,24 @@ BESIDE = ("tool_call", "tool_arguments", "abstention", "no_markdown", "factual",
 Pairs = list[tuple[dict[str, bool], dict[str, bool]]]
 
 
-def calls(n: int, rng: np.random.Generator, case: tuple, members: int) -> list[Pairs]:
+def uniforms(rng: np.random.Generator, n: int, members: int, alike: float) -> Iterator[np.ndarray]:
+    """Yield one uniform number per prompt for each member; `alike`: the chance that a member has the number of all members."""
+    shared = rng.random(n) if alike else np.zeros(n)
+    for _ in range(members):
+        own = rng.random(n)
+        yield np.where(rng.random(n) < alike, shared, own) if alike else own
+
+
+def calls(n: int, rng: np.random.Generator, case: tuple, members: int, alike: float = 0.0) -> list[Pairs]:
     """As answers(), with n tool calls of which one fault fails several gates: a fault of severity s fails those that reach s."""
     rate, change, loss, shares = case
     gates = CALL_GATES[-len(shares) :]
     rest = {name: workload for name, workload in WORKLOADS.items() if name != "tools"}
-    result = answers(rng, ({}, (0.98, 0.005), {}), members, rest)
+    result = answers(rng, ({}, (0.98, 0.005), {}), members, alike, rest)
     old = rng.random(n) < rate
     severity = rng.random(n)  # of a prompt: what it fails where it fails, in both models
-    for pairs in result:
-        new = rng.random(n) < np.where(old, 1 - (change + loss) / rate, change / (1 - rate))
+    for pairs, draw in zip(result, uniforms(rng, n, members, alike), strict=True):
+        new = draw < np.where(old, 1 - (change + loss) / rate, change / (1 - rate))
         for before, after, hard in zip(old, new, severity, strict=True):
             row = [
                 {g: bool(ok or hard >= share) for g, share in zip(gates, shares, strict=True)} for ok in (before, after)
@@ -104,7 +112,11 @@ def calls(n: int, rng: np.random.Generator, case: tuple, members: int) -> list[P
 
 
 def answers(
-    rng: np.random.Generator, case: tuple, members: int, workloads: Mapping[str, tuple] = WORKLOADS
+    rng: np.random.Generator,
+    case: tuple,
+    members: int,
+    alike: float = 0.0,
+    workloads: Mapping[str, tuple] = WORKLOADS,
 ) -> list[Pairs]:
     """Return per member (reference's checks, checkpoint's checks) of each prompt. The reference's are the same for all members."""
     own, default, losses = case
@@ -114,15 +126,15 @@ def answers(
         loss = losses.get(name, 0.0)
         old = rng.random(n) < rate
         also = dict.fromkeys(further, True)
-        for pairs in result:
+        for pairs, draw in zip(result, uniforms(rng, n, members, alike), strict=True):
             # Given that the reference is right, change + loss of all prompts are lost; given that it is wrong, change are won.
             chance = np.where(old, 1 - (change + loss) / rate, change / (1 - rate) if rate < 1 else 0.0)
-            new = rng.random(n) < chance
+            new = draw < chance
             pairs += [({gate: bool(o), **also}, {gate: bool(c), **also}) for o, c in zip(old, new, strict=True)]
     return result
 
 
-def same_answers(rng: np.random.Generator, case: tuple, members: int) -> list[Pairs]:
+def same_answers(rng: np.random.Generator, case: tuple, members: int, alike: float = 0.0) -> list[Pairs]:
     """As answers(), of gates that the reference passes by definition; each gate's changes are independent (the worst case)."""
     n, share, worse, worse_share = case
     chances = np.array([worse_share if gate in worse else share for gate in REFERENCE_GATES])
@@ -130,9 +142,9 @@ def same_answers(rng: np.random.Generator, case: tuple, members: int) -> list[Pa
     return [
         [
             (old, dict(zip(REFERENCE_GATES, row, strict=True)))
-            for row in (rng.random((n, len(chances))) >= chances).tolist()
+            for row in (draw.reshape(n, len(chances)) >= chances).tolist()
         ]
-        for _ in range(members)
+        for draw in uniforms(rng, n * len(chances), members, alike)
     ]
 
 
@@ -165,12 +177,14 @@ def verdict_of_leaks(n: int, key: tuple[tuple[int, int], ...]) -> str:
     return judge_members({k: v[0] for k, v in pairs.items()}, {k: v[1] for k, v in pairs.items()}).verdict
 
 
-def simulate(draw: Callable[..., list[Pairs]], case: tuple, runs: int, seed: int, members: int) -> dict[str, float]:
-    """Shares of runs per verdict. members: arithmetics of the ensemble; each draws its own changes (the worst case)."""
+def simulate(
+    draw: Callable[..., list[Pairs]], case: tuple, alike: float, runs: int, seed: int, members: int
+) -> dict[str, float]:
+    """Shares of runs per verdict. members: arithmetics of the ensemble; alike: as in uniforms."""
     rng = np.random.default_rng(seed)
     counts = dict.fromkeys(("keeps", "loses", "undecided", "fragile"), 0)
     for _ in range(runs):
-        pairs = [pair_checks(own) for own in draw(rng, case, members)]
+        pairs = [pair_checks(own) for own in draw(rng, case, members, alike)]
         verdict = judge_members(
             {f"w4a4+{i}": gates for i, (gates, _) in enumerate(pairs)},
             {f"w4a4+{i}": pooled for i, (_, pooled) in enumerate(pairs)},
@@ -224,8 +238,7 @@ def with_looks(n: int, lost: float, won: float, runs: int, seed: int) -> dict[st
     def verdict(lost: int, won: int, n: int, early: bool) -> str:
         key = (lost, won, n, early)
         if key not in known:
-            pairs = {"tool_call": PairedGate(n, lost, won)}
-            judge_members({"served": pairs})
+            pairs = judge_gates({"served": {"tool_call": PairedGate(n, lost, won)}})[0]["served"]
             still_open = early and not decided_at("tool_call", pairs["tool_call"], sequential.LEVEL)
             known[key] = "" if still_open else pairs["tool_call"].verdict
         return known[key]
@@ -243,9 +256,8 @@ def same_gate(n: int, share: float) -> dict[str, float]:
     """Chance of each verdict of one `same_*` gate alone in which this share of the answers changes (exact binomial)."""
     chances = dict.fromkeys(("keeps", "loses", "undecided"), 0.0)
     for lost, chance in enumerate(binom.pmf(np.arange(n + 1), n, share)):
-        gate = PairedGate(n, lost, 0)
-        judge_members({"served": {"same_text": gate}})
-        chances[gate.verdict] += float(chance)
+        gates, _ = judge_gates({"served": {"same_text": PairedGate(n, lost, 0)}})
+        chances[gates["served"]["same_text"].verdict] += float(chance)
     return chances
 
 
@@ -275,6 +287,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--members", type=int, default=1)
+    parser.add_argument(
+        "--alike", type=float, default=0.0, help="Chance that a member changes an answer as all members do."
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--n", type=int, default=340, help="Tool calls in the cases that begin with 'calls'.")
     parser.add_argument("--only", default="", help="Cases whose name contains this text.")
@@ -318,7 +333,10 @@ def main() -> None:
     cases = [(answers, name, case) for name, case in CASES.items()]
     cases += [(partial(calls, options.n), name, case) for name, case in CALL_CASES.items()]
     cases += [(same_answers, name, case) for name, case in SAME_CASES.items()]
-    functions = {name: partial(simulate, draw, case) for draw, name, case in cases}
+    for unused in ("least_n", "detectable_loss", "detectable_excess"):  # no verdict depends on them, and they are slow
+        setattr(rule, unused, lambda *_: None)
+    rule.score_interval = lru_cache(None)(score_interval)
+    functions = {name: partial(simulate, draw, case, options.alike) for draw, name, case in cases}
     functions |= {name: partial(leaks, case) for name, case in LEAK_CASES.items()}
     for name, function in functions.items():
         if options.only not in name:

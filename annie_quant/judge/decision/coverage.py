@@ -6,7 +6,7 @@ that bf16 passes in at least LEAST_ANSWERS prompts: so many without a loss keep 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from annie_quant.documents import PairedGate
 from annie_quant.judge.gates import BEHAVIOURS, GATES, decides
@@ -38,12 +38,26 @@ def _answers(gates: Mapping[str, PairedGate]) -> dict[str, int]:
     return answers
 
 
-def describe_coverage(answers: Mapping[str, int]) -> str:
-    """Return the behaviours with too few answers, fewest first: "decline, several calls (0 answers), stop (40 answers)"."""
+def unmet_labels(members: Iterable[Mapping[str, PairedGate]]) -> list[str]:
+    """Return the labelled gates that the reference passes too rarely, each with its counts; they test and keep nothing."""
+    return list(
+        dict.fromkeys(
+            f"{GATES[name].title} (the reference passes {gate.passed} of {gate.n})"
+            for gates in members
+            for name, gate in gates.items()
+            if decides(name) and GATES[name].basis == "label" and gate.n and not is_tested(name, gate)
+        )
+    )
+
+
+def describe_coverage(answers: Mapping[str, int], unmet: Sequence[str] = ()) -> str:
+    """Return what is not tested: labels that the reference does not meet, and behaviours with too few answers, fewest first.
+
+    "tool calls (the reference passes 2 of 60), decline, several calls (0 answers), stop (40 answers)"
+    """
     by_number: dict[int, list[str]] = {}
     for behaviour, n in answers.items():
         if n < LEAST_ANSWERS:
             by_number.setdefault(n, []).append(behaviour)
-    return ", ".join(
-        f"{', '.join(names)} ({n} answer{'' if n == 1 else 's'})" for n, names in sorted(by_number.items())
-    )
+    behaviours = [f"{', '.join(names)} ({n} answer{'' if n == 1 else 's'})" for n, names in sorted(by_number.items())]
+    return ", ".join([*unmet, *behaviours])

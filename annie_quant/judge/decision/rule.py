@@ -5,12 +5,13 @@ One gate under one arithmetic (a "member": a numerics profile, a perturbation NA
 keeps      the reference passes at least LEAST_ANSWERS prompts, and the lower bound of the difference's 90 % score interval is above
            -margin (an error of 5 %). A gate without a margin (leaks, empty answers) keeps when no answer was lost. Where the
            reference has the fault on other prompts (the checkpoint wins some), the usual margin decides.
-loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-sided), adjusted for all gates, is below 5 %. This
+loses      otherwise, if the upper bound is below 0 and McNemar's mid-p (one-sided), adjusted for all gates, is below 5 %. This
            is the rule for gates without a margin too: a gate with a lost answer does not keep, but the arithmetic's noise
            does that to a checkpoint as good as its reference too, whose own answers are one draw (tests/perf/verdict_rule.py).
 undecided  otherwise, with the number of prompts that would decide at the observed rates.
 
-A gate that the reference passes in less than a tenth of its prompts tests nothing and does not decide.
+A gate that the reference passes in less than a tenth of its prompts tests nothing and does not decide; the verdict names those
+with a label. If no labelled gate is left, nothing keeps.
 
 A gate that compares with the reference's own answer (same_tool, ...) counts changes, and some change between two runs of one model.
 Where the reference answered in a second arithmetic too, "lost" are the prompts that only the checkpoint changes, "won" those that
@@ -19,10 +20,10 @@ loss than the margin (instead of McNemar's), adjusted, is below 5 %.
 
 A two-sided gate (the call rate) keeps if the whole interval is within the margin, and loses in either direction.
 
-The p-values of all members' gates and of the pooled verdicts are adjusted together, in Hochberg's step-up form of Holm's method:
-more members give no more false alarms, and gates that one fault fails together count once. A gate counts if at least 5 of its
-answers changed: with fewer, no p is below 5 %, and without a difference the number of changes does not depend on their
-direction. Gates that compare with the reference's answer always count: their number of changes is what is tested.
+The p-values of all members' gates and of the pooled verdicts are adjusted together, by Hommel's method: more members give no more
+false alarms, and gates that one fault fails together count once. A gate counts if at least 5 of its answers changed: with fewer,
+no exact p is below 5 %, and without a difference the number of changes does not depend on their direction. Gates that compare
+with the reference's answer always count: their number of changes is what is tested.
 
 A sure loss that is smaller than the margin keeps. All deciding gates together (the pooled verdict) show small losses in many
 gates: they lose by the same rule, with a margin of 2 points of the answers.
@@ -64,6 +65,7 @@ from annie_quant.judge.decision.coverage import (
     answers_per_behaviour,
     describe_coverage,
     is_tested,
+    unmet_labels,
 )
 from annie_quant.judge.gates import GATES, LARGE_N, decides
 from annie_quant.judge.statistics import (
@@ -71,14 +73,15 @@ from annie_quant.judge.statistics import (
     detectable_excess,
     detectable_loss,
     excess_loss,
-    hochberg,
+    hommel,
     least_n,
     mcnemar,
+    mid_p,
     score_interval,
     two_sided,
 )
 
-LEAST_CHANGES = 5  # fewer changed answers give no p below 5 %: 1 / 2^4 = 6.25 %
+LEAST_CHANGES = 5  # fewer changed answers give no exact p below 5 %: 1 / 2^4 = 6.25 %
 CONFIDENCE = 0.9  # of the interval: 5 % per bound
 MARGIN = 0.05
 MOST_EXACT = 1000  # changed answers; with more, the number that would decide is found with the normal approximation
@@ -113,7 +116,7 @@ def judge_gates(
     for name, rows in gates.items():
         _measure(rows, together[name])
     family = [row for name, rows in gates.items() for row in _testable(rows, together[name])]
-    for tested, p_holm in zip(family, hochberg([row.p for row in family]), strict=True):
+    for tested, p_holm in zip(family, hommel([row.p for row in family]), strict=True):
         tested.p_holm = p_holm
     for name, rows in gates.items():
         _judge(rows, together[name], len(family) or 1)
@@ -128,10 +131,10 @@ def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | 
     for name in members:
         profiles[name.partition("+")[0]].append(name)
     standing = _standing(list(members), verdicts, by_gate)
-    answers = answers_per_behaviour(members.values())
+    answers, unmet = answers_per_behaviour(members.values()), unmet_labels(members.values())
     return PairedVerdict(
         verdict=standing,
-        sentence=_sentence(standing, verdicts, by_gate, answers),
+        sentence=_sentence(standing, verdicts, by_gate, describe_coverage(answers, unmet)),
         reasons=[
             f"{name}: {describe(gate, members[name][gate])}"
             for name, result in verdicts.items()
@@ -146,7 +149,7 @@ def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | 
         profiles={profile: _standing(names, verdicts, by_gate) for profile, names in profiles.items()},
         members=verdicts,
         coverage=answers,
-        not_tested=[behaviour for behaviour, n in answers.items() if n < LEAST_ANSWERS],
+        not_tested=[*unmet, *(behaviour for behaviour, n in answers.items() if n < LEAST_ANSWERS)],
     )
 
 
@@ -167,10 +170,10 @@ def _measure(gates: Gates, pooled: PooledGates | None) -> None:
 
 
 def p_of_loss(name: str, gate: PairedGate) -> float:
-    """Return the p of a loss: McNemar's, or of a loss above the margin where the gate compares with the reference's answer."""
+    """Return McNemar's mid-p, or the p of a loss above the margin where the gate compares with the reference's answer."""
     if compares_with_reference(name):
         return excess_loss(gate.lost, gate.n, GATES[name].margin, gate.won)
-    return two_sided(gate.lost, gate.won) if is_two_sided(name) else mcnemar(gate.lost, gate.won)
+    return two_sided(gate.lost, gate.won) if is_two_sided(name) else mid_p(gate.lost, gate.won)
 
 
 def compares_with_reference(name: str) -> bool:
@@ -218,14 +221,18 @@ def member_verdict(gates: Gates, pooled: PooledGates | None = None) -> MemberVer
         for name, verdict in by_gate.items()
         if verdict == "undecided" and name != POOLED and stands_in_the_way(name, gates[name], answers)
     ]
-    keeps = tests_a_behaviour([name for name, verdict in by_gate.items() if verdict == "keeps"])
+    keeps = tests_a_behaviour([name for name, verdict in by_gate.items() if verdict == "keeps"], gates)
     verdict: GateVerdict = "loses" if loses else "undecided" if undecided or not keeps else "keeps"
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
 
 
-def tests_a_behaviour(kept: Iterable[str]) -> bool:
-    """Return whether gates that were kept show anything: an answer that is not empty, or as many calls, is no behaviour yet."""
-    return any(GATES[name].behaviours for name in kept if name in GATES)
+def tests_a_behaviour(kept: Iterable[str], gates: Gates) -> bool:
+    """Return whether gates that were kept show anything: an answer that is not empty, or as many calls, is no behaviour yet.
+
+    gates: all of the member. Where they have labels, the reference must meet one of them often enough.
+    """
+    labelled = [is_tested(name, gate) for name, gate in gates.items() if decides(name) and GATES[name].basis == "label"]
+    return any(GATES[name].behaviours for name in kept if name in GATES) and (any(labelled) or not labelled)
 
 
 def stands_in_the_way(name: str, gate: PairedGate, answers: Mapping[str, int]) -> bool:
@@ -400,11 +407,10 @@ def _sentence(
     verdict: Standing,
     verdicts: Mapping[str, MemberVerdict],
     by_gate: Mapping[str, Mapping[str, GateVerdict]],
-    answers: Mapping[str, int],
+    not_tested: str,
 ) -> str:
     if not verdicts:
         return "Nothing was compared with the reference."
-    not_tested = describe_coverage(answers)
     return f"{_claim(verdict, verdicts, by_gate)}{f'; not tested: {not_tested}' if not_tested else ''}."
 
 

@@ -33,7 +33,7 @@ from annie_quant.documents import (
     Verdict,
 )
 from annie_quant.judge.decision import rule
-from annie_quant.judge.decision.coverage import LEAST_ANSWERS, answers_per_behaviour, describe_coverage
+from annie_quant.judge.decision.coverage import LEAST_ANSWERS, answers_per_behaviour, describe_coverage, unmet_labels
 from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, roles_of, sides
 from annie_quant.judge.decision.rule import (
     FAILING,
@@ -118,7 +118,7 @@ class Decision:
     roles: Roles
     gates: Mapping[Outcome, Sequence[JudgedGate]]
     confounds: Sequence[Confound]
-    coverage: Mapping[str, int]  # of the answers that its gates were compared with; {} without a reference
+    not_tested: str  # by the answers that its gates were compared with; "" without a reference
 
     @property
     def incumbent(self) -> str | None:
@@ -180,7 +180,8 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
         gates[gate.outcome].append(gate)
     confounds = [c for c in aggregates.confounds if _concerns(c, roles)]
     tables = [pairs for _, _, pairs, _ in _tables(aggregates, roles.candidate) if pairs]
-    return Decision(roles.candidate, roles, gates, confounds, answers_per_behaviour(tables) if tables else {})
+    not_tested = describe_coverage(answers_per_behaviour(tables), unmet_labels(tables)) if tables else ""
+    return Decision(roles.candidate, roles, gates, confounds, not_tested)
 
 
 def _fails(aggregates: Aggregates, name: str | None) -> bool:
@@ -324,7 +325,7 @@ def _judged(
         and not any(r.verdict == "fail" for r in rows.values())
     ):
         yield JudgedGate(where, title(POOLED), side.pooled)
-    elif not shown and not rule.tests_a_behaviour(kept):
+    elif not shown and not rule.tests_a_behaviour(kept, pairs):
         yield JudgedGate(where, NOTHING_TESTED, decide(0, 0, Threshold("all", LEAST_ANSWERS)), PairedGate(0, 0, 0))
 
 
@@ -406,9 +407,7 @@ def _replacement(aggregates: Aggregates, chosen: Decision) -> str:
 
 
 def _not_tested(chosen: Decision) -> str:
-    """Name the behaviours that too few answers of the reference show."""
-    behaviours = describe_coverage(chosen.coverage)
-    return f"; not tested: {behaviours}" if behaviours else ""
+    return f"; not tested: {chosen.not_tested}" if chosen.not_tested else ""
 
 
 def badge(chosen: Decision) -> str:

@@ -205,7 +205,9 @@ def test_a_killed_run_keeps_its_finished_batches(claude):
 
 
 @pytest.mark.parametrize(
-    "cost", [float("nan"), float("inf"), -1.0, 1e9, 10**400, True, "0.01", [], {"usd": 1}, None], ids=lambda c: str(c)[:12]
+    "cost",
+    [float("nan"), float("inf"), -1.0, 1e9, 10**400, True, "0.01", [], {"usd": 1}, None],
+    ids=lambda c: str(c)[:12],
 )
 def test_an_invalid_cost_is_unknown(cost):
     assert cost_usd(cost) is None

@@ -129,13 +129,23 @@ clean:
 
 setup: $(STAMP)
 
+# ALSO: targets that are made while packages are downloaded and the C code is compiled (.ci/run).
 $(STAMP): $(C_FILES)
 	@sh .ci/apt $(APT) $(APT_PY)
 	@# activate is what venv writes last: without it an earlier make was stopped
 	@test -f $(BIN)/activate && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -r requirements.txt
-	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	$(BIN)/python -m pip install -q "setuptools>=80" wheel
+	$(MAKE) --jobs $(words packages modules $(ALSO)) --output-sync=target packages modules $(ALSO)
+	@# without extension modules, which `modules` has compiled
+	ANNIE_QUANT_ONLY=none $(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	@echo "$(ANNIE_QUANT_WERROR)" >$@
+
+.PHONY: packages modules
+packages:
+	$(BIN)/python -m pip install -q -r requirements.txt
+
+modules:
+	$(BIN)/python setup.py -q build_ext --inplace
 
 .PHONY: apt-test
 apt-test:

@@ -8,6 +8,7 @@ models mostly wait for each other. One test of quantize/test_awq.py takes 33 s o
 (2026-11-22, a crowded machine, n = 1)."""
 
 import contextlib
+import gc
 import os
 import signal
 
@@ -37,6 +38,16 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     run_groups.register(config)
+
+
+def pytest_collection():
+    """No garbage collection while 5,000 tests, torch and transformers are created, which all stay, and none of them later."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

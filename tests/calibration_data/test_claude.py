@@ -12,6 +12,7 @@ import pytest
 from paths import HELPERS
 
 from annie_quant.core.errors import AnnieError, EnvironmentFault, ServerError, UsageError
+from annie_quant.core.untrusted import cost_usd
 from annie_quant.data import Options, generate, generation
 
 FAKE = HELPERS / "fake_claude.py"
@@ -204,10 +205,16 @@ def test_a_killed_run_keeps_its_finished_batches(claude):
 
 
 @pytest.mark.parametrize(
-    "cost", [float("nan"), float("inf"), -1.0, 1e9, 10**400, True, "0.01", [], {"usd": 1}], ids=lambda c: str(c)[:12]
+    "cost",
+    [float("nan"), float("inf"), -1.0, 1e9, 10**400, True, "0.01", [], {"usd": 1}, None],
+    ids=lambda c: str(c)[:12],
 )
-def test_an_invalid_cost_is_not_known(claude, cost):
-    claude.script("ok", cost=cost)
+def test_an_invalid_cost_is_unknown(cost):
+    assert cost_usd(cost) is None
+
+
+def test_an_unknown_cost_ends_a_run_with_a_budget(claude):
+    claude.script("ok", cost=float("nan"))
     with pytest.raises(UsageError, match="does not report its costs"):
         claude.make(n=5, options=Options(max_usd=5.0))
     (claude.folder / ".out.jsonl.journal").unlink(missing_ok=True)

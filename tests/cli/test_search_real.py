@@ -38,13 +38,17 @@ def base(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def few_hardened(monkeypatch):
-    """Two prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py."""
+    """Two prompts under the hardened system prompt and two conversations for the divergence, where a search takes 40 and 60.
+
+    What follows from them: test_search_decide.py.
+    """
     monkeypatch.setattr(search, "HARDENED_N", 2)
+    monkeypatch.setattr(search, "KL_CONVERSATIONS", 2)
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
     settings = search.SearchSettings(
-        model=base, calib_data=calibration, output=tmp_path / "s", n=3, strategies=["direct"], required=["w4a16"],
+        model=base, calib_data=calibration, output=tmp_path / "s", n=2, strategies=["direct"], required=["w4a16"],
         workloads=WORKLOADS,
     )  # fmt: skip
     result = search.run(settings, SilentConsole())

@@ -57,24 +57,41 @@ def test_notebooks_have_no_stored_output(path):
     assert path.stat().st_size < 20_000
 
 
+@pytest.fixture(scope="module")
+def kernel():
+    """One kernel for all notebooks, whose processes would import torch, pandas and matplotlib seven times."""
+    from jupyter_client import AsyncKernelManager
+    from jupyter_client.utils import run_sync
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        manager = AsyncKernelManager()
+        yield manager
+        if manager.has_kernel:
+            run_sync(manager.shutdown_kernel)(now=True)
+
+
 @needs_jupyter
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_a_notebook_runs(path, monkeypatch):
+def test_a_notebook_runs(path, kernel):
     import nbclient
     import nbformat
 
     missing = [m for m in NEEDS.get(path.name[0], ()) if importlib.util.find_spec(m) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} is not installed, and this notebook shows what it does")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     for usual, few in FEWER.get(path.name[0], {}).items():
         (cell,) = (cell for cell in notebook.cells if usual in cell.source)
         cell.source = cell.source.replace(usual, few)
-    client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}})
+    # without the names of the notebook before
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+    resources = {"metadata": {"path": str(path.parent)}}
+    client = nbclient.NotebookClient(notebook, km=kernel, timeout=120, resources=resources)
     client.execute()
+    client.kc.stop_channels()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
     assert not [o for o in outputs if o["output_type"] == "error"]
     output = "".join(o["text"] for o in outputs if o.get("name") == "stderr")
@@ -90,4 +107,5 @@ def test_a_notebook_runs(path, monkeypatch):
     pictures = [base64.b64decode(d["image/png"]) for d in shown if "image/png" in d]
     assert len(pictures) >= PICTURES.get(path.name[0], 0) and all(p.startswith(b"\x89PNG") for p in pictures)
     if keep := os.environ.get("KEEP_NOTEBOOKS"):  # to look at them
+        del notebook.cells[0]
         nbformat.write(notebook, Path(keep) / path.name)

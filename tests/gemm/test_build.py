@@ -156,7 +156,7 @@ def instructions(path):
 
 
 @pytest.mark.parametrize(
-    ("arch", "native"), [("121a", True), ("90a", False), *([("120a", True), ("80", False)] if ALL else [])]
+    ("arch", "native"), [("121a", True), *([("90a", False), ("120a", True), ("80", False)] if ALL else [])]
 )
 def test_native_fp4_instruction_is_in_the_machine_code_of_sm_12x_only(arch, native, tmp_path):
     path, report = cubin("csrc/gemm/w4a4.cu", arch, tmp_path)

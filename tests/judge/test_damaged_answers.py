@@ -419,7 +419,6 @@ def test_wrong_arguments_lose_without_a_server(monkeypatch, pair_of):
 OFFLINE = {
     "cut at 25 characters": lambda text: (text[:25], False),
     "one fixed sentence": lambda text: ("I am sure that everything is fine with it today.", True),
-    "Blorp.": lambda text: ("Blorp.", True),
 }
 
 

@@ -46,16 +46,34 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return export_nvfp4(reference, tmp_path_factory.mktemp("naive")), reference
 
 
-def evaluated(models: tuple[Path, Path], tmp_path: Path, numerics: tuple[str, ...], **more) -> Evaluation:
-    job = EvaluationJob(
-        checkpoint=models[0], reference=models[1], numerics=numerics, cache=tmp_path, device="cpu", **more
-    )
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference's answers, which the tests of this file share."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def evaluated(models: tuple[Path, Path], cache: Path, numerics: tuple[str, ...], **more) -> Evaluation:
+    job = EvaluationJob(checkpoint=models[0], reference=models[1], numerics=numerics, cache=cache, device="cpu", **more)
     with open_pair(job) as loaded:
         return evaluate_pair(loaded, job, workloads())
 
 
-def test_members_and_their_outcomes(models: tuple[Path, Path], tmp_path: Path) -> None:
-    result = evaluated(models, tmp_path, ("w4a4", "vllm-cutlass"))
+@pytest.fixture(scope="module")
+def two_numerics(models: tuple[Path, Path], cache: Path) -> tuple[Evaluation, set[int]]:
+    """An evaluation, and into how many parts the sums were split that scored answers in it."""
+    parts, scores = set(), Engine.scores
+
+    def recorded(self: Engine, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
+        parts.update(linear.parts for linear in nvfp4_linears(self.model).values())
+        return scores(self, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "scores", recorded)
+        return evaluated(models, cache, ("w4a4", "vllm-cutlass")), parts
+
+
+def test_members_and_their_outcomes(two_numerics: tuple[Evaluation, set[int]]) -> None:
+    result, _ = two_numerics
     assert list(result.numerics) == ["w4a4", "vllm-cutlass"]
     suffixes = {"w4a4": ("bf16", "perm1", "cut16"), "vllm-cutlass": ("float32", "perm1", "cut16")}
     assert list(result.members) == [f"{name}+{s}" for name, own in suffixes.items() for s in own]
@@ -82,18 +100,18 @@ def test_members_and_their_outcomes(models: tuple[Path, Path], tmp_path: Path) -
     assert "float32" in result.numerics["w4a4"].arithmetic
 
 
-def test_without_the_ensemble_there_are_no_members(models: tuple[Path, Path], tmp_path: Path) -> None:
-    result = evaluated(models, tmp_path, ("w4a16",), ensemble=False)
+def test_without_the_ensemble_there_are_no_members(models: tuple[Path, Path], cache: Path) -> None:
+    result = evaluated(models, cache, ("w4a16",), ensemble=False)
     assert not result.members and not result.ensemble and result.numerics["w4a16"].outcomes
 
 
 def test_certain_answers_are_those_that_no_member_changes(
-    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: tuple[Path, Path], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     itself = (models[1], models[1])  # a random model's NVFP4 answers all differ, its own agree
-    usual = evaluated(itself, tmp_path, ("w4a16",))
+    usual = evaluated(itself, cache, ("w4a16",))
     monkeypatch.setattr(ensemble, "MARGIN_FACTOR", 1e9)
-    everything = evaluated(itself, tmp_path, ("w4a16",))
+    everything = evaluated(itself, cache, ("w4a16",))
     assert list(usual.numerics) == ["bf16"] and 0 < usual.ensemble["bf16"].n_uncertain < 14
     for name, member in everything.members.items():
         assert member.n_computed == 14
@@ -110,18 +128,9 @@ def test_a_split_sum_is_another_sum(k: int) -> None:
     torch.testing.assert_close(usual, split, rtol=1e-4, atol=1e-4)
 
 
-def test_the_small_batches_decode_from_the_prompt_and_score_nothing(
-    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_small_batches_decode_from_the_prompt_and_score_nothing(two_numerics: tuple[Evaluation, set[int]]) -> None:
     """cut16 used to score the reference's answers first, of which only the choice of the first token was used."""
-    parts, scores = [], Engine.scores
-
-    def recorded(self: Engine, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
-        parts.extend(linear.parts for linear in nvfp4_linears(self.model).values())
-        return scores(self, rows)
-
-    monkeypatch.setattr(Engine, "scores", recorded)
-    result = evaluated(models, tmp_path, ("w4a4",))
+    result, parts = two_numerics
     assert result.members["w4a4+cut16"].n_computed > 0
     assert parts and ensemble.SPLIT.parts not in parts
 
@@ -141,17 +150,17 @@ def logits_of(pair: ModelPair, order: SumOrder, name: str) -> list[torch.Tensor]
         return [logits.clone() for _, logits in sorted(pair.engine.scores(rows), key=lambda item: item[0])]
 
 
-@pytest.mark.parametrize("cache", ["packed", "float32"])
+@pytest.mark.parametrize("weights", ["packed", "float32"])
 @pytest.mark.parametrize("order", [ensemble.PERMUTED, ensemble.SPLIT], ids=["perm1", "cut16"])
 def test_every_perturbation_changes_low_bits_and_no_more(
-    models: tuple[Path, Path], tmp_path: Path, order: SumOrder, cache: str, device: str
+    models: tuple[Path, Path], cache: Path, order: SumOrder, weights: str, device: str
 ) -> None:
     """cut16 used to be a smaller batch alone, which changes nothing where a row's product does not depend on its neighbours."""
     for folder, profile in ((models[1], "bf16"), (models[0], "float32"), (models[0], "w4a4")):
-        job = EvaluationJob(checkpoint=folder, reference=models[1], cache=tmp_path, device=device, dtype="float32")
+        job = EvaluationJob(checkpoint=folder, reference=models[1], cache=cache, device=device, dtype="float32")
         with open_pair(job) as pair:
             for linear in nvfp4_linears(pair.model).values():
-                linear.set_cache(cache)
+                linear.set_cache(weights)
             usual, again, other = (logits_of(pair, o, profile) for o in (USUAL, USUAL, order))
             repeated = logits_of(pair, order, profile)
         assert all(torch.equal(a, b) for a, b in zip(usual, again, strict=True))
@@ -167,16 +176,16 @@ def test_every_perturbation_changes_low_bits_and_no_more(
             assert largest < 1e-5 * max(float(a.abs().max()) for a in usual)
 
 
-def test_a_reordered_model_is_unchanged_afterwards(models: tuple[Path, Path], tmp_path: Path) -> None:
-    with open_pair(EvaluationJob(checkpoint=models[0], reference=models[1], cache=tmp_path, device="cpu")) as pair:
+def test_a_reordered_model_is_unchanged_afterwards(models: tuple[Path, Path], cache: Path) -> None:
+    with open_pair(EvaluationJob(checkpoint=models[0], reference=models[1], cache=cache, device="cpu")) as pair:
         before = logits_of(pair, USUAL, "w4a4")
         logits_of(pair, SumOrder(permutation=3, parts=3), "w4a4")
         assert not any("forward" in m.__dict__ for m in pair.model.modules())
         assert all(torch.equal(a, b) for a, b in zip(before, logits_of(pair, USUAL, "w4a4"), strict=True))
 
 
-def test_decoding_token_by_token_gives_the_verified_answers(models: tuple[Path, Path], tmp_path: Path) -> None:
-    result = evaluated(models, tmp_path, ("w4a16",))
+def test_decoding_token_by_token_gives_the_verified_answers(models: tuple[Path, Path], cache: Path) -> None:
+    result = evaluated(models, cache, ("w4a16",))
     assert result.members["w4a16+cut16"].n_computed > 0
     assert result.members["w4a16+cut16"].n_changed <= 1  # of 14: float32 sums in another order
 

@@ -24,7 +24,7 @@ SETTINGS = {"steps": 3, "save": 100, "lr": 3e-4, "checkpointing": 0, "calib_samp
 # The processes are forked after the imports, which cost more than the training; variables as torchrun sets them.
 TWO_PROCESSES = """
 import json, os, socket, sys
-import modelopt.torch.quantization, transformers.trainer
+import transformers.trainer
 from annie_quant import quantize
 from annie_quant.quantize import distillation
 

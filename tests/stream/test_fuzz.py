@@ -17,16 +17,28 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 needs_gcc = pytest.mark.skipif(not shutil.which("gcc"), reason="the fuzzer is compiled here, and gcc is not")
 
 
-def build(folder: Path, part: str, source: str, *flags: str) -> str:
+def gcc(*arguments: object) -> None:
+    subprocess.run(["gcc", "-O1", "-g", *map(str, arguments)], check=True)
+
+
+def build(folder: Path, part: str, source: str, fuzzer: Path, *flags: str) -> str:
+    """Compile a fuzzer, its source or its object file, with the source of the part that it runs."""
     (folder / "stream").mkdir()
     for header in (f"{part}.h", "text.h", "vector.h"):
         shutil.copy(ROOT / f"csrc/stream/{header}", folder / "stream")
     (folder / f"stream/{part}.c").write_text(source)
-    sources = [str(ROOT / f"tests/fuzz/fuzz_{part}.c"), str(folder / f"stream/{part}.c")]
-    subprocess.run(
-        ["gcc", "-O1", "-g", *flags, f"-I{folder}", *sources, *LIBRARIES[part], "-o", str(folder / "fuzz")], check=True
-    )
+    files = (fuzzer, folder / f"stream/{part}.c")
+    gcc(*flags, f"-I{folder}", *files, *LIBRARIES[part], "-o", folder / "fuzz")
     return str(folder / "fuzz")
+
+
+@pytest.fixture(scope="module")
+def fuzzers(tmp_path_factory) -> dict[str, Path]:
+    """The object file of each fuzzer, which the programs with planted faults share."""
+    folder = tmp_path_factory.mktemp("fuzzers")
+    for part in LIBRARIES:
+        gcc(f"-I{ROOT}/csrc", "-c", ROOT / f"tests/fuzz/fuzz_{part}.c", "-o", folder / f"{part}.o")
+    return {part: folder / f"{part}.o" for part in LIBRARIES}
 
 
 def original(part: str) -> str:
@@ -36,9 +48,9 @@ def original(part: str) -> str:
 @needs_gcc
 @pytest.mark.parametrize("part", ["sse", "http1", "request"])
 def test_under_sanitizers(part: str, tmp_path) -> None:
-    fuzz = build(tmp_path, part, original(part), *SANITIZERS)
+    fuzz = build(tmp_path, part, original(part), ROOT / f"tests/fuzz/fuzz_{part}.c", *SANITIZERS)
     corpus = sorted(map(str, (CORPUS / part).iterdir()))
-    for command in ([fuzz, "200000", "3"], [fuzz, "--replay", *corpus]):
+    for command in ([fuzz, "50000", "3"], [fuzz, "--replay", *corpus]):
         process = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert process.returncode == 0, process.stderr
     assert f"{len(corpus)} inputs" in process.stdout and len(corpus) > 50
@@ -87,9 +99,9 @@ CASES = [(part, *change) for part, changes in BREAKS.items() for change in chang
 
 @needs_gcc
 @pytest.mark.parametrize(("part", "right", "wrong"), CASES, ids=[n for changes in BREAKS.values() for n in changes])
-def test_the_fuzzer_finds_planted_faults(part: str, right: str, wrong: str, tmp_path) -> None:
+def test_the_fuzzer_finds_planted_faults(part: str, right: str, wrong: str, fuzzers, tmp_path) -> None:
     source = original(part)
     assert source.count(right) == 1
-    fuzz = build(tmp_path, part, source.replace(right, wrong))
+    fuzz = build(tmp_path, part, source.replace(right, wrong), fuzzers[part])
     process = subprocess.run([fuzz, "200000"], capture_output=True, text=True, timeout=60)
     assert process.returncode != 0 and ("broken" in process.stderr or process.returncode == -signal.SIGSEGV)

@@ -102,12 +102,12 @@ def quantize(options: QuantizeOptions) -> None:
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[Path, Argument()]
-    runtime: Annotated[str, Option("vllm, sglang or llama.cpp.")] = "llama.cpp"
+    runtime: Annotated[str, Option("The server, such as vllm, sglang or llama.cpp.")] = "llama.cpp"
     port: Annotated[int, Option("Port on this machine.")] = 8000
     use: Annotated[
         str | None,
         Option(
-            'A dated recipe of vLLM or SGLang: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.',
+            'A dated recipe of that server: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.',
             metavar="RECIPE",
         ),
     ] = None

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
-RUNTIMES = ("vllm", "sglang")
 MAX_DIGESTS = 8  # weight files whose SHA-256 is listed
 
 
@@ -309,7 +308,7 @@ def _serving(subject: Subject) -> list[str]:
     name = subject.repo_name
     parts = [f"    hf download {subject.repo_id} --local-dir {name}"]
     servers = subject.audit.summary.servers
-    for runtime in RUNTIMES:
+    for runtime in (r.name for r in serving.RECIPE_RUNTIMES):
         support = next((s for s in servers if s.server.lower() == runtime and s.loads == "yes"), None)
         if support:
             command = serving.command(Path(name), runtime=runtime).replace(str(Path(name).resolve()), f"$PWD/{name}")

@@ -15,13 +15,14 @@ import msgspec
 
 from annie_quant.documents import Identity, Outcome, Standing, salvage_or_default
 from annie_quant.judge import decision
+from annie_quant.ops.serving import RECIPE_RUNTIMES
 from annie_quant.report.format import DASH, SIGNS, count, significant, size
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 from annie_quant.report.tables import Cell, Table, metric_cell, speed_cell
 
 CONTEXT = 32_768  # tokens, as the original plan configures
 ANSWERS = {"pass": "✓ yes", "fail": "✗ no", "undecided": "? open"}
-CONTAINERS = {"vllm": "vLLM", "sglang": "SGLang"}
+CONTAINERS = {r.name: r.title for r in RECIPE_RUNTIMES}
 
 
 class TextConfig(msgspec.Struct):
@@ -158,7 +159,7 @@ def cache_bytes(config: TextConfig, tokens: int = CONTEXT) -> tuple[int, int] | 
 
 
 def container(side: ServedModel) -> str:
-    """Return "vLLM" or "SGLang" where that serves the side from its container image, else ""."""
+    """Return the title of the runtime that serves the side from its container image ("vLLM"), else ""."""
     runtime = (side.data.runtime or "").lower()
     return next((title for key, title in CONTAINERS.items() if key in runtime), "")
 
@@ -276,7 +277,7 @@ def operation_changes(run: LoadedRun) -> list[str]:
             changes.append(
                 "a container image and its NVIDIA runtime instead of one binary; its first start takes minutes"
             )
-    name = {"vLLM": "vllm", "SGLang": "sglang"}.get(container(candidate), "llama.cpp")
+    name = {title: name for name, title in CONTAINERS.items()}.get(container(candidate), "llama.cpp")
     folder = run.model(candidate.model).checkpoint or "MODEL_DIR"
     changes.append(f"start script: annie-quant serve {folder} --runtime {name} --dry-run prints its command")
     if incumbent:

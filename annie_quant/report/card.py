@@ -30,6 +30,7 @@ from annie_quant.documents import (
     salvage_or_default,
 )
 from annie_quant.judge import decision
+from annie_quant.ops.serving import RECIPE_RUNTIMES
 from annie_quant.report import tables
 from annie_quant.report.format import count, share, significant, size
 from annie_quant.report.markdown import LEGEND, bullets, grid
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
+RUNTIMES = tuple(runtime.name for runtime in RECIPE_RUNTIMES)
 MAX_DIGESTS = 8  # weight files whose SHA-256 is listed
 
 
@@ -308,7 +310,7 @@ def _serving(subject: Subject) -> list[str]:
     name = subject.repo_name
     parts = [f"    hf download {subject.repo_id} --local-dir {name}"]
     servers = subject.audit.summary.servers
-    for runtime in (r.name for r in serving.RECIPE_RUNTIMES):
+    for runtime in RUNTIMES:
         support = next((s for s in servers if s.server.lower() == runtime and s.loads == "yes"), None)
         if support:
             command = serving.command(Path(name), runtime=runtime).replace(str(Path(name).resolve()), f"$PWD/{name}")

@@ -145,7 +145,7 @@ def _called(answer: ChatMessage) -> list[str]:
 
 
 def _length(answer: ChatMessage) -> int:
-    """Return about how many characters an answer's text and calls are."""
+    """Return the approximate number of characters of an answer's text and calls."""
     return len(answer["content"]) + len(str(answer.get("tool_calls") or ""))
 
 

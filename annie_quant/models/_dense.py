@@ -1,6 +1,6 @@
 """The decoder layer of most families: linears, norms and names in a GGUF file, and experts in place of the MLP.
 
-Qwen, Llama and similar families differ only in the norms.
+Qwen, Llama and similar families differ only in the norms and in llama.cpp's names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dated serving recipes, stored as data in assets/recipes, as a shell command, a YAML file or a running process.
 
 A recipe with an image runs in a container; one without runs the program that is installed on this machine. Each recipe
-states when and by whom it was seen to work (R17).
+states when and by whom it was tested (R17).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ServingRecipe(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     @property
     def tag_moves(self) -> bool:
-        """Whether the image's name may be of another image tomorrow: it has neither a digest nor a version as its tag."""
+        """Whether the image's name may refer to another image later: it has neither a digest nor a version as its tag."""
         image = self.image or ""
         return "@sha256:" not in image and not re.search(r":v?\d+\.\d+[^/]*$", image)
 

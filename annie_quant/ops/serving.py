@@ -29,7 +29,8 @@ class Runtime(Protocol):
     command  (model, port, **options of the runtime) -> one line for a shell
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def start(self) -> Callable[..., Server]: ...

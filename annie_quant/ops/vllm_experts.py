@@ -52,7 +52,7 @@ def install(logger: str) -> None:
 def stand_for(
     marlin: type[VllmObject], ours: list[type[VllmObject]], converter: Callable[[VllmObject], VllmObject]
 ) -> None:
-    """Replace Marlin's classes, and its conversion of loaded weights, by ours, which are made from vLLM's. Later calls do nothing."""
+    """Replace Marlin's classes and its conversion of loaded weights by ours, made from vLLM's. Later calls do nothing."""
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
 
     classes, convert = nvfp4.backend_to_kernel_cls, getattr(nvfp4, CONVERT)

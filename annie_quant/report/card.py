@@ -30,7 +30,6 @@ from annie_quant.documents import (
     salvage_or_default,
 )
 from annie_quant.judge import decision
-from annie_quant.ops.serving import RECIPE_RUNTIMES
 from annie_quant.report import tables
 from annie_quant.report.format import count, share, significant, size
 from annie_quant.report.markdown import LEGEND, bullets, grid
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
-RUNTIMES = tuple(runtime.name for runtime in RECIPE_RUNTIMES)
+RUNTIMES = ("vllm", "sglang")
 MAX_DIGESTS = 8  # weight files whose SHA-256 is listed
 
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from annie_quant.documents import Identity, Outcome, Standing, salvage_or_default
 from annie_quant.judge import decision
-from annie_quant.ops.serving import RECIPE_RUNTIMES
 from annie_quant.report.format import DASH, SIGNS, count, significant, size
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 from annie_quant.report.tables import Cell, Table, metric_cell, speed_cell
 
+if TYPE_CHECKING:
+    from annie_quant.ops.recipes import RecipeRuntime
+
 CONTEXT = 32_768  # tokens, as the original plan configures
 ANSWERS = {"pass": "✓ yes", "fail": "✗ no", "undecided": "? open"}
-CONTAINERS = {r.name: r.title for r in RECIPE_RUNTIMES}
 
 
 class TextConfig(msgspec.Struct):
@@ -158,15 +159,17 @@ def cache_bytes(config: TextConfig, tokens: int = CONTEXT) -> tuple[int, int] | 
     return tokens, keys_and_values + (len(c.layer_types) - full) * (state + convolution)
 
 
-def container(side: ServedModel) -> str:
-    """Return the title of the runtime that serves the side from its container image ("vLLM"), else ""."""
+def container(side: ServedModel) -> RecipeRuntime | None:
+    """Return the runtime that serves the side from its container image, or None."""
+    from annie_quant.ops.serving import RECIPE_RUNTIMES
+
     runtime = (side.data.runtime or "").lower()
-    return next((title for key, title in CONTAINERS.items() if key in runtime), "")
+    return next((known for known in RECIPE_RUNTIMES if known.name in runtime), None)
 
 
 def _deployment(run: LoadedRun, side: ServedModel) -> Cell:
-    if title := container(side):
-        return Cell(f"{title} from its container image")
+    if runtime := container(side):
+        return Cell(f"{runtime.title} from its container image")
     return Cell("one binary and one GGUF file" if "llama" in (side.data.runtime or "").lower() else "not on record")
 
 
@@ -277,7 +280,8 @@ def operation_changes(run: LoadedRun) -> list[str]:
             changes.append(
                 "a container image and its NVIDIA runtime instead of one binary; its first start takes minutes"
             )
-    name = {title: name for name, title in CONTAINERS.items()}.get(container(candidate), "llama.cpp")
+    served_by = container(candidate)
+    name = served_by.name if served_by else "llama.cpp"
     folder = run.model(candidate.model).checkpoint or "MODEL_DIR"
     changes.append(f"start script: annie-quant serve {folder} --runtime {name} --dry-run prints its command")
     if incumbent:

@@ -1,4 +1,4 @@
-"""Records to aggregates: percentiles, gates, paired comparisons, turns, answer length, crossover.
+"""Compute the aggregates of a benchmark from its records: percentiles, gates, paired comparisons, turns, answer length, crossover.
 
 Warm-ups, cold starts, stalls and failed requests are left out of all timings; failed requests count in the gates.
 """

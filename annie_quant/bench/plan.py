@@ -195,17 +195,17 @@ def warmups(backends: Sequence[str], workloads: Sequence[Workload], config: Benc
 
 
 def requests_together(load: Load) -> int:
-    """How many requests are sent to one backend before the next backend's requests."""
+    """Return how many requests are sent to one backend before the next backend's requests."""
     return load.concurrency or OPEN_LOOP_REQUESTS
 
 
 def applies(load: Load, workload: Workload) -> bool:
-    """Whether a workload is measured under a load: a trace under its own arrivals alone, anything else under the others."""
+    """Return whether a workload is measured under a load: a trace under its own arrivals alone, anything else under the others."""
     return workload.has_arrivals == (load.trace_speed is not None)
 
 
 def arrival_times(load: Load, prompts: Sequence[str], cases: Sequence[Case]) -> list[float] | None:
-    """Start times in seconds of an open loop's requests; None in a closed loop.
+    """Return the start times, in seconds, of an open loop's requests; None in a closed loop.
 
     The prompts seed a rate's arrivals, so that every backend gets the same. A trace's are those of its cases, the first at 0.
     """

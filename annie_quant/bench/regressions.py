@@ -1,4 +1,4 @@
-"""A run against a stored one: what got significantly worse, by backend, workload and metric, over the same prompts.
+"""Compare a run with a stored one: what got significantly worse, by backend, workload and metric, over the same prompts.
 
 Prompts are the same where their content is: an id that has another content in the stored run is left out.
 """
@@ -45,8 +45,11 @@ class LostGate(msgspec.Struct, kw_only=True):
 
 
 class Regression(msgspec.Struct, kw_only=True):
-    """worse and better: the significant changes that are larger than the limit. rows: all that was compared.
+    """A run compared with a stored one.
 
+    worse, better: the significant changes that are larger than the limit.
+    gates_lost: the gates that the new run loses.
+    rows: all that was compared.
     outcome: of the gates and the times together.
     silent: backends that answered in the stored run and not once in the new one.
     left_out: prompts ("workload/case") whose content is another one than in the stored run.

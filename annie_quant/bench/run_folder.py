@@ -1,4 +1,4 @@
-"""The files of a benchmark's run directory that its requests come from and go to.
+"""The files of a run directory that hold a benchmark's requests and their records.
 
 inputs.json       its settings and prompts, written first and compared when the run is resumed
 records.jsonl     one line per request, written as soon as it is finished, so that a killed run loses nothing

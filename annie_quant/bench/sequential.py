@@ -1,4 +1,4 @@
-"""Stopping a run early without more false findings: a few planned looks, of which the early ones spend little of the error.
+"""Stop a run early without more false findings: interim looks (group-sequential), of which the early ones use little alpha.
 
 LOOKS looks at the 5 % level would report chance as a difference in far more than 5 of 100 runs. Each of the LOOKS - 1 early looks
 is made at LEVEL, 1 % together, and the end at the usual 5 % (Haybittle-Peto; tests/perf/verdict_rule.py --looks simulates it). A

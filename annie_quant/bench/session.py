@@ -88,7 +88,7 @@ def _is_of_each(gate: str) -> bool:
 
 
 def _hangs(elapsed_s: float, answered: Iterable[RequestRecord]) -> bool:
-    """Whether a request that was stopped after elapsed_s was slow against the median of its backend's others."""
+    """Return whether a request that was stopped after elapsed_s was slow against the median of its backend's others."""
     times = [r.e2e_ms for r in answered if r.e2e_ms is not None and not r.error]
     return is_slow(1000 * elapsed_s, statistics.median(times) if times else 0.0)
 
@@ -379,7 +379,7 @@ class Session:
         return timings
 
     def _cache_fields(self, name: str, tag: str) -> dict[str, bool | str]:
-        """Request fields that keep a server from reusing earlier prompts."""
+        """Return the request fields that keep a server from reusing earlier prompts."""
         if self.config.prefix_cache == "warm":
             return {}
         runtime = self.identities[name].runtime

@@ -140,7 +140,7 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[LoggedTurn]:
 
 
 def _length(answer: ChatMessage) -> int:
-    """Return about how many characters an answer's text and calls are."""
+    """Return the approximate number of characters of an answer's text and calls."""
     return len(answer["content"]) + len(str(answer.get("tool_calls") or ""))
 
 

@@ -44,7 +44,7 @@ class ComparedTensor(msgspec.Struct):
 
 
 class FormSummary(msgspec.Struct):
-    """One form.
+    """One form of a model.
 
     bits_per_weight: of all its tensors (annie_quant.checkpoint.size).
     rel_l2: over its matrices.

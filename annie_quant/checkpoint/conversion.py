@@ -200,7 +200,7 @@ def to_gguf(model: QuantizedFolder, type: str | None, out: ConversionOutput) -> 
     target = out.path or folder.path.resolve().parent
     if target.is_dir():
         target = target / f"{folder.path.resolve().name}-{kind}.gguf"
-    writer.keep_inputs(target, folder.path.iterdir())
+    writer.check_inputs(target, folder.path.iterdir())
     if target.exists() and not out.force:
         raise UsageError(f"{target} exists", "choose another --output, or add --force")
     plan = write_gguf(model, target, kind, out.progress)

@@ -22,9 +22,10 @@ from annie_quant.checkpoint.size import folder_size
 from annie_quant.documents import Audit, AuditSummary, Finding
 
 NOT_FROM_SOURCE = ("large_error", "differs_from_source", "not_in_source", "source_shape")
-LEAST_SHARE = 0.5  # of the compared tensors; more differing ones mean another model, fewer are faults of the export
-LEAST_PLAIN = 4  # unquantized linears, from which on their values show whether the reference is the source
-SHOWN = 3  # findings in the notes of an evaluation
+# Where more of the compared tensors differ, the reference is another model; else the export is at fault.
+LEAST_SHARE = 0.5
+LEAST_PLAIN = 4  # with fewer unquantized linears, their values do not show whether the reference is the source
+SHOWN = 3  # findings that the notes of an evaluation list
 
 
 def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Audit:

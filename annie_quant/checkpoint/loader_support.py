@@ -9,7 +9,7 @@ from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.codes import DEADLY
 from annie_quant.checkpoint.dialects import QuantizedFolder, fp8, modelopt
 from annie_quant.checkpoint.gguf.names import Layout
-from annie_quant.checkpoint.gguf.settings import read_settings, written
+from annie_quant.checkpoint.gguf.settings import read_settings, written_families
 from annie_quant.checkpoint.linears import COLUMNS_PER_RANK
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
@@ -124,7 +124,7 @@ def llama_cpp(model: QuantizedFolder) -> Rule:
             for part in folder.parts_of(name) or [name]:
                 layout.name(part)
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return "no", f"its tensors are not of a text model that is written here ({written()})"
+        return "no", f"its tensors are not of a text model that is written here ({written_families()})"
     if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
         return "no", "DeltaNet's key and value heads differ in size"
     convert, columns = "after `annie-quant convert --to gguf`", nvfp4_columns(model)

@@ -48,7 +48,8 @@ def tensors_multimodal(folder: ModelFolder) -> bool | None:
 
 
 def decoder_tensors(folder: ModelFolder) -> list[str]:
-    return [n for n in folder if ".layers." in n and not folder.family.is_auxiliary(n)]
+    """Return the tensors in the decoder's layers, in file order."""
+    return [n for n in folder if folder.family.in_decoder(n)]
 
 
 def check(folder: ModelFolder) -> Iterator[Finding]:

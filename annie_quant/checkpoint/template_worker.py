@@ -1,4 +1,4 @@
-"""Renders one chat template in a process with limited memory. Started by chat_template.py; reads and writes JSON lines.
+"""Render one chat template in a process with limited memory. Started by chat_template.py; reads and writes JSON lines.
 
     {"template", "memory_bytes", "seconds"}       first line
     {variables}   →   {"text"} or {"error"}       all others
@@ -19,6 +19,7 @@ from typing import Any
 
 
 def main() -> None:
+    """Answer each line of stdin until it ends."""
     sys.path.pop(0)  # this file's folder, whose modules must not shadow others
     settings = json.loads(sys.stdin.readline())
     environment = make_environment()
@@ -42,6 +43,7 @@ def main() -> None:
 
 
 def make_environment() -> Any:
+    """Return the jinja2 environment in which transformers renders chat templates."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols

@@ -101,7 +101,7 @@ def layout(plan: list[Planned], shard_bytes: int) -> list[ShardPlan]:
     n = len(groups)
     names = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
     heads = (header.build([(t.name, t.dtype, t.shape) for t in g], {"format": "pt"}) for g in groups)
-    return [ShardPlan(*parts) for parts in zip(names, heads, groups, strict=True)]
+    return [ShardPlan(*fields) for fields in zip(names, heads, groups, strict=True)]
 
 
 def write(
@@ -122,7 +122,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     shards = layout(plan, shard_bytes)
     missing = [s for s in shards if not (resume and is_complete(folder, s))]
-    need_room(folder, sum(s.size_bytes for s in missing))
+    check_free_space(folder, sum(s.size_bytes for s in missing))
     total = sum(s.work_bytes for s in shards)
     done = ByteProgress(progress, total, done_before=total - sum(s.work_bytes for s in missing))
     if write_shards is not None:
@@ -139,8 +139,8 @@ def write_shard(folder: Path, shard: ShardPlan, progress: ByteProgress | None = 
     with replacing(folder / shard.name) as file:
         file.write(shard.head)
         for item in shard.items:
-            for part in parts(item):
-                file.write(part)
+            for piece in tensor_bytes(item):
+                file.write(piece)
             if progress is not None:
                 progress.add(item.work_bytes)
 
@@ -153,7 +153,7 @@ def write_index(folder: Path, shards: list[ShardPlan]) -> None:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def parts(item: Planned) -> Iterator[memoryview]:
+def tensor_bytes(item: Planned) -> Iterator[memoryview]:
     """Yield the bytes of one tensor, checked against its plan."""
     loaded = item.load()
     written = 0
@@ -179,7 +179,7 @@ def is_complete(folder: Path, shard: ShardPlan) -> bool:
         return False
 
 
-def need_room(folder: Path, size_bytes: int) -> None:
+def check_free_space(folder: Path, size_bytes: int) -> None:
     """Raise DiskFull where the disk of `folder` has less than `size_bytes` free."""
     free = shutil.disk_usage(folder).free
     if size_bytes > free:
@@ -221,7 +221,7 @@ def check_output(output: Path, force: bool, inputs: Iterable[str | os.PathLike |
     """Raise UsageError where `output` is a file, a link, or a folder with content (without `force`), or holds an input."""
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise UsageError(f"{output} is a file or a link, expected a folder to create", "choose another --output")
-    keep_inputs(output, inputs)
+    check_inputs(output, inputs)
     if output.exists() and any(output.iterdir()) and not force:
         raise UsageError(f"{output} exists and is not empty", "choose another --output, or add --force")
 
@@ -259,8 +259,8 @@ def staged(
         take_name(part, output)
     except BaseException as error:
         # A fault of the source would occur again; a full disk or Ctrl-C would not.
-        passing = not isinstance(error, Exception) or isinstance(error, OSError) or type(error) is EnvironmentFault
-        keep = key is not None and passing and any(part.glob("*.safetensors"))
+        may_pass = not isinstance(error, Exception) or isinstance(error, OSError) or type(error) is EnvironmentFault
+        keep = key is not None and may_pass and any(part.glob("*.safetensors"))
         raise
     finally:
         if not keep:
@@ -269,7 +269,7 @@ def staged(
         os.close(lock)
 
 
-def keep_inputs(output: Path, inputs: Iterable[str | os.PathLike | None]) -> None:
+def check_inputs(output: Path, inputs: Iterable[str | os.PathLike | None]) -> None:
     """Raise UsageError where writing `output` would replace a file or folder that is read."""
     target = output.resolve()
     for path in inputs:

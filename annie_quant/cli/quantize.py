@@ -111,9 +111,9 @@ def quantize(options: QuantizeOptions) -> None:
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `annie-quant serve`.
 
-    runtime: vllm, sglang or llama.cpp.
+    runtime: The server, such as vllm, sglang or llama.cpp.
     port: Port on this machine.
-    use: A dated recipe of vLLM or SGLang: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.
+    use: A dated recipe of that server: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.
     write_recipe: Write the recipe as YAML (sparkrun) and exit.
     dry_run: Print the command and exit.
     """

@@ -1,4 +1,4 @@
-"""Parts that are one module per folder entry: strategies, dialects, serving runtimes, teachers.
+"""Parts that are one module each in a package: the strategies and the teachers.
 
 Adding a file adds the part. A file whose name begins with an underscore is not a part.
 """

@@ -1,4 +1,4 @@
-"""Secrets: how they are recognised in names, texts and files, and how a known one is found in whatever form it is echoed.
+"""Recognise secrets in names, texts and files, and find a known one in every form in which a server may echo it.
 
 is_secret_name(name), safe_url(url)    a header's or variable's name; a URL without its secrets
 FORMS, secret_in(path)                 tokens of known services by their form, for logs and for files to be published
@@ -228,10 +228,10 @@ _FEWEST = 4  # further characters of a form that are masked in another text
 
 
 class Redactor:
-    """Finds secrets in a server's bytes.
+    """Find known secrets in a server's bytes.
 
-    Found are secrets in any letter case, reversed, in base64, in hex or percent-encoded, with spaces, line ends or invisible
-    characters between their characters, and spread over several texts.
+    A secret is recognised in any letter case, reversed, in base64, in hex or percent-encoded, with spaces, line ends or invisible
+    characters between its characters, and split over several texts.
 
     The first half of a form (at least 8 bytes) counts as the form: a prefix of a key identifies it.
     """

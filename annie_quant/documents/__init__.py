@@ -126,7 +126,6 @@ from annie_quant.documents.statistics import (
     GateResult,
     GateVerdict,
     MemberVerdict,
-    Metric,
     MetricSummary,
     NoiseFloor,
     Outcome,

@@ -161,32 +161,6 @@ class SpeedGate(msgspec.Struct, kw_only=True):
     verdict: Outcome
 
 
-class Metric(msgspec.Struct, frozen=True):
-    """Definition of a metric (judge/metrics.py has the table).
-
-    field: of a RequestRecord; one value per request, or a list of values.
-    server_counted: needs the server's own token count, so records with an estimated count are left out.
-    compared: compared between backends and shown in the report.
-    in_verdict: a significant difference is named among the verdict's reasons.
-    user_latency: a user notices it, so it counts as a gain or loss in the recommendation.
-    """
-
-    name: str
-    field: str
-    unit: str
-    title: str
-    better: Literal["lower", "higher", "neither"] = "lower"
-    server_counted: bool = False
-    compared: bool = True
-    in_verdict: bool = False
-    user_latency: bool = False
-
-    @property
-    def label(self) -> str:
-        """Title and unit, as a table's header."""
-        return f"{self.title}, {self.unit}"
-
-
 class MetricSummary(msgspec.Struct, kw_only=True):
     """Percentiles and mean over all values.
 

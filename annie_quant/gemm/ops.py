@@ -242,7 +242,7 @@ def _workspace(workspace: CudaArray) -> View:
 
 
 def fp4_native() -> bool:
-    """Whether the code for the current device has the native FP4 instruction (sm_120a, sm_121a)."""
+    """Return whether the code for the current device has the native FP4 instruction (sm_120a, sm_121a)."""
     need_device()
     return native().limits()[4]
 

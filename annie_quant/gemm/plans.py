@@ -24,7 +24,7 @@ class SkinnyPlan(NamedTuple):
 
 
 class TiledPlan(NamedTuple):
-    """Tiles of 256 rows x tile_tokens (16, 64 or 128) by mma.sync.
+    """Tiles of 256 rows x tile_tokens (`Tiles` in csrc/gemm/tiled.cuh: 16, 64 or 128) by mma.sync.
 
     cluster_size  blocks that share K
     stages        pipeline stages of a block

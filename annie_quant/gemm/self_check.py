@@ -1,4 +1,4 @@
-"""Whether the W4A16 operators compute a weight's products on this device: compared with the dequantized product in float64.
+"""Check that the W4A16 operators compute a weight's products on this device, against the dequantized product in float64.
 
 A server calls this when it loads a model, with the checkpoint's own weights, before it uses the kernels. The bound is that of
 gemm.oracle, which a swapped nibble or a neighbouring scale exceeds; the decoding here uses torch and the format's tables alone.

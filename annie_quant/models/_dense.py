@@ -1,11 +1,11 @@
 """The decoder layer of most families: linears, norms and names in a GGUF file, and experts in place of the MLP.
 
-Qwen, Llama and similar families differ only in the norms.
+Qwen, Llama and similar families differ only in the norms and in llama.cpp's names.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from annie_quant.models.family import GGUF_MLP, Experts, Family, Form, GGUFNames, LinearInput
 
@@ -68,8 +68,21 @@ COMMON_UNQUANTIZED = (
 )  # fmt: skip
 
 
-def dense(name: str, class_name: str, model_type: str, **gguf: Any) -> Family:
-    """Return a family with four linears of attention, a gated MLP and plain norms. gguf: further fields of GGUFNames."""
-    names = GGUFNames(architecture=model_type, top=GGUF_TOP, layer=GGUF_LAYER, mtp={}, **gguf)
+def dense(
+    name: str,
+    class_name: str,
+    model_type: str,
+    *,
+    gguf_layer: Mapping[str, str] = GGUF_LAYER,
+    interleaved: Mapping[str, str] | None = None,
+    tensor_scales: bool = True,
+) -> Family:
+    """Return a family with four linears of attention, a gated MLP and plain norms, whose model type is llama.cpp's architecture.
+
+    name: for messages.
+    class_name, model_type: as config.json names them.
+    gguf_layer, interleaved, tensor_scales: fields of GGUFNames (`layer` is the first).
+    """
+    names = GGUFNames(model_type, GGUF_TOP, gguf_layer, {}, interleaved or {}, tensor_scales=tensor_scales)
     form = Form(class_name, model_type)
     return Family(name, form, DENSE_INPUTS, DENSE_FUSED, DENSE_KINDS, COMMON_UNQUANTIZED, gguf=names)

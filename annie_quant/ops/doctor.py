@@ -103,7 +103,7 @@ class Probe:
         return sys.prefix != sys.base_prefix
 
     def externally_managed(self) -> bool:
-        """Whether the system's Python refuses pip (PEP 668)."""
+        """Return whether the system's Python refuses pip (PEP 668)."""
         return any(Path(sys.base_prefix).glob("lib/python3*/EXTERNALLY-MANAGED"))
 
     def installed(self, module: str) -> bool:

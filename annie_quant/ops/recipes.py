@@ -1,7 +1,7 @@
 """Dated serving recipes, stored as data in assets/recipes, as a shell command, a YAML file or a running process.
 
 A recipe with an image runs in a container; one without runs the program that is installed on this machine. Each recipe
-states when and by whom it was seen to work (R17).
+states when and by whom it was tested (R17).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,6 @@ from annie_quant.judge.answers import THINK, Form, form_of
 from annie_quant.ops import server as process
 
 # ---- a server's parsers of tool calls and of thinking, as a checkpoint's chat template needs them
-#
-# Recipes name those of Qwen3.5. Sources: vLLM's documentation, "Tool Calling" (hermes, llama3_json), and SGLang's, "Tool Parser"
-# (qwen25, llama3), both read on 2026-11-23.
-
-TOOL_PARSERS: dict[str, dict[Form, str]] = {
-    "vllm": {"hermes": "hermes", "llama_json": "llama3_json"},
-    "sglang": {"hermes": "qwen25", "llama_json": "llama3"},
-}
 
 
 class TokenizerConfig(msgspec.Struct):
@@ -56,8 +49,10 @@ def template_of(model: Path) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def fitted(words: list[str], model: Path, runtime: str) -> list[str]:
+def fitted(words: list[str], model: Path, parsers: Mapping[Form, str]) -> list[str]:
     """Return a copy of a command with the parsers for a checkpoint's template; an equal one where no template can be read.
+
+    parsers: RecipeRuntime.parsers.
 
     A template without thinking gets no reasoning parser, because vLLM's stops at a vocabulary without its marks; one without
     tools gets no tool parser.
@@ -70,7 +65,7 @@ def fitted(words: list[str], model: Path, runtime: str) -> list[str]:
     if "tools" not in template:
         remove(words, "--tool-call-parser", 2)
         remove(words, "--enable-auto-tool-choice", 1)
-    elif "--tool-call-parser" in words and (parser := TOOL_PARSERS[runtime].get(form_of(template))):
+    elif "--tool-call-parser" in words and (parser := parsers.get(form_of(template))):
         words[words.index("--tool-call-parser") + 1] = parser
     return words
 
@@ -85,7 +80,6 @@ def remove(words: list[str], option: str, count: int) -> None:
 # ---- recipes
 
 RECIPES = ASSETS / "recipes"
-PROGRAMS = {"vllm": ["vllm", "serve"], "sglang": []}
 HEALTH = "/health"
 
 
@@ -111,7 +105,7 @@ class ServingRecipe(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     @property
     def tag_moves(self) -> bool:
-        """Whether the image's name may be of another image tomorrow: it has neither a digest nor a version as its tag."""
+        """Whether the image's name may refer to another image later: it has neither a digest nor a version as its tag."""
         image = self.image or ""
         return "@sha256:" not in image and not re.search(r":v?\d+\.\d+[^/]*$", image)
 
@@ -144,23 +138,48 @@ def choose(runtime: str, recipe: str | None = None) -> tuple[str, ServingRecipe]
     return name, known[name]
 
 
+@dataclass(frozen=True)
 class RecipeRuntime:
-    """A runtime that is started from recipes. `recipe` in its methods is a recipe's name; None: the newest dated one."""
+    """A runtime that is started from recipes. `recipe` in its methods is a recipe's name; None: the newest dated one.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: value of --runtime; its recipes are in assets/recipes/NAME.json, and its rule in checkpoint/loader_support.py, if it
+        has one, has this name in any case.
+    title: its name in reports.
+    program: the words that start the installed program, for recipes without an image.
+    parsers: form of a chat template → value of --tool-call-parser, where that is not the recipe's own (Qwen3.5's).
+    """
+
+    name: str
+    title: str
+    program: tuple[str, ...] = ()
+    parsers: Mapping[Form, str] = field(default_factory=dict)
 
     def find(self, recipe: str | None) -> ServingRecipe:
         return choose(self.name, recipe)[1]
+
+    def words_for(self, model: Path, recipe: ServingRecipe) -> list[str]:
+        """Return a recipe's command for one model.
+
+        It has the parsers for the model's chat template, and no --quantization where the model's settings are of another format.
+        Recipes name ModelOpt's plain NVFP4. A folder that cannot be read keeps the option.
+        """
+        words = fitted(recipe.command, model, self.parsers)
+        try:
+            settings = dialects.config(ModelFolder(model))
+        except ShardError:
+            return words
+        if not fits_modelopt_option(settings.method, settings.algo):
+            remove(words, "--quantization", 2)
+        return words
 
     def arguments(self, model: Path, port: int, recipe: str | None = None) -> list[str]:
         """Return the whole command: `docker run …` in the foreground, or the program itself."""
         chosen, model = self.find(recipe), model.resolve()
         fill = {"{port}": str(port), "{name}": model.name, "{model}": "/model" if chosen.image else str(model)}
-        words = [fill.get(word, word) for word in words_for(self.name, model, chosen)]
+        words = [fill.get(word, word) for word in self.words_for(model, chosen)]
         if chosen.image is None:
-            program = os.environ.get(f"ANNIE_QUANT_{self.name.upper()}") or PROGRAMS[self.name][0]
-            return [program, *PROGRAMS[self.name][1:], *_model_first(words)]
+            program = os.environ.get(f"ANNIE_QUANT_{self.name.upper()}") or self.program[0]
+            return [program, *self.program[1:], *_model_first(words)]
         published = [] if "--network" in chosen.docker else ["-p", f"{port}:{port}"]
         mount = ["-v", f"{model}:/model:ro"]
         return ["docker", "run", "--rm", *chosen.docker, *published, *mount, chosen.image, *words]
@@ -174,7 +193,7 @@ class RecipeRuntime:
         """Audit a model folder, which reads every tensor, and return notes for the user.
 
         The notes are the recipe with its date and who ran it, and findings that the server tolerates. Raises CheckpointError where
-        the server does not load the checkpoint (annie_quant.checkpoint.loader_support).
+        the server does not load the checkpoint (annie_quant.checkpoint.loader_support); a server without a rule there is a note.
         """
         name, chosen = choose(self.name, recipe)
         quoted = shlex.quote(str(model))
@@ -182,10 +201,10 @@ class RecipeRuntime:
             raise UsageError(f"{model} is not a model folder", f"{self.name} serves a safetensors checkpoint")
         audit = checkpoint.audit(model)
         support = next((s for s in audit.summary.servers if s.server.lower() == self.name), None)
-        if support is None:  # its files cannot be read
+        if not audit.summary.servers:  # its files cannot be read
             first = f": {audit.findings[0].message}" if audit.findings else ""
             raise CheckpointError(f"{model} cannot be served{first}", f"annie-quant audit {quoted}")
-        if support.loads == "no":
+        if support and support.loads == "no":
             raise CheckpointError(f"{self.name} does not load {model}: {support.note}", f"annie-quant audit {quoted}")
         notes = [f"recipe {self.name} {name}: {chosen.note} (source: {chosen.source})"]
         if chosen.image and chosen.tag_moves:
@@ -193,7 +212,9 @@ class RecipeRuntime:
                 f"the tag of {chosen.image} moves to newer images; the one that is here: "
                 f"docker inspect --format '{{{{index .RepoDigests 0}}}}' {chosen.image}"
             )
-        if support.note:
+        if support is None:
+            notes.append(f"whether {self.title} loads it is not checked: this package has no rule for {self.title}")
+        elif support.note:
             notes.append(f"{self.name} loads it: {str(support).partition(': ')[2]}")
         if audit.findings:
             notes.append(f"{len(audit.findings)} findings in {model}: annie-quant audit {quoted}")
@@ -205,10 +226,10 @@ class RecipeRuntime:
         if chosen.image is None:
             raise UsageError("a recipe without a container cannot be written for sparkrun", "choose a dated recipe")
         fill = {"{name}": model.name, "{model}": str(model)}
-        command = words_for(self.name, model, chosen)
+        command = self.words_for(model, chosen)
         words = [shlex.quote(fill.get(word, word)) if word != "{port}" else word for word in command]
         words = [word.replace("{", "{{").replace("}", "}}") if word.startswith("'{") else word for word in words]
-        start = "vllm serve" if self.name == "vllm" else ""
+        start = " ".join(self.program)
         line = " ".join([start, *(_model_first(words) if start else words)]).strip()
         fields: dict[str, Any] = {
             "recipe_version": "1",
@@ -255,22 +276,6 @@ class RecipeRuntime:
         server = process.spawn(words, log, self.name, {**os.environ, **chosen.env}, container_file)
         process.wait_ready(server, lambda: f"http://127.0.0.1:{port}", HEALTH, timeout_s, progress)
         return server
-
-
-def words_for(runtime: str, model: Path, recipe: ServingRecipe) -> list[str]:
-    """Return a recipe's command for one model.
-
-    It has the parsers for the model's chat template, and no --quantization where the model's settings are of another format.
-    Recipes name ModelOpt's plain NVFP4. A folder that cannot be read keeps the option.
-    """
-    words = fitted(recipe.command, model, runtime)
-    try:
-        settings = dialects.config(ModelFolder(model))
-    except ShardError:
-        return words
-    if not fits_modelopt_option(settings.method, settings.algo):
-        remove(words, "--quantization", 2)
-    return words
 
 
 def _model_first(words: list[str]) -> list[str]:

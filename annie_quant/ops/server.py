@@ -73,7 +73,7 @@ class Server:
                 self.process.wait(STOP_S)
         if self.process.poll() not in (None, -signal.SIGKILL):
             return
-        # The supervisor does not respond or was killed: its group has the server's processes, if they made no other.
+        # The supervisor does not respond or was killed. The server's processes are in its group unless they started a group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_S)
@@ -159,7 +159,7 @@ def wait_ready(
 
 
 def is_ready(url: str, path: str) -> bool:
-    """Whether GET url/path answers 200 now."""
+    """Return whether GET url/path answers 200 now."""
     return fetch(url.rstrip("/") + path, timeout_s=PROBE_S).status == 200
 
 

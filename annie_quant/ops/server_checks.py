@@ -227,7 +227,7 @@ IMAGES = "images"
 PIXELS = 64  # a side: two patches of Qwen3.5's tower after its merge of 2 x 2 patches of 16
 COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
 QUESTION = "Which colour fills this image? Answer with one word."
-MAX_TOKENS = 256  # a model that thinks first has room for its answer
+MAX_TOKENS = 256  # enough for the answer of a model that thinks first
 
 
 def check_images(url: str, headers: Mapping[str, str] | None = None) -> CheckResult:

@@ -29,7 +29,8 @@ class Runtime(Protocol):
     command  (model, port, **options of the runtime) -> one line for a shell
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def start(self) -> Callable[..., Server]: ...
@@ -42,8 +43,13 @@ class Runtime(Protocol):
     def write(self, model: Path, path: Path, port: int = 8000, recipe: str | None = None) -> Path: ...
 
 
-# Another runtime is one row here; one that is started from recipes also has a file in assets/recipes.
-RUNTIMES: dict[str, Runtime] = {r.name: r for r in (LlamaCpp(), RecipeRuntime("vllm"), RecipeRuntime("sglang"))}
+# Another runtime is one row here and a file of recipes. Sources of the parsers' names: vLLM's documentation, "Tool Calling", and
+# SGLang's, "Tool Parser", both read on 2026-11-23.
+RECIPE_RUNTIMES = (
+    RecipeRuntime("vllm", "vLLM", ("vllm", "serve"), {"hermes": "hermes", "llama_json": "llama3_json"}),
+    RecipeRuntime("sglang", "SGLang", (), {"hermes": "qwen25", "llama_json": "llama3"}),
+)
+RUNTIMES: dict[str, Runtime] = {r.name: r for r in (LlamaCpp(), *RECIPE_RUNTIMES)}
 
 
 def start(

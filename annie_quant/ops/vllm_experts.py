@@ -52,7 +52,7 @@ def install(logger: str) -> None:
 def stand_for(
     marlin: type[VllmObject], ours: list[type[VllmObject]], converter: Callable[[VllmObject], VllmObject]
 ) -> None:
-    """Put classes and a conversion of loaded weights, made from vLLM's, in the place of Marlin's. Once: later calls do nothing."""
+    """Replace Marlin's classes and its conversion of loaded weights by ours, made from vLLM's. Later calls do nothing."""
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
 
     classes, convert = nvfp4.backend_to_kernel_cls, getattr(nvfp4, CONVERT)
@@ -205,7 +205,7 @@ def compute(
     pairs = tokens * top_k
     tile = grouped.plan_tokens(pairs, w1.shape[0], top_k, 2 * width, hidden, hidden_states.device.index)
     aligned = align(topk_ids, tile, experts=global_num_experts, expert_map=expert_map)
-    # As vLLM's class for Marlin asked for them: the output may share workspace13, which the last step does not read.
+    # The workspaces that vLLM's class for Marlin requests. The output may share workspace13, which the last step does not read.
     gate_up, of_experts = (workspace2.flatten()[: pairs * n].view(pairs, n) for n in (2 * width, hidden))
     inner = workspace13.flatten()[: pairs * width].view(pairs, width)
     multiply = torch.ops.annie_quant.nvfp4_experts_out

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -20,9 +20,11 @@ from annie_quant.report.format import DASH, SIGNS, count, significant, size
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 from annie_quant.report.tables import Cell, Table, metric_cell, speed_cell
 
+if TYPE_CHECKING:
+    from annie_quant.ops.recipes import RecipeRuntime
+
 CONTEXT = 32_768  # tokens, as the original plan configures
 ANSWERS = {"pass": "✓ yes", "fail": "✗ no", "undecided": "? open"}
-CONTAINERS = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 class TextConfig(msgspec.Struct):
@@ -154,15 +156,17 @@ def cache_bytes(config: TextConfig, tokens: int = CONTEXT) -> tuple[int, int] | 
     return tokens, keys_and_values + (len(c.layer_types) - full) * (state + convolution)
 
 
-def container(side: ServedModel) -> str:
-    """Return "vLLM" or "SGLang" where that serves the side from its container image, else ""."""
+def container(side: ServedModel) -> RecipeRuntime | None:
+    """Return the runtime that serves the side from its container image, or None."""
+    from annie_quant.ops.serving import RECIPE_RUNTIMES
+
     runtime = (side.data.runtime or "").lower()
-    return next((title for key, title in CONTAINERS.items() if key in runtime), "")
+    return next((known for known in RECIPE_RUNTIMES if known.name in runtime), None)
 
 
 def _deployment(run: LoadedRun, side: ServedModel) -> Cell:
-    if title := container(side):
-        return Cell(f"{title} from its container image")
+    if runtime := container(side):
+        return Cell(f"{runtime.title} from its container image")
     return Cell("one binary and one GGUF file" if "llama" in (side.data.runtime or "").lower() else "not on record")
 
 
@@ -269,7 +273,7 @@ def operation_changes(run: LoadedRun) -> list[str]:
         "before": (incumbent.data.runtime or unknown) if incumbent else "",
         "container": image,
         "folder": run.model(candidate.model).checkpoint or "MODEL_DIR",
-        "server": {"vLLM": "vllm", "SGLang": "sglang"}.get(image, "llama.cpp"),
+        "server": image.name if image else "llama.cpp",
         "incumbent": run.label(incumbent.model) if incumbent else "",
     }
     return render_text("operation.txt", **values).splitlines()

@@ -1,5 +1,6 @@
-// The many-token kernel by mma.sync: 256 rows x 16, 64 or 128 tokens.
+// The many-token kernel by mma.sync: what a plan needs, the choice of a plan, and the launch.
 #include <algorithm>
+#include <array>
 
 #include "gemm/tiled.cuh"
 
@@ -7,15 +8,23 @@ namespace {
 
 constexpr int kMaxStages = 32, kMaxSplit = 8;
 
-template <typename Tile>
-int64_t shared_bytes(int stages) {
-    return OneProduct::kHead + std::max(stages * Tile::kStage, Tile::kOutBytes);
+// Call `visit` with the tile of `tile_tokens`. Returns false if there is none.
+template <class Visit, class... Shapes>
+bool with_tile(TileList<Shapes...>, int tile_tokens, Visit visit) {
+    return ((Shapes::kBM == tile_tokens && (visit(Shapes{}), true)) || ...);
+}
+
+template <class... Shapes>
+constexpr std::array<int, sizeof...(Shapes)> tokens_of(TileList<Shapes...>) {
+    return {Shapes::kBM...};
 }
 
 }  // namespace
 
 const char *tiled_problem(const Shape &shape, const aq_limits &limits, const TiledPlan &plan, aq_needs *needs) {
-    if (plan.tile_tokens != 16 && plan.tile_tokens != 64 && plan.tile_tokens != 128) return "tile_tokens must be 16, 64 or 128";
+    int stage_bytes = 0, out_bytes = 0;
+    const auto measure = [&](auto tile) { stage_bytes = tile.kStage, out_bytes = tile.kOutBytes; };
+    if (!with_tile(Tiles{}, plan.tile_tokens, measure)) return kNoSuchTile;
     if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8)
         return "cluster_size must be 1, 2, 4 or 8";
     if (!cluster_possible(limits, plan.cluster_size)) return "this device has no clusters: cluster_size must be 1";
@@ -23,9 +32,7 @@ const char *tiled_problem(const Shape &shape, const aq_limits &limits, const Til
     if (plan.stages < 2 || plan.stages > kMaxStages) return "stages must be 2 to 32";
     const int64_t tiles = ceil_div(shape.n, kTiledRows) * ceil_div(shape.m, plan.tile_tokens);
     if (tiles * plan.cluster_size >= 1ll << 31 || shape.m >= 1ll << 31) return "the product has too many tiles";
-    const int64_t bytes = plan.tile_tokens == 16   ? shared_bytes<Tokens16>(plan.stages)
-                          : plan.tile_tokens == 64 ? shared_bytes<Tokens64>(plan.stages)
-                                                   : shared_bytes<Tokens128>(plan.stages);
+    const int64_t bytes = OneProduct::kHead + std::max(plan.stages * stage_bytes, out_bytes);
     if (bytes > limits.smem_bytes) return "stages is too large: they do not fit into shared memory";
     *needs = aq_needs{(int)bytes, 0};
     return nullptr;
@@ -33,7 +40,7 @@ const char *tiled_problem(const Shape &shape, const aq_limits &limits, const Til
 
 bool plan_tiled(const Shape &shape, int64_t products, const aq_limits &limits, TiledPlan *best) {
     double best_cost = kNever;
-    for (const int tokens : {16, 64, 128}) {
+    for (const int tokens : tokens_of(Tiles{})) {
         if (tokens > 16 && shape.m <= tokens / 4) continue;
         const int64_t tiles = products * ceil_div(shape.n, kTiledRows) * ceil_div(shape.m, tokens);
         for (int size = 1; size <= (limits.major >= 9 ? kMaxSplit : 1); size *= 2) {
@@ -71,9 +78,10 @@ int run(const Product &p, const TiledPlan &plan, const aq_needs &needs) {
     a.cluster_size = plan.cluster_size, a.stages = plan.stages, a.out_type = p.out_type, a.pdl = p.pdl;
     const int64_t blocks = (int64_t)n_tiles * m_tiles;
     const bool half = p.x_type == AQ_F16;
-    if (plan.tile_tokens == 16) return launch_tiles(Tokens16{}, half, blocks, needs.smem_bytes, p.stream, a, OneProduct{});
-    if (plan.tile_tokens == 64) return launch_tiles(Tokens64{}, half, blocks, needs.smem_bytes, p.stream, a, OneProduct{});
-    return launch_tiles(Tokens128{}, half, blocks, needs.smem_bytes, p.stream, a, OneProduct{});
+    int status = AQ_GEMM_BAD_PLAN;
+    with_tile(Tiles{}, plan.tile_tokens,
+              [&](auto tile) { status = launch_tiles(tile, half, blocks, needs.smem_bytes, p.stream, a, OneProduct{}); });
+    return status;
 }
 
 }  // namespace

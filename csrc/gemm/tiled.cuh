@@ -12,7 +12,7 @@
 
 // Tiles of 256 rows x tile_tokens by mma.sync.
 struct TiledPlan {
-    int tile_tokens;   // 16, 64 or 128
+    int tile_tokens;   // of one of Tiles
     int cluster_size;  // blocks that share K
     int stages;        // pipeline stages of a block
 };
@@ -47,6 +47,11 @@ struct TileShape {
 using Tokens16 = TileShape<8, 2, 2, 2>;
 using Tokens64 = TileShape<8, 2, 2, 8>;
 using Tokens128 = TileShape<8, 1, 2, 16>;
+// The tiles of one product. The planner, the check of a plan and the launch take them from here.
+template <class... Shapes>
+struct TileList {};
+using Tiles = TileList<Tokens16, Tokens64, Tokens128>;
+constexpr const char *kNoSuchTile = "tile_tokens must be 16, 64 or 128";
 
 // From sm_90 on one thread issues a bulk copy of contiguous bytes; before, every thread copies its share in 16-byte units.
 constexpr uint32_t kBulkArrivals = AQ_HOPPER ? 1 : 0;  // arrivals at a full barrier, in addition to one per thread

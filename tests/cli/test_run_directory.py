@@ -26,7 +26,7 @@ from paths import DATA, ROOT
 
 from annie_quant import report
 from annie_quant.bench.regressions import regression
-from annie_quant.checkpoint.writer import need_room, staged
+from annie_quant.checkpoint.writer import check_free_space, staged
 from annie_quant.cli import terminal
 from annie_quant.cli.pipeline import search
 from annie_quant.cli.pipeline.stages import RunDirectory
@@ -246,7 +246,7 @@ def test_errors_of_libraries_under_a_memory_limit_are_reported_as_memory_and_els
 
 def test_a_full_disk_ends_a_search_and_is_not_a_failure_of_the_strategy(tmp_path):
     """Otherwise the search would continue with a larger strategy and choose that one."""
-    stages = SimpleNamespace(rows=[], quantize=lambda _: need_room(tmp_path, 1 << 62))
+    stages = SimpleNamespace(rows=[], quantize=lambda _: check_free_space(tmp_path, 1 << 62))
     new = SimpleNamespace(stages=stages, spent_s=lambda: 0.0)
     with pytest.raises(DiskFull, match="GB to write and"):
         search.Search.attempt(new, "direct")

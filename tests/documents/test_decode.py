@@ -99,9 +99,8 @@ def test_unknown_fields_are_ignored():
     assert record.prompt == ("w", "c", 0)
 
 
-def test_each_metric_has_a_field_in_a_summary_and_in_a_record():
+def test_each_metric_has_a_field_in_a_summary():
     assert set(METRICS) == set(WorkloadSummary.__struct_fields__) - {"n"}
-    assert all(hasattr(RequestRecord, m.field) for m in METRICS.values())
 
 
 GATE = documents.GateResult(passes=2, n=3, low=0.2, high=0.94, threshold=0.9)

@@ -1,5 +1,6 @@
 """The GEMM kernels on a CUDA GPU against the float64 oracle; skipped without a GPU. Needs only NumPy and ml_dtypes."""
 
+import contextlib
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -154,6 +155,26 @@ def test_every_split_of_k(split):
     out = gemm.DeviceArray((7, 528), "float32").fill(0xFF)
     gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=weight.plan(7, "tiled")._replace(cluster_size=split))
     assert check(out.host(), *args) <= 1
+
+
+def tiles():
+    """Return the tile_tokens that the check of a plan accepts."""
+    accepted = []
+    for tokens in range(8, 257, 8):
+        with contextlib.suppress(ValueError):
+            native().plan_needs(40, 528, 1024, "tiled", (tokens, 1, 2))
+            accepted.append(tokens)
+    return accepted
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("m", [1, 40, 300])
+def test_every_tile_of_the_many_token_kernel(m, dtype):
+    assert {16, 64} <= set(tiles())
+    args = case(m, 528, 1024, dtype)
+    for tokens in tiles():
+        actual = run(*args, plan=gemm.TiledPlan(tokens, cluster_size=1, stages=2))
+        assert check(actual, *args) <= 1, tokens
 
 
 def wgmma_plan(tokens, blocks, stream_k_tiles, split, rows, permuted):

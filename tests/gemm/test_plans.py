@@ -74,7 +74,7 @@ def test_a_good_plan_of_each_path_is_accepted():
         (SKINNY, {"step_tiles": 1}, "step_tiles"),
         (SKINNY, {"step_tiles": 8}, "step_tiles"),
         (TILED, {"tile_tokens": 0}, "tile_tokens"),
-        (TILED, {"tile_tokens": 32}, "tile_tokens"),
+        (TILED, {"tile_tokens": 24}, "tile_tokens"),
         (TILED, {"cluster_size": 16}, "cluster_size"),
         (TILED, {"stages": 1}, "stages"),
         (TILED, {"stages": 7}, "shared memory"),

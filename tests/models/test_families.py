@@ -196,6 +196,29 @@ def test_gguf_names_of_experts_are_those_of_llama_cpp(kind: str, architecture: s
         assert f"blk.2.{experts.gguf[inside]}.weight" == theirs.get_name(name, (".weight",))
 
 
+@pytest.mark.parametrize("family", [f for f in models.families() if f.gguf], ids=lambda family: family.name)
+def test_gguf_names_are_those_of_llama_cpp(family: models.Family) -> None:
+    """Those of the tensors that the architecture has in llama.cpp; a family may list names of its relatives too."""
+    constants = pytest.importorskip("gguf.constants", reason="the gguf extra is not installed")
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    assert family.gguf is not None
+    architectures = {name: number for number, name in constants.MODEL_ARCH_NAMES.items()}
+    theirs = get_tensor_name_map(architectures[family.gguf.architecture], 4)
+    compared = 0
+    for inside, name in [
+        *family.gguf.top.items(),
+        *((f"layers.2.{n}", f"blk.2.{s}") for n, s in family.gguf.layer.items()),
+    ]:
+        expected = theirs.get_name(f"model.{inside}", (".weight", ".bias")) or theirs.get_name(
+            inside, (".weight", ".bias")
+        )
+        if expected:
+            compared += 1
+            assert name == expected, inside
+    assert compared >= 10
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "qwen3_moe"])
 def test_the_families_name_every_linear_of_transformers_own_model(kind: str) -> None:
     transformers = pytest.importorskip("transformers", reason="the quantize extra is not installed")

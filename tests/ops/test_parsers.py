@@ -11,6 +11,7 @@ from paths import TINY_ANNIE
 
 import annie_quant as aq
 from annie_quant.ops.recipes import fitted, load_recipes
+from annie_quant.ops.serving import RECIPE_RUNTIMES
 
 QWEN3 = '{% if tools %}<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>{% endif %}<think>'
 LLAMA = '{% if tools %}<|python_tag|>{"name": function name, "parameters": {}}{% endif %}<|start_header_id|>'
@@ -56,6 +57,6 @@ def test_the_parsers_are_the_templates(
 @pytest.mark.parametrize("config", ["{", "[]", '{"chat_template": 3}', '{"chat_template": [1, {"template": null}]}'])
 def test_a_faulty_tokenizer_config_keeps_the_recipes_parsers(tmp_path: Path, config: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(config)
-    for runtime in ("vllm", "sglang"):
-        for recipe in load_recipes(runtime).values():
-            assert fitted(recipe.command, tmp_path, runtime) == recipe.command
+    for runtime in RECIPE_RUNTIMES:
+        for recipe in load_recipes(runtime.name).values():
+            assert fitted(recipe.command, tmp_path, runtime.parsers) == recipe.command

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from unittest.mock import patch
 
 import checkpoint_zoo as zoo
 import pytest
 
 import annie_quant as aq
 from annie_quant.core.errors import AnnieError, EnvironmentFault, UsageError
+from annie_quant.ops import recipes
 from annie_quant.ops import server as process
+from annie_quant.ops.recipes import RecipeRuntime, load_recipes
+from annie_quant.ops.serving import RECIPE_RUNTIMES
 
 PARSERS = ("--reasoning-parser qwen3", "--tool-call-parser qwen3_coder")
 
@@ -108,13 +113,25 @@ def test_a_recipe_file_is_yaml_with_the_same_command(tmp_path, name):
     assert recipe.get("cluster_only", False) is (name == "2026-11-two-sparks")
 
 
-def test_every_recipe_has_its_source_with_a_date():
-    from annie_quant.ops.recipes import load_recipes
+@pytest.mark.parametrize("runtime", RECIPE_RUNTIMES, ids=lambda runtime: runtime.name)
+def test_every_recipe_can_be_used_and_has_its_source_with_a_date(tmp_path, runtime):
+    for name, recipe in load_recipes(runtime.name).items():
+        assert re.match(r"20\d\d-\d\d", recipe.source) and recipe.note, name
+        assert recipe.image or runtime.program, f"{name}: neither an image nor a program"
+        words = shlex.split(aq.serve.command(tmp_path, runtime=runtime.name, port=8123, recipe=name))
+        assert "8123" in words and not {"{model}", "{name}", "{port}"} & set(words)
+        if runtime.parsers:
+            assert "--tool-call-parser" in recipe.command, name
 
-    for runtime in ("vllm", "sglang"):
-        for name, recipe in load_recipes(runtime).items():
-            assert recipe.source.startswith("2026-") and recipe.note, (runtime, name)
-            assert "--tool-call-parser" in recipe.command, (runtime, name)
+
+def test_a_runtime_without_a_rule_is_served_with_a_note(tmp_path):
+    """Whether it loads a checkpoint is not known, which is different from a checkpoint that it does not load."""
+    source = zoo.nvfp4(tmp_path / "nvfp4", zoo.bf16(tmp_path / "bf16"))
+    recipe = next(iter(load_recipes("sglang").values()))
+    server = RecipeRuntime("new-server", "New Server")
+    with patch.object(recipes, "choose", return_value=("2026-11", recipe)):
+        notes = server.check(source)
+    assert "whether New Server loads it is not checked" in " ".join(notes)
 
 
 def test_the_bare_recipe_runs_what_is_installed(tmp_path, monkeypatch):

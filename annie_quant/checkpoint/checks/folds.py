@@ -146,7 +146,10 @@ def check(model: QuantizedFolder, source: ModelFolder, layers: set[str]) -> Iter
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """The check of one layer. fits: of the linears whose input scale cancels, by name."""
+    """The check of one layer.
+
+    fits: name of a linear whose input scale cancels → its comparison with the source.
+    """
 
     model: QuantizedFolder
     source: ModelFolder

@@ -106,9 +106,9 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
             )
         elif suffix == "weight" and folder.info(name).dtype == "F8_E4M3":
             scale = existing["weight_scale"]
-            new = Linear(module, "fp8", name, scale, None, existing["input_scale"])
-            other = scale is not None and (folder.info(scale).elements == 1 or new.per_channel(folder))
-            quantized[module] = new if other else dataclasses.replace(new, block=block)
+            linear = Linear(module, "fp8", name, scale, None, existing["input_scale"])
+            in_blocks = scale is None or (folder.info(scale).elements != 1 and not linear.per_channel(folder))
+            quantized[module] = dataclasses.replace(linear, block=block) if in_blocks else linear
     return quantized
 
 
@@ -133,7 +133,7 @@ def read(quant: JsonObject) -> QuantConfig:
     layers: dict[str, str] = {}
     for group in groups if len(kinds) > 1 else ():
         for target in group.targets:
-            layers.setdefault(target, group.algorithm)  # the first group that names a linear has it
+            layers.setdefault(target, group.algorithm)  # a linear belongs to the first group that names it
     return QuantConfig(
         method=NAME,
         algo="MIXED_PRECISION" if len(kinds) > 1 else next(iter(kinds), ""),

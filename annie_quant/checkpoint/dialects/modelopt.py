@@ -179,10 +179,10 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     else:
         (algo,) = kinds
         scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group}
-        one = {"weights": dict(scheme), "targets": ["Linear"]}
+        config_group = {"weights": dict(scheme), "targets": ["Linear"]}
         if algo == "NVFP4":
-            one = {"input_activations": dict(scheme), **one}
-        inline = {"config_groups": {"group_0": one}, "ignore": excluded, "quant_algo": algo, **common}
+            config_group = {"input_activations": dict(scheme), **config_group}
+        inline = {"config_groups": {"group_0": config_group}, "ignore": excluded, "quant_algo": algo, **common}
         companion |= {"group_size": group, "exclude_modules": excluded}
     quantization = {"quant_algo": algo, **companion}
     return QuantSettings(inline, {HF_QUANT_CONFIG: {"producer": producer, "quantization": quantization}})

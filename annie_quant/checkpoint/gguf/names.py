@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.gguf.settings import GgufSettings, written
+from annie_quant.checkpoint.gguf.settings import GgufSettings, written_families
 from annie_quant.core.errors import CheckpointError
 from annie_quant.models.family import DeltaNet, GGUFNames
 
@@ -82,10 +82,10 @@ class Layout:
             inside = f"{experts.module}.{expert[2]}.weight"
         if short.startswith("layers.") and inside in self.names.layer:
             return f"blk.{int(short.split('.')[1]) + first}.{self.names.layer[inside]}"
-        raise CheckpointError(f"{name}: no such tensor in a {self.family.name} text model", written())
+        raise CheckpointError(f"{name}: no such tensor in a {self.family.name} text model", written_families())
 
     def rows(self, name: str, count: int) -> np.ndarray | None:
-        """Return the order of a tensor's `count` rows (first axis), or None where they keep theirs."""
+        """Return the order of a tensor's `count` rows (first axis), or None where it does not change."""
         heads, inside = self.heads, _module(name)
         if inside in self.interleaved:
             halves = np.arange(count).reshape(self.interleaved[inside], 2, -1)
@@ -100,7 +100,7 @@ class Layout:
         return heads.order(1) if inside in self.deltanet.per_head else None
 
     def columns(self, name: str) -> np.ndarray | None:
-        """Return the order of the columns of the output projection, or None where they keep theirs."""
+        """Return the order of the output projection's columns, or None where it does not change."""
         heads = self.heads
         if heads is None or self.deltanet is None or heads.keys == heads.values:
             return None

@@ -32,7 +32,7 @@ HINT = "copy config.json from the source checkpoint"
 
 
 class Rope(msgspec.Struct):
-    """Rotary embedding."""
+    """Settings of the rotary embedding. full_attention, sliding_attention: those of one kind of layer, where they differ."""
 
     mrope_section: Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=4)] | None = None
     rope_theta: Positive | None = None
@@ -113,7 +113,7 @@ class GgufSettings(msgspec.Struct):
         return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
-def written() -> str:
+def written_families() -> str:
     """Return a hint that lists the families which are written as GGUF."""
     return f"GGUF is written for {', '.join(f.name for f in models.families() if f.gguf)}"
 
@@ -123,7 +123,7 @@ def read_settings(folder: ModelFolder) -> GgufSettings:
     where = f"{folder.path.name}/config.json"
     if folder.family.gguf is None:
         problem = f"model_type {folder.text_config.get('model_type')!r} cannot be stored as GGUF here"
-        raise CheckpointError(f"{folder.path}: {problem}", written())
+        raise CheckpointError(f"{folder.path}: {problem}", written_families())
     if folder.family.deltanet:
         absent = next((f for f in REQUIRED_HYBRID if f not in folder.text_config), None)
         if absent:
@@ -153,6 +153,7 @@ def check_settings(folder: ModelFolder, settings: GgufSettings, linears: Mapping
     missing = next((field for field in required if getattr(settings, field) is None), None)
     if missing:
         raise CheckpointError(f"{where}: {missing} is missing", HINT)
+    # Qwen3.5's layers include those of the dense families; a name that a model does not have is never looked up.
     expected = qwen3_5.tensor_shapes(settings) | (qwen3_5_moe.tensor_shapes(settings) if folder.family.experts else {})
     expected |= {
         name.replace("_proj.weight", "_proj.bias"): (fields, shape[:1])

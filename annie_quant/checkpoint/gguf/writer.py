@@ -25,7 +25,7 @@ from annie_quant.checkpoint.gguf.names import Heads, Layout, keeps_float32
 from annie_quant.checkpoint.gguf.settings import GgufSettings, check_settings, read_settings
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import need_room
+from annie_quant.checkpoint.writer import check_free_space
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError, need
 from annie_quant.core.progress import SILENT, ByteProgress, Progress
 
@@ -372,7 +372,7 @@ def write_gguf(model: QuantizedFolder, output: Path, kind: str, progress: Progre
         add_metadata(writer, plan, model.folder.path.resolve().name)
         vocabulary.add(writer, model.folder, plan.settings.vocab_size)
         sizes = [size_of(tensor) for tensor in plan.entries]
-        need_room(output.parent, sum(sizes))
+        check_free_space(output.parent, sum(sizes))
         for tensor, size in zip(plan.entries, sizes, strict=True):
             raw_dtype = gguf.GGMLQuantizationType[tensor.type]
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=raw_dtype)

@@ -82,6 +82,7 @@ def evaluate(options: EvalOptions) -> None:
     """
     quiet_engines()
     from annie_quant import judge
+    from annie_quant.checkpoint import ModelFolder, decode_speed
     from annie_quant.checkpoint.inspection import export_notes
     from annie_quant.data.workloads import personas_of, resolve
     from annie_quant.judge.decision import FAILING
@@ -115,12 +116,14 @@ def evaluate(options: EvalOptions) -> None:
     with console.task("evaluate") as step:
         result = job.run(settings, step, options.processes)
     if join_group().is_first:
-        document = result.to_dict() | {"notes": [*faults, *result.notes]}
+        speed = decode_speed.predict(ModelFolder(checkpoint))
+        predicted = {"predicted": msgspec.to_builtins(speed)}
+        document = result.to_dict() | {"notes": [*faults, *result.notes]} | predicted
         if options.as_json:
             emit(document)
         else:
             console.print_lines(tables.evaluation_lines(result, checkpoint.name, console.width))
-            for line in (*result.notes, *summary_lines(result)):
+            for line in (*result.notes, *summary_lines(result), decode_speed.describe(speed)):
                 console.note(line)
     leave_group()
     assert result.verdict is not None  # evaluate_pair sets it

@@ -61,7 +61,7 @@ def duration(seconds: float) -> str:
 
 def summary_table(rows: Sequence[StrategyRow]) -> list[str]:
     lines = [
-        "| strategy | outcome | MB | bits per weight | GB10 ceiling, tok/s | KL W4A4 | KL W4A16 | "
+        "| strategy | outcome | MB | bits per weight | GB10, tok/s (predicted) | KL W4A4 | KL W4A16 | "
         "top-token flips W4A4 / W4A16 | answers as bf16's | quantize + evaluate |",
         "|" + "---|" * 10,
     ]
@@ -75,7 +75,7 @@ def summary_table(rows: Sequence[StrategyRow]) -> list[str]:
         same = [f"{side.same_answers.same}/{side.same_answers.n}" for side in row.numerics.values()]
         lines.append(
             f"| {row.strategy} | {row.outcome} | {row.size_bytes / 1e6:,.2f} | {row.bits_per_weight:.2f} | "
-            f"{row.ceiling_tok_s:,.0f} | {means[0]} | {means[1]} | {flips[0]} / {flips[1]} | "
+            f"{row.predicted_tok_s:,.0f} | {means[0]} | {means[1]} | {flips[0]} / {flips[1]} | "
             f"{' / '.join(same)} | {row.seconds:.0f} s |"
         )
     return lines

@@ -13,7 +13,16 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, Linear, QuantConfig, Size, kv_format, read_struct
+from annie_quant.checkpoint.linears import (
+    FP8_BLOCK,
+    FP8_DYNAMIC,
+    HEAD,
+    Linear,
+    QuantConfig,
+    Size,
+    kv_format,
+    read_struct,
+)
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planned
 from annie_quant.core.untrusted import JsonObject
@@ -176,7 +185,10 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8", "fp8_channel").index)
     groups: dict[str, dict[str, object]] = {}
     for i, kind in enumerate(kinds):
-        targets = ["Linear"] if len(kinds) == 1 else sorted(m for m, f in formats.items() if f == kind)
+        # A head is no Linear in vLLM.
+        targets = ["Linear", *(m for m in formats if m == HEAD)]
+        if len(kinds) > 1:
+            targets = sorted(m for m, f in formats.items() if f == kind)
         groups[f"group_{i}"] = scheme(kind, group) | {"targets": targets}
     stored = {g["format"] for g in groups.values()}
     inline = {

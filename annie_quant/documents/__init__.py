@@ -31,6 +31,8 @@ from annie_quant.documents.checkpoint import (
     Audit,
     AuditSummary,
     Finding,
+    FormatPlan,
+    FrontierPoint,
     HeldOut,
     Ingredient,
     Recipe,

@@ -24,7 +24,7 @@ from annie_quant.checkpoint.writer import Planned
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents import HeldOut, Ingredient
+from annie_quant.documents import FormatPlan, HeldOut, Ingredient
 from annie_quant.models import Family
 from annie_quant.quantize.formats import (
     ALGORITHM,
@@ -57,7 +57,7 @@ class QuantizationPlan:
     tensor_amax: largest magnitude for the tensor scale, where that is not the weight's own.
     input_scales: multipliers of the activations that replace those from `amax`.
     coverage: calibration tokens that each expert saw.
-    held_out, ingredients: comparison of recipes, for annie_quant.json.
+    held_out, ingredients, frontier: comparison of recipes and of formats, for annie_quant.json.
     """
 
     formats: dict[str, str]
@@ -71,6 +71,7 @@ class QuantizationPlan:
     coverage: Coverage | None = None
     held_out: HeldOut | None = None
     ingredients: list[Ingredient] = field(default_factory=list)
+    frontier: FormatPlan | None = None
 
     def all_input_scales(self, family: Family) -> dict[str, np.float32]:
         """Return the multiplier of the activations of every linear that quantizes them, one per fused group."""

@@ -1,4 +1,4 @@
-"""Quantized heads (tied ones too) and FP8 with a scale per row next to NVFP4, through export, audit, both dialects, loading and GGUF."""
+"""Quantized heads, tied ones too, and FP8 with a scale per row next to NVFP4: export, audit, both dialects, loading, GGUF."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
     Raises CheckpointError for a weight that cannot be quantized, or if no linear is left.
     """
     modules = all_linears(folder)
-    left_out = excluded(exclude, modules)
+    left_out = excluded(exclude, dict.fromkeys([*modules, HEAD]))  # also a head that is tied
     chosen = []
     for module in modules:
         info = folder.info(f"{module}.weight")

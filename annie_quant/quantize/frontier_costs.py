@@ -59,7 +59,7 @@ def groups_of(job: Job[StrategyOptions], four_bit: Mapping[str, str]) -> dict[st
         active = active_weights(folder, members)
         infos = {n: folder.info(f"{n}.weight") for n in members}
         formats = [four_bit[unit], FP8_CHANNEL]
-        sizes = [sum(quantized_bytes(infos[n].shape, f) for n in members) for f in formats]
+        sizes = [float(sum(quantized_bytes(infos[n].shape, f) for n in members)) for f in formats]
         reads = [
             sum(quantized_bytes(infos[n].shape, f) * active[n] / infos[n].elements for n in members) for f in formats
         ]

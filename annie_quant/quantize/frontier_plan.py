@@ -132,7 +132,7 @@ class FormatPlanner:
             self.costs[u][g.formats[i]] * (self.ratio(u, g.formats[i]) if scaled else 1.0)
             for (u, g), i in zip(self.groups.items(), choices, strict=True)
         ]
-        return np.sum(parts, axis=0)  # type: ignore[no-any-return]
+        return np.sum(parts, axis=0)
 
     def ratio(self, unit: str, kind: str) -> float:
         return 1.0 if unit == HEAD else self.ratios.get(kind, 1.0)  # one group, measured as it is

@@ -119,7 +119,7 @@ class Trial:
 
         inputs: round them where the plan's formats do.
         """
-        return self.shares(plan, inputs)[:, :2].tolist()  # type: ignore[no-any-return]
+        return self.shares(plan, inputs)[:, :2].tolist()
 
     def shares(self, plan: QuantizationPlan, inputs: bool = True) -> np.ndarray:
         """Return each conversation's share of three figures, float64 [conversations, 3].

@@ -291,6 +291,11 @@ def weight_name(folder: ModelFolder, module: str) -> str:
     return next(embeddings, name)
 
 
+def unties(folder: ModelFolder, formats: Iterable[str]) -> bool:
+    """Return whether formats give the embedding of a tied model a quantized copy that serves as the head."""
+    return HEAD in formats and f"{HEAD}.weight" not in folder
+
+
 def all_linears(folder: ModelFolder) -> list[str]:
     """Return the modules of plain_linears, and those of single experts inside merged tensors, in file order."""
     modules = []

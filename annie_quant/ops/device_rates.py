@@ -69,10 +69,8 @@ def fastest(work: Callable[[], object], wait: Callable[[], object] = lambda: Non
 def measure_cpu() -> tuple[float, float, float]:
     """Return bytes per second of products and of copies (read and written), and the seconds of a small product."""
     weights = [random_weight(SHAPE, i) for i in range(COPIES)]
-    x, turn = np.ones((1, SHAPE[1]), np.float32), cycle(weights)
-    size = weights[0].codes.nbytes + weights[0].block_scale.nbytes
-    read = size / fastest(lambda: nvfp4.gemv(x, next(turn)))
-    target = np.empty_like(weights[0].codes)
+    x, turn, target = np.ones((1, SHAPE[1]), np.float32), cycle(weights), np.empty_like(weights[0].codes)
+    read = SHAPE[0] * SHAPE[1] * 9 / 16 / fastest(lambda: nvfp4.gemv(x, next(turn)))
     copied = 2 * target.nbytes / fastest(lambda: np.copyto(target, next(turn).codes))
     small, one = random_weight(TINY, 0), np.ones((1, TINY[1]), np.float32)
     return read, copied, fastest(lambda: nvfp4.gemv(one, small))
@@ -85,25 +83,23 @@ def measure_gpu() -> tuple[float, float, float]:
 
     def on_gpu(shape: tuple[int, int], seed: int) -> Callable[[], object]:
         weight = random_weight(shape, seed)
-        codes = torch.from_numpy(weight.codes).cuda()
-        scales = torch.from_numpy(weight.block_scale.view(np.uint8)).cuda().view(torch.float8_e4m3fn)
-        packed = prepare(codes, scales, float(weight.tensor_scale))
+        codes, scales = (torch.from_numpy(a.view(np.uint8)).cuda() for a in (weight.codes, weight.block_scale))
+        packed = prepare(codes, scales.view(torch.float8_e4m3fn), 0.01)
         x = torch.ones(1, shape[1], dtype=torch.bfloat16, device="cuda")
         return lambda: product(x, packed.packed, packed.tensor_scale, packed.n)
 
     def seconds(calls: list[Callable[[], object]]) -> float:
         """Return the seconds of one of the calls."""
+        graph = torch.cuda.CUDAGraph()
         for call in calls:
             call()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
         return fastest(graph.replay, torch.cuda.synchronize) / len(calls)
 
     read = SHAPE[0] * SHAPE[1] * 9 / 16 / seconds([on_gpu(SHAPE, i) for i in range(COPIES)])
-    buffers = [torch.zeros(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(COPIES)]
-    pairs = zip(buffers[::2], buffers[1::2], strict=True)
-    copied = 2 * buffers[0].nbytes / seconds([partial(b.copy_, a) for a, b in pairs])
+    source, target = (torch.zeros(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    copied = 2 * source.nbytes / seconds([partial(target.copy_, source)])
     return read, copied, seconds([on_gpu(TINY, 0)] * (20 * LAUNCHES))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from annie_quant.checkpoint.linears import FP8_DYNAMIC, HEAD, all_linears, covering_pattern, weight_name
+from annie_quant.checkpoint.linears import FP8_DYNAMIC, HEAD, all_linears, covering_pattern, unties, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
 
@@ -82,11 +82,6 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
 def decoder_linears(folder: ModelFolder) -> list[str]:
     """Return the linears of the decoder's layers."""
     return [n for n in all_linears(folder) if folder.family.in_decoder(n)]
-
-
-def unties(folder: ModelFolder, formats: Mapping[str, str]) -> bool:
-    """Return whether formats give the embedding of a tied model a quantized copy that serves as the head."""
-    return HEAD in formats and f"{HEAD}.weight" not in folder
 
 
 def quantized_bytes(shape: tuple[int, ...], kind: str) -> int:

@@ -30,9 +30,10 @@ class Limits:
     min_tps: float = 0.0
     max_loss: float = math.inf
 
-    @property
-    def given(self) -> bool:
-        return self != Limits(self.device)
+    def __str__(self) -> str:
+        given = [("gb", self.max_gb), ("loss", self.max_loss)]
+        speed = [f"--min-tps {self.min_tps:g}"] if self.min_tps else []
+        return ", ".join([*speed, *(f"--max-{name} {value:g}" for name, value in given if value < math.inf)])
 
 
 @dataclass(frozen=True)

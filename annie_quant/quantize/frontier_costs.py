@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from annie_quant.checkpoint.linears import HEAD, weight_name
+from annie_quant.checkpoint.linears import HEAD, unties, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.files import sha256_text
 from annie_quant.quantize import mixed_formats, recipe_choice
@@ -19,7 +19,6 @@ from annie_quant.quantize.formats import (
     FLOATS,
     FP8_CHANNEL,
     GROUP,
-    NVFP4,
     W4A16,
     active_weights,
     names_module,
@@ -54,28 +53,25 @@ def groups_of(job: Job[StrategyOptions], four_bit: Mapping[str, str]) -> dict[st
     units = mixed_formats.units_of(folder.family, list(four_bit))
     if device_kind(device_and_dtype(folder)[0]) == "cpu":
         units = mixed_formats.bands_of(units, mixed_formats.BANDS)
-    groups = {}
-    for unit, members in units.items():
-        active = active_weights(folder, members)
-        infos = {n: folder.info(f"{n}.weight") for n in members}
-        formats = [four_bit[unit], FP8_CHANNEL]
-        sizes = [float(sum(quantized_bytes(infos[n].shape, f) for n in members)) for f in formats]
-        reads = [
-            sum(quantized_bytes(infos[n].shape, f) * active[n] / infos[n].elements for n in members) for f in formats
-        ]
-        plain = sum(info.size_bytes for info in infos.values())
-        plain_read = sum(info.size_bytes * active[n] / info.elements for n, info in infos.items())
-        groups[unit] = Group(members, [*formats, PLAIN], [*sizes, plain], [*reads, plain_read], sum(active.values()))
-    name = weight_name(folder, HEAD)
-    info = folder.info(name)
+    groups = {unit: group_of(folder, members, four_bit[unit]) for unit, members in units.items()}
+    info = folder.info(weight_name(folder, HEAD))
     if info.dtype in FLOATS and info.shape[1] % GROUP == 0 and not any(names_module(p, HEAD) for p in job.exclude):
         # No 4-bit inputs: a server computes the head for the last position of a prompt only.
-        formats = [W4A16, FP8_CHANNEL]
-        sizes = [float(quantized_bytes(info.shape, f)) for f in formats]
-        tied = name != f"{HEAD}.weight"  # then 16 bits take no bytes besides the embedding, which stays
-        groups[HEAD] = Group([HEAD], [*formats, PLAIN], [*sizes, 0.0 if tied else info.size_bytes],
-                             [*sizes, info.size_bytes], info.elements)  # fmt: skip
+        groups[HEAD] = group_of(folder, [HEAD], W4A16)
     return groups
+
+
+def group_of(folder: ModelFolder, members: list[str], four_bit: str) -> Group:
+    """Return linears as a group that may have a 4-bit format, FP8 or 16 bits."""
+    active = active_weights(folder, members)
+    infos = {n: folder.info(weight_name(folder, n)) for n in members}
+    stored = {f: {n: quantized_bytes(i.shape, f) for n, i in infos.items()} for f in (four_bit, FP8_CHANNEL)}
+    stored[PLAIN] = {n: i.size_bytes for n, i in infos.items()}
+    size = [float(sum(of.values())) for of in stored.values()]
+    read = [sum(b * active[n] / infos[n].elements for n, b in of.items()) for of in stored.values()]
+    if unties(folder, members):
+        size[-1] = 0.0  # 16 bits take no bytes besides the embedding, which stays
+    return Group(members, list(stored), size, read, sum(active.values()))
 
 
 class FormatTrials:
@@ -109,7 +105,7 @@ class FormatTrials:
     def stored(self, formats: Mapping[str, str]) -> np.ndarray:
         key = sha256_text(json.dumps(sorted(formats.items())))[:16]
         if key not in self.figures:
-            packed = {n: self.rounded.packed[n] for n, f in formats.items() if f in (NVFP4, W4A16)}
+            packed = {n: self.rounded.packed[n] for n, f in formats.items() if f != FP8_CHANNEL}
             shares = self.trial.shares(QuantizationPlan(dict(formats), self.rounded.amax, packed=packed))
             self.figures[key] = np.nan_to_num(shares, nan=recipe_choice.BROKEN, posinf=recipe_choice.BROKEN).tolist()
             self.file.save(self.figures)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.rounding import round_model
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
+FORMATS = (NVFP4, W4A16, FP8_CHANNEL, PLAIN)
 ROUNDS = 6  # solutions that are evaluated at most
 POINTS = 12  # of the frontier, in the table
 HEAD_TOKENS = {"cpu": 4096, "cuda": 1 << 15}  # inputs of the head at most
@@ -58,7 +59,8 @@ class Solution:
 class FormatPlanner:
     """The costs of all groups, and the choices under limits.
 
-    base_size, base_read: bytes of everything that is in no group.
+    read: what a token of the model reads.
+    base: bytes of everything that is in no group, by axis: "size" and "read".
     costs: group → format → FormatTrials.measure of it alone; zero for 16 bits.
     ratios: format → measured divergence of a whole relative to the sum of its groups.
     """
@@ -66,37 +68,34 @@ class FormatPlanner:
     groups: dict[str, Group]
     limits: Limits
     read: decode_speed.TokenBytes
-    base_size: float
-    base_read: float
+    base: dict[str, float]
     costs: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
-    allowed: float = math.inf
 
-    @property
-    def max_read(self) -> float:
-        """The bytes of weights that a token may read."""
-        if not self.limits.min_tps:
-            return math.inf
-        return decode_speed.largest_bytes(self.read, self.limits.device, self.limits.min_tps)
+    def line(self, axis: str) -> float:
+        """Return the bytes that an axis may have."""
+        if axis == "size":
+            return self.limits.max_gb * 1e9
+        speed = self.limits.min_tps
+        return decode_speed.largest_bytes(self.read, self.limits.device, speed) if speed else math.inf
+
+    def chosen(self, choices: Sequence[int]) -> list[tuple[str, Group, int]]:
+        return [(u, g, i) for (u, g), i in zip(self.groups.items(), choices, strict=True)]
 
     def bytes_of(self, choices: Sequence[int], axis: str) -> float:
-        """Return the bytes of a choice. axis: "size" or "read"."""
-        base = self.base_size if axis == "size" else self.base_read
-        return base + sum(getattr(g, axis)[i] for g, i in zip(self.groups.values(), choices, strict=True))
+        return self.base[axis] + sum(getattr(g, axis)[i] for _, g, i in self.chosen(choices))
 
-    def tok_s(self, read: float) -> float:
-        token = decode_speed.TokenBytes(read, self.read.layers, state=self.read.state)
-        return decode_speed.tok_s(token, self.limits.device)
+    def tok_s(self, choices: Sequence[int]) -> float:
+        return decode_speed.tok_s(replace(self.read, weights=self.bytes_of(choices, "read")), self.limits.device)
 
     def fits(self, choices: Sequence[int]) -> bool:
-        within_size = self.bytes_of(choices, "size") <= self.limits.max_gb * 1e9
-        return within_size and self.bytes_of(choices, "read") <= self.max_read
+        return all(self.bytes_of(choices, axis) <= self.line(axis) for axis in self.base)
 
     def check_limits(self) -> None:
         """Raise UsageError where no choice has so few bytes, or where the unchanged model has."""
-        size = (self.base_size + sum(min(g.size) for g in self.groups.values())) / 1e9
-        speed = self.tok_s(self.base_read + sum(min(g.read) for g in self.groups.values()))
         limits, name = self.limits, self.limits.device.name
+        least = {axis: [int(np.argmin(getattr(g, axis))) for g in self.groups.values()] for axis in self.base}
+        size, speed = self.bytes_of(least["size"], "size") / 1e9, self.tok_s(least["read"])
         if limits.max_gb < size:
             raise UsageError(
                 f"--max-gb {limits.max_gb:g}: the smallest possible is {size:.4g} GB, {size - limits.max_gb:.3g} GB more",
@@ -110,9 +109,9 @@ class FormatPlanner:
             )
         plain = [len(g.formats) - 1 for g in self.groups.values()]
         if math.isinf(limits.max_loss) and self.fits(plain):
+            size, speed = self.bytes_of(plain, "size") / 1e9, self.tok_s(plain)
             raise UsageError(
-                f"the unchanged model is within the limits: {self.bytes_of(plain, 'size') / 1e9:.4g} GB, "
-                f"{self.tok_s(self.bytes_of(plain, 'read')):.4g} tok/s on {name}",
+                f"the unchanged model is within the limits: {size:.4g} GB, {speed:.4g} tok/s on {name}",
                 "a smaller --max-gb or a larger --min-tps",
             )
 
@@ -126,128 +125,102 @@ class FormatPlanner:
                 done, loss = done + 1, float(self.costs[unit][kind][:, :2].sum())
                 progress.update(done, count, f"measuring formats: {done} of {count}, {unit} in {kind}: {loss:.2g} nats")
 
-    def expected(self, choices: Sequence[int], scaled: bool = False) -> np.ndarray:
-        """Return the sum of the groups' figures [conversations, 3]. scaled: by the ratios."""
-        parts = [
-            self.costs[u][g.formats[i]] * (self.ratio(u, g.formats[i]) if scaled else 1.0)
-            for (u, g), i in zip(self.groups.items(), choices, strict=True)
-        ]
-        return np.sum(parts, axis=0)
+    def cost(self, unit: str, kind: str) -> np.ndarray:
+        """Return a group's figures, scaled where it is not the head: that is one group, measured as it is."""
+        return self.costs[unit][kind] * (1.0 if unit == HEAD else self.ratios.get(kind, 1.0))
 
-    def ratio(self, unit: str, kind: str) -> float:
-        return 1.0 if unit == HEAD else self.ratios.get(kind, 1.0)  # one group, measured as it is
+    def expected(self, choices: Sequence[int]) -> np.ndarray:
+        """Return the sum of the groups' figures [conversations, 3], without ratios."""
+        return np.sum([self.costs[u][g.formats[i]] for u, g, i in self.chosen(choices)], axis=0)
 
     def front(self, axis: str) -> Front:
-        losses = [
-            [max(0.0, float(self.costs[u][f][:, :2].sum())) * self.ratio(u, f) for f in g.formats]
-            for u, g in self.groups.items()
-        ]
+        losses = [[max(0.0, float(self.cost(u, f)[:, :2].sum())) for f in g.formats] for u, g in self.groups.items()]
         return front_of(losses, [getattr(g, axis) for g in self.groups.values()])
 
-    def solve(self) -> tuple[int, ...]:
-        """Return the choice within the limits with the least loss; under a limit of the loss, that with the fewest bytes."""
-        lines = {"read": self.max_read - self.base_read, "size": self.limits.max_gb * 1e9 - self.base_size}
-        axes = sorted(lines, key=lambda axis: math.isinf(lines[axis]))  # a limited one first
-        for axis in axes:
+    def solve(self, allowed: float) -> tuple[int, ...]:
+        """Return the choice within the limits with the least loss, or with a finite `allowed` loss that with the fewest bytes."""
+        losses = list[str]()
+        for axis in sorted(self.base, key=lambda axis: (math.isinf(self.line(axis)), axis)):  # a limited one first
             front = self.front(axis)
-            point = (
-                front.within_cost(self.allowed) if self.limits.max_loss < math.inf else front.within_size(lines[axis])
+            within = front.within_size(self.line(axis) - self.base[axis])
+            losses += (
+                [] if within is None else [f"; the least loss within that of bytes is {front.costs[within]:.3g} nats"]
             )
+            point = within if math.isinf(allowed) else front.within_cost(allowed)
             if point is not None and self.fits(choices := front.choices(point)):
                 return tuple(choices)
-        raise self.nothing_fits()
-
-    def nothing_fits(self) -> UsageError:
-        """Return the error of limits that no choice satisfies together."""
-        front = self.front("read")
-        within = [c for i in range(len(front.sizes)) if self.fits(c := front.choices(i))]
-        least = min((float(self.expected(c, scaled=True)[:, :2].sum()) for c in within), default=math.nan)
-        loss = f"--max-loss {self.limits.max_loss:g}: " if self.limits.max_loss < math.inf else ""
-        return UsageError(
-            f"{loss}nothing satisfies the limits together; the least loss within those of bytes is {least:.3g} nats",
-            "allow more bytes or more loss",
-        )
+        raise UsageError(f"nothing satisfies the limits together{''.join(losses[:1])}", "allow more bytes or more loss")
 
     def formats(self, choices: Sequence[int]) -> dict[str, str]:
         """Return linear → format, without those in 16 bits."""
-        chosen = zip(self.groups.values(), choices, strict=True)
-        return {n: g.formats[i] for g, i in chosen if g.formats[i] != PLAIN for n in g.members}
+        return {n: g.formats[i] for _, g, i in self.chosen(choices) if g.formats[i] != PLAIN for n in g.members}
 
     def search(self, trials: FormatTrials, progress: Progress) -> tuple[Solution, list[Solution]]:
         """Return the solution that is taken, and all that were evaluated."""
         evaluated: dict[tuple[int, ...], Solution] = {}
-        self.allowed = self.limits.max_loss
+        most = allowed = self.limits.max_loss
         for _ in range(ROUNDS):
-            choices = self.solve()
-            if choices in evaluated:
+            if (choices := self.solve(allowed)) in evaluated:
                 break
             solution = evaluated[choices] = Solution(choices, trials.measure(self.formats(choices)))
             excess = (solution.whole - self.expected(choices))[:, :2].sum(1)
             noise = math.sqrt(len(excess) / max(1, len(excess) - 1) * float(np.square(excess - excess.mean()).sum()))
-            progress.message(
-                f"formats as a whole: {solution.loss:.3g} nats, {solution.loss - excess.sum():.3g} expected, noise {noise:.2g}"
-            )
-            self.allowed *= (
-                min(1.0, 0.98 * self.limits.max_loss / max(solution.loss, 1e-30))
-                if self.limits.max_loss < math.inf
-                else 1
-            )
-            if excess.sum() <= noise and solution.loss <= self.limits.max_loss:
+            expected = solution.loss - excess.sum()
+            progress.message(f"formats together: {solution.loss:.3g} nats, {expected:.3g} expected, noise {noise:.2g}")
+            if excess.sum() <= noise and solution.loss <= most:
                 break
+            if solution.loss > most:
+                allowed *= 0.98 * most / solution.loss
             if excess.sum() > noise:
                 self.rescale(trials, choices, solution)
         usual = tuple(len(g.formats) - 1 if u == HEAD else 0 for u, g in self.groups.items())
         if self.fits(usual) and usual not in evaluated:
             evaluated[usual] = Solution(usual, trials.measure(self.formats(usual)))
         quantized = [s for s in evaluated.values() if self.formats(s.choices)]
-        satisfying = [s for s in quantized if s.loss <= self.limits.max_loss]
+        satisfying = [s for s in quantized if s.loss <= most]
         if not satisfying:
             single = [float(c[f][:, :2].sum()) for c in self.costs.values() for f in c if f != PLAIN]
             least = min([s.loss for s in quantized] or [max(0.0, min(single))])
             raise UsageError(
-                f"--max-loss {self.limits.max_loss:g}: nothing quantized satisfies it, the least measured is {least:.3g} nats",
+                f"--max-loss {most:g}: nothing quantized satisfies it, the least measured is {least:.3g} nats",
                 f"--max-loss {least * 1.01:.2g}",
             )
-        limited = self.limits.max_loss < math.inf
+        order = ("loss", "read") if math.isinf(most) else ("read", "loss")
 
-        def rank(s: Solution) -> tuple[float, float]:
-            read = self.bytes_of(s.choices, "read")
-            return (read, s.loss) if limited else (s.loss, read)
+        def rank(s: Solution) -> list[float]:
+            values = {"loss": s.loss, "read": self.bytes_of(s.choices, "read")}
+            return [values[name] for name in order]
 
         return min(satisfying, key=rank), list(evaluated.values())
 
     def rescale(self, trials: FormatTrials, choices: Sequence[int], solution: Solution) -> None:
         """Set the ratios by a whole that is worse than the sum of its groups: one for FP8, one for both 4-bit formats."""
-        eight = [i if u == HEAD or g.formats[i] != FP8_CHANNEL else len(g.formats) - 1
-                 for (u, g), i in zip(self.groups.items(), choices, strict=True)]  # fmt: skip
-        four = trials.measure(self.formats(eight))
-        head = self.expected([i if u == HEAD else len(g.formats) - 1
-                              for (u, g), i in zip(self.groups.items(), choices, strict=True)])  # fmt: skip
-        for kinds, measured, expected in (
-            ((FP8_CHANNEL,), solution.whole - four, self.expected(choices) - self.expected(eight)),
-            ((NVFP4, W4A16), four - head, self.expected(eight) - head),
+
+        def only(kinds: Sequence[str]) -> list[int]:
+            return [i if u == HEAD or g.formats[i] in kinds else len(g.formats) - 1 for u, g, i in self.chosen(choices)]
+
+        four, head = only((NVFP4, W4A16)), self.expected(only(()))
+        measured = trials.measure(self.formats(four))
+        for kinds, whole, parts in (
+            ((FP8_CHANNEL,), solution.whole - measured, self.expected(choices) - self.expected(four)),
+            ((NVFP4, W4A16), measured - head, self.expected(four) - head),
         ):
-            total = float(expected[:, :2].sum())
-            if total > 0:
-                self.ratios |= dict.fromkeys(kinds, max(0.1, float(measured[:, :2].sum()) / total))
+            if (total := float(parts[:, :2].sum())) > 0:
+                self.ratios |= dict.fromkeys(kinds, max(0.1, float(whole[:, :2].sum()) / total))
 
     def point(self, choices: Sequence[int], whole: np.ndarray | None = None, taken: bool = False) -> FrontierPoint:
-        figures = self.expected(choices, scaled=True) if whole is None else whole
-        kl, decisions, flips = (max(0.0, float(x)) for x in figures.sum(0))
+        chosen = self.chosen(choices)
+        single = [self.cost(u, g.formats[i]).sum(0) for u, g, i in chosen]
+        kl, decisions, flips = (max(0.0, float(x)) for x in (np.sum(single, 0) if whole is None else whole.sum(0)))
         if whole is None:  # a token flips by one group or by another
-            kinds = zip(self.groups.items(), choices, strict=True)
-            single = [float(self.costs[u][g.formats[i]][:, 2].sum()) for (u, g), i in kinds]
-            flips = 1.0 - math.prod(1.0 - min(1.0, max(0.0, x)) for x in single)
-        shares: dict[str, float] = {}
-        for group, i in zip(self.groups.values(), choices, strict=True):
-            shares[group.formats[i]] = shares.get(group.formats[i], 0.0) + group.weights
-        total = sum(shares.values())
-        read = self.bytes_of(choices, "read")
+            flips = 1.0 - math.prod(1.0 - min(1.0, max(0.0, float(x[2]))) for x in single)
+        total = sum(g.weights for g in self.groups.values())
+        shares = {f: sum(g.weights for _, g, i in chosen if g.formats[i] == f) / total for f in FORMATS}
         head = self.groups[HEAD].formats[choices[-1]] if HEAD in self.groups else PLAIN
         return FrontierPoint(
-            read_bytes=read, size_bytes=self.bytes_of(choices, "size"), tok_s=self.tok_s(read), kl=kl, decisions=decisions,
-            flips=flips, formats={f: round(n / total, 4) for f, n in sorted(shares.items())}, head=head,
-            measured=whole is not None, taken=taken,
+            read_bytes=self.bytes_of(choices, "read"), size_bytes=self.bytes_of(choices, "size"), head=head, kl=kl,
+            tok_s=self.tok_s(choices), decisions=decisions, flips=flips, measured=whole is not None, taken=taken,
+            formats={f: round(share, 4) for f, share in shares.items() if share},
         )  # fmt: skip
 
     def describe(self, taken: Solution, evaluated: Sequence[Solution]) -> FormatPlan:
@@ -256,13 +229,8 @@ class FormatPlanner:
         shown = dict.fromkeys(p for t in targets if (p := front.within_size(float(t))) is not None)
         points = [self.point(front.choices(p)) for p in shown]
         points += [self.point(s.choices, s.whole, s is taken) for s in evaluated]
-        names = [f"--max-gb {limits.max_gb:g}"] * (limits.max_gb < math.inf)
-        names += [f"--min-tps {limits.min_tps:g}"] * (limits.min_tps > 0)
-        if limits.max_loss < math.inf:
-            names.append(f"--max-loss {limits.max_loss:g}")
-            reason = f"=> the fewest bytes per token within {', '.join(names)}: {taken.loss:.3g} nats measured"
-        else:
-            reason = f"=> the least divergence within {', '.join(names)}: {taken.loss:.3g} nats measured"
+        best = "the least divergence" if math.isinf(limits.max_loss) else "the fewest bytes per token"
+        reason = f"=> {best} within {limits}: {taken.loss:.3g} nats measured"
         return FormatPlan(limits.device.name, reason, sorted(points, key=lambda p: p.read_bytes))
 
 
@@ -273,7 +241,7 @@ def planner_of(job: Job[StrategyOptions], limits: Limits, four_bit: Mapping[str,
     size, read = (sum(getattr(g, axis)[-1] for g in groups.values()) for axis in ("size", "read"))
     tensors = sum(folder.info(n).size_bytes for n in folder)
     token = decode_speed.token_bytes(folder)
-    planner = FormatPlanner(groups, limits, token, tensors - size, bytes_per_token(folder) - read)
+    planner = FormatPlanner(groups, limits, token, {"size": tensors - size, "read": bytes_per_token(folder) - read})
     planner.check_limits()
     return planner
 

@@ -18,7 +18,7 @@ from annie_quant import nvfp4
 from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
-from annie_quant.checkpoint.linears import HEAD, all_linears, weight_name
+from annie_quant.checkpoint.linears import HEAD, all_linears, unties, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned
 from annie_quant.core.errors import CheckpointError
@@ -26,16 +26,7 @@ from annie_quant.core.progress import Progress
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import FormatPlan, HeldOut, Ingredient
 from annie_quant.models import Family
-from annie_quant.quantize.formats import (
-    ALGORITHM,
-    FP8,
-    FP8_CHANNEL,
-    GROUP,
-    NVFP4,
-    QUANTIZED_INPUTS,
-    expected_bytes,
-    unties,
-)
+from annie_quant.quantize.formats import ALGORITHM, FP8, FP8_CHANNEL, GROUP, NVFP4, QUANTIZED_INPUTS, expected_bytes
 
 if TYPE_CHECKING:
     from annie_quant.quantize.input_stats import Coverage

@@ -95,7 +95,7 @@ def planner_for(
         (n, k): float(x) for n in names for k, x in zip(kinds, np.sort(rng.lognormal(-6, 1, 2))[::-1], strict=False)
     }
     trials = FakeTrials(single, together)
-    planner = FormatPlanner(groups, limits, TokenBytes(0.0, 1), 0.0, 0.0)
+    planner = FormatPlanner(groups, limits, TokenBytes(0.0, 1), {"size": 0.0, "read": 0.0})
     for n in names:
         planner.costs[n] = {PLAIN: np.zeros((4, 3))} | {k: trials.measure({n: k}) for k in kinds[:2]}
     return planner, trials
@@ -156,7 +156,7 @@ def test_limits_that_nothing_satisfies_are_one_line() -> None:
     loss = float(planner.expected([0] * 6)[:, :2].sum())
     planner.limits = Limits(SLOW, max_gb=least * 1.0001, max_loss=loss / 2)
     with pytest.raises(
-        UsageError, match="nothing satisfies the limits together; the least loss within those of bytes is"
+        UsageError, match="nothing satisfies the limits together; the least loss within that of bytes is"
     ) as e:
         planner.search(trials, progress)
     assert f"{loss:.3g}" in e.value.message

@@ -13,16 +13,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from annie_quant.checkpoint.linears import (
-    FP8_BLOCK,
-    FP8_DYNAMIC,
-    HEAD,
-    Linear,
-    QuantConfig,
-    Size,
-    kv_format,
-    read_struct,
-)
+from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, Linear, QuantConfig, Size, kv_format, read_struct
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planned
 from annie_quant.core.untrusted import JsonObject
@@ -186,9 +177,8 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     groups: dict[str, dict[str, object]] = {}
     for i, kind in enumerate(kinds):
         # A head is no Linear in vLLM.
-        targets = ["Linear", *(m for m in formats if m == HEAD)]
-        if len(kinds) > 1:
-            targets = sorted(m for m, f in formats.items() if f == kind)
+        all_of_them = ["Linear", *(m for m in formats if m == "lm_head")]
+        targets = all_of_them if len(kinds) == 1 else sorted(m for m, f in formats.items() if f == kind)
         groups[f"group_{i}"] = scheme(kind, group) | {"targets": targets}
     stored = {g["format"] for g in groups.values()}
     inline = {

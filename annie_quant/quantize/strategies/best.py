@@ -81,7 +81,7 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
         raise UsageError(f"share={options.share}: expected a share of 0 to 1", "--set share=0.05")
     folder = ModelFolder(job.model)
     chosen, samples = choose(folder, job.exclude), read_samples(job)
-    if limits.given:
+    if str(limits):
         planner_of(job, limits, dict.fromkeys(chosen, W4A16))
     if options.activations == "mixed":
         formats = formats_of_inputs(job, chosen, samples, options.share, progress)
@@ -95,7 +95,7 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
         two_streams=fixed,
     )
     planned = QuantizationPlan(formats)
-    if limits.given:
+    if str(limits):
         planned = choose_formats(job, limits, formats, samples, method, progress)
         formats = {n: f for n, f in planned.formats.items() if f in (NVFP4, W4A16) and n != HEAD}
     announce_size(folder, planned.formats, progress)

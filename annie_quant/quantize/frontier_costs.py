@@ -15,15 +15,7 @@ from annie_quant.core.files import sha256_text
 from annie_quant.quantize import mixed_formats, recipe_choice
 from annie_quant.quantize.backend import device_and_dtype, device_kind
 from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample
-from annie_quant.quantize.formats import (
-    FLOATS,
-    FP8_CHANNEL,
-    GROUP,
-    W4A16,
-    active_weights,
-    names_module,
-    quantized_bytes,
-)
+from annie_quant.quantize.formats import FP8_CHANNEL, GROUP, W4A16, active_weights, names_module, quantized_bytes
 from annie_quant.quantize.kl_trial import Trial, answers_to_score
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
@@ -55,7 +47,7 @@ def groups_of(job: Job[StrategyOptions], four_bit: Mapping[str, str]) -> dict[st
         units = mixed_formats.bands_of(units, mixed_formats.BANDS)
     groups = {unit: group_of(folder, members, four_bit[unit]) for unit, members in units.items()}
     info = folder.info(weight_name(folder, HEAD))
-    if info.dtype in FLOATS and info.shape[1] % GROUP == 0 and not any(names_module(p, HEAD) for p in job.exclude):
+    if info.shape[1] % GROUP == 0 and not any(names_module(p, HEAD) for p in job.exclude):
         # No 4-bit inputs: a server computes the head for the last position of a prompt only.
         groups[HEAD] = group_of(folder, [HEAD], W4A16)
     return groups

@@ -185,13 +185,10 @@ class FormatPlanner:
                 f"--max-loss {most:g}: nothing quantized satisfies it, the least measured is {least:.3g} nats",
                 f"--max-loss {least * 1.01:.2g}",
             )
-        order = ("loss", "read") if math.isinf(most) else ("read", "loss")
-
-        def rank(s: Solution) -> list[float]:
-            values = {"loss": s.loss, "read": self.bytes_of(s.choices, "read")}
-            return [values[name] for name in order]
-
-        return min(satisfying, key=rank), list(evaluated.values())
+        read = {id(s): self.bytes_of(s.choices, "read") for s in satisfying}
+        limited = not math.isinf(most)
+        taken = min(satisfying, key=lambda s: (read[id(s)], s.loss) if limited else (s.loss, read[id(s)]))
+        return taken, list(evaluated.values())
 
     def rescale(self, trials: FormatTrials, choices: Sequence[int], solution: Solution) -> None:
         """Set the ratios by a whole that is worse than the sum of its groups: one for FP8, one for both 4-bit formats."""

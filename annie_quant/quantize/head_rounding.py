@@ -17,8 +17,6 @@ from annie_quant.quantize.hessian import FactorError, Hessian, factor, round_col
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_rounder import LayerResult
 
-ROWS = 1 << 14  # of the head, rounded at once
-
 
 def round_head(
     trial: Trial, rows: Sequence[Row], damping: float, scale: nvfp4.Scale, file: Path, progress: Progress
@@ -46,17 +44,17 @@ def round_head(
     name = weight_name(trial.folder, HEAD)
     top = max(float(nvfp4.amax(piece)) for piece in trial.folder.rows(name))
     tensor_scale = float(nvfp4.tensor_scale(top, scale=scale))
-    mean = hessian.mean()
     try:
-        solution = factor(mean, damping) if mean is not None else None
+        mean = hessian.mean()
+        solution = None if mean is None else factor(mean, damping)
     except FactorError:
         solution = None
-    parts = []
-    for piece in trial.folder.rows(name):
-        for start in range(0, len(piece), ROWS):
-            part = piece[start : start + ROWS]
-            plain = nvfp4.pack(part, tensor_scale=tensor_scale, scale=scale, group=GROUP)
-            parts.append(plain if solution is None else round_columns(part, solution, tensor_scale, scale)[0])
+    parts = [
+        nvfp4.pack(piece, tensor_scale=tensor_scale, scale=scale, group=GROUP)
+        if solution is None
+        else round_columns(piece, solution, tensor_scale, scale)[0]
+        for piece in trial.folder.rows(name)
+    ]
     codes, scales = (np.concatenate([getattr(p, field) for p in parts]) for field in ("codes", "block_scale"))
     packed = nvfp4.Tensor(codes, scales, parts[0].tensor_scale, (len(codes), codes.shape[1] * 2), GROUP)
     LayerResult({HEAD: packed}).save(file)

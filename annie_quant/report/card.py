@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from annie_quant import __version__
 from annie_quant.checkpoint import ModelFolder, decode_speed
+from annie_quant.checkpoint.header import ShardError
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.text import inert
 from annie_quant.documents import (
@@ -175,14 +176,22 @@ def _opening(run: LoadedRun, subject: Subject) -> str:
     passed, failed = ("kept", "lost") if any(gate.compared for gate in gates) else ("passed", "failed")
     standing = decision.standing_of(run.aggregates, subject.name, with_speed=False)
     summary = subject.audit.summary
-    speed = decode_speed.predict(ModelFolder(subject.folder), decode_speed.DEVICES["gb10"])
     return (
         f"[{inert(subject.base_model)}](https://huggingface.co/{subject.base_model}) in NVFP4 for NVIDIA DGX Spark (GB10) "
         f"and other Blackwell GPUs: {size(summary.size_bytes)}, {significant(summary.bits_per_weight)} bits per weight. "
-        f"Predicted decode of one stream: {decode_speed.describe(speed)}. "
+        f"{_predicted(subject.folder)}"
         f"Verdict: {standing}. Of {count(outcomes.total())} behavioural gates ({', '.join(map(inert, places)) or 'none'}) "
         f"{outcomes['pass']} {passed}, {outcomes['fail']} {failed}, {outcomes['undecided']} undecided."
     )
+
+
+def _predicted(folder: Path) -> str:
+    """Return the predicted speed on a GB10, or "" for a folder that cannot be read, which the audit reports."""
+    try:
+        speed = decode_speed.predict(ModelFolder(folder), decode_speed.DEVICES["gb10"])
+    except ShardError:
+        return ""
+    return f"Predicted decode of one stream: {decode_speed.describe(speed)}. "
 
 
 def _recipe_comparison(recipe: RecordedRecipe) -> str:

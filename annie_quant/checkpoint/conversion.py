@@ -38,7 +38,7 @@ class Conversion(msgspec.Struct, omit_defaults=True):
     loss: what the target cannot store, one sentence each; empty where the conversion is exact.
     type: of a GGUF file.
     left_out: names of the tensors that a GGUF file leaves out.
-    dequantized: names of the linears that a GGUF file stores as 16-bit numbers.
+    dequantized: names of the linears that a GGUF file stores as 16-bit numbers, or in Q8_0 instead of FP8.
     """
 
     path: str
@@ -204,7 +204,11 @@ def to_gguf(model: QuantizedFolder, type: str | None, out: ConversionOutput) -> 
     if target.exists() and not out.force:
         raise UsageError(f"{target} exists", "choose another --output, or add --force")
     plan = write_gguf(model, target, kind, out.progress)
-    loss = [f"{len(plan.dequantized)} quantized linears became 16-bit numbers"] if plan.dequantized else []
+    eight_bit = sum(e.type == "Q8_0" for e in plan.entries) if kind == "NVFP4" else 0
+    numbers = len(plan.dequantized) - eight_bit
+    loss = [f"{numbers} quantized linears became 16-bit numbers"] if numbers else []
+    if eight_bit:
+        loss.append(f"{eight_bit} FP8 linears became Q8_0, which rounds them once more: llama.cpp has no FP8")
     if type is None and kind == "BF16" and any(x.format == "nvfp4" for x in model.linears.values()):
         architecture = plan.layout.names.architecture
         loss[0] += f": llama.cpp does not compute NVFP4 in {architecture} (--type NVFP4 writes it for others)"

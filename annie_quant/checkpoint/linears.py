@@ -27,6 +27,7 @@ QUANTIZER = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale", ".weight_global_scale", ".input_global_scale",
     ".pre_quant_scale",
 )  # fmt: skip
+HEAD = "lm_head"
 LINEAR_CLASS = "Linear"  # compressed-tensors' target for all linears
 MAGNITUDE = 0x7F  # mask of an E4M3 byte
 NAN = 0x7F  # an E4M3 byte; larger bytes are negative
@@ -279,6 +280,20 @@ def excluded_module(folder: ModelFolder, name: str) -> str | None:
 def plain_linears(folder: ModelFolder) -> list[str]:
     """Return the modules of all linears of a folder whose weights are stored as such."""
     return [n.removesuffix(".weight") for n in folder if is_linear(n, folder.info(n).shape)]
+
+
+def weight_name(folder: ModelFolder, module: str) -> str:
+    """Return the tensor with a linear's weight: for the head of a model that ties it, the embedding."""
+    name = f"{module}.weight"
+    if module != HEAD or name in folder:
+        return name
+    embeddings = (n for n in folder if n.endswith("embed_tokens.weight") and not folder.family.is_auxiliary(n))
+    return next(embeddings, name)
+
+
+def unties(folder: ModelFolder, formats: Iterable[str]) -> bool:
+    """Return whether formats give the embedding of a tied model a quantized copy that serves as the head."""
+    return HEAD in formats and f"{HEAD}.weight" not in folder
 
 
 def all_linears(folder: ModelFolder) -> list[str]:

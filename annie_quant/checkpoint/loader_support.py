@@ -130,8 +130,10 @@ def llama_cpp(model: QuantizedFolder) -> Rule:
     convert, columns = "after `annie-quant convert --to gguf`", nvfp4_columns(model)
     if columns and not layout.names.computes_nvfp4(folder):
         return "after", f"{convert}, as 16-bit numbers: no NVFP4 in {layout.names.architecture}"
-    if any(c % 64 for c in columns.values()) or any(x.format == "fp8" for x in linears.values()):
-        return "after", f"{convert}, FP8 and rows not a multiple of 64 as 16-bit numbers"
+    if any(x.format == "fp8" for x in linears.values()):
+        convert += ", FP8 as Q8_0"
+    if any(c % 64 for c in columns.values()):
+        return "after", f"{convert}, rows not a multiple of 64 as 16-bit numbers"
     return "after", convert
 
 

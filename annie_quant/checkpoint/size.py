@@ -7,7 +7,7 @@ store: N × K for a quantized linear of N rows and K columns, none for its scale
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,14 +65,21 @@ def folder_size(folder: ModelFolder, linears: Mapping[str, Linear] | None = None
     return StoredSize(folder.weight_bytes, quantized_weights + plain, quantized_bytes, quantized_weights)
 
 
-def bytes_per_token(folder: ModelFolder) -> int:
+def is_tied(folder: ModelFolder) -> bool:
+    """Return whether the embedding is also the head."""
+    stated = folder.config.get("tie_word_embeddings", folder.text_config.get("tie_word_embeddings"))
+    return bool(stated) if stated is not None else not any(name.startswith("lm_head.") for name in folder)
+
+
+def bytes_per_token(folder: ModelFolder, bytes_of: Callable[[str], float] | None = None) -> int:
     """Return the bytes of weights that one decoded token reads; of a mixture's experts only the share that a token passes.
 
     The vision tower and the MTP head are not read, and of an embedding that is not also the head only one row is.
+
+    bytes_of: tensor name → bytes, where they are not those on disk.
     """
-    family = folder.family
+    family, tied = folder.family, is_tied(folder)
     experts = family.experts
-    tied = folder.config.get("tie_word_embeddings", folder.text_config.get("tie_word_embeddings"))
     share = experts.active_share(folder.text_config) if experts else 1.0
     read = 0.0
     for name in folder:
@@ -80,7 +87,8 @@ def bytes_per_token(folder: ModelFolder) -> int:
             continue
         inside = models.in_layer(name)
         routed = experts is not None and inside.startswith(f"{experts.module}.")
-        read += folder.info(name).size_bytes * (share if routed else 1.0)
+        size = folder.info(name).size_bytes if bytes_of is None else bytes_of(name)
+        read += size * (share if routed else 1.0)
     return round(read)
 
 

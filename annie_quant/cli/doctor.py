@@ -47,6 +47,8 @@ class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: The folder that --server serves.
     reference: The bf16 checkpoint that it was made from.
     images: With --server: ask it for the colours of two small generated images.
+    measure: Measure reachable bandwidth and launch cost, for predictions and quantize --device.
+    output: With --measure: the device file. Default: where predictions look for it.
     """
 
     log: Path | None = None
@@ -54,6 +56,8 @@ class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: Path | None = None
     reference: Path | None = None
     images: bool = False
+    measure: bool = False
+    output: Path | None = None
     key_env: KeyVariable = None
     as_json: AsJson = False
 
@@ -66,9 +70,18 @@ def doctor(options: DoctorOptions) -> None:
     20 prompts with the checkpoint's own under each numerics profile, and name the arithmetic that it runs, or "none of these".
 
     With --server and --images: whether the server takes images, and names the colours of two.
+
+    With --measure: how fast this machine reads weights, in a device file.
     """
     from annie_quant.ops import doctor as checks
 
+    if options.measure:
+        from annie_quant.ops.device_rates import measure_device
+
+        with console.task("measure") as step:
+            device = measure_device(options.output, step)
+        emit(device) if options.as_json else console.line(f"{device.name}: {device.source}")
+        return
     figures: dict[str, object] = {}
     if options.images and options.server is None:
         raise UsageError("--images needs --server", "add --server http://127.0.0.1:8000")

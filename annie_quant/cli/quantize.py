@@ -36,6 +36,10 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache: KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast.
     settings: A strategy's own setting; repeatable.
     effort: best: how many recipes it compares.
+    max_gb: best: GB of weights at most; formats are chosen by measured loss.
+    min_tps: best: tokens per second of one stream at least, as predicted for --device.
+    max_loss: best: divergence of held-out answers at most, in nats: mean KL plus that of the tokens that decide.
+    device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine where it was measured, else gb10.
     ray: direct: make the shards on this Ray cluster ("local" starts one here).
     seed: Same seed, same bytes.
     output: Folder of the new checkpoint.
@@ -52,6 +56,10 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache: str = "none"
     settings: Annotated[tuple[str, ...], Option(name="set", metavar="NAME=VALUE")] = ()
     effort: Literal["fast", "normal", "max"] | None = None
+    max_gb: float | None = None
+    min_tps: float | None = None
+    max_loss: float | None = None
+    device: Annotated[str | None, Option(metavar="NAME|GB/S|FILE")] = None
     ray: Annotated[str | None, Option(metavar="ADDRESS")] = None
     seed: int = 0
     output: Path
@@ -64,16 +72,23 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 @command(QuantizeOptions)
 def quantize(options: QuantizeOptions) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
+    from annie_quant.checkpoint import ModelFolder, decode_speed
     from annie_quant.quantize import estimates
 
     strategy, model, samples = options.strategy, options.model, options.calib_samples
     if invalid := [item for item in options.settings if "=" not in item]:
         raise click.UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
     own = dict(item.split("=", 1) for item in options.settings)
-    own |= {"effort": options.effort} if options.effort else {}
+    limits = {name: getattr(options, name) for name in ("effort", "max_gb", "min_tps", "max_loss")}
+    own |= {name: str(value) for name, value in limits.items() if value is not None}
+    device = decode_speed.find_device(options.device) if options.device else None
+    if device and strategy == "best":
+        own["device"] = str(options.device)
     if options.dry_run or estimates.is_large(model):
         try:
-            lines = estimates.estimate(model, strategy, samples, options=own, calib_data=options.calib_data).lines()
+            lines = estimates.estimate(
+                model, strategy, samples, options=own, calib_data=options.calib_data, device=device
+            ).lines()
         except CheckpointError:
             if options.dry_run:
                 raise
@@ -104,6 +119,7 @@ def quantize(options: QuantizeOptions) -> None:
         return
     sizes = f"{result.size_bytes / 1e6:.1f} MB from {result.source_bytes / 1e6:.1f} MB"
     console.note(f"{result.output}: {sizes}")
+    console.note(decode_speed.describe(decode_speed.predict(ModelFolder(result.output), device)))
     for note in result.notes:
         console.note(note)
 

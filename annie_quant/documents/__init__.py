@@ -13,6 +13,7 @@
     run           bench.json, run.json and inputs.json
     evaluation    eval/*.json, sensitivity/*.json and search.json
     checkpoint    the result of an audit, and annie_quant.json
+    device        a machine's measured rates, and a predicted speed
 
 The names of a new document are added here.
 
@@ -30,12 +31,15 @@ from annie_quant.documents.checkpoint import (
     Audit,
     AuditSummary,
     Finding,
+    FormatPlan,
+    FrontierPoint,
     HeldOut,
     Ingredient,
     Recipe,
     ServerSupport,
     TensorRow,
 )
+from annie_quant.documents.device import Device, PredictedSpeed
 from annie_quant.documents.evaluation import (
     CalibrationDraw,
     DifferingAnswer,

@@ -146,6 +146,44 @@ class Ingredient(msgspec.Struct):
     noise: float
 
 
+class FrontierPoint(msgspec.Struct, kw_only=True):
+    """A choice of formats, or with `measured` the whole of it evaluated.
+
+    read_bytes: of weights per decoded token.
+    size_bytes: of the checkpoint's tensors.
+    tok_s: predicted, one stream.
+    kl, decisions: mean KL on held-out answers in nats, of all tokens and of those that decide.
+    flips: share of the tokens that decide whose most probable token is another one.
+    formats: format → share of the weights that may be quantized; "bf16" for those that are not.
+    head: format of the head.
+    taken: the checkpoint has these formats.
+    """
+
+    read_bytes: float
+    size_bytes: float
+    tok_s: float
+    kl: float
+    decisions: float
+    flips: float
+    formats: dict[str, float]
+    head: str
+    measured: bool = False
+    taken: bool = False
+
+
+class FormatPlan(msgspec.Struct):
+    """How formats were chosen under limits of size, speed or loss.
+
+    device: whose speed is predicted.
+    reason: why the point was taken.
+    points: some of the frontier by rising bytes, and those that were evaluated.
+    """
+
+    device: str
+    reason: str
+    points: list[FrontierPoint]
+
+
 class Recipe(msgspec.Struct):
     """How a checkpoint was made, without a path or a time, so that the same seed gives the same bytes.
 
@@ -153,6 +191,7 @@ class Recipe(msgspec.Struct):
     prompt_mismatch: a sentence where they are not the production prompt and that was allowed.
     kv_cache: format of the KV cache that the checkpoint asks for.
     held_out, ingredients: the comparison of recipes, in the order of the trials.
+    frontier: the choice of formats under limits.
     """
 
     version: str
@@ -168,3 +207,4 @@ class Recipe(msgspec.Struct):
     kv_cache: str = "none"
     held_out: HeldOut | None = None
     ingredients: list[Ingredient] = []
+    frontier: FormatPlan | None = None

@@ -359,7 +359,7 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     why: reasons for not passing.
     explained: further findings.
     read_bytes: bytes of weights that one decoded token reads.
-    ceiling_tok_s: largest decode speed on a GB10.
+    predicted_tok_s: decode speed of one stream on a GB10 (checkpoint/decode_speed.py).
     draws: further calibration draws.
     model_sha256: of the checkpoint (ModelFiles.sha256).
     loads: which servers load the checkpoint.
@@ -377,7 +377,7 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     size_bytes: int | None = None
     bits_per_weight: float | None = None
     read_bytes: int | None = None
-    ceiling_tok_s: float | None = None
+    predicted_tok_s: float | None = None
     audit: str | None = None
     loads: list[str] | None = None
     hardened: Hardened | None = None

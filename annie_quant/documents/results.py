@@ -10,6 +10,7 @@ from msgspec import Meta, field
 
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import limited
+from annie_quant.documents.device import PredictedSpeed
 from annie_quant.documents.evaluation import GateTable, KLSummary, SameAnswers
 from annie_quant.documents.reading import Count, Digest, JsonScalar, Share, ShortText
 from annie_quant.documents.statistics import (
@@ -251,13 +252,17 @@ class ToolSurfacePoint(msgspec.Struct, kw_only=True):
 
 
 class ModelRow(msgspec.Struct, kw_only=True):
-    """A model of the run: its format, its size on disk, the paths of its files, and their hash (ModelFiles.sha256)."""
+    """A model of the run: its format, its size on disk, the paths of its files, and their hash (ModelFiles.sha256).
+
+    predicted: decode speed of one stream; None for a GGUF file.
+    """
 
     name: str
     label: str = ""
     format: str = ""
     size_bytes: int | None = None
     bits_per_weight: float | None = None
+    predicted: PredictedSpeed | None = None
     checkpoint: str = ""
     gguf: str = ""
     model_sha256: str = ""

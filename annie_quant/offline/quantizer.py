@@ -285,7 +285,7 @@ class NVFP4Quantizer(HfQuantizer):
             for name in folder:
                 if name not in linear_tensors and name.endswith(SCALE_SUFFIXES) and find_module(model, parent(name)):
                     raise CheckpointError(f"{name}: the other tensors of its linear are missing", AUDIT_HINT)
-            if not nvfp4_linears(model) and settings.algo != FP8_BLOCK:
+            if not nvfp4_linears(model) and not (linears and settings.algo in (FP8_BLOCK, "MIXED_PRECISION")):
                 raise CheckpointError(
                     f"{self.folder.name}: config.json declares NVFP4, and no tensor is NVFP4", AUDIT_HINT
                 )

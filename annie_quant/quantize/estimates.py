@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant import models, nvfp4
+from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.decode_speed import TokenBytes
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.errors import CheckpointError
 from annie_quant.data.rows import read_conversations
+from annie_quant.documents import Device, PredictedSpeed
 from annie_quant.models.family import ModelSize
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import PLAIN_BITS
 from annie_quant.quantize.strategy import FLOAT32_BYTES, Cost
-
-GB10_READ = 232e9  # bytes per second, measured (tests/perf/gemm.md)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Rates:
 
 # The matmul and the memory were measured on a GB10 (tests/perf/gemm.md), the codec on two x86 cores.
 SPARK = Rates(
-    91e12, 20e12, 5e11, GB10_READ, 12e9, 119e9,
+    91e12, 20e12, 5e11, decode_speed.DEVICES["gb10"].read_bytes_s, 12e9, 119e9,
     "DGX Spark: 91 bf16 TFLOP/s and 232 GB/s measured; 119 GB free, 20 float32 TFLOP/s, codec 12 GB/s and CPU 0.5 TFLOP/s assumed",
 )  # fmt: skip
 # Shares of the matmul rate, measured on a CPU (SmolLM2-135M) and consistent with an H200 (Qwen2.5-Coder-0.5B and 1.5B).
@@ -83,7 +85,7 @@ class Estimate:
 
     weights: number of the model's weights.
     size_bytes, bits_per_weight: of the result.
-    read_bytes: bytes that are read per decoded token.
+    speed: predicted for one stream.
     peak_bytes: most memory in use.
     layerwise: one layer is in memory at a time.
     seconds: step → duration.
@@ -95,7 +97,7 @@ class Estimate:
     weights: int
     size_bytes: int
     bits_per_weight: float
-    read_bytes: int
+    speed: PredictedSpeed
     peak_bytes: int
     layerwise: bool
     seconds: Mapping[str, float]
@@ -113,8 +115,8 @@ class Estimate:
         fits = "fits" if self.fits else f"DOES NOT FIT: choose a strategy that loads one layer at a time ({smaller})"
         return [
             f"{self.strategy} on {self.model}: {self.weights / 1e9:.2f} B weights, {2 * self.weights / 1e9:.1f} GB in bf16",
-            f"  result  {_bytes(self.size_bytes)}, {self.bits_per_weight:.2f} bits per weight; decode on a GB10 at most "
-            f"{GB10_READ / self.read_bytes:,.0f} tok/s",
+            f"  result  {_bytes(self.size_bytes)}, {self.bits_per_weight:.2f} bits per weight",
+            f"  decode  {decode_speed.describe(self.speed)}",
             f"  memory  about {_bytes(self.peak_bytes)} ({how}) of {_bytes(self.rates.memory)}: {fits}",
             f"  time    about {_time(sum(self.seconds.values()))}" + (f" ({parts})" if parts else ""),
             f"  rates   {self.rates.description}",
@@ -129,12 +131,14 @@ def estimate(
     rates: Rates | None = None,
     options: Mapping[str, Any] | None = None,
     calib_data: Path | None = None,
+    device: Device | None = None,
 ) -> Estimate:
     """Estimate a strategy on a model folder, or on a published model ("9b", "27b").
 
     samples, tokens: of calibration text, conversations and tokens per conversation.  calib_data: file to count them in instead.
     rates: by default measured here for a folder, those of a DGX Spark for a published model.
     options: of the strategy. Raises UsageError for one that it does not have.
+    device: that decodes, by default this machine where it was measured, else a GB10.
     """
     part = strategies.find(strategy)
     whole = part.cost.whole_model(part.settings(options or {}))
@@ -173,8 +177,12 @@ def estimate(
     if cost.passes:
         seconds |= calibration_seconds(cost, size, rates, conversations, text, rounded)
     read_bytes = size_bytes - counts.get("embedding", 0) * 2
-    return Estimate(part.name, size.label, weights, round(size_bytes), 8 * size_bytes / weights, round(read_bytes),
-                    round(peak), layerwise and not whole, seconds, rates)  # fmt: skip
+    read = TokenBytes(read_bytes, size.layers)
+    if not published:
+        read = decode_speed.token_bytes(shards := ModelFolder(model), bytes_per_token(
+            shards, lambda name: shards.info(name).elements * part.bits(shards.family.kind_of(name)) / 8))  # fmt: skip
+    return Estimate(part.name, size.label, weights, round(size_bytes), 8 * size_bytes / weights,
+                    decode_speed.speed_of(read, device), round(peak), layerwise and not whole, seconds, rates)  # fmt: skip
 
 
 def text_of_file(file: Path, samples: int, share: bool) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 from annie_quant import nvfp4
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.offline import codec
+from annie_quant.offline.fp8_linear import token_scales
 
 InputHook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
@@ -41,6 +42,17 @@ def fp8(x: torch.Tensor, amax: float) -> torch.Tensor:
     """Return x rounded to E4M3 and back under one multiplier, amax / 448."""
     scale = torch.tensor(amax, dtype=torch.float32) / LARGEST_E4M3
     return codec.fake_quant_fp8(x, scale.to(x.device))
+
+
+def fp8_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [N, K] rounded to E4M3 and back under a multiplier per row, amax / 448."""
+    amax = weight.float().abs().amax(-1, keepdim=True)
+    return codec.fake_quant_fp8(weight, torch.where(amax > 0, amax / LARGEST_E4M3, 1.0))
+
+
+def fp8_tokens(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Round a linear's input to E4M3 and back under a multiplier per token: a forward pre-hook."""
+    return (codec.fake_quant_fp8(args[0], token_scales(args[0])), *args[1:])
 
 
 def input_hook(rounder: Callable[[torch.Tensor, float], torch.Tensor], amax: float) -> InputHook:

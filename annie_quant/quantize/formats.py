@@ -7,21 +7,24 @@ parts: `layers.0` matches model.layers.0.* and not layers.01 or layers.10; `line
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from annie_quant.checkpoint.linears import all_linears, covering_pattern
+from annie_quant.checkpoint.linears import FP8_DYNAMIC, HEAD, all_linears, covering_pattern, unties, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
 
 NVFP4, W4A16, FP8 = "nvfp4", "w4a16", "fp8"  # W4A16: NVFP4 weights, 16-bit activations
-ALGORITHM = {NVFP4: "NVFP4", W4A16: "W4A16_NVFP4", FP8: "FP8"}  # ModelOpt's names
-QUANTIZED_INPUTS = (NVFP4, FP8)
+FP8_CHANNEL = "fp8_channel"  # FP8 with a scale per row of the weight; activations are scaled per token while serving
+ALGORITHM = {NVFP4: "NVFP4", W4A16: "W4A16_NVFP4", FP8: "FP8", FP8_CHANNEL: FP8_DYNAMIC}  # ModelOpt's names
+QUANTIZED_INPUTS = (NVFP4, FP8)  # with an input scale that is calibrated
 GROUP = 16  # columns per block scale
 # Bits per weight including block scales; the scalars of a linear are counted separately.
-BITS = {NVFP4: 4.5, W4A16: 4.5, FP8: 8.0}
+BITS = {NVFP4: 4.5, W4A16: 4.5, FP8: 8.0, FP8_CHANNEL: 8.0}
 PLAIN_BITS = 16.0
-SCALARS_BYTES = {NVFP4: 8, W4A16: 4, FP8: 8}
+SCALARS_BYTES = {NVFP4: 8, W4A16: 4, FP8: 8, FP8_CHANNEL: 0}
+ROW_BYTES = {FP8_CHANNEL: 4}  # of a scale per row
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -58,7 +61,7 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
     Raises CheckpointError for a weight that cannot be quantized, or if no linear is left.
     """
     modules = all_linears(folder)
-    left_out = excluded(exclude, modules)
+    left_out = excluded(exclude, dict.fromkeys([*modules, HEAD]))  # also a head that is tied
     chosen = []
     for module in modules:
         info = folder.info(f"{module}.weight")
@@ -81,18 +84,20 @@ def decoder_linears(folder: ModelFolder) -> list[str]:
     return [n for n in all_linears(folder) if folder.family.in_decoder(n)]
 
 
-def quantized_bytes(elements: int, kind: str) -> int:
+def quantized_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Return the size of one linear's tensors in a format."""
-    return int(elements * BITS[kind] / 8) + SCALARS_BYTES[kind]
+    return int(math.prod(shape) * BITS[kind] / 8) + SCALARS_BYTES[kind] + shape[0] * ROW_BYTES.get(kind, 0)
 
 
 def expected_bytes(folder: ModelFolder, formats: Mapping[str, str]) -> int:
     """Return the size of the output's tensors. formats: linear → format; all other tensors keep their size."""
-    total = 0
+    total = (
+        quantized_bytes(folder.info(weight_name(folder, HEAD)).shape, formats[HEAD]) if unties(folder, formats) else 0
+    )
     for tensor in folder:
         for name in folder.parts_of(tensor) or [tensor]:
             info, kind = folder.info(name), formats.get(name.removesuffix(".weight"))
-            total += info.size_bytes if kind is None else quantized_bytes(info.elements, kind)
+            total += info.size_bytes if kind is None else quantized_bytes(info.shape, kind)
     return total
 
 
@@ -110,4 +115,7 @@ def active_weights(folder: ModelFolder, linears: Iterable[str]) -> dict[str, flo
     """Return linear → number of weights, for an expert's linear times the share of experts that a token passes."""
     experts = folder.family.experts
     share = experts.active_share(folder.text_config) if experts else 1.0
-    return {n: folder.info(f"{n}.weight").elements * (share if experts and experts.split(n) else 1.0) for n in linears}
+    return {
+        n: folder.info(weight_name(folder, n)).elements * (share if experts and experts.split(n) else 1.0)
+        for n in linears
+    }

@@ -18,6 +18,7 @@ import torch
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
+from annie_quant.checkpoint.linears import weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.offline import codec
@@ -26,7 +27,7 @@ from annie_quant.offline.loading import load as load_model
 from annie_quant.quantize import fake_quant
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample, TokenWeights
-from annie_quant.quantize.formats import FP8, QUANTIZED_INPUTS
+from annie_quant.quantize.formats import FP8, FP8_CHANNEL, QUANTIZED_INPUTS
 from annie_quant.quantize.plan import QuantizationPlan
 
 LEAST_ANSWERS = 8  # that share a trial's tokens
@@ -82,7 +83,7 @@ class Trial:
     """
 
     def __init__(self, folder: ModelFolder, answers: Sequence[TrialAnswer]) -> None:
-        self.family, self.model = folder.family, load(folder)
+        self.folder, self.family, self.model = folder, folder.family, load(folder)
         self.engine = Engine(self.model)
         device = next(self.model.parameters()).device
         self.rows = [a.row for a in answers]
@@ -118,17 +119,29 @@ class Trial:
 
         inputs: round them where the plan's formats do.
         """
+        return self.shares(plan, inputs)[:, :2].tolist()
+
+    def shares(self, plan: QuantizationPlan, inputs: bool = True) -> np.ndarray:
+        """Return each conversation's share of three figures, float64 [conversations, 3].
+
+        They are the mean KL, that of tokens that decide, and the share of these whose most probable token is another one.
+        """
+        name_of = partial(weight_name, self.folder)
         weights = {f"{n}.weight": codec.to_torch(nvfp4.unpack(t, "float32")) for n, t in plan.packed.items()}
+        rows = [n for n, f in plan.formats.items() if f == FP8_CHANNEL]
+        weights |= {f"{n}.weight": fake_quant.fp8_rows(self.parameter(name_of(n))) for n in rows}
         amax = {n: plan.amax[n] for n, f in plan.formats.items() if f in QUANTIZED_INPUTS and n in plan.amax}
         tokens, count = sum(len(a.weights) for a in self.answers), self.count_decisions()
-        parts = {conversation: [0.0, 0.0] for conversation in sorted({a.conversation for a in self.answers})}
-        with self.changed(weights, amax if inputs else {}):
-            for i, kl in self.divergences():
-                answer = self.answers[i]
-                part = parts[answer.conversation]
-                part[0] += float(kl.double().sum()) / tokens
-                part[1] += float(kl[answer.decides].double().sum()) / count
-        return list(parts.values())
+        parts = {conversation: np.zeros(3) for conversation in sorted({a.conversation for a in self.answers})}
+        with self.changed(weights, amax if inputs else {}, tokens=rows if inputs else ()):
+            for i, logits in self.engine.scores(self.rows):
+                answer, p, q = self.answers[i], self.reference[i].float(), torch.log_softmax(logits, -1)
+                kl = (p.exp() * (p - q)).sum(-1).clamp_min(0).double()
+                flips = (p.argmax(-1) != q.argmax(-1))[answer.decides].sum()
+                parts[answer.conversation] += [
+                    float(kl.sum()) / tokens, float(kl[answer.decides].sum()) / count, int(flips) / count
+                ]  # fmt: skip
+        return np.array(list(parts.values()))
 
     def cost(
         self,
@@ -176,21 +189,34 @@ class Trial:
         """Return a linear of the model by its name in the checkpoint."""
         return self.model.get_submodule(self.family.in_form(name, multimodal=False))
 
+    def parameter(self, name: str) -> torch.Tensor:
+        """Return a parameter of the model by its name in the checkpoint."""
+        parameter: torch.Tensor = self.model.get_parameter(self.family.in_form(name, multimodal=False))
+        return parameter.data
+
     @contextlib.contextmanager
     def changed(
-        self, weights: Mapping[str, torch.Tensor], amax: Mapping[str, float], in_fp8: Collection[str] = ()
+        self,
+        weights: Mapping[str, torch.Tensor],
+        amax: Mapping[str, float],
+        in_fp8: Collection[str] = (),
+        tokens: Collection[str] = (),
     ) -> Iterator[None]:
         """Give the model other weights and rounded inputs; restore it at the end.
 
         weights: by tensor names of the checkpoint.
         amax: linear → largest input that sets the scale of its inputs, which are rounded to NVFP4.
         in_fp8: linears whose inputs are rounded to FP8.
+        tokens: linears whose inputs are rounded to FP8 with a scale per token.
         """
         with contextlib.ExitStack() as undo, torch.inference_mode():
             for name, weight in weights.items():
-                parameter = self.model.get_parameter(self.family.in_form(name, multimodal=False))
-                undo.callback(setattr, parameter, "data", parameter.data)
-                parameter.data = weight.to(parameter)
+                # A parameter of its own: a tied head and the embedding are one.
+                linear = self.linear(name.removesuffix(".weight"))
+                undo.callback(setattr, linear, "weight", linear.weight)
+                linear.weight = torch.nn.Parameter(weight.to(linear.weight), requires_grad=False)
+            for name in tokens:
+                undo.enter_context(self.linear(name).register_forward_pre_hook(fake_quant.fp8_tokens))
             for name, top in self.family.largest_of_input(amax).items():
                 rounder = fake_quant.fp8 if name in in_fp8 else fake_quant.nvfp4_input
                 undo.enter_context(self.linear(name).register_forward_pre_hook(fake_quant.input_hook(rounder, top)))

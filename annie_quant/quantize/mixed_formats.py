@@ -1,4 +1,4 @@
-"""Choose formats by measured divergence: a trial for each group of linears that is decided together, then an exact knapsack.
+"""Choose formats by measured divergence: a trial for each group of linears that is decided together, then the exact knapsack.
 
 Each group of linears that is served as one matrix is rounded alone, and the KL divergence of the source's answers is measured;
 small divergences are additive. A knapsack gives the formats with the least sum under a size budget.
@@ -12,9 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
@@ -33,12 +30,12 @@ from annie_quant.quantize.formats import (
     decoder_linears,
     effective_bits,
 )
+from annie_quant.quantize.frontier import least_cost, with_rounded_inputs
 from annie_quant.quantize.input_stats import InputStats, collect_stats
 from annie_quant.quantize.kl_trial import Trial, answers_to_score
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
-TIE = 1e-9  # sums of sizes that differ by less of the limit are equal
 TOKENS = 1024  # of answers, scored in each trial
 POSITIONS = 4096  # of these answers with their prompts, on a CPU, where trials take most of the time
 BANDS = 32  # units that are measured at most on a CPU: linears of neighbouring layers form one unit
@@ -62,34 +59,6 @@ def bands_of(units: Mapping[str, list[str]], count: int) -> dict[str, list[str]]
         for start in range(0, len(same), size):
             result[same[start]] = [n for u in same[start : start + size] for n in units[u]]
     return result
-
-
-def least_cost(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], limit: float) -> list[int]:
-    """Return one choice per row: those with the least summed cost whose summed size is at most `limit` (an exact knapsack).
-
-    Of a row's choices with equal costs the smallest is taken. The first choices are allowed whatever their size.
-    """
-    if not costs:
-        return []
-    cost, size = np.asarray(costs, float), np.asarray(sizes, float)
-    rows, choices = cost.shape
-    limit = max(limit, float(size[:, 0].sum()))
-    # Numbers near 1, because the solver's tolerances are absolute.
-    cost, size = cost / (np.abs(cost).max() or 1.0), size / (limit or size.max() or 1.0)
-    one_each = LinearConstraint(np.kron(np.eye(rows), np.ones(choices)), 1, 1)
-    fits = LinearConstraint(size.reshape(1, -1), -np.inf, (1.0 if limit else 0.0) + TIE)
-    result = milp(1e3 * cost.ravel(), integrality=np.ones(cost.size), bounds=Bounds(0, 1),
-                  constraints=[one_each, fits], options={"mip_rel_gap": 0.0})  # fmt: skip
-    if result.x is None:
-        raise RuntimeError(f"the choice of formats failed: {result.message}")
-    best = cost[np.arange(rows), result.x.reshape(rows, choices).argmax(1)]
-    return [int(i) for i in np.where(cost <= best[:, None], size, np.inf).argmin(1)]
-
-
-def with_rounded_inputs(harm: Mapping[str, float], weights: Mapping[str, float], allowed: float) -> list[str]:
-    """Return the units with the most weights whose summed harm is at most `allowed`. harm, weights: by unit."""
-    rounds = least_cost([[0.0, -weights[u]] for u in harm], [[0.0, max(0.0, h)] for h in harm.values()], allowed)
-    return [u for u, i in zip(harm, rounds, strict=True) if i]
 
 
 def formats_of_inputs(

@@ -18,14 +18,15 @@ from annie_quant import nvfp4
 from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
-from annie_quant.checkpoint.linears import all_linears
+from annie_quant.checkpoint.linears import HEAD, all_linears, unties, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
-from annie_quant.documents import HeldOut, Ingredient
+from annie_quant.core.untrusted import JsonObject
+from annie_quant.documents import FormatPlan, HeldOut, Ingredient
 from annie_quant.models import Family
-from annie_quant.quantize.formats import ALGORITHM, FP8, GROUP, NVFP4, QUANTIZED_INPUTS, expected_bytes
+from annie_quant.quantize.formats import ALGORITHM, FP8, FP8_CHANNEL, GROUP, NVFP4, QUANTIZED_INPUTS, expected_bytes
 
 if TYPE_CHECKING:
     from annie_quant.quantize.input_stats import Coverage
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 class QuantizationPlan:
     """The result of a strategy. Keys are full names of linears, except in `weights`.
 
-    formats: "nvfp4" (W4A4), "w4a16" or "fp8"; all other tensors stay as they are.
+    formats: "nvfp4" (W4A4), "w4a16", "fp8" or "fp8_channel"; all other tensors stay as they are. A tied head that has a format
+        becomes a tensor of its own, and the embedding stays.
     amax: largest |input| of the linears with quantized activations. An expert that saw no token may be left out if another
         expert of its layer is present.
     scale: rule by which block scales are chosen.
@@ -46,7 +48,7 @@ class QuantizationPlan:
     tensor_amax: largest magnitude for the tensor scale, where that is not the weight's own.
     input_scales: multipliers of the activations that replace those from `amax`.
     coverage: calibration tokens that each expert saw.
-    held_out, ingredients: comparison of recipes, for annie_quant.json.
+    held_out, ingredients, frontier: comparison of recipes and of formats, for annie_quant.json.
     """
 
     formats: dict[str, str]
@@ -60,6 +62,7 @@ class QuantizationPlan:
     coverage: Coverage | None = None
     held_out: HeldOut | None = None
     ingredients: list[Ingredient] = field(default_factory=list)
+    frontier: FormatPlan | None = None
 
     def all_input_scales(self, family: Family) -> dict[str, np.float32]:
         """Return the multiplier of the activations of every linear that quantizes them, one per fused group."""
@@ -90,7 +93,15 @@ def export(
     """Write tensors and settings into the folder `output`. write: writes the planned tensors into a folder."""
     check(folder, plan)
     write(output, planned_tensors(folder, plan))
-    writer.write_settings(output, folder.config, modelopt.settings(plan.formats, excluded_names(folder, plan), GROUP))
+    config = untied(folder.config) if unties(folder, plan.formats) else folder.config
+    writer.write_settings(output, config, modelopt.settings(plan.formats, excluded_names(folder, plan), GROUP))
+
+
+def untied(config: JsonObject) -> JsonObject:
+    """Return config.json of a model whose head is a tensor of its own."""
+    text = config.get("text_config")
+    nested = {"text_config": text | {"tie_word_embeddings": False}} if isinstance(text, dict) else {}
+    return config | nested | {"tie_word_embeddings": False}
 
 
 def excluded_names(folder: ModelFolder, plan: QuantizationPlan) -> list[str]:
@@ -136,23 +147,35 @@ def planned_tensors(folder: ModelFolder, plan: QuantizationPlan) -> list[Planned
     scales, inputs = TensorScales(folder, plan), plan.all_input_scales(folder.family)
     planned: list[Planned] = []
     for name in names_to_write(folder, plan):
-        info, module = folder.info(name), name.removesuffix(".weight")
-        kind = plan.formats.get(module) if name.endswith(".weight") else None
-        if kind is None:
-            changed = plan.weights.get(name)
-            load = partial(folder.pieces, name) if changed is None else partial(np.asarray, changed, info.numpy_dtype)
-            planned.append(Planned(name, info.dtype, info.shape, load))
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in plan.formats:
+            planned += linear_tensors(folder, plan, module, partial(scales.of, module), inputs.get(module))
             continue
-        shape, scale = (info.shape[0], info.shape[1]), partial(scales.of, module)
-        if kind == FP8:
-            weight = partial(weight_of, folder, name, plan)
-            planned += modelopt.fp8_tensors(module, shape, weight, scale, inputs.get(module))
-        else:
-            pack = partial(pack_rows, folder, module, plan, scale)
-            planned += modelopt.nvfp4_tensors(
-                module, shape, pack, scale, GROUP, inputs.get(module), source_bytes=info.size_bytes
-            )
+        info, changed = folder.info(name), plan.weights.get(name)
+        load = partial(folder.pieces, name) if changed is None else partial(np.asarray, changed, info.numpy_dtype)
+        planned.append(Planned(name, info.dtype, info.shape, load))
+    if unties(folder, plan.formats):
+        planned += linear_tensors(folder, plan, HEAD, partial(scales.of, HEAD), inputs.get(HEAD))
     return planned
+
+
+def linear_tensors(
+    folder: ModelFolder,
+    plan: QuantizationPlan,
+    module: str,
+    scale: Callable[[], np.float32],
+    input_scale: np.float32 | None,
+) -> list[Planned]:
+    """Return the tensors of one quantized linear. scale: returns the multiplier of its whole weight."""
+    kind, name = plan.formats[module], weight_name(folder, module)
+    info = folder.info(name)
+    shape = (info.shape[0], info.shape[1])
+    if kind == FP8:
+        return modelopt.fp8_tensors(module, shape, partial(weight_of, folder, name, plan), scale, input_scale)
+    if kind == FP8_CHANNEL:
+        return modelopt.fp8_channel_tensors(module, shape, partial(rows_of, folder, name, plan))
+    pack = partial(pack_rows, folder, module, plan, scale)
+    return modelopt.nvfp4_tensors(module, shape, pack, scale, GROUP, input_scale, source_bytes=info.size_bytes)
 
 
 def names_to_write(folder: ModelFolder, plan: QuantizationPlan) -> Iterator[str]:
@@ -180,7 +203,7 @@ def pack_rows(
     if module in plan.packed:
         yield plan.packed[module]
         return
-    for rows in rows_of(folder, f"{module}.weight", plan):
+    for rows in rows_of(folder, weight_name(folder, module), plan):
         yield nvfp4.pack(
             rows, tensor_scale=float(scale()), scale=plan.scale, group=GROUP, importance=plan.importance.get(module)
         )
@@ -211,7 +234,7 @@ class TensorScales:
         """Return the largest magnitude of a linear's weight. Raises CheckpointError where it holds NaN or inf."""
         if module in self.plan.tensor_amax:
             return self.plan.tensor_amax[module]
-        name = f"{module}.weight"
+        name = weight_name(self.folder, module)
         values = [float(nvfp4.amax(rows)) for rows in rows_of(self.folder, name, self.plan)]
         if not np.isfinite(values).all():
             raise CheckpointError(f"{name}: holds NaN or inf", "the source checkpoint is damaged: download it again")

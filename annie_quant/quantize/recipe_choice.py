@@ -9,6 +9,7 @@ recipe is worse than gptq or naive on that text by no more than the noise. The f
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -173,7 +174,8 @@ class Trials:
 
     def score(self, method: Method, title: str) -> list[list[float]]:
         """Return each conversation's share of four figures: KL and decisions as served, and the same with no input rounded."""
-        key = repr(method)
+        # Formats differ between runs with other limits that continue the same measurements.
+        key = f"{method!r} {sha256_text(json.dumps(sorted(self.formats.items())))[:12]}"
         if key not in self.scores:
             if self.trial is None:
                 answers = answers_to_score(self.held, RESPONSE, TOKENS, cut=False)

@@ -24,6 +24,7 @@ from annie_quant.documents.persona import load_persona
 from annie_quant.quantize import kv_cache as kv_cache_format
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import expected_bytes
+from annie_quant.quantize.frontier_report import FRONTIER_PICTURE, draw_frontier
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, rank, sha256_of
 
@@ -135,6 +136,8 @@ def write(part: Strategy, job: Job[StrategyOptions], plan: QuantizationPlan, pro
     """Write the plan into job.output, with the reports and the files that a serving runtime needs besides the weights."""
     if plan.coverage:
         plan.coverage.report(job.output, progress)
+    if plan.frontier:
+        draw_frontier(plan.frontier, job.output / FRONTIER_PICTURE)
     if part.write:
         part.write(job, plan, progress)
     else:
@@ -172,6 +175,7 @@ def recipe_of(
         kv_cache=kv_cache,
         held_out=plan.held_out,
         ingredients=plan.ingredients,
+        frontier=plan.frontier,
     )
 
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
@@ -30,7 +30,12 @@ WAIT_FOR_FIRST_S = 60.0  # longest wait of the other processes for the first one
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """Settings of a strategy (--set NAME=VALUE); a strategy that has some defines a subclass whose fields are option()s."""
+    """Settings of a strategy (--set NAME=VALUE); a strategy that has some defines a subclass whose fields are option()s.
+
+    MEASURED_WITHOUT: options that no measurement depends on.
+    """
+
+    MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ()
 
 
 OptionsType = TypeVar("OptionsType", bound=StrategyOptions, covariant=True)
@@ -87,10 +92,11 @@ class Job(Generic[OptionsType]):
 
     def key(self) -> dict[str, object]:
         """Return the settings that must be equal for a rerun to use the measurements of an interrupted run."""
+        options = {n: v for n, v in asdict(self.options).items() if n not in self.options.MEASURED_WITHOUT}
         return {
             "model": source_key(ModelFolder(self.model)),
             "calib_data": sha256_of(self.calib_data),
-            "settings": [self.calib_samples, self.exclude, self.scale, asdict(self.options), self.seed],
+            "settings": [self.calib_samples, self.exclude, self.scale, options, self.seed],
         }
 
     def measurements(self, name: str) -> KeyedJson:

@@ -136,6 +136,7 @@ def side_by_side(run: LoadedRun) -> Table:
 
     add_model_row("size on disk", lambda m: Cell(format.size(m.size_bytes), key=f"size|{m.name}"))
     add_model_row("bits per weight", lambda m: Cell(format.significant(m.bits_per_weight), key=f"bits|{m.name}"))
+    add_model_row("decode, tok/s (predicted)", lambda m: Cell(predicted_cell(m), key=f"predicted|{m.name}"))
     for gate in run.gate_names:
         advisory = all(s.gates[gate].advisory for s in columns if s and gate in s.gates)
         title = run.gate_title(gate) + (" (informs only)" if advisory else "")
@@ -145,6 +146,11 @@ def side_by_side(run: LoadedRun) -> Table:
     add_served_row(f"ITL p50, ms ({format.name(longest)})", lambda s: metric_cell(s, longest, "itl_ms"))
     add_served_row("decode speed p50, tok/s (≥ 25)", lambda s: speed_cell(s, "decode", "decode_tok_s"))
     return table
+
+
+def predicted_cell(model: ModelRow) -> str:
+    """Return the predicted speed of one stream and the device."""
+    return f"{format.significant(model.predicted.tok_s)} ({model.predicted.device})" if model.predicted else format.DASH
 
 
 def _column_title(side: MeasuredSide) -> str:

@@ -150,7 +150,7 @@ def test_mixed_precision_is_converted_both_ways(checkpoints, tmp_path):
     assert all(before[n].tobytes() == after[n].tobytes() for n in before if not n.endswith(("_scale_2", "input_scale")))
     pytest.importorskip("gguf", reason="the serve extra is not installed")
     result = aq.checkpoint.convert(mixed, "gguf", tmp_path / "mixed.gguf")
-    assert result.dequantized == ["model.layers.3.self_attn.o_proj"] and "16-bit" in result.loss[0]
+    assert result.dequantized == ["model.layers.3.self_attn.o_proj"] and "became Q8_0" in result.loss[0]
 
 
 def test_weight_only_next_to_quantized_activations_and_fp8(checkpoints, tmp_path):

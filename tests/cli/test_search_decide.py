@@ -202,7 +202,7 @@ def numerics_result(gates):
 
 def search_tables(tmp_path, monkeypatch, tables, every=False):
     def measure_size(self, row):
-        row.size_bytes, row.bits_per_weight, row.read_bytes, row.ceiling_tok_s = 1, 5.0, 1, 2.0
+        row.size_bytes, row.bits_per_weight, row.read_bytes, row.predicted_tok_s = 1, 5.0, 1, 2.0
 
     monkeypatch.setattr(search.Search, "measure_size", measure_size)
     monkeypatch.setattr(search, "hardened", lambda *a: None)

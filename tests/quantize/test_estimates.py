@@ -10,6 +10,7 @@ import checkpoint_zoo as zoo
 import pytest
 from paths import TINY_ANNIE
 
+from annie_quant.checkpoint.decode_speed import DEVICES
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.models.family import ModelSize
 from annie_quant.quantize import available, estimates
@@ -35,7 +36,7 @@ def test_sizes_and_ceilings_that_are_written_down(strategy, gb, tok_s):
     if gb:
         assert expected.size_bytes / 1e9 == pytest.approx(gb, abs=0.02)
     if tok_s:
-        assert estimates.GB10_READ / expected.read_bytes == pytest.approx(tok_s, abs=0.6)
+        assert DEVICES["gb10"].read_bytes_s / expected.speed.read_bytes == pytest.approx(tok_s, abs=0.6)
 
 
 def test_the_count_of_a_folder_is_the_real_output(tmp_path):

@@ -20,7 +20,7 @@ from annie_quant.quantize import calibration_samples  # noqa: E402
 from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample  # noqa: E402
 
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.quantize import kl_trial, layer_rounder, mixed_formats  # noqa: E402
+from annie_quant.quantize import frontier, kl_trial, layer_rounder, mixed_formats  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,12 @@ def test_the_most_weights_of_all_choices_round_their_inputs() -> None:
         harm = dict(zip("abcdef", rng.lognormal(-6, 2, 6), strict=True)) | {"g": -1e-9}
         weights = dict(zip("abcdefg", map(float, rng.integers(1, 40, 7)), strict=True))
         allowed = rng.random() * sum(harm.values())
-        chosen = mixed_formats.with_rounded_inputs(harm, weights, allowed)
+        chosen = frontier.with_rounded_inputs(harm, weights, allowed)
         assert sum(harm[u] for u in chosen) <= allowed * (1 + 1e-8)
         every = itertools.chain.from_iterable(itertools.combinations(harm, k) for k in range(len(harm) + 1))
         best = max(sum(weights[u] for u in some) for some in every if sum(harm[u] for u in some) <= allowed)
         assert sum(weights[u] for u in chosen) == best
-    assert mixed_formats.with_rounded_inputs({"a": 0.1, "b": 0.0}, {"a": 1.0, "b": 2.0}, 0.0) == ["b"]
+    assert frontier.with_rounded_inputs({"a": 0.1, "b": 0.0}, {"a": 1.0, "b": 2.0}, 0.0) == ["b"]
 
 
 def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(

@@ -11,7 +11,8 @@ from annie_quant.quantize.calibration_samples import RESPONSE
 from annie_quant.quantize.formats import BITS, FP8, NVFP4, PLAIN_BITS, W4A16
 
 pytest.importorskip("torch", reason="formats are tried on torch: pip install annie-quant[quantize]")
-from annie_quant.quantize.mixed_formats import FormatSearch, least_cost, pick
+from annie_quant.quantize.frontier import least_cost
+from annie_quant.quantize.mixed_formats import FormatSearch, pick
 
 STEPS = (W4A16, FP8, None)
 

@@ -11,7 +11,7 @@ from annie_quant import models
 from annie_quant.checkpoint.checks import folds
 from annie_quant.checkpoint.codes import fault, finding_of
 from annie_quant.checkpoint.dialects import QuantizedFolder
-from annie_quant.checkpoint.linears import Linear, is_linear
+from annie_quant.checkpoint.linears import Linear, is_linear, weight_name
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.documents import Finding
 
@@ -70,7 +70,7 @@ def compare_linear(folder: ModelFolder, linear: Linear, source: ModelFolder, has
     has_nan: take the source's values where the linear's are NaN.
     Raises ShardError where the source has no such weight, or one of another shape.
     """
-    name, original = f"{linear.name}.weight", source.find(f"{linear.name}.weight")
+    name, original = f"{linear.name}.weight", source.find(weight_name(source, linear.name))
     if original is None:
         raise ShardError("not_in_source", f"{name}: the source has no such tensor", tensor=linear.name)
     shapes = list(linear.shape(folder)), list(source.info(original).shape)

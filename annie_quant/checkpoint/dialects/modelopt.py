@@ -251,6 +251,20 @@ def fp8_tensors(
     ]
 
 
+def fp8_channel_tensors(module: str, shape: tuple[int, int], rows: Callable[[], Iterator[np.ndarray]]) -> list[Planned]:
+    """Plan an FP8 linear with a scale per row. rows: yields the weight's rows in order, in one or more pieces."""
+    return [
+        Planned(f"{module}.weight", "F8_E4M3", shape, lambda: (fp8_codes(r, fp8_row_scales(r)) for r in rows())),
+        Planned(f"{module}.weight_scale", "F32", shape[:1], lambda: (fp8_row_scales(r)[:, 0] for r in rows()), 0),
+    ]
+
+
+def fp8_row_scales(rows: np.ndarray) -> np.ndarray:
+    """Return the multipliers of rows [n, K] in FP8, float32 [n, 1]."""
+    amax = np.abs(rows.astype(np.float32)).max(1, keepdims=True)
+    return np.where(amax > 0, amax / np.float32(LARGEST_E4M3), np.float32(1))
+
+
 def input_scale_tensors(module: str, input_scale: np.float32 | None) -> list[Planned]:
     """Plan the input scale of a linear, or nothing for None."""
     return [] if input_scale is None else [planned(f"{module}.input_scale", np.array(input_scale, np.float32))]
@@ -261,6 +275,6 @@ def fp8_scale(amax: float) -> np.float32:
     return np.float32(amax) / np.float32(LARGEST_E4M3) if amax > 0 else np.float32(1)
 
 
-def fp8_codes(weight: np.ndarray, scale: np.float32) -> np.ndarray:
-    """Return the E4M3 codes of a weight under a multiplier, as ModelOpt rounds an FP8 linear's weight."""
+def fp8_codes(weight: np.ndarray, scale: np.float32 | np.ndarray) -> np.ndarray:
+    """Return the E4M3 codes of a weight under a multiplier, or one per row [n, 1], as ModelOpt rounds an FP8 linear's weight."""
     return np.clip(weight.astype(np.float32) / scale, -LARGEST_E4M3, LARGEST_E4M3).astype(E4M3)

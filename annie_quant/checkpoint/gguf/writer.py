@@ -167,11 +167,16 @@ class _GgufPlanner:
             else:
                 yield self._plain(name, stored, folder.info(name).shape, partial(folder.tensor, name))
 
-    def _plain(self, name: str, stored: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> GgufTensor:
-        """Plan a tensor that is written as numbers or quantized here, in pieces where its rows keep their order."""
+    def _plain(
+        self, name: str, stored: str, shape: tuple[int, ...], read: Callable[[], np.ndarray], kind: str = ""
+    ) -> GgufTensor:
+        """Plan a tensor that is written as numbers or quantized here, in pieces where its rows keep their order.
+
+        kind: its type, by default that of an unquantized tensor.
+        """
         if self.layout.is_convolution(name):
             shape = (shape[0], int(np.prod(shape[1:])))
-        kind = self._type(stored, shape)
+        kind = kind or self._type(stored, shape)
         reordered = self.layout.rows(name, shape[0]) is not None or len(shape) < 2
         step = max(1, shape[0] if reordered else PIECE_ELEMENTS // shape[-1])
 
@@ -220,7 +225,10 @@ class _GgufPlanner:
             )
         if linear.format != "nvfp4" or self.kind != "NVFP4" or shape[1] % NVFP4_BLOCK:
             self.dequantized.append(linear.name)
-            yield self._plain(name, stored, shape, lambda: linear.dequantize(self.folder))
+            # ggml has no FP8. Q8_0 has its size, and 16-bit numbers would double the bytes of a token.
+            eight_bit = linear.format == "fp8" and self.kind == "NVFP4" and shape[1] % 32 == 0
+            kind = "Q8_0" if eight_bit else ""
+            yield self._plain(name, stored, shape, lambda: linear.dequantize(self.folder), kind)
             return
         if linear.input_global is None:
             self.weight_only.append(stored)

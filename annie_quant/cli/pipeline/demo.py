@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from annie_quant import bench, checkpoint, data, documents, judge, report
+from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.model_hash import model_sha256
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline import DemoSettings
@@ -252,6 +253,7 @@ class Demo:
             format=side.gguf_type or "NVFP4",
             size_bytes=gguf.stat().st_size if from_gguf else weight_bytes(folder),
             bits_per_weight=size.bits_per_weight,
+            predicted=None if from_gguf else decode_speed.predict(checkpoint.ModelFolder(folder)),
             checkpoint=str(folder),
             gguf=str(gguf),
             model_sha256=model_sha256(folder),

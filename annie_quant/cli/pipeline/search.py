@@ -15,8 +15,8 @@ from dataclasses import replace
 import msgspec
 
 from annie_quant import __version__, documents, judge, quantize
-from annie_quant.checkpoint import ModelFolder
-from annie_quant.checkpoint.size import bytes_per_token, folder_size
+from annie_quant.checkpoint import ModelFolder, decode_speed
+from annie_quant.checkpoint.size import folder_size
 from annie_quant.cli.pipeline import SearchSettings, search_table
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import Stages, drawn, offline_prompts
@@ -29,7 +29,6 @@ from annie_quant.judge import Workload, decision
 from annie_quant.judge.decision import failing, rule
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.sampling import answers_per_gate, compares_with_reference
-from annie_quant.quantize import estimates
 from annie_quant.quantize.strategies import by_rank, find
 
 KL_CONVERSATIONS = 60
@@ -156,8 +155,8 @@ class Search:
         shards = ModelFolder(self.stages.checkpoint(row.strategy))
         size = folder_size(shards)
         row.size_bytes, row.bits_per_weight = size.size_bytes, size.bits_per_weight
-        row.read_bytes = bytes_per_token(shards)
-        row.ceiling_tok_s = estimates.GB10_READ / row.read_bytes
+        speed = decode_speed.predict(shards, decode_speed.DEVICES["gb10"])
+        row.read_bytes, row.predicted_tok_s = speed.read_bytes, speed.tok_s
 
     def evaluate(self, row: documents.StrategyRow) -> None:
         """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""

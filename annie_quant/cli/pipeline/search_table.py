@@ -70,7 +70,7 @@ def summary(row: StrategyRow) -> list[str]:
         row.outcome,
         f"{row.size_bytes / 1e6:,.2f}",
         f"{row.bits_per_weight:.2f}",
-        f"{row.ceiling_tok_s:,.0f}",
+        f"{row.predicted_tok_s:,.0f}",
         *(NONE if side is None else f"{side.mean:.4f}" for side in sides),
         " / ".join(NONE if side is None else f"{side.flips}/{side.n_tokens}" for side in sides),
         " / ".join(f"{side.same_answers.same}/{side.same_answers.n}" for side in row.numerics.values()),

@@ -4,16 +4,25 @@ First the source answers with the inputs of one group of linears rounded at a ti
 (mixed_formats.py). Then recipes are compared on conversations that they do not round with (recipe_choice.py), and the best one
 rounds with all conversations. --effort sets how many recipes are tried. A killed run continues after its last trial, recipe or
 layer.
+
+Under --max-gb, --min-tps or --max-loss the formats of all groups of linears and of the head are chosen first (frontier_plan.py).
 """
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
+from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.linears import HEAD
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
+from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.formats import choose
+from annie_quant.quantize.formats import NVFP4, W4A16, choose
+from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
@@ -44,6 +53,14 @@ class BestOptions(StrategyOptions):
         ("mixed", "4", "16"),
     )
     share: float = option(0.05, "of the divergence that rounding all inputs adds, what activations=mixed may leave")
+    max_gb: float = option(math.inf, "GB of tensors at most (frontier_plan.py)")
+    min_tps: float = option(0.0, "predicted tokens per second of one stream at least")
+    max_loss: float = option(
+        math.inf, "divergence of held-out answers at most: mean KL plus that of the tokens that decide"
+    )
+    device: str = option("", "whose speed: gb10, h200, GB/s, or a device file; by default this machine's, else gb10")
+
+    MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("max_gb", "min_tps", "max_loss", "device")
 
     @property
     def whole_model_bytes(self) -> float:
@@ -53,21 +70,23 @@ class BestOptions(StrategyOptions):
 
 def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.calibration_samples import read_samples
+    from annie_quant.quantize.frontier_plan import choose_formats, planner_of
     from annie_quant.quantize.layer_rounder import Method
     from annie_quant.quantize.mixed_formats import formats_of_inputs
     from annie_quant.quantize.recipe_choice import RecipeChoice, choose_method, ingredients
     from annie_quant.quantize.rounding import round_model
 
-    options = job.options
+    options, limits = job.options, limits_of(job.options)
     if not 0 <= options.share <= 1:
         raise UsageError(f"share={options.share}: expected a share of 0 to 1", "--set share=0.05")
     folder = ModelFolder(job.model)
     chosen, samples = choose(folder, job.exclude), read_samples(job)
+    if str(limits):
+        planner_of(job, limits, dict.fromkeys(chosen, W4A16))
     if options.activations == "mixed":
         formats = formats_of_inputs(job, chosen, samples, options.share, progress)
     else:
         formats = dict.fromkeys(chosen, four_bit_format(options.activations))
-    announce_size(folder, formats, progress)
     fixed = options.recipe == "fixed"
     method = Method(
         prompt=options.prompt,
@@ -75,14 +94,35 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
         damping=options.damping,
         two_streams=fixed,
     )
+    planned = QuantizationPlan(formats)
+    if str(limits):
+        planned = choose_formats(job, limits, formats, samples, method, progress)
+        formats = {n: f for n, f in planned.formats.items() if f in (NVFP4, W4A16) and n != HEAD}
+    announce_size(folder, planned.formats, progress)
     choice = RecipeChoice(method)
-    if not fixed:
+    if not fixed and formats:
         start = Method()
         set_by_user = [n for n in vars(method) if getattr(method, n) != getattr(start, n)]
         choice = choose_method(job, formats, samples, method, ingredients(options.effort, set_by_user), progress)
-    result = round_model(job, formats, samples, choice.method, progress)
+    layers = (
+        f"layers-{sha256_text(json.dumps(sorted(formats.items())))[:12]}"  # other limits may follow in the same folder
+    )
+    result = round_model(job, formats, samples, choice.method, progress, layers)
     result.held_out, result.ingredients = choice.held_out, list(choice.ingredients)
+    result.frontier, result.formats = planned.frontier, result.formats | planned.formats
+    result.packed |= planned.packed
     return result
+
+
+def limits_of(options: BestOptions) -> Limits:
+    """Return the limits of the options. Raises UsageError for values that cannot be limits."""
+    for name in ("max_gb", "max_loss"):
+        if not getattr(options, name) > 0:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name):g}: expected a positive number")
+    if not 0 <= options.min_tps < math.inf:
+        raise UsageError(f"--min-tps {options.min_tps:g}: expected a positive number")
+    device = decode_speed.find_device(options.device) if options.device else decode_speed.default_device()
+    return Limits(device, options.max_gb, options.min_tps, options.max_loss)
 
 
 STRATEGY = Strategy(

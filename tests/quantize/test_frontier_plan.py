@@ -1,0 +1,287 @@
+"""best under limits: groups and bytes, the check of the whole, errors, resuming, and the loss next to best without limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import runtime_models
+from dense_models import make
+
+from annie_quant import checkpoint, quantize
+from annie_quant.checkpoint.decode_speed import TokenBytes, find_device
+from annie_quant.checkpoint.linears import HEAD
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.size import bytes_per_token
+from annie_quant.core.errors import UsageError
+from annie_quant.data.rows import read_conversations
+from annie_quant.documents import Recipe, decode
+from annie_quant.quantize import calibration_samples
+from annie_quant.quantize.formats import FP8_CHANNEL, W4A16, choose
+from annie_quant.quantize.frontier import Limits
+from annie_quant.quantize.plan import QuantizationPlan, export
+from annie_quant.quantize.strategy import Job
+
+torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
+pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
+pytest.importorskip("matplotlib", reason="the frontier's picture: pip install annie-quant[plots]")
+from annie_quant.offline.loading import load  # noqa: E402
+from annie_quant.quantize import frontier_plan, kl_trial, mixed_formats, recipe_choice  # noqa: E402
+from annie_quant.quantize.frontier_costs import PLAIN, Group, groups_of  # noqa: E402
+from annie_quant.quantize.frontier_plan import FormatPlanner  # noqa: E402
+
+SLOW = find_device("0.001:0")  # one megabyte per second: bytes alone decide
+GB = 0.00045  # between the smallest, .00039, and the unchanged model, .00091
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runtime_models.save_with_conversations(tmp_path_factory.mktemp("frontier"))
+
+
+@pytest.fixture(autouse=True)
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_formats, "TOKENS", 60)
+    monkeypatch.setattr(mixed_formats, "BANDS", 8)
+
+
+def run(home: Path, name: str, model: str = "model", **options) -> Path:
+    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 10, "recipe": "fixed", **options}
+    quantize.run("best", home / model, home / name, **settings)
+    return home / name
+
+
+@pytest.fixture(scope="module")
+def planned(home: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixed_formats, "TOKENS", 60)
+        patch.setattr(mixed_formats, "BANDS", 8)
+        return run(home, "planned", max_gb=GB)
+
+
+# ---- the search, with made-up figures
+
+
+class FakeTrials:
+    """Figures of a choice: the sum of its groups', and what groups of one format do to each other."""
+
+    def __init__(self, single: Mapping[tuple[str, str], float], together: Mapping[str, float]) -> None:
+        self.single, self.together, self.measured = single, together, 0
+
+    def measure(self, formats: Mapping[str, str]) -> np.ndarray:
+        self.measured += 1
+        loss = sum(self.single[item] for item in formats.items())
+        for kind, factor in self.together.items():
+            of_kind = [self.single[item] for item in formats.items() if item[1] == kind]
+            loss += factor * sum(of_kind) if len(of_kind) > 1 else 0.0
+        return np.full((4, 3), [loss / 8, loss / 8, 0.0])
+
+    stored = measure
+
+
+def planner_for(
+    rng: np.random.Generator, limits: Limits, together: Mapping[str, float]
+) -> tuple[FormatPlanner, FakeTrials]:
+    names = [*"abcde", HEAD]
+    weights = {n: float(rng.integers(1, 20)) * 1e6 for n in names}
+    kinds = [W4A16, FP8_CHANNEL, PLAIN]
+    sizes = {n: [w * bits / 8 for bits in (4.5, 8, 16)] for n, w in weights.items()}
+    groups = {n: Group([n], kinds, sizes[n], sizes[n], weights[n]) for n in names}
+    single = {
+        (n, k): float(x) for n in names for k, x in zip(kinds, np.sort(rng.lognormal(-6, 1, 2))[::-1], strict=False)
+    }
+    trials = FakeTrials(single, together)
+    planner = FormatPlanner(groups, limits, TokenBytes(0.0, 1), {"size": 0.0, "read": 0.0})
+    for n in names:
+        planner.costs[n] = {PLAIN: np.zeros((4, 3))} | {k: trials.measure({n: k}) for k in kinds[:2]}
+    return planner, trials
+
+
+def test_what_is_taken_is_within_the_limits_and_never_worse_than_the_formats_without_limits() -> None:
+    """Also where groups of one format do each other harm, which no cost of a single group shows."""
+    rng, usual_won, solved_again = np.random.default_rng(0), 0, 0
+    for case in range(120):
+        together = {FP8_CHANNEL: float(rng.choice([0, 0.5, 20])), W4A16: float(rng.choice([0, 0.5]))}
+        planner, trials = planner_for(rng, Limits(SLOW), together)
+        usual = tuple(2 if u == HEAD else 0 for u in planner.groups)
+        planner.limits = Limits(SLOW, max_gb=planner.bytes_of(usual, "size") / 1e9 * (1 + (case % 3) / 10))
+        taken, evaluated = planner.search(trials, quantize.runner.as_progress(None))
+        expected = float(trials.measure(planner.formats(usual))[:, :2].sum())
+        assert taken.loss <= expected * (1 + 1e-9) and planner.fits(taken.choices)
+        assert taken.loss == min(s.loss for s in evaluated)
+        usual_won += taken.choices == usual
+        solved_again += len(evaluated) > 2
+    assert usual_won and solved_again > 10, "cases that the first solution solves show nothing"
+
+
+def test_a_limit_of_the_loss_is_measured_on_the_whole() -> None:
+    rng, tightened = np.random.default_rng(1), 0
+    for _ in range(60):
+        planner, trials = planner_for(rng, Limits(SLOW), {FP8_CHANNEL: 0.5, W4A16: 1.0})
+        most = float(planner.expected([0] * 6)[:, :2].sum())
+        planner.limits = Limits(SLOW, max_loss=most * float(rng.uniform(0.2, 1.5)))
+        taken, evaluated = planner.search(trials, quantize.runner.as_progress(None))
+        assert taken.loss <= planner.limits.max_loss
+        tightened += len(evaluated) > 2
+        smaller = [
+            s for s in evaluated if planner.bytes_of(s.choices, "read") < planner.bytes_of(taken.choices, "read")
+        ]
+        assert all(s.loss > planner.limits.max_loss for s in smaller)
+    assert tightened > 10
+
+
+def test_limits_that_nothing_satisfies_are_one_line() -> None:
+    rng = np.random.default_rng(2)
+    planner, trials = planner_for(rng, Limits(SLOW), {})
+    least = planner.bytes_of([0] * 6, "size") / 1e9
+    progress = quantize.runner.as_progress(None)
+    planner.limits = Limits(SLOW, max_gb=least - 0.001)
+    with pytest.raises(UsageError, match=rf"the smallest possible is {least:.4g} GB, 0.001 GB more"):
+        planner.check_limits()
+    planner.limits = Limits(SLOW, min_tps=1e6 / (least * 1e9) + 0.01)
+    with pytest.raises(
+        UsageError, match=r"--min-tps .*: the smallest possible decodes at .* tok/s on 0.001 GB/s, 0.01 fewer"
+    ):
+        planner.check_limits()
+    planner.limits = Limits(SLOW, max_gb=1000.0)
+    with pytest.raises(UsageError, match="the unchanged model is within the limits"):
+        planner.check_limits()
+    planner.limits = Limits(SLOW, max_loss=1e-12)
+    with pytest.raises(UsageError, match="--max-loss 1e-12: nothing quantized satisfies it, the least measured is"):
+        planner.search(trials, progress)
+    loss = float(planner.expected([0] * 6)[:, :2].sum())
+    planner.limits = Limits(SLOW, max_gb=least * 1.0001, max_loss=loss / 2)
+    with pytest.raises(
+        UsageError, match="nothing satisfies the limits together; the least loss within that of bytes is"
+    ) as e:
+        planner.search(trials, progress)
+    assert f"{loss:.3g}" in e.value.message
+
+
+# ---- groups and bytes
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen2-tied", "mixture"])
+def test_the_bytes_of_a_choice_are_those_of_the_checkpoint(home: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "qwen3.5":
+        source = home / "model"
+    elif kind == "mixture":
+        source = runtime_models.save_mixture(tmp_path / "mixture", experts=4)
+    else:
+        source = make(tmp_path / "qwen2", kind)
+    folder = ModelFolder(source)
+    job = Job(source, tmp_path / "out")
+    four_bit = dict.fromkeys(choose(folder, ()), W4A16)
+    groups = groups_of(job, four_bit)
+    assert list(groups)[-1] == HEAD
+    assert sorted(n for g in groups.values() for n in g.members) == sorted([*four_bit, HEAD])
+    for served in folder.family.served_groups(four_bit):
+        assert sum(served[0] in g.members for g in groups.values()) == 1
+        assert any(set(served) <= set(g.members) for g in groups.values()), served
+    planner = frontier_plan.planner_of(job, Limits(SLOW, max_loss=1.0), four_bit)
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        choices = [int(i) for i in rng.integers(0, 3, len(groups))]
+        choices[-1] = number
+        out = tmp_path / f"out{number}"
+        out.mkdir()
+        export(folder, out, QuantizationPlan(planner.formats(choices)))
+        stored = ModelFolder(out)
+        assert planner.bytes_of(choices, "size") == sum(stored.info(n).size_bytes for n in stored)
+        assert planner.bytes_of(choices, "read") == pytest.approx(bytes_per_token(stored), abs=1)
+
+
+def test_an_excluded_head_is_no_group(home: Path, tmp_path: Path) -> None:
+    source = make(tmp_path / "tied", "qwen2-tied")
+    for model in (home / "model", source):
+        four_bit = dict.fromkeys(choose(ModelFolder(model), (HEAD,)), W4A16)
+        assert HEAD not in groups_of(Job(model, tmp_path / "out", exclude=(HEAD,)), four_bit)
+
+
+# ---- whole runs
+
+
+def test_a_plan_is_exported_recorded_and_drawn(home: Path, planned: Path) -> None:
+    audit = checkpoint.audit(planned, source=home / "model")
+    assert audit.ok, audit.findings
+    folder, recipe = ModelFolder(planned), decode(Recipe, planned / "annie_quant.json")
+    assert recipe.frontier is not None and "--max-gb 0.00045" in recipe.frontier.reason
+    (taken,) = [p for p in recipe.frontier.points if p.taken]
+    assert taken.measured and taken.size_bytes == sum(folder.info(n).size_bytes for n in folder) <= GB * 1e9
+    assert taken.read_bytes == bytes_per_token(folder)
+    predicted = [p for p in recipe.frontier.points if not p.measured]
+    assert len(predicted) >= 8 and [p.read_bytes for p in predicted] == sorted(p.read_bytes for p in predicted)
+    losses = [p.kl + p.decisions for p in predicted]
+    assert losses == sorted(losses, reverse=True) and losses[-1] == 0
+    assert len(taken.formats) > 2, "a budget between the extremes mixes formats"
+    ElementTree.parse(planned / "frontier.svg")
+    numbers = {json.dumps(n) for n in json.loads((planned / "annie_quant.json").read_text())["options"].values()}
+    assert "Infinity" not in numbers
+
+
+def divergence(source: Path, folder: Path, home: Path) -> float:
+    """Mean KL plus that of deciding tokens on the held-out answers, by transformers' own forward of both checkpoints."""
+    samples = calibration_samples.samples_of_rows(source, read_conversations(home / "calib.jsonl", 10))
+    _, held = recipe_choice.hold_out(samples, 10**6)
+    models = [load(f, dtype=torch.float32) for f in (source, folder)]
+    values, decides = [], []
+    with torch.inference_mode():
+        for sample in held:
+            p, q = (torch.log_softmax(m(torch.tensor([sample.ids])).logits[0], -1) for m in models)
+            values.append((p.exp() * (p - q)).sum(-1)[-len(sample.answer) :])
+            decides.append(torch.tensor(sample.decides))
+    kl, mask = torch.cat(values), torch.cat(decides)
+    return float(kl.mean() + kl[mask].mean())
+
+
+def test_at_the_bytes_of_best_without_limits_the_loss_is_not_larger(home: Path) -> None:
+    usual = run(home, "usual")
+    size = sum(ModelFolder(usual).info(n).size_bytes for n in ModelFolder(usual))
+    limited = run(home, "limited", max_gb=size / 1e9)
+    assert sum(ModelFolder(limited).info(n).size_bytes for n in ModelFolder(limited)) <= size
+    losses = [divergence(home / "model", f, home) for f in (usual, limited)]
+    assert 0 < losses[1] < losses[0]
+
+
+def test_a_run_that_dies_measures_nothing_twice_and_gives_the_same_bytes(
+    home: Path, planned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares, calls = kl_trial.Trial.shares, 0
+
+    def dies(self: kl_trial.Trial, plan: QuantizationPlan, inputs: bool = True) -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise KeyboardInterrupt
+        return shares(self, plan, inputs)
+
+    monkeypatch.setattr(kl_trial.Trial, "shares", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(home, "killed", max_gb=GB)
+    with pytest.raises(UsageError, match="the smallest possible"):
+        run(home, "killed", max_gb=GB / 2)  # another limit in the same folder keeps the measurements
+    out = run(home, "killed", max_gb=GB)
+    groups = 9  # eight bands and the head
+    assert calls <= 7 + 2 * groups + 8, "measured again"
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in planned.iterdir()}
+    assert not (home / ".killed.work").exists()
+
+
+def test_a_tied_head_is_quantized_for_speed(tmp_path: Path, home: Path) -> None:
+    """The embedding stays in 16 bits, so the file grows by the head, and a token reads the head instead of the embedding."""
+    source = make(home / "tied", "qwen2-tied", gain=2.0)
+    read = bytes_per_token(ModelFolder(source))
+    speed = 1e6 / (0.45 * read)  # more than half of the bytes are the head
+    out = run(home, "tied-out", "tied", min_tps=speed, device="0.001:0")
+    audit = checkpoint.audit(out, source=source)
+    assert audit.ok, audit.findings
+    folder = ModelFolder(out)
+    assert HEAD in checkpoint.linears(folder) and bytes_per_token(folder) <= 0.45 * read
+    with pytest.raises(UsageError, match="expected a positive number"):
+        run(home, "no", max_loss=-1)
+    with pytest.raises(UsageError, match="no such device file"):
+        run(home, "no", min_tps=5, device="gb11")

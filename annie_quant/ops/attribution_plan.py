@@ -1,0 +1,244 @@
+"""Which arm to measure next, and who is to blame: values in, values out.
+
+An arm is the set of factors that have the suspect's values; all others have the trusted ones. The base arm has none of them and
+is measured twice, which is the noise; the full arm has all. If the full arm is worse than the base, the causes are searched: an
+explanation is up to two causes, each of them one factor or a pair of factors that breaks answers only together. An arm should be
+worse if it contains a cause. The next arm is the one whose outcome the explanations that are left disagree about most: first
+halves of the factors, then pairs. A cause is named only if it breaks answers alone, without the other factors.
+
+A factor that has no effect in an arm (a prefix cache without hits), or with which no server starts, is left out and reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from annie_quant.judge.statistics import LEVEL
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_ARMS = 12  # with answers; one that no server starts with costs no requests
+# Of a fault that an arm contains: the test misses it. Of an arm without one: the test finds one all the same.
+MISS, FALSE_ALARM = 0.03, 0.005
+CERTAIN = 0.85  # posterior probability from which an explanation, or a cause, counts as the right one
+# Prior weights: how much less likely a pair is than one factor, a second cause than none, and that the full arm's loss was chance.
+PAIR, KNOWN_PAIR, SECOND, CHANCE = 0.2, 0.5, 0.2, 0.05
+# Known from reports: vllm-project/vllm#53912 and #43559 (MTP with the prefix cache), FP8 keys and values with cached prefixes.
+KNOWN_PAIRS = ({"mtp", "prefix"}, {"kv", "prefix"}, {"mtp", "batch"}, {"mtp", "sampling"}, {"weights", "activations"})
+
+Factors = tuple[str, ...]
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """Answers of an arm next to the base's answers to the same prompts.
+
+    lost, won: prompts that only the base answers rightly, and only the arm; p: of a loss, one-sided.
+    """
+
+    n: int
+    lost: int
+    won: int
+    p: float
+
+    @property
+    def broken(self) -> bool:
+        """Whether the arm is worse than the base, at a level that all arms of a search share."""
+        return self.p <= LEVEL / MAX_ARMS
+
+
+class ArmResult(msgspec.Struct, frozen=True):
+    """One arm that was tried.
+
+    factors: those with the suspect's values.
+    again: the base's second measurement.
+    effect: None for the base, and for an arm without answers.
+    failure: why it has no answers: the server did not start, died or hung.
+    ineffective: factors whose values did not take effect, with the evidence; the arm's answers do not count.
+    """
+
+    factors: Factors
+    again: bool = False
+    effect: Effect | None = None
+    failure: str = ""
+    ineffective: dict[str, str] = {}
+
+    @property
+    def valid(self) -> bool:
+        return not self.failure and not self.ineffective
+
+
+class NextArm(msgspec.Struct, frozen=True):
+    """The arm to measure, and what for."""
+
+    factors: Factors
+    why: str
+    again: bool = False
+
+
+class Conclusion(msgspec.Struct, frozen=True):
+    """The end of a search.
+
+    causes: each breaks answers alone: one factor, or a pair.
+    open: explanations that could not be told apart, the likeliest first, each of them a list of causes.
+    untested: factors that were left out, with the reason.
+    unfinished: why the search ended before it named all causes; "" where it did.
+    """
+
+    causes: tuple[Factors, ...] = ()
+    open: tuple[tuple[Factors, ...], ...] = ()
+    untested: dict[str, str] = {}
+    unfinished: str = ""
+
+
+def plan(factors: Sequence[str], results: Sequence[ArmResult], max_arms: int = MAX_ARMS) -> NextArm | Conclusion:
+    """Return the next arm, or the conclusion. factors: in the order of their names in arms; results: of all arms tried so far."""
+    untested = _untested(factors, results)
+    active = tuple(name for name in factors if name not in untested)
+    tried = {(frozenset(r.factors), r.again) for r in results}
+    measured = {frozenset(r.factors): r.effect for r in results if r.valid and r.effect and not r.again}
+    if (frozenset(), False) not in tried:
+        return NextArm((), "the base")
+    if (frozenset(), True) not in tried:
+        return NextArm((), "the base again, for the noise", again=True)
+    full = frozenset(active)
+    left = max_arms - sum(not r.failure for r in results)
+    if not full or (full in measured and not measured[full].broken):
+        return Conclusion(untested=untested)
+    refused = [frozenset(r.factors) for r in results if r.failure and r.factors and set(r.factors) <= full]
+    if full in refused:
+        return _smaller(active, refused, measured, tried, untested)
+    if full not in measured:
+        return NextArm(active, "all factors")
+    return _Search(active, measured, refused).step(left, untested)
+
+
+def _untested(factors: Sequence[str], results: Sequence[ArmResult]) -> dict[str, str]:
+    """Return the factors that cannot be tested: without effect, or refused alone."""
+    untested = {name: why for r in results for name, why in r.ineffective.items()}
+    untested |= {r.factors[0]: r.failure for r in results if r.failure and len(r.factors) == 1}
+    return {name: untested[name] for name in factors if name in untested}
+
+
+def _smaller(
+    active: Factors,
+    refused: Sequence[frozenset[str]],
+    measured: Iterable[frozenset[str]],
+    tried: set[tuple[frozenset[str], bool]],
+    untested: dict[str, str],
+) -> NextArm | Conclusion:
+    """Return the next half of the smallest set of factors with which no server starts: which of them is it?"""
+    smallest = min(refused, key=len)
+    ordered = [name for name in active if name in smallest]
+    for half in (ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :]):
+        if (frozenset(half), False) not in tried and not any(set(half) <= arm for arm in measured):
+            return NextArm(tuple(half), "no server starts with more of them")
+    return Conclusion(untested=untested, unfinished=f"no server starts with {' and '.join(ordered)} together")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Causes as bit masks of factors, and the prior weight."""
+
+    causes: tuple[int, ...]
+    weight: float
+
+
+@lru_cache(maxsize=8)
+def _explanations(active: Factors) -> tuple[list[Explanation], np.ndarray]:
+    """Return chance, each cause, and each two causes of which none contains the other; and whether arms contain a cause.
+
+    The array is bool [explanation, arm]; an arm is a bit mask of factors.
+    """
+    import numpy as np
+
+    single = {1 << i: 1.0 for i in range(len(active))}
+    pairs = {
+        1 << i | 1 << k: KNOWN_PAIR if {active[i], active[k]} in KNOWN_PAIRS else PAIR
+        for i, k in itertools.combinations(range(len(active)), 2)
+    }
+    weights = single | pairs
+    causes: list[tuple[tuple[int, ...], float]] = [((), CHANCE), *(((c,), weight) for c, weight in weights.items())]
+    for a, b in itertools.combinations(weights, 2):
+        if not a & b and not (a in pairs and b in pairs):
+            causes.append(((a, b), SECOND * weights[a] * weights[b] / len(active)))
+    arms = np.arange(2 ** len(active))
+    worse = np.zeros((len(causes), len(arms)), bool)
+    for row, (masks, _) in zip(worse, causes, strict=True):
+        for mask in masks:
+            row |= (arms & mask) == mask
+    return [Explanation(*each) for each in causes], worse
+
+
+class _Search:
+    """The explanations of a broken full arm, weighed by what was measured."""
+
+    def __init__(
+        self, active: Factors, measured: dict[frozenset[str], Effect], refused: Sequence[frozenset[str]]
+    ) -> None:
+        import numpy as np
+
+        self.active = active
+        self.explanations, self.worse = _explanations(active)
+        self.broken = {self.mask(f): effect.broken for f, effect in measured.items() if f <= set(active)}
+        refused_masks = [self.mask(f) for f in refused]
+        self.possible = np.array(
+            [a > 0 and a not in self.broken and not any(a & r == r for r in refused_masks) for a in range(2 ** len(active))]
+        )
+        posterior = np.array([e.weight for e in self.explanations])
+        for arm, broken in self.broken.items():
+            chance = np.where(self.worse[:, arm], 1 - MISS, FALSE_ALARM)
+            posterior *= chance if broken else 1 - chance
+        self.posterior: np.ndarray = posterior / posterior.sum()
+
+    def mask(self, factors: Iterable[str]) -> int:
+        return sum(1 << self.active.index(name) for name in factors)
+
+    def names(self, mask: int) -> Factors:
+        return tuple(name for i, name in enumerate(self.active) if mask >> i & 1)
+
+    def step(self, left: int, untested: dict[str, str]) -> NextArm | Conclusion:
+        """Return the arm that says most, or that proves the likeliest explanation; or the conclusion."""
+        import numpy as np
+
+        best = int(self.posterior.argmax())
+        causes = self.explanations[best].causes
+        certain = self.posterior[best] >= CERTAIN
+        everything = (1 << len(self.active)) - 1
+        rest = everything & ~sum(causes)
+        proofs = [arm for arm in (*causes, rest) if self.possible[arm]] if causes else []
+        if left > 0 and proofs and (certain or left <= len(proofs)):
+            why = "whether they break answers alone" if proofs[0] in causes else "whether anything else does"
+            return NextArm(self.names(proofs[0]), why)
+        says = (self.posterior[:, None] * self.worse).sum(0)  # how likely each arm is to be worse
+        says = np.where(self.possible, np.minimum(says, 1 - says), 0.0)
+        if left > 0 and not certain and says.max() > FALSE_ALARM:
+            # Of arms that say about the same, the one with fewer factors.
+            sizes = np.array([arm.bit_count() for arm in range(everything + 1)])
+            near = np.flatnonzero(says >= 0.95 * says.max())
+            return NextArm(self.names(int(near[sizes[near].argmin()])), "it splits the explanations that are left")
+        named = tuple(self.names(c) for c in self.likely_causes() if self.broken.get(c))
+        if certain and len(named) == len(causes) and not proofs:
+            return Conclusion(named, untested=untested)
+        unfinished = "the arms do not tell the explanations apart" if left > 0 else "the last arm was measured"
+        return Conclusion(named, self.likely(), untested, unfinished)
+
+    def likely_causes(self) -> list[int]:
+        """Return the causes that are probably among those of the right explanation."""
+        chances: dict[int, float] = {}
+        for explanation, probability in zip(self.explanations, self.posterior.tolist(), strict=True):
+            for cause in explanation.causes:
+                chances[cause] = chances.get(cause, 0.0) + probability
+        return [cause for cause, chance in chances.items() if chance >= CERTAIN]
+
+    def likely(self) -> tuple[tuple[Factors, ...], ...]:
+        """Return the explanations with more than a twentieth of the probability, the likeliest first."""
+        order = sorted(range(len(self.posterior)), key=lambda i: -self.posterior[i])
+        shown = [self.explanations[i] for i in order[:5] if self.posterior[i] > 0.05]
+        return tuple(tuple(self.names(c) for c in e.causes) for e in shown if e.causes)

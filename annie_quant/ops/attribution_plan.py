@@ -60,7 +60,8 @@ class ArmResult(msgspec.Struct, frozen=True):
     again: the base's second measurement.
     effect: None for the base, and for an arm without answers.
     failure: why it has no answers: the server did not start, died or hung.
-    ineffective: factors whose values did not take effect, with the evidence; the arm's answers do not count.
+    ineffective: factors whose values did not take effect, with the evidence, unless an earlier arm had found so; the arm's answers
+        do not count.
     """
 
     factors: Factors
@@ -99,7 +100,7 @@ class Conclusion(msgspec.Struct, frozen=True):
 
 def plan(factors: Sequence[str], results: Sequence[ArmResult], max_arms: int = MAX_ARMS) -> NextArm | Conclusion:
     """Return the next arm, or the conclusion. factors: in the order of their names in arms; results: of all arms tried so far."""
-    untested = _untested(factors, results)
+    untested = untested_factors(factors, results)
     active = tuple(name for name in factors if name not in untested)
     tried = {(frozenset(r.factors), r.again) for r in results}
     measured = {frozenset(r.factors): r.effect for r in results if r.valid and r.effect and not r.again}
@@ -119,7 +120,7 @@ def plan(factors: Sequence[str], results: Sequence[ArmResult], max_arms: int = M
     return _Search(active, measured, refused).step(left, untested)
 
 
-def _untested(factors: Sequence[str], results: Sequence[ArmResult]) -> dict[str, str]:
+def untested_factors(factors: Sequence[str], results: Sequence[ArmResult]) -> dict[str, str]:
     """Return the factors that cannot be tested: without effect, or refused alone."""
     untested = {name: why for r in results for name, why in r.ineffective.items()}
     untested |= {r.factors[0]: r.failure for r in results if r.failure and len(r.factors) == 1}
@@ -189,7 +190,10 @@ class _Search:
         self.broken = {self.mask(f): effect.broken for f, effect in measured.items() if f <= set(active)}
         refused_masks = [self.mask(f) for f in refused]
         self.possible = np.array(
-            [a > 0 and a not in self.broken and not any(a & r == r for r in refused_masks) for a in range(2 ** len(active))]
+            [
+                a > 0 and a not in self.broken and not any(a & r == r for r in refused_masks)
+                for a in range(2 ** len(active))
+            ]
         )
         posterior = np.array([e.weight for e in self.explanations])
         for arm, broken in self.broken.items():

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -31,6 +32,9 @@ def main() -> None:
     params.use_jinja = True
     params.endpoint_metrics = True
     params.reasoning_format = xllamacpp.common_reasoning_format.COMMON_REASONING_FORMAT_DEEPSEEK
+    params.force_pure_content_parser = not options["parse_calls"]
+    params.cache_type_k = params.cache_type_v = kv_type(xllamacpp.ggml_type, options["kv_type"])
+    params.chat_template = options["template"]
     if options["threads"]:
         params.cpuparams.n_threads = options["threads"]
         params.cpuparams_batch.n_threads = options["threads"]
@@ -44,6 +48,14 @@ def main() -> None:
     part.write_text(server.listening_address)
     part.replace(address)
     threading.Event().wait()
+
+
+def kv_type(types: Iterable[object], name: str) -> object:
+    """Return a member of ggml's types by its short name. Ends the process for a name that is not among them."""
+    members = {str(getattr(t, "name", t)).removeprefix("GGML_TYPE_").lower(): t for t in types}
+    if name not in members:
+        sys.exit(f"error: unknown type of cached keys and values {name!r}, expected one of: {', '.join(members)}")
+    return members[name]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,229 @@
+"""The servers of an attribution: started for each arm by a runtime or by a user's command, or running already.
+
+A target has the factors that it can vary with their two values, and `serve`, a context with the URL of a server that has an arm's
+values. Only a server that was started here is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from annie_quant.core.errors import UsageError, need
+from annie_quant.core.files import write_text
+from annie_quant.core.progress import Progress
+from annie_quant.ops import server as process
+from annie_quant.ops import serving
+from annie_quant.ops.attribution_factors import (
+    FACTORS,
+    LLAMA_CPP,
+    ON,
+    REPORTS_HITS,
+    SERVED,
+    SETTINGS,
+    Varied,
+    changed_command,
+    ordered,
+)
+from annie_quant.ops.recipes import HEALTH, RecipeRuntime, template_of
+
+Choices = Mapping[str, str]  # factor → value that the user stated
+BATCH = "8"  # requests in flight of the suspect, where a server takes several
+_PLACEHOLDER = re.compile(r"\{([a-z_]\w*)\}")
+
+
+class Target(Protocol):
+    """Servers with an arm's values.
+
+    fixed: factors that cannot be changed here, with the reason.
+    constant: stated values that are the same in all arms.
+    """
+
+    varied: list[Varied]
+    fixed: dict[str, str]
+    constant: Choices
+
+    def serve(
+        self, values: Mapping[str, str], log: Path, progress: Progress
+    ) -> contextlib.AbstractContextManager[str]: ...
+
+
+def constants(varied: Sequence[Varied], *stated: Choices) -> dict[str, str]:
+    names = {v.name for v in varied}
+    return {name: value for choices in stated for name, value in choices.items() if name not in names}
+
+
+def vary(trusted: Choices, suspect: Choices, defaults: Mapping[str, str]) -> list[Varied]:
+    """Return the factors with two different values: stated ones, else `defaults` for the suspect and FACTORS' for the trusted side.
+
+    Raises UsageError where only one value is known.
+    """
+    result = []
+    for name in ordered([*{**defaults, **trusted, **suspect}]):
+        good = trusted.get(name, FACTORS[name].trusted if name in FACTORS else "")
+        bad = suspect.get(name, defaults.get(name, good))
+        if not good and name not in trusted:
+            raise UsageError(f"{name} has one value only, {bad!r}", f"add --trusted {name}=VALUE")
+        if good != bad:
+            result.append(Varied(name, good, bad))
+    if not result:
+        raise UsageError("no factor has two values, so there is nothing to compare", "add --suspect NAME=VALUE")
+    return result
+
+
+class RuntimeTarget:
+    """Servers of one runtime. A factor that a recipe states is as the recipe has it in the suspect's arms."""
+
+    def __init__(
+        self,
+        runtime: str,
+        checkpoint: Path,
+        reference: Path | None,
+        trusted: Choices,
+        suspect: Choices,
+        folder: Path,
+        recipe: str | None = None,
+    ) -> None:
+        self.runtime, self.recipe, self.checkpoint = serving.find_runtime(runtime), recipe, checkpoint
+        known = {"weights", "prefix", "batch", "sampling", *self.settings}
+        if unknown := sorted({*trusted, *suspect} - known):
+            raise UsageError(
+                f"{unknown[0]} cannot be set for {runtime}", f"choose one of: {', '.join(ordered([*known]))}"
+            )
+        self.fixed = {name: f"{runtime} has no option for it here" for name in FACTORS if name not in known}
+        defaults = {"weights": str(checkpoint)}
+        if reference is None:
+            self.fixed["weights"] = "there is no --reference to compare with"
+        trusted = {"weights": str(reference or checkpoint), **trusted}
+        if isinstance(self.runtime, RecipeRuntime):
+            words = self.runtime.arguments(checkpoint, 0, recipe)
+            defaults |= {"batch": BATCH, **{n: SERVED for n in SETTINGS[runtime] if self.differs(words, n)}}
+        else:
+            defaults["prefix"] = ON
+        files = {}
+        if reference is not None and "template" not in {**trusted, **suspect}:
+            files = _templates(reference, checkpoint, folder)
+        self.varied = vary(trusted | files.get("trusted", {}), {**files.get("suspect", {}), **suspect}, defaults)
+        self.constant = constants(self.varied, trusted, suspect)
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        return SETTINGS.get(self.runtime.name, LLAMA_CPP)
+
+    def differs(self, words: Sequence[str], name: str) -> bool:
+        """Return whether the trusted value of a factor is another command than the recipe's."""
+        trusted = FACTORS[name].trusted
+        return bool(trusted) and sorted(changed_command(self.runtime.name, words, {name: trusted})) != sorted(words)
+
+    @contextlib.contextmanager
+    def serve(self, values: Mapping[str, str], log: Path, progress: Progress) -> Iterator[str]:
+        model = Path(values.get("weights", self.checkpoint))
+        options: dict[str, Any] = {}
+        if isinstance(self.runtime, RecipeRuntime):
+            # bf16 weights have no 4-bit activations, and no kernel for them.
+            arm = {k: v for k, v in values.items() if k != "activations" or model == self.checkpoint}
+            name = self.runtime.name
+
+            def change(words: list[str]) -> list[str]:
+                return [*changed_command(name, words, arm), REPORTS_HITS[name]]
+
+            options = {"recipe": self.recipe, "change": change, "port": process.free_port()}
+        else:
+            options = dict(LLAMA_CPP[n](value) for n, value in values.items() if n in LLAMA_CPP and value != SERVED)
+        with serving.start(model, self.runtime.name, log=log, progress=progress, **options) as server:
+            yield server.url
+
+
+def _templates(reference: Path, checkpoint: Path, folder: Path) -> dict[str, dict[str, str]]:
+    """Return the two models' chat templates as files, where they differ: else a wrong template would be the weights' fault."""
+    texts = {"trusted": template_text(reference), "suspect": template_text(checkpoint)}
+    if not all(texts.values()) or texts["trusted"] == texts["suspect"]:
+        return {}
+    result = {}
+    for side, text in texts.items():
+        path = folder / "templates" / f"{side}.jinja"
+        write_text(path, text)
+        result[side] = {"template": str(path)}
+    return result
+
+
+def template_text(model: Path) -> str:
+    """Return the chat template of a model folder or a GGUF file; "" without one."""
+    if model.is_dir():
+        return template_of(model)
+    from annie_quant.checkpoint.gguf.reader import check_header
+
+    check_header(model)
+    field = need("gguf", "serve").GGUFReader(model).get_field("tokenizer.chat_template")
+    return str(field.contents()) if field else ""
+
+
+class CommandTarget:
+    """Servers that a command starts, with {port} and the names of factors in it replaced by an arm's values.
+
+    A placeholder that is a whole word is replaced by the words of the value, none for an empty one.
+    """
+
+    def __init__(self, line: str, trusted: Choices, suspect: Choices, timeout_s: float) -> None:
+        try:
+            self.words = shlex.split(line)
+        except ValueError as error:
+            raise UsageError(f"--server-cmd cannot be split into words: {error}", "quote it for a shell") from None
+        names = set(_PLACEHOLDER.findall(line))
+        if "port" not in names:
+            raise UsageError("--server-cmd has no {port}", "add it, for example: --port {port}")
+        requests = {name for name, factor in FACTORS.items() if factor.in_requests}
+        if missing := sorted(names - {"port", *trusted, *suspect}):
+            raise UsageError(
+                f"--server-cmd has {{{missing[0]}}}, which has no values",
+                f"add --trusted {missing[0]}=VALUE --suspect {missing[0]}=VALUE",
+            )
+        if unused := sorted({*trusted, *suspect} - names - requests):
+            raise UsageError(f"--server-cmd has no {{{unused[0]}}}", "add it where its value belongs")
+        self.timeout_s, self.names = timeout_s, names
+        self.fixed = {
+            n: "--server-cmd has no placeholder for it" for n in FACTORS if n not in names and n not in requests
+        }
+        self.varied = vary({name: "" for name in suspect if name in names} | dict(trusted), suspect, {})
+        self.constant = constants(self.varied, trusted, suspect)
+
+    @contextlib.contextmanager
+    def serve(self, values: Mapping[str, str], log: Path, progress: Progress) -> Iterator[str]:
+        port = process.free_port()
+        fill = {**values, "port": str(port)}
+        words: list[str] = []
+        for word in self.words:
+            whole = _PLACEHOLDER.fullmatch(word)
+            if whole and whole[1] in fill:
+                words += shlex.split(fill[whole[1]])
+            else:
+                words.append(_PLACEHOLDER.sub(lambda match: fill.get(match[1], match[0]), word))
+        server = process.spawn(words, log, "server", container_file=process.name_container(words))
+        with server:
+            process.wait_ready(server, lambda: f"http://127.0.0.1:{port}", HEALTH, self.timeout_s, progress)
+            yield server.url
+
+
+class UrlTarget:
+    """Two servers that run already: what differs between them is one factor, and requests set the others."""
+
+    def __init__(self, trusted_url: str, suspect_url: str, trusted: Choices, suspect: Choices) -> None:
+        requests = {name for name, factor in FACTORS.items() if factor.in_requests}
+        if unknown := sorted({*trusted, *suspect} - requests):
+            raise UsageError(
+                f"{unknown[0]} cannot be changed at servers that run already",
+                f"choose one of: {', '.join(ordered([*requests]))}",
+            )
+        self.fixed = {name: "part of what differs between the two servers" for name in FACTORS if name not in requests}
+        defaults = {"server": suspect_url, "prefix": ON}
+        self.varied = vary({"server": trusted_url, **trusted}, suspect, defaults)
+        self.constant = constants(self.varied, trusted, suspect)
+        self.trusted_url = trusted_url
+
+    @contextlib.contextmanager
+    def serve(self, values: Mapping[str, str], log: Path, progress: Progress) -> Iterator[str]:
+        yield values.get("server", self.trusted_url)

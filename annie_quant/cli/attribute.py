@@ -53,7 +53,6 @@ class AttributeOptions(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, Option("Prompts per gate; 0: all.", least=0)] = 25
     arms: Annotated[int, Option("Settings to measure at most.", least=4)] = 12
     timeout_s: Annotated[float, Option("Limit of one request, in seconds.", least=1)] = 120.0
-    start_s: Annotated[float, Option("Limit of the start of --server-cmd, in seconds.", least=1)] = 900.0
     key_env: KeyVariable = None
     seed: Annotated[int, Option("Of the choice and order of the prompts.")] = 0
     output: Annotated[Path, Option("Run directory; the same command resumes from it.")]
@@ -65,8 +64,8 @@ def attribute(options: AttributeOptions) -> None:
     """Find out which setting breaks a served model's answers.
 
     Servers that differ in some factors (weights, chat template, tool parser, KV cache type, MTP, prefix cache, CUDA graphs,
-    batching, sampling) get the same prompts, at most --arms times: first halves of the factors, then pairs. They are started here, by
-    --checkpoint and --runtime or by --server-cmd, or run already (--urls). Exit code 1 if something is to blame.
+    batching, sampling) get the same prompts, at most --arms times: first halves of the factors, then pairs. They are started here,
+    by --checkpoint and --runtime or by --server-cmd, or run already (--urls). Exit code 1 if something is to blame.
     """
     from annie_quant.bench import key_headers
     from annie_quant.cli.pipeline.run_directory import RunDirectory
@@ -98,13 +97,12 @@ def target_of(options: AttributeOptions) -> Target:
     if (options.checkpoint is not None) + (options.server_cmd is not None) + (options.urls is not None) != 1:
         raise click.UsageError("give one of --checkpoint, --server-cmd and --urls")
     if options.server_cmd is not None:
-        return servers.CommandTarget(options.server_cmd, trusted, suspect, options.start_s)
+        return servers.CommandTarget(options.server_cmd, trusted, suspect)
     if options.urls is not None:
         return servers.UrlTarget(*options.urls, trusted, suspect)
     assert options.checkpoint is not None
-    return servers.RuntimeTarget(
-        options.runtime, options.checkpoint, options.reference, trusted, suspect, options.output, options.use
-    )
+    models = options.checkpoint, options.reference
+    return servers.RuntimeTarget(options.runtime, models, (trusted, suspect), options.output, options.use)
 
 
 def choices(option: str, values: Sequence[str]) -> dict[str, str]:

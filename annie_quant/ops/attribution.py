@@ -21,22 +21,14 @@ from annie_quant.bench.run_folder import read_records, workload_settings
 from annie_quant.core.errors import CheckpointError, ServerError, UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import keyed_folder
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import RequestRecord
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.pairing import deciding_by_prompt, has_label
 from annie_quant.judge.statistics import excess_loss, mcnemar
 from annie_quant.judge.workloads import Workload
 from annie_quant.ops.attribution_factors import Varied, ineffective, request_settings, title
-from annie_quant.ops.attribution_plan import (
-    MAX_ARMS,
-    ArmResult,
-    Conclusion,
-    Effect,
-    Factors,
-    NextArm,
-    plan,
-    untested_factors,
-)
+from annie_quant.ops.attribution_plan import ArmResult, Conclusion, Effect, Factors, NextArm, plan, untested_factors
 from annie_quant.ops.attribution_servers import Target
 
 FILE = "attribution.json"
@@ -51,7 +43,7 @@ class Attribution(msgspec.Struct, kw_only=True):
 
     conclusion: causes, open explanations, factors that could not be tested.
     fixed: factors that cannot be changed at these servers, with the reason.
-    in_text: answers of the arm with all factors that have a tool call in their text.
+    in_text: answers of the arm with the most factors that have a tool call in their text.
     """
 
     sentence: str
@@ -74,7 +66,7 @@ class AttributionRun:
     workloads: Sequence[Workload]
     folder: Path
     headers: Mapping[str, str] = field(default_factory=dict)
-    max_arms: int = MAX_ARMS
+    max_arms: int = 12
     timeout_s: float = 120.0
     seed: int = 0
     progress: Progress = SILENT
@@ -89,19 +81,21 @@ class AttributionRun:
         if not any(w.cases for w in self.workloads):
             raise UsageError("there are no prompts to compare with", "choose other --workloads")
         names = [v.name for v in self.target.varied]
+        for side in ("trusted", "suspect"):  # a value that is not one is an error before the first server starts
+            request_settings({v.name: getattr(v, side) for v in self.target.varied})
         while isinstance(step := plan(names, self.results, self.max_arms), NextArm):
             self.progress.update(len(self.results), None, f"{arm_name(step)} ({step.why})")
             result = self.measure(step, [name for name in names if name not in untested_factors(names, self.results)])
             self.results.append(result)
             self.progress.message(f"{arm_name(step)}: {outcome(result)}")
-        full = max((key for key in self.answers), key=lambda key: len(key[0]))
+        most = self.answers[max(self.answers, key=lambda key: len(key[0]))]
         attribution = Attribution(
             sentence=sentence(step, self.results),
             guilty=bool(step.causes or step.open) or any(is_broken(r) for r in self.results),
             conclusion=step,
             varied=self.target.varied,
             fixed=self.target.fixed,
-            in_text=sum("<tool_call>" in r.text and not r.tool_calls for r in self.answers[full]),
+            in_text=sum("<tool_call>" in r.text and not r.tool_calls for r in most),
             arms=self.results,
         )
         documents.write(self.folder / FILE, attribution)
@@ -109,8 +103,8 @@ class AttributionRun:
 
     def measure(self, step: NextArm, tested: Sequence[str]) -> ArmResult:
         """Return the result of one arm, whose answers are taken from an earlier call where they are complete."""
-        values = {v.name: v.suspect if v.name in step.factors else v.trusted for v in self.target.varied}
-        values = {**self.target.constant, **values}
+        values = dict(self.target.constant)
+        values |= {v.name: v.suspect if v.name in step.factors else v.trusted for v in self.target.varied}
         settings, name = request_settings(values), arm_name(step)
         workloads = [with_fields(w, settings.fields) for w in self.workloads]
         asked = [(w.name, workload_settings(w).asked_sha256) for w in workloads]
@@ -118,19 +112,11 @@ class AttributionRun:
         if not (folder / "bench.json").is_file():
             try:
                 with self.target.serve(values, self.folder / "logs" / f"{name}.log", self.progress) as url:
-                    bench.run(
-                        [bench.Backend("server", url, headers=self.headers)],
-                        workloads,
-                        folder,
-                        warmup=0,
-                        runs=1,
-                        concurrency=settings.concurrency,
-                        prefix_cache=settings.prefix_cache,
-                        seed=self.seed,
-                        timeout_s=self.timeout_s,
-                        with_memory=False,
-                        watch=Watch(name, sum(len(w.cases) for w in workloads), self.progress),
-                    )
+                    watch = Watch(name, sum(len(w.cases) for w in workloads), self.progress)
+                    options = {"prefix_cache": settings.prefix_cache, "timeout_s": self.timeout_s, "seed": self.seed}
+                    options |= {"concurrency": settings.concurrency, "warmup": 0, "runs": 1, "with_memory": False}
+                    backend = bench.Backend("server", url, headers=self.headers)
+                    bench.run([backend], workloads, folder, watch=watch, **options)
             except (ServerError, CheckpointError) as error:
                 if not step.factors:
                     raise
@@ -139,10 +125,9 @@ class AttributionRun:
         for record in records:
             record.prompt_sha256 = ""  # its fields are part of it, and sampling changes them; the case's id is not
         self.answers[step.factors, step.again] = records
-        effect = None
-        if step.factors or step.again:
-            effect = compare_answers(self.workloads, self.answers[(), False], self.answers[(), True], records)
-        return ArmResult(step.factors, step.again, effect, ineffective=ineffective(tested, step.factors, records))
+        effect = compare_answers(self.workloads, self.answers[(), False], self.answers.get(((), True), []), records)
+        without = ineffective(tested, step.factors, records)
+        return ArmResult(step.factors, step.again, effect if step.factors or step.again else None, "", without)
 
 
 @dataclass
@@ -167,13 +152,12 @@ def arm_name(step: NextArm | ArmResult) -> str:
     return "+".join(step.factors) or ("base-again" if step.again else "base")
 
 
-def with_fields(workload: Workload, fields: Mapping[str, object]) -> Workload:
+def with_fields(workload: Workload, fields: JsonObject) -> Workload:
     """Return a workload whose requests have these fields; a temperature replaces its own."""
     rest = {name: value for name, value in fields.items() if name != "temperature"}
-    temperature = fields.get("temperature", workload.temperature)
-    if not isinstance(temperature, (int, float)):
-        raise UsageError(f"sampling: the temperature {temperature!r} is not a number", "use a number")
-    return replace(workload, temperature=temperature, extra={**workload.extra, **rest})
+    return replace(
+        workload, temperature=fields.get("temperature", workload.temperature), extra={**workload.extra, **rest}
+    )
 
 
 def compare_answers(

@@ -45,7 +45,7 @@ class Factor:
     title: as sentences have it.
     trusted: the value that is taken for right; "": the user has to state it.
     in_requests: the requests can set it, at any server.
-    proof: gets whether the value is the suspect's, and the answers; returns why it did not take effect, "" where nothing shows that.
+    proof: gets whether the value is the suspect's, and the answers; returns why it did not take effect, else "".
     """
 
     name: str
@@ -100,26 +100,32 @@ def ordered(names: Sequence[str]) -> list[str]:
 
 
 def ineffective(names: Sequence[str], suspects: Sequence[str], records: Sequence[RequestRecord]) -> dict[str, str]:
-    """Return those of the factors whose values did not take effect in an arm, with the reason. suspects: with the suspect's values."""
+    """Return the factors whose values did not take effect in an arm, with the reason. suspects: with the suspect's values."""
     reasons = {name: FACTORS[name].proof(name in suspects, records) for name in names if name in FACTORS}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
+def number(name: str, value: str, least: int) -> int:
+    """Return a value as a number. Raises UsageError for what is not one, or is below `least`."""
+    if not value.isdigit() or int(value) < least:
+        raise UsageError(f"{name}={value}: expected a number from {least} on", f"--suspect {name}=2")
+    return int(value)
+
+
 def request_settings(values: Mapping[str, str]) -> RequestSettings:
     """Return the settings of the requests for the values of an arm. Raises UsageError for a value that is not one."""
-    batch, fields = values.get("batch", "1"), {}
-    if not batch.isdigit() or int(batch) < 1:
-        raise UsageError(f"batch={batch}: expected a number of requests in flight", "--suspect batch=8")
     try:
         fields = json.loads(values.get("sampling", "{}"))
     except ValueError:
         fields = None
-    if not isinstance(fields, dict):
+    if not isinstance(fields, dict) or not isinstance(fields.get("temperature", 0), (int, float)):
         raise UsageError(
             f"sampling={values['sampling']}: expected fields of a request as a JSON object",
             """--suspect 'sampling={"temperature": 0.7}'""",
         )
-    return RequestSettings(int(batch), "off" if values.get("prefix") == OFF else "warm", fields)
+    return RequestSettings(
+        number("batch", values.get("batch", "1"), 1), "off" if values.get("prefix") == OFF else "warm", fields
+    )
 
 
 # ---- how vLLM and SGLang are told
@@ -143,13 +149,13 @@ def _switched(off: str, on: str = "") -> Flags:
 
 
 def _vllm_draft(value: str) -> list[str]:
-    settings = {"method": "mtp", "num_speculative_tokens": int(value)}
-    return ["--speculative-config", json.dumps(settings)] if int(value) else []
+    settings = {"method": "mtp", "num_speculative_tokens": number("mtp", value, 0)}
+    return ["--speculative-config", json.dumps(settings)] if value != "0" else []
 
 
 def _sglang_draft(value: str) -> list[str]:
-    steps = ["--speculative-num-steps", value, "--speculative-num-draft-tokens", str(int(value) + 1)]
-    return ["--speculative-algorithm", "NEXTN", *steps, "--speculative-eagle-topk", "1"] if int(value) else []
+    steps = ["--speculative-num-steps", value, "--speculative-num-draft-tokens", str(number("mtp", value, 0) + 1)]
+    return ["--speculative-algorithm", "NEXTN", *steps, "--speculative-eagle-topk", "1"] if value != "0" else []
 
 
 def _marlin(value: str) -> list[str]:
@@ -159,7 +165,8 @@ def _marlin(value: str) -> list[str]:
 SETTINGS: dict[str, dict[str, Flags]] = {
     "vllm": {
         "activations": Flags({"--linear-backend": 2}, _marlin),
-        "template": _valued("--chat-template"),
+        # As text: a container does not see the file.
+        "template": Flags({"--chat-template": 2}, lambda value: ["--chat-template", Path(value).read_text("utf-8")]),
         "parser": _valued("--tool-call-parser", "none"),
         "kv": _valued("--kv-cache-dtype", "auto"),
         "mtp": Flags({"--speculative-config": 2}, _vllm_draft),
@@ -203,6 +210,6 @@ LLAMA_CPP: dict[str, Callable[[str], tuple[str, object]]] = {
     "template": lambda value: ("template", Path(value)),
     "parser": lambda value: ("parse_calls", value != "none"),
     "kv": lambda value: ("kv_type", "f16" if value == "auto" else value),
-    "mtp": lambda value: ("drafts", int(value)),
-    "batch": lambda value: ("parallel", int(value)),
+    "mtp": lambda value: ("drafts", number("mtp", value, 0)),
+    "batch": lambda value: ("parallel", number("batch", value, 1)),
 }

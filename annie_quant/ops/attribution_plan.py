@@ -12,8 +12,7 @@ A factor that has no effect in an arm (a prefix cache without hits), or with whi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -27,9 +26,13 @@ if TYPE_CHECKING:
 MAX_ARMS = 12  # with answers; one that no server starts with costs no requests
 # Of a fault that an arm contains: the test misses it. Of an arm without one: the test finds one all the same.
 MISS, FALSE_ALARM = 0.03, 0.005
-CERTAIN = 0.85  # posterior probability from which an explanation, or a cause, counts as the right one
+CERTAIN, SHOWN = (
+    0.85,
+    0.05,
+)  # posterior probability from which an explanation, or a cause, counts as the right one; and from which it is shown
 # Prior weights: how much less likely a pair is than one factor, a second cause than none, and that the full arm's loss was chance.
 PAIR, KNOWN_PAIR, SECOND, CHANCE = 0.2, 0.5, 0.2, 0.05
+USED_UP = "all arms were used"
 # Known from reports: vllm-project/vllm#53912 and #43559 (MTP with the prefix cache), FP8 keys and values with cached prefixes.
 KNOWN_PAIRS = ({"mtp", "prefix"}, {"kv", "prefix"}, {"mtp", "batch"}, {"mtp", "sampling"}, {"weights", "activations"})
 
@@ -102,103 +105,53 @@ def plan(factors: Sequence[str], results: Sequence[ArmResult], max_arms: int = M
     """Return the next arm, or the conclusion. factors: in the order of their names in arms; results: of all arms tried so far."""
     untested = untested_factors(factors, results)
     active = tuple(name for name in factors if name not in untested)
-    tried = {(frozenset(r.factors), r.again) for r in results}
-    measured = {frozenset(r.factors): r.effect for r in results if r.valid and r.effect and not r.again}
-    if (frozenset(), False) not in tried:
-        return NextArm((), "the base")
-    if (frozenset(), True) not in tried:
-        return NextArm((), "the base again, for the noise", again=True)
-    full = frozenset(active)
-    left = max_arms - sum(not r.failure for r in results)
+    full, bases = frozenset(active), [r for r in results if not r.factors]
+    if len(bases) < 2:
+        return NextArm((), "again, for the noise" if bases else "all trusted", again=bool(bases))
+    measured = {frozenset(r.factors): r.effect for r in results if r.valid and r.effect and r.factors}
+    refused = [frozenset(r.factors) for r in results if r.failure and full.issuperset(r.factors)]
     if not full or (full in measured and not measured[full].broken):
         return Conclusion(untested=untested)
-    refused = [frozenset(r.factors) for r in results if r.failure and r.factors and set(r.factors) <= full]
     if full in refused:
-        return _smaller(active, refused, measured, tried, untested)
+        # Which of the smallest set with which no server starts is it? Its halves tell, one after the other.
+        names = [name for name in active if name in min(refused, key=len)]
+        for half in (names[: len(names) // 2], names[len(names) // 2 :]):
+            if frozenset(half) not in refused and not any(arm.issuperset(half) for arm in measured):
+                return NextArm(tuple(half), "no server starts with more of them")
+        return Conclusion(untested=untested, unfinished=f"no server starts with {' and '.join(names)} together")
+    left = max_arms - sum(not r.failure for r in results)
     if full not in measured:
-        return NextArm(active, "all factors")
+        return NextArm(active, "all suspected") if left > 0 else Conclusion(untested=untested, unfinished=USED_UP)
     return _Search(active, measured, refused).step(left, untested)
 
 
 def untested_factors(factors: Sequence[str], results: Sequence[ArmResult]) -> dict[str, str]:
-    """Return the factors that cannot be tested: without effect, or refused alone."""
-    untested = {name: why for r in results for name, why in r.ineffective.items()}
-    untested |= {r.factors[0]: r.failure for r in results if r.failure and len(r.factors) == 1}
-    return {name: untested[name] for name in factors if name in untested}
-
-
-def _smaller(
-    active: Factors,
-    refused: Sequence[frozenset[str]],
-    measured: Iterable[frozenset[str]],
-    tried: set[tuple[frozenset[str], bool]],
-    untested: dict[str, str],
-) -> NextArm | Conclusion:
-    """Return the next half of the smallest set of factors with which no server starts: which of them is it?"""
-    smallest = min(refused, key=len)
-    ordered = [name for name in active if name in smallest]
-    for half in (ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :]):
-        if (frozenset(half), False) not in tried and not any(set(half) <= arm for arm in measured):
-            return NextArm(tuple(half), "no server starts with more of them")
-    return Conclusion(untested=untested, unfinished=f"no server starts with {' and '.join(ordered)} together")
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Causes as bit masks of factors, and the prior weight."""
-
-    causes: tuple[int, ...]
-    weight: float
-
-
-@lru_cache(maxsize=8)
-def _explanations(active: Factors) -> tuple[list[Explanation], np.ndarray]:
-    """Return chance, each cause, and each two causes of which none contains the other; and whether arms contain a cause.
-
-    The array is bool [explanation, arm]; an arm is a bit mask of factors.
-    """
-    import numpy as np
-
-    single = {1 << i: 1.0 for i in range(len(active))}
-    pairs = {
-        1 << i | 1 << k: KNOWN_PAIR if {active[i], active[k]} in KNOWN_PAIRS else PAIR
-        for i, k in itertools.combinations(range(len(active)), 2)
-    }
-    weights = single | pairs
-    causes: list[tuple[tuple[int, ...], float]] = [((), CHANCE), *(((c,), weight) for c, weight in weights.items())]
-    for a, b in itertools.combinations(weights, 2):
-        if not a & b and not (a in pairs and b in pairs):
-            causes.append(((a, b), SECOND * weights[a] * weights[b] / len(active)))
-    arms = np.arange(2 ** len(active))
-    worse = np.zeros((len(causes), len(arms)), bool)
-    for row, (masks, _) in zip(worse, causes, strict=True):
-        for mask in masks:
-            row |= (arms & mask) == mask
-    return [Explanation(*each) for each in causes], worse
+    """Return the factors that cannot be tested, with the reason: without effect, or refused alone."""
+    reasons = {name: why for r in results for name, why in r.ineffective.items()}
+    reasons |= {r.factors[0]: r.failure for r in results if r.failure and len(r.factors) == 1}
+    return {name: reasons[name] for name in factors if name in reasons}
 
 
 class _Search:
-    """The explanations of a broken full arm, weighed by what was measured."""
+    """The explanations of a broken full arm, weighed by what was measured. Arms and causes are bit masks of factors."""
 
     def __init__(
-        self, active: Factors, measured: dict[frozenset[str], Effect], refused: Sequence[frozenset[str]]
+        self, active: Factors, measured: Mapping[frozenset[str], Effect], refused: Iterable[frozenset[str]]
     ) -> None:
         import numpy as np
 
         self.active = active
-        self.explanations, self.worse = _explanations(active)
-        self.broken = {self.mask(f): effect.broken for f, effect in measured.items() if f <= set(active)}
-        refused_masks = [self.mask(f) for f in refused]
+        self.explanations, weights, self.worse = _explanations(active)
+        self.broken = {self.mask(f): effect.broken for f, effect in measured.items() if f.issubset(active)}
+        never = [self.mask(f) for f in refused]
+        arms = range(2 ** len(active))
         self.possible = np.array(
-            [
-                a > 0 and a not in self.broken and not any(a & r == r for r in refused_masks)
-                for a in range(2 ** len(active))
-            ]
+            [a and a not in self.broken and not any(a & r == r for r in never) for a in arms], bool
         )
-        posterior = np.array([e.weight for e in self.explanations])
+        chances = np.where(self.worse, 1 - MISS, FALSE_ALARM)
+        posterior = weights.copy()
         for arm, broken in self.broken.items():
-            chance = np.where(self.worse[:, arm], 1 - MISS, FALSE_ALARM)
-            posterior *= chance if broken else 1 - chance
+            posterior *= chances[:, arm] if broken else 1 - chances[:, arm]
         self.posterior: np.ndarray = posterior / posterior.sum()
 
     def mask(self, factors: Iterable[str]) -> int:
@@ -212,37 +165,53 @@ class _Search:
         import numpy as np
 
         best = int(self.posterior.argmax())
-        causes = self.explanations[best].causes
-        certain = self.posterior[best] >= CERTAIN
-        everything = (1 << len(self.active)) - 1
-        rest = everything & ~sum(causes)
-        proofs = [arm for arm in (*causes, rest) if self.possible[arm]] if causes else []
+        causes, certain = self.explanations[best], self.posterior[best] >= CERTAIN
+        everything = 2 ** len(self.active) - 1
+        proofs = [arm for arm in (*causes, everything & ~sum(causes)) if self.possible[arm]] if causes else []
         if left > 0 and proofs and (certain or left <= len(proofs)):
             why = "whether they break answers alone" if proofs[0] in causes else "whether anything else does"
             return NextArm(self.names(proofs[0]), why)
-        says = (self.posterior[:, None] * self.worse).sum(0)  # how likely each arm is to be worse
-        says = np.where(self.possible, np.minimum(says, 1 - says), 0.0)
+        worse = self.posterior @ self.worse  # how likely each arm is to be worse
+        says = np.where(self.possible, np.minimum(worse, 1 - worse), 0.0)
         if left > 0 and not certain and says.max() > FALSE_ALARM:
             # Of arms that say about the same, the one with fewer factors.
-            sizes = np.array([arm.bit_count() for arm in range(everything + 1)])
-            near = np.flatnonzero(says >= 0.95 * says.max())
-            return NextArm(self.names(int(near[sizes[near].argmin()])), "it splits the explanations that are left")
+            near = np.flatnonzero(says >= 0.95 * says.max()).tolist()
+            return NextArm(self.names(min(near, key=int.bit_count)), "it splits the explanations that are left")
         named = tuple(self.names(c) for c in self.likely_causes() if self.broken.get(c))
         if certain and len(named) == len(causes) and not proofs:
             return Conclusion(named, untested=untested)
-        unfinished = "the arms do not tell the explanations apart" if left > 0 else "the last arm was measured"
-        return Conclusion(named, self.likely(), untested, unfinished)
+        order = self.posterior.argsort()[::-1][:5].tolist()
+        likely = [self.explanations[i] for i in order if self.posterior[i] > SHOWN and self.explanations[i]]
+        unfinished = "the arms do not tell the explanations apart" if left > 0 else USED_UP
+        return Conclusion(named, tuple(tuple(map(self.names, each)) for each in likely), untested, unfinished)
 
     def likely_causes(self) -> list[int]:
         """Return the causes that are probably among those of the right explanation."""
         chances: dict[int, float] = {}
-        for explanation, probability in zip(self.explanations, self.posterior.tolist(), strict=True):
-            for cause in explanation.causes:
+        for causes, probability in zip(self.explanations, self.posterior.tolist(), strict=True):
+            for cause in causes:
                 chances[cause] = chances.get(cause, 0.0) + probability
         return [cause for cause, chance in chances.items() if chance >= CERTAIN]
 
-    def likely(self) -> tuple[tuple[Factors, ...], ...]:
-        """Return the explanations with more than a twentieth of the probability, the likeliest first."""
-        order = sorted(range(len(self.posterior)), key=lambda i: -self.posterior[i])
-        shown = [self.explanations[i] for i in order[:5] if self.posterior[i] > 0.05]
-        return tuple(tuple(self.names(c) for c in e.causes) for e in shown if e.causes)
+
+@lru_cache(maxsize=8)
+def _explanations(active: Factors) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray]:
+    """Return the explanations (chance, one cause, or two without a common factor), their prior weights, and what they predict.
+
+    The last is bool [explanation, arm]: whether the arm contains a cause.
+    """
+    import numpy as np
+
+    causes = {1 << i: 1.0 for i in range(len(active))}
+    for i, k in itertools.combinations(range(len(active)), 2):
+        causes[1 << i | 1 << k] = KNOWN_PAIR if {active[i], active[k]} in KNOWN_PAIRS else PAIR
+    weights: dict[tuple[int, ...], float] = {(): CHANCE} | {(c,): weight for c, weight in causes.items()}
+    for a, b in itertools.combinations(causes, 2):
+        if not a & b and a.bit_count() + b.bit_count() < 4:
+            weights[a, b] = SECOND * causes[a] * causes[b] / len(active)
+    arms = np.arange(2 ** len(active))
+    worse = np.zeros((len(weights), len(arms)), bool)
+    for row, masks in zip(worse, weights, strict=True):
+        for mask in masks:
+            row |= (arms & mask) == mask
+    return list(weights), np.array([*weights.values()]), worse

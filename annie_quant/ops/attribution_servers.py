@@ -6,15 +6,15 @@ values. Only a server that was started here is stopped.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from annie_quant.core.errors import UsageError, need
-from annie_quant.core.files import write_text
+from annie_quant.core.files import sha256_text, write_text
 from annie_quant.core.progress import Progress
 from annie_quant.ops import server as process
 from annie_quant.ops import serving
@@ -32,7 +32,9 @@ from annie_quant.ops.attribution_factors import (
 from annie_quant.ops.recipes import HEALTH, RecipeRuntime, template_of
 
 Choices = Mapping[str, str]  # factor → value that the user stated
+Sides = tuple[Choices, Choices]  # of the trusted side and of the suspect
 BATCH = "8"  # requests in flight of the suspect, where a server takes several
+IN_REQUESTS = {name for name, factor in FACTORS.items() if factor.in_requests}
 _PLACEHOLDER = re.compile(r"\{([a-z_]\w*)\}")
 
 
@@ -40,60 +42,56 @@ class Target(Protocol):
     """Servers with an arm's values.
 
     fixed: factors that cannot be changed here, with the reason.
-    constant: stated values that are the same in all arms.
+    constant: stated values that are the same in all arms, and what else its servers depend on.
     """
 
     varied: list[Varied]
     fixed: dict[str, str]
     constant: Choices
 
-    def serve(
-        self, values: Mapping[str, str], log: Path, progress: Progress
-    ) -> contextlib.AbstractContextManager[str]: ...
+    def serve(self, values: Choices, log: Path, progress: Progress) -> AbstractContextManager[str]: ...
 
 
-def constants(varied: Sequence[Varied], *stated: Choices) -> dict[str, str]:
-    names = {v.name for v in varied}
-    return {name: value for choices in stated for name, value in choices.items() if name not in names}
+def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise UsageError for a factor that cannot be set."""
+    if unknown := sorted({*names} - {*known}):
+        raise UsageError(f"{unknown[0]} cannot be set {where}", f"choose one of: {', '.join(ordered([*known]))}")
 
 
-def vary(trusted: Choices, suspect: Choices, defaults: Mapping[str, str]) -> list[Varied]:
-    """Return the factors with two different values: stated ones, else `defaults` for the suspect and FACTORS' for the trusted side.
+def vary(trusted: Choices, suspect: Choices, defaults: Choices, **constant: str) -> tuple[list[Varied], dict[str, str]]:
+    """Return the factors with two different values, and the values of the others together with `constant`.
 
-    Raises UsageError where only one value is known.
+    Values are those that were stated, else `defaults` for the suspect and those of FACTORS for the trusted side. Raises UsageError
+    where only one value is known, and where no factor has two.
     """
-    result = []
+    varied = []
     for name in ordered([*{**defaults, **trusted, **suspect}]):
         good = trusted.get(name, FACTORS[name].trusted if name in FACTORS else "")
         bad = suspect.get(name, defaults.get(name, good))
         if not good and name not in trusted:
             raise UsageError(f"{name} has one value only, {bad!r}", f"add --trusted {name}=VALUE")
-        if good != bad:
-            result.append(Varied(name, good, bad))
-    if not result:
+        if good == bad:
+            constant[name] = good
+        else:
+            varied.append(Varied(name, good, bad))
+    if not varied:
         raise UsageError("no factor has two values, so there is nothing to compare", "add --suspect NAME=VALUE")
-    return result
+    return varied, constant
 
 
 class RuntimeTarget:
-    """Servers of one runtime. A factor that a recipe states is as the recipe has it in the suspect's arms."""
+    """Servers of one runtime. A factor that a recipe states is as the recipe has it in the suspect's arms.
+
+    models: the checkpoint and its reference. choices: stated values of the trusted side and of the suspect. folder: for templates.
+    """
 
     def __init__(
-        self,
-        runtime: str,
-        checkpoint: Path,
-        reference: Path | None,
-        trusted: Choices,
-        suspect: Choices,
-        folder: Path,
-        recipe: str | None = None,
+        self, runtime: str, models: tuple[Path, Path | None], choices: Sides, folder: Path, recipe: str | None = None
     ) -> None:
+        (checkpoint, reference), (trusted, suspect) = models, choices
         self.runtime, self.recipe, self.checkpoint = serving.find_runtime(runtime), recipe, checkpoint
-        known = {"weights", "prefix", "batch", "sampling", *self.settings}
-        if unknown := sorted({*trusted, *suspect} - known):
-            raise UsageError(
-                f"{unknown[0]} cannot be set for {runtime}", f"choose one of: {', '.join(ordered([*known]))}"
-            )
+        known = {"weights", "prefix", "batch", "sampling", *SETTINGS.get(self.runtime.name, LLAMA_CPP)}
+        check_names([*trusted, *suspect], known, f"for {runtime}")
         self.fixed = {name: f"{runtime} has no option for it here" for name in FACTORS if name not in known}
         defaults = {"weights": str(checkpoint)}
         if reference is None:
@@ -104,23 +102,18 @@ class RuntimeTarget:
             defaults |= {"batch": BATCH, **{n: SERVED for n in SETTINGS[runtime] if self.differs(words, n)}}
         else:
             defaults["prefix"] = ON
-        files = {}
         if reference is not None and "template" not in {**trusted, **suspect}:
-            files = _templates(reference, checkpoint, folder)
-        self.varied = vary(trusted | files.get("trusted", {}), {**files.get("suspect", {}), **suspect}, defaults)
-        self.constant = constants(self.varied, trusted, suspect)
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        return SETTINGS.get(self.runtime.name, LLAMA_CPP)
+            good, bad = _templates(reference, checkpoint, folder)
+            trusted, suspect = {**trusted, **good}, {**suspect, **bad}
+        self.varied, self.constant = vary(trusted, suspect, defaults, runtime=runtime, recipe=recipe or "")
 
     def differs(self, words: Sequence[str], name: str) -> bool:
         """Return whether the trusted value of a factor is another command than the recipe's."""
         trusted = FACTORS[name].trusted
         return bool(trusted) and sorted(changed_command(self.runtime.name, words, {name: trusted})) != sorted(words)
 
-    @contextlib.contextmanager
-    def serve(self, values: Mapping[str, str], log: Path, progress: Progress) -> Iterator[str]:
+    @contextmanager
+    def serve(self, values: Choices, log: Path, progress: Progress) -> Iterator[str]:
         model = Path(values.get("weights", self.checkpoint))
         options: dict[str, Any] = {}
         if isinstance(self.runtime, RecipeRuntime):
@@ -138,17 +131,15 @@ class RuntimeTarget:
             yield server.url
 
 
-def _templates(reference: Path, checkpoint: Path, folder: Path) -> dict[str, dict[str, str]]:
-    """Return the two models' chat templates as files, where they differ: else a wrong template would be the weights' fault."""
+def _templates(reference: Path, checkpoint: Path, folder: Path) -> Sides:
+    """Return the factor `template` of both sides where their models' templates differ: else it would be the weights' fault."""
     texts = {"trusted": template_text(reference), "suspect": template_text(checkpoint)}
-    if not all(texts.values()) or texts["trusted"] == texts["suspect"]:
-        return {}
-    result = {}
+    if not all(texts.values()) or len({*texts.values()}) == 1:
+        return {}, {}
     for side, text in texts.items():
-        path = folder / "templates" / f"{side}.jinja"
-        write_text(path, text)
-        result[side] = {"template": str(path)}
-    return result
+        write_text(folder / "templates" / f"{side}.jinja", text)
+    trusted, suspect = ({"template": str(folder / "templates" / f"{side}.jinja")} for side in texts)
+    return trusted, suspect
 
 
 def template_text(model: Path) -> str:
@@ -168,31 +159,25 @@ class CommandTarget:
     A placeholder that is a whole word is replaced by the words of the value, none for an empty one.
     """
 
-    def __init__(self, line: str, trusted: Choices, suspect: Choices, timeout_s: float) -> None:
+    def __init__(self, line: str, trusted: Choices, suspect: Choices, timeout_s: float = 900.0) -> None:
         try:
             self.words = shlex.split(line)
         except ValueError as error:
             raise UsageError(f"--server-cmd cannot be split into words: {error}", "quote it for a shell") from None
-        names = set(_PLACEHOLDER.findall(line))
+        names = {*_PLACEHOLDER.findall(line)}
         if "port" not in names:
             raise UsageError("--server-cmd has no {port}", "add it, for example: --port {port}")
-        requests = {name for name, factor in FACTORS.items() if factor.in_requests}
+        check_names([*trusted, *suspect], names | IN_REQUESTS, "by --server-cmd: it has no placeholder for it")
         if missing := sorted(names - {"port", *trusted, *suspect}):
-            raise UsageError(
-                f"--server-cmd has {{{missing[0]}}}, which has no values",
-                f"add --trusted {missing[0]}=VALUE --suspect {missing[0]}=VALUE",
-            )
-        if unused := sorted({*trusted, *suspect} - names - requests):
-            raise UsageError(f"--server-cmd has no {{{unused[0]}}}", "add it where its value belongs")
-        self.timeout_s, self.names = timeout_s, names
-        self.fixed = {
-            n: "--server-cmd has no placeholder for it" for n in FACTORS if n not in names and n not in requests
-        }
-        self.varied = vary({name: "" for name in suspect if name in names} | dict(trusted), suspect, {})
-        self.constant = constants(self.varied, trusted, suspect)
+            stated = f"--trusted {missing[0]}=VALUE --suspect {missing[0]}=VALUE"
+            raise UsageError(f"--server-cmd has {{{missing[0]}}}, which has no values", f"add {stated}")
+        self.timeout_s = timeout_s
+        self.fixed = {n: "--server-cmd has no placeholder for it" for n in FACTORS if n not in names | IN_REQUESTS}
+        trusted = {name: "" for name in suspect if name in names} | dict(trusted)
+        self.varied, self.constant = vary(trusted, suspect, {}, command=sha256_text(line))
 
-    @contextlib.contextmanager
-    def serve(self, values: Mapping[str, str], log: Path, progress: Progress) -> Iterator[str]:
+    @contextmanager
+    def serve(self, values: Choices, log: Path, progress: Progress) -> Iterator[str]:
         port = process.free_port()
         fill = {**values, "port": str(port)}
         words: list[str] = []
@@ -212,18 +197,12 @@ class UrlTarget:
     """Two servers that run already: what differs between them is one factor, and requests set the others."""
 
     def __init__(self, trusted_url: str, suspect_url: str, trusted: Choices, suspect: Choices) -> None:
-        requests = {name for name, factor in FACTORS.items() if factor.in_requests}
-        if unknown := sorted({*trusted, *suspect} - requests):
-            raise UsageError(
-                f"{unknown[0]} cannot be changed at servers that run already",
-                f"choose one of: {', '.join(ordered([*requests]))}",
-            )
-        self.fixed = {name: "part of what differs between the two servers" for name in FACTORS if name not in requests}
+        check_names([*trusted, *suspect], IN_REQUESTS, "at servers that run already")
+        self.fixed = {name: "part of what differs between the servers" for name in FACTORS if name not in IN_REQUESTS}
         defaults = {"server": suspect_url, "prefix": ON}
-        self.varied = vary({"server": trusted_url, **trusted}, suspect, defaults)
-        self.constant = constants(self.varied, trusted, suspect)
+        self.varied, self.constant = vary({"server": trusted_url, **trusted}, suspect, defaults)
         self.trusted_url = trusted_url
 
-    @contextlib.contextmanager
-    def serve(self, values: Mapping[str, str], log: Path, progress: Progress) -> Iterator[str]:
+    @contextmanager
+    def serve(self, values: Choices, log: Path, progress: Progress) -> Iterator[str]:
         yield values.get("server", self.trusted_url)

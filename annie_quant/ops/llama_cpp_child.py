@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -33,7 +32,12 @@ def main() -> None:
     params.endpoint_metrics = True
     params.reasoning_format = xllamacpp.common_reasoning_format.COMMON_REASONING_FORMAT_DEEPSEEK
     params.force_pure_content_parser = not options["parse_calls"]
-    params.cache_type_k = params.cache_type_v = kv_type(xllamacpp.ggml_type, options["kv_type"])
+    kv_type = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{options['kv_type']}".upper(), None)
+    if kv_type is None:
+        sys.exit(
+            f"error: unknown type of cached keys and values {options['kv_type']!r}, expected f16, bf16, q8_0, q4_0 ..."
+        )
+    params.cache_type_k = params.cache_type_v = kv_type
     params.chat_template = options["template"]
     if options["threads"]:
         params.cpuparams.n_threads = options["threads"]
@@ -48,14 +52,6 @@ def main() -> None:
     part.write_text(server.listening_address)
     part.replace(address)
     threading.Event().wait()
-
-
-def kv_type(types: Iterable[object], name: str) -> object:
-    """Return a member of ggml's types by its short name. Ends the process for a name that is not among them."""
-    members = {str(getattr(t, "name", t)).removeprefix("GGML_TYPE_").lower(): t for t in types}
-    if name not in members:
-        sys.exit(f"error: unknown type of cached keys and values {name!r}, expected one of: {', '.join(members)}")
-    return members[name]
 
 
 if __name__ == "__main__":

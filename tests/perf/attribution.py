@@ -2,10 +2,11 @@
 
     python tests/perf/attribution.py WORK [--only NAME ...] [--healthy 5] [--simulated 1000]
 
-Real runs: the embedded llama.cpp server with tiny-annie and its MTP head, behind a proxy that plants what a server cannot be asked for
-(tests/helpers/faulty_server.py). Eight factors have two values in every run, of which all but the faulty one are harmless: weights in
-Q8_0, a template with a comment more, keys and values in q8_0, two drafted tokens, the prefix cache, two requests in flight, top-k 1.
-Simulated runs: the planner with answers drawn at the rates that are stated. A run that was stopped goes on.
+Real runs: the embedded llama.cpp server with tiny-annie and its MTP head, behind a proxy that plants what a server cannot be asked
+for (tests/helpers/faulty_server.py). Eight factors have two values in every run, of which all but the faulty one are harmless: weights
+in Q8_0, a template with a comment more, keys and values in q8_0, two drafted tokens, the prefix cache, two requests in flight, top-k
+1. Simulated runs: the planner with answers drawn at the rates that are stated. A run that was stopped goes on. Arms that an earlier
+run has measured with the same command and values are not measured again.
 """
 
 from __future__ import annotations
@@ -146,6 +147,10 @@ def real_run(files: Files, folder: Path, changed: dict[str, str], fault: str, se
     line += f" --fault {fault}" if fault else ""
     target = CommandTarget(line, {**trusted, "mtp": "0"}, suspect, 120.0)
     workloads = annie_quant.judge.sample(resolve(None, "tool_web"), N, seed)
+    # The same command with the same values is the same arm, which an earlier run has measured.
+    for arm in folder.parent.glob("*/arms/*"):
+        if not {*arm.name.split("+")} & {*changed} and not fault and not seed and (arm / "bench.json").exists():
+            shutil.copytree(arm, folder / "arms" / arm.name, dirs_exist_ok=True)
     start = time.monotonic()
     result = AttributionRun(target, workloads, folder, seed=seed).run()
     row = {
@@ -167,7 +172,7 @@ FACTORS = ("weights", "activations", "template", "parser", "kv", "mtp", "prefix"
 def simulate(
     causes: Sequence[tuple[str, ...]], n: int, broken: float, noise: float, seed: int
 ) -> tuple[Conclusion, int]:
-    """Return the conclusion and the number of arms. broken: share of the answers that a cause breaks; noise: that flip in any arm."""
+    """Return the conclusion and the number of arms. broken: share of answers that a cause breaks; noise: that flips in any arm."""
     rng = random.Random(seed)
     right = [rng.random() < 0.9 for _ in range(n)]
 
@@ -240,7 +245,8 @@ def main() -> None:
     command = "python tests/perf/attribution.py WORK " + " ".join(sys.argv[2:])
     text = f"""# Does `annie-quant attribute` name a planted fault?
 
-{datetime.date.today():%Y-%m-%d}, two cores under other load, `{command.strip()}`. {N} prompts of tool_web, eight factors with two values each, at most 12 arms.
+{datetime.date.today():%Y-%m-%d}, two cores under other load, `{command.strip()}`.
+{N} prompts of tool_web, eight factors with two values each, at most 12 arms. Rows whose arms were measured by an earlier row have fewer seconds.
 
 **{right} of {len(rows)} planted faults named rightly, {accused} of {len(healthy)} real runs without a fault named anybody.**
 A row without "(proxy)" is the real server's own behaviour; the proxy is tests/helpers/faulty_server.py.
@@ -253,8 +259,8 @@ Without a fault: {"; ".join(f"{row['arms']} arms, {row['sentence']}" for row in 
 
 ## The planner with drawn answers
 
-Ten factors, 200 prompts of which the base answers 90 % rightly. "breaks": share of the answers that each cause breaks; "noise": share
-that changes in any arm. "innocent": runs that name a factor which is not in the fault. Runs that name some of two causes are "partly".
+Ten factors, 200 prompts of which the base answers 90 % rightly. "breaks": share of the answers that each cause breaks; "noise":
+share that changes in any arm; "innocent": runs that name a factor which is not in the fault; "partly": some of two causes.
 
 | fault | breaks | noise | runs | named | partly | innocent | arms, mean | arms, most |
 |---|---|---|---|---|---|---|---|---|

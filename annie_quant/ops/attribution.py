@@ -113,10 +113,12 @@ class AttributionRun:
             try:
                 with self.target.serve(values, self.folder / "logs" / f"{name}.log", self.progress) as url:
                     watch = Watch(name, sum(len(w.cases) for w in workloads), self.progress)
-                    options = {"prefix_cache": settings.prefix_cache, "timeout_s": self.timeout_s, "seed": self.seed}
-                    options |= {"concurrency": settings.concurrency, "warmup": 0, "runs": 1, "with_memory": False}
                     backend = bench.Backend("server", url, headers=self.headers)
-                    bench.run([backend], workloads, folder, watch=watch, **options)
+                    bench.run(
+                        [backend], workloads, folder, watch=watch, prefix_cache=settings.prefix_cache,
+                        concurrency=settings.concurrency, timeout_s=self.timeout_s, seed=self.seed, warmup=0, runs=1,
+                        with_memory=False,
+                    )  # fmt: skip
             except (ServerError, CheckpointError) as error:
                 if not step.factors:
                     raise

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.files import sha256_text, write_text
@@ -47,7 +47,7 @@ class Target(Protocol):
 
     varied: list[Varied]
     fixed: dict[str, str]
-    constant: Choices
+    constant: dict[str, str]
 
     def serve(self, values: Choices, log: Path, progress: Progress) -> AbstractContextManager[str]: ...
 
@@ -115,7 +115,7 @@ class RuntimeTarget:
     @contextmanager
     def serve(self, values: Choices, log: Path, progress: Progress) -> Iterator[str]:
         model = Path(values.get("weights", self.checkpoint))
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if isinstance(self.runtime, RecipeRuntime):
             # bf16 weights have no 4-bit activations, and no kernel for them.
             arm = {k: v for k, v in values.items() if k != "activations" or model == self.checkpoint}
@@ -127,7 +127,7 @@ class RuntimeTarget:
             options = {"recipe": self.recipe, "change": change, "port": process.free_port()}
         else:
             options = dict(LLAMA_CPP[n](value) for n, value in values.items() if n in LLAMA_CPP and value != SERVED)
-        with serving.start(model, self.runtime.name, log=log, progress=progress, **options) as server:
+        with self.runtime.start(model, log=log, progress=progress, **options) as server:
             yield server.url
 
 

@@ -25,29 +25,13 @@ class AttributeOptions(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: Annotated[Path | None, Option("The suspect's weights: a folder, or a GGUF file for llama.cpp.")] = None
     reference: Annotated[Path | None, Option("Weights that are taken for right: bf16.")] = None
     runtime: Annotated[str, Option("vllm, sglang or llama.cpp.")] = "llama.cpp"
-    use: Annotated[
-        str | None, Option("The recipe of vLLM or SGLang that is suspected. Default: the newest.", metavar="RECIPE")
-    ] = None
-    server_cmd: Annotated[
-        str | None,
-        Option("A command that starts a server instead; {port} and {FACTOR} are replaced.", metavar="COMMAND"),
-    ] = None
-    urls: Annotated[
-        tuple[str, str] | None,
-        Option("Two servers that run already, the trusted one first.", metavar="TRUSTED SUSPECT"),
-    ] = None
-    suspect: Annotated[
-        tuple[str, ...],
-        Option("A factor's value in the setting that is suspected; repeatable.", metavar="FACTOR=VALUE"),
-    ] = ()
-    trusted: Annotated[
-        tuple[str, ...],
-        Option(
-            "A factor's value that is taken for right; repeatable. Factors: weights, activations, template, parser, kv, mtp, "
-            "prefix, graphs, batch, sampling.",
-            metavar="FACTOR=VALUE",
-        ),
-    ] = ()
+    use: Annotated[str | None, Option("Recipe of vLLM or SGLang. Default: the newest.", metavar="RECIPE")] = None
+    server_cmd: Annotated[str | None, Option("Starts a server; {port} and {FACTOR} are replaced.", metavar="CMD")] = (
+        None
+    )
+    urls: Annotated[tuple[str, str] | None, Option("Two running servers.", metavar="TRUSTED SUSPECT")] = None
+    suspect: Annotated[tuple[str, ...], Option("A value that is suspected; repeatable.", metavar="FACTOR=VALUE")] = ()
+    trusted: Annotated[tuple[str, ...], Option("The value to compare with; repeatable.", metavar="FACTOR=VALUE")] = ()
     persona: PersonaName = None
     workloads: WorkloadNames = None
     n: Annotated[int, Option("Prompts per gate; 0: all.", least=0)] = 25
@@ -63,9 +47,9 @@ class AttributeOptions(msgspec.Struct, frozen=True, kw_only=True):
 def attribute(options: AttributeOptions) -> None:
     """Find out which setting breaks a served model's answers.
 
-    Servers that differ in some factors (weights, chat template, tool parser, KV cache type, MTP, prefix cache, CUDA graphs,
-    batching, sampling) get the same prompts, at most --arms times: first halves of the factors, then pairs. They are started here,
-    by --checkpoint and --runtime or by --server-cmd, or run already (--urls). Exit code 1 if something is to blame.
+    Servers that differ in some factors (weights, activations, template, parser, kv, mtp, prefix, graphs, batch, sampling) get the
+    same prompts, at most --arms times: first halves of the factors, then pairs. They are started here, by --checkpoint and
+    --runtime or by --server-cmd, or run already (--urls). Exit code 1 if something is to blame.
     """
     from annie_quant.bench import key_headers
     from annie_quant.cli.pipeline.run_directory import RunDirectory

@@ -39,7 +39,7 @@ class RequestSettings(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Factor:
+class ServedFactor:
     """One thing that can be to blame.
 
     title: as sentences have it.
@@ -72,19 +72,19 @@ def _drafts(suspect: bool, records: Sequence[RequestRecord]) -> str:
 
 
 # In the order of their names in an arm. Halves of the list are the first arms.
-FACTORS: dict[str, Factor] = {
+FACTORS: dict[str, ServedFactor] = {
     factor.name: factor
     for factor in (
-        Factor("weights", "weights"),
-        Factor("activations", "activations", "w4a16"),
-        Factor("template", "chat template"),
-        Factor("parser", "tool parser"),
-        Factor("kv", "KV cache type", "auto"),
-        Factor("mtp", "MTP", "0", proof=_drafts),
-        Factor("prefix", "prefix cache", OFF, in_requests=True, proof=_prefix_hits),
-        Factor("graphs", "CUDA graphs", OFF),
-        Factor("batch", "batching", "1", in_requests=True),
-        Factor("sampling", "sampling", '{"temperature": 0}', in_requests=True),
+        ServedFactor("weights", "weights"),
+        ServedFactor("activations", "activations", "w4a16"),
+        ServedFactor("template", "chat template"),
+        ServedFactor("parser", "tool parser"),
+        ServedFactor("kv", "KV cache type", "auto"),
+        ServedFactor("mtp", "MTP", "0", proof=_drafts),
+        ServedFactor("prefix", "prefix cache", OFF, in_requests=True, proof=_prefix_hits),
+        ServedFactor("graphs", "CUDA graphs", OFF),
+        ServedFactor("batch", "batching", "1", in_requests=True),
+        ServedFactor("sampling", "sampling", '{"temperature": 0}', in_requests=True),
     )
 }
 

@@ -12,6 +12,7 @@ A factor that has no effect in an arm (a prefix cache without hits), or with whi
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 MAX_ARMS = 12  # with answers; one that no server starts with costs no requests
 # Of a fault that an arm contains: the test misses it. Of an arm without one: the test finds one all the same.
 MISS, FALSE_ALARM = 0.03, 0.005
-CERTAIN, SHOWN = (
-    0.85,
-    0.05,
-)  # posterior probability from which an explanation, or a cause, counts as the right one; and from which it is shown
+# Posterior probability from which an explanation, or a cause, counts as the right one.
+CERTAIN = 0.85
+# Open explanations are shown from this share of the likeliest one's probability on.
+SHOWN = 0.3
 # Prior weights: how much less likely a pair is than one factor, a second cause than none, and that the full arm's loss was chance.
 PAIR, KNOWN_PAIR, SECOND, CHANCE = 0.2, 0.5, 0.2, 0.05
 USED_UP = "all arms were used"
@@ -181,16 +182,15 @@ class _Search:
         if certain and len(named) == len(causes) and not proofs:
             return Conclusion(named, untested=untested)
         order = self.posterior.argsort()[::-1][:5].tolist()
-        likely = [self.explanations[i] for i in order if self.posterior[i] > SHOWN and self.explanations[i]]
+        likely = [self.explanations[i] for i in order if self.posterior[i] > SHOWN * self.posterior[best]]
         unfinished = "the arms do not tell the explanations apart" if left > 0 else USED_UP
-        return Conclusion(named, tuple(tuple(map(self.names, each)) for each in likely), untested, unfinished)
+        return Conclusion(named, tuple(tuple(map(self.names, each)) for each in likely if each), untested, unfinished)
 
     def likely_causes(self) -> list[int]:
         """Return the causes that are probably among those of the right explanation."""
-        chances: dict[int, float] = {}
+        chances: Counter[int] = Counter()
         for causes, probability in zip(self.explanations, self.posterior.tolist(), strict=True):
-            for cause in causes:
-                chances[cause] = chances.get(cause, 0.0) + probability
+            chances.update(dict.fromkeys(causes, probability))
         return [cause for cause, chance in chances.items() if chance >= CERTAIN]
 
 

@@ -119,12 +119,9 @@ class RuntimeTarget:
         if isinstance(self.runtime, RecipeRuntime):
             # bf16 weights have no 4-bit activations, and no kernel for them.
             arm = {k: v for k, v in values.items() if k != "activations" or model == self.checkpoint}
-            name = self.runtime.name
-
-            def change(words: list[str]) -> list[str]:
-                return [*changed_command(name, words, arm), REPORTS_HITS[name]]
-
-            options = {"recipe": self.recipe, "change": change, "port": process.free_port()}
+            name, port = self.runtime.name, process.free_port()
+            change = lambda words: [*changed_command(name, words, arm), REPORTS_HITS[name]]  # noqa: E731
+            options = {"recipe": self.recipe, "change": change, "port": port}
         else:
             options = dict(LLAMA_CPP[n](value) for n, value in values.items() if n in LLAMA_CPP and value != SERVED)
         with self.runtime.start(model, log=log, progress=progress, **options) as server:

@@ -2,10 +2,10 @@
 
     python tests/helpers/scripted_server.py PORT RULES COUNT [NAME=VALUE ...]
 
-RULES is a comma-separated list: "break:mtp+prefix" answers "no" where both are on; "die:kv" ends at the third prompt, "refuse:kv"
-does not start, "hang:kv" never answers, "cold" reports no token from the prefix cache. A setting is on where it is neither "off" nor
-"0"; `prefix` is the request's (cache_prompt), `batch` is on while two requests are in flight, `sampling` with a temperature. COUNT is
-a file that gets one line per prompt.
+RULES is a comma-separated list: "break:mtp+prefix" answers "no" where both are on; "die:kv" ends at the third prompt,
+"refuse:kv" does not start, "hang:kv" never answers, "cold" reports no token from the prefix cache. A setting is on where it is
+neither "off" nor "0"; `prefix` is the request's (cache_prompt), `batch` is on while two requests are in flight, `sampling` with a
+temperature. COUNT is a file that gets one line per prompt.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python tests/perf/attribution.py WORK [--only NAME ...] [--healthy 5] [--simulated 1000]
 
-Real runs: the embedded llama.cpp server with tiny-annie and its MTP head, behind a proxy that plants what a server cannot be asked
-for (tests/helpers/faulty_server.py). Eight factors have two values in every run, of which all but the faulty one are harmless: weights
-in Q8_0, a template with a comment more, keys and values in q8_0, two drafted tokens, the prefix cache, two requests in flight, top-k
-1. Simulated runs: the planner with answers drawn at the rates that are stated. A run that was stopped goes on. Arms that an earlier
-run has measured with the same command and values are not measured again.
+Real runs: the embedded llama.cpp server with tiny-annie and its MTP head, behind a proxy that plants what a server cannot be
+asked for (tests/helpers/faulty_server.py). Eight factors have two values in every run, of which all but the faulty one are
+harmless: weights in Q8_0, a template with a comment more, keys and values in q8_0, two drafted tokens, the prefix cache, two
+requests in flight, top-k 1. An arm that an earlier run has measured with the same command and values is not measured again. A run
+that was stopped goes on. Simulated runs: the planner with answers drawn at the rates that are stated.
 """
 
 from __future__ import annotations
@@ -246,7 +246,8 @@ def main() -> None:
     text = f"""# Does `annie-quant attribute` name a planted fault?
 
 {datetime.date.today():%Y-%m-%d}, two cores under other load, `{command.strip()}`.
-{N} prompts of tool_web, eight factors with two values each, at most 12 arms. Rows whose arms were measured by an earlier row have fewer seconds.
+{N} prompts of tool_web, eight factors with two values each, at most 12 arms. An arm that an earlier row has measured with the same
+command and values is not measured again.
 
 **{right} of {len(rows)} planted faults named rightly, {accused} of {len(healthy)} real runs without a fault named anybody.**
 A row without "(proxy)" is the real server's own behaviour; the proxy is tests/helpers/faulty_server.py.

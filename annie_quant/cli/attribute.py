@@ -49,7 +49,7 @@ def attribute(options: AttributeOptions) -> None:
 
     Servers that differ in some factors (weights, activations, template, parser, kv, mtp, prefix, graphs, batch, sampling) get the
     same prompts, at most --arms times: first halves of the factors, then pairs. They are started here, by --checkpoint and
-    --runtime or by --server-cmd, or run already (--urls). Exit code 1 if something is to blame.
+    --runtime or by --server-cmd, or run already (--urls). Exit code 1 if something is to blame or open.
     """
     from annie_quant.bench import key_headers
     from annie_quant.cli.pipeline.run_directory import RunDirectory
@@ -68,9 +68,7 @@ def attribute(options: AttributeOptions) -> None:
     else:
         for line in (*(f"- {line}" for line in attribution.lines(result)), result.sentence):
             console.print_lines(wrap(line, console.width))
-    if result.conclusion.unfinished and not result.guilty:
-        sys.exit(4)
-    sys.exit(1 if result.guilty else 0)
+    sys.exit(1 if result.guilty or result.conclusion.unfinished else 0)
 
 
 def target_of(options: AttributeOptions) -> Target:

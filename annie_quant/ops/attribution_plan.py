@@ -33,7 +33,7 @@ CERTAIN = 0.85
 SHOWN = 0.3
 # Prior weights: how much less likely a pair is than one factor, a second cause than none, and that the full arm's loss was chance.
 PAIR, KNOWN_PAIR, SECOND, CHANCE = 0.2, 0.5, 0.2, 0.05
-USED_UP = "all arms were used"
+USED_UP, FEW = "all arms were used", "a loss that these few prompts cannot prove: use a larger --n"
 # Known from reports: vllm-project/vllm#53912 and #43559 (MTP with the prefix cache), FP8 keys and values with cached prefixes.
 KNOWN_PAIRS = ({"mtp", "prefix"}, {"kv", "prefix"}, {"mtp", "batch"}, {"mtp", "sampling"}, {"weights", "activations"})
 
@@ -112,7 +112,7 @@ def plan(factors: Sequence[str], results: Sequence[ArmResult], max_arms: int = M
     measured = {frozenset(r.factors): r.effect for r in results if r.valid and r.effect and r.factors}
     refused = [frozenset(r.factors) for r in results if r.failure and full.issuperset(r.factors)]
     if not full or (full in measured and not measured[full].broken):
-        return Conclusion(untested=untested)
+        return Conclusion(untested=untested, unfinished=FEW if full and measured[full].p < LEVEL else "")
     if full in refused:
         # Which of the smallest set with which no server starts is it? Its halves tell, one after the other.
         names = [name for name in active if name in min(refused, key=len)]

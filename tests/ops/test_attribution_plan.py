@@ -148,5 +148,13 @@ def test_too_few_arms_leave_explanations_open():
     assert len(results) == 5 and conclusion.unfinished and not conclusion.causes and conclusion.open
 
 
+def test_a_loss_that_is_not_significant_is_not_called_none():
+    """Seven lost answers are significant at 5 %, and not at the level of all arms together."""
+    conclusion, results = search(
+        lambda f, again: ArmResult(f, again, Effect(14, 7 * bool(f), 0, mcnemar(7 * bool(f), 0)))
+    )
+    assert not conclusion.causes and "larger --n" in conclusion.unfinished and len(results) == 3
+
+
 def test_the_base_alone_says_nothing():
     assert plan([], [ArmResult(()), ArmResult((), True, Effect(9, 0, 0, 1.0))]) == Conclusion()

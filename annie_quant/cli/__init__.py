@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import click
 
-from annie_quant.cli import bench, checkpoint, data, doctor, evaluate, quantize, report
+from annie_quant.cli import attribute, bench, checkpoint, data, doctor, evaluate, quantize, report
 from annie_quant.cli.terminal import Stopped, clean_library_messages, console, describe, stop_signals_raise
 from annie_quant.core.errors import AnnieError
 
@@ -45,7 +45,7 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
 for each in (
     quantize.demo, data.record_command, data.init, data.data, quantize.quantize, checkpoint.audit, checkpoint.convert,
     checkpoint.compare, evaluate.evaluate, evaluate.lm_eval, evaluate.retention, quantize.search, quantize.serve, doctor.doctor,
-    doctor.validate_gpu, bench.bench, report.report,
+    doctor.validate_gpu, bench.bench, attribute.attribute, report.report,
     report.export, report.publish, report.explain,
 ):  # fmt: skip
     cli.add_command(each)

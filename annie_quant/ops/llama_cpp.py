@@ -39,6 +39,9 @@ class LlamaCpp:
         parallel: int = 1,
         threads: int = 0,
         drafts: int = 0,
+        kv_type: str = "f16",
+        template: Path | None = None,
+        parse_calls: bool = True,
         progress: Progress = SILENT,
     ) -> process.Server:
         """Serve a GGUF file.
@@ -47,6 +50,9 @@ class LlamaCpp:
         parallel  slots
         threads   0: llama.cpp's default, or one for a file of under SMALL_FILE_BYTES
         drafts    tokens that the file's MTP head drafts per step; 0: the head is not used
+        kv_type   ggml's type of cached keys and values: f16, bf16, q8_0, q4_0 ...
+        template  file with a chat template that replaces the model's
+        parse_calls  False: tool calls and thinking stay in the text
         """
         need("xllamacpp", "serve")
         check_file(model)
@@ -61,6 +67,9 @@ class LlamaCpp:
             "parallel": parallel,
             "threads": threads or default_threads(model),
             "drafts": drafts,
+            "kv_type": kv_type,
+            "template": template.read_text(encoding="utf-8") if template else "",
+            "parse_calls": parse_calls,
             "address_file": address_file,
         }
         server = process.spawn(

@@ -31,6 +31,14 @@ def main() -> None:
     params.use_jinja = True
     params.endpoint_metrics = True
     params.reasoning_format = xllamacpp.common_reasoning_format.COMMON_REASONING_FORMAT_DEEPSEEK
+    params.force_pure_content_parser = not options["parse_calls"]
+    kv_type = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{options['kv_type']}".upper(), None)
+    if kv_type is None:
+        sys.exit(
+            f"error: unknown type of cached keys and values {options['kv_type']!r}, expected f16, bf16, q8_0, q4_0 ..."
+        )
+    params.cache_type_k = params.cache_type_v = kv_type
+    params.chat_template = options["template"]
     if options["threads"]:
         params.cpuparams.n_threads = options["threads"]
         params.cpuparams_batch.n_threads = options["threads"]

@@ -11,8 +11,7 @@ import os
 import re
 import shlex
 import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,12 +255,16 @@ class RecipeRuntime:
         timeout_s: float = 900.0,
         recipe: str | None = None,
         progress: Progress = SILENT,
+        change: Callable[[list[str]], list[str]] = list,
     ) -> process.Server:
-        """Start the server and wait for /health. Raises EnvironmentFault if docker or the program is not installed."""
+        """Start the server and wait for /health. Raises EnvironmentFault if docker or the program is not installed.
+
+        change: returns the command to run instead of the recipe's.
+        """
         if not (model / "config.json").is_file():
             raise UsageError(f"{model} is not a model folder", f"{self.name} serves a safetensors checkpoint")
         chosen, port = self.find(recipe), port or 8000
-        words = self.arguments(model, port, recipe)
+        words = change(self.arguments(model, port, recipe))
         if shutil.which(words[0]) is None:
             missing = f"{self.name} runs in a container, and docker" if chosen.image else f"the program {words[0]}"
             raise EnvironmentFault(
@@ -269,10 +272,7 @@ class RecipeRuntime:
                 f"annie-quant serve {shlex.quote(str(model))} --runtime {self.name} --dry-run",
             )
         process.check_port(port)
-        container_file = None
-        if chosen.image:
-            container_file = str(Path(tempfile.mkdtemp(prefix="annie-quant-")) / "container")
-            words[2:2] = ["--cidfile", container_file]  # after `docker run`
+        container_file = process.name_container(words)
         server = process.spawn(words, log, self.name, {**os.environ, **chosen.env}, container_file)
         process.wait_ready(server, lambda: f"http://127.0.0.1:{port}", HEALTH, timeout_s, progress)
         return server

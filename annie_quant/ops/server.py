@@ -178,6 +178,22 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
             raise ServerError(f"port {port} is not a port number", "choose one from 0 to 65535") from None
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that no program listens at now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def name_container(words: list[str]) -> str | None:
+    """Make a `docker run` command write its container's id; return the file for `spawn`. None for another command."""
+    if words[:2] != ["docker", "run"]:
+        return None
+    container_file = str(Path(tempfile.mkdtemp(prefix="annie-quant-")) / "container")
+    words[2:2] = ["--cidfile", container_file]
+    return container_file
+
+
 def read(log: Path) -> str:
     try:
         return log.read_text(errors="replace")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 
-import msgspec
-
 from annie_quant.cli import tables
 from annie_quant.cli.common import console, emit
 from annie_quant.cli.options import command
@@ -46,6 +44,7 @@ def demo(settings: DemoSettings) -> None:
     from annie_quant.cli.pipeline.demo import run
 
     result = run(settings, console)
-    console.print_lines(tables.demo_lines(result.sides, console.width))
-    console.print_verdict(msgspec.to_builtins(result))
+    for line in result.summary:
+        console.print_lines(tables.wrap(line, console.width))
+    console.note(f"report: {result.report}")
     console.note(f"for your own model: {NEXT}")

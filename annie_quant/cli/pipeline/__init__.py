@@ -43,10 +43,12 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The demo's run directory and prompts. 52 prompts of which none is lost decide a gate (docs/method.md)."""
+    """The demo's run directory and prompts: one answer of 88 and two of 120 may be lost (docs/method.md)."""
 
     output: Annotated[Path, Option("Run directory; finished stages are not repeated.")] = Path("runs/demo")
-    n_offline: Annotated[int, Option("Prompts per gate in the offline evaluation.", least=1)] = 54
-    n_served: Annotated[int, Option("Prompts per gate on the servers.", least=1)] = 54
+    n_offline: Annotated[int, Option("Prompts per gate in the offline evaluation, and all tool prompts.", least=1)] = (
+        120
+    )
+    n_served: Annotated[int, Option("Prompts per gate on the servers.", least=1)] = 88
     persona: PersonaName = None
     workloads: WorkloadNames = None

@@ -17,7 +17,7 @@ import msgspec
 
 from annie_quant import documents, judge
 from annie_quant.checkpoint.inspection import export_notes
-from annie_quant.cli.pipeline.stages import StageResult, Stages, silence_transformers
+from annie_quant.cli.pipeline.stages import StageResult, Stages, offline_prompts, silence_transformers
 from annie_quant.core import host
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.progress import Progress
@@ -44,9 +44,7 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     cache: folder for its answers.
     n_per_gate, persona, workloads: the prompts (as for data/workloads.py).
     checkpoint: None for the reference's answers alone, in both arithmetics, which later jobs find in `cache`.
-    ensemble, plain: as for EvaluationJob.
     output: file for the evaluation.
-    conversations, n_conversations: as for evaluate().
     """
 
     reference: str
@@ -55,14 +53,10 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     persona: str | None = None
     workloads: str | None = None
     checkpoint: str | None = None
-    ensemble: bool = True
-    plain: tuple[str, ...] = ()
     output: str | None = None
-    conversations: str | None = None
-    n_conversations: int | None = None
 
     def prompts(self) -> list[Workload]:
-        return judge.sample(resolve(self.persona, self.workloads), self.n_per_gate)
+        return offline_prompts(self.n_per_gate, resolve(self.persona, self.workloads))
 
 
 class EvaluationProcesses:
@@ -136,10 +130,7 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
         checkpoint=Path(job.checkpoint or job.reference),
         reference=Path(job.reference),
         workloads=prompts,
-        ensemble=job.ensemble,
-        plain=job.plain,
-        conversations=job.conversations,
-        n_conversations=job.n_conversations,
+        numerics=("w4a4",),
         faults=export_notes(job.checkpoint, job.reference) if job.checkpoint else [],
         output=Path(job.output) if job.output else None,
         cache=Path(job.cache),

@@ -18,7 +18,7 @@ SIDES = ("bf16", "best", "q4_k_m")  # served; naive is judged without a server
 
 
 # Constants of the demo that no option sets, and values with which every stage has something to do.
-SMALL = {"N_CONVERSATIONS": 100, "CALIBRATION_ROWS": 8, "SENSITIVITY_PROMPTS": 1}
+SMALL = {"N_CONVERSATIONS": 100, "CALIBRATION_ROWS": 8}
 
 
 def words(output: Path) -> list[str]:

@@ -11,7 +11,6 @@ measured.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +37,6 @@ MODEL = ASSETS / "tiny-annie"
 PACKAGES = ("torch", "transformers", "modelopt", "xllamacpp", "gguf")  # of the extras quantize and serve
 N_CONVERSATIONS = 500
 CALIBRATION_ROWS = 48
-SENSITIVITY_PROMPTS = 3  # per gate
 # Annie's workloads without conversations, whose turns took a third of the time. The served ones test each behaviour of the
 # others once: a call, its arguments, none where none fits, a right answer, its form and its end.
 SERVED = "abstention,factual,tool_memory,tool_web"
@@ -138,9 +136,6 @@ class Demo:
             inputs = stages.data_inputs() | prompts_used
             for strategy in STRATEGIES:
                 processes.start(f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], self.evaluation(strategy))
-            processes.finish(1)  # naive's, which is shorter; its layers are measured while the other goes on
-            inputs = {"n": SENSITIVITY_PROMPTS, **text}
-            stages.stage("layers-naive", inputs, ["sensitivity/naive.json"], self.measure_layers, StageResult)
             processes.finish()
         outputs = ["records.jsonl", "bench.json"]
         stages.stage("bench", {"n": self.n_served, **text}, outputs, self.measure_servers, StageResult)
@@ -150,6 +145,7 @@ class Demo:
         return msgspec.structs.replace(
             self.answers,
             checkpoint=str(self.stages.checkpoint(strategy)),
+            until_loss=strategy != CANDIDATE,
             output=str(self.dir / f"eval/{strategy}.json"),
         )
 
@@ -167,20 +163,6 @@ class Demo:
 
     def source(self, side: Side) -> Path:
         return self.stages.checkpoint(side.strategy) if side.strategy else MODEL
-
-    def measure_layers(self, progress: Progress) -> StageResult:
-        """Measure which layers naive's divergence comes from, over the prompts that need a tool."""
-        from annie_quant.offline.layers import measure
-        from annie_quant.offline.pair import EvaluationJob, open_pair
-
-        output = self.dir / "sensitivity/naive.json"
-        output.parent.mkdir(exist_ok=True)
-        workloads = judge.sample(tool_workloads(self.served), SENSITIVITY_PROMPTS)
-        folder = self.stages.checkpoint("naive")
-        with open_pair(EvaluationJob(checkpoint=folder, reference=MODEL, cache=self.dir / "eval"), progress) as pair:
-            result = measure(pair, workloads, "w4a4", ("alone",), output)
-        worst = max(result.by_layer(), key=lambda row: row.kl)
-        return StageResult(f"most from {worst.layer}")
 
     def measure_servers(self, progress: Progress) -> StageResult:
         workloads = judge.sample(self.served, self.n_served)
@@ -257,8 +239,3 @@ def add_evaluation(aggregates: documents.Aggregates, model: str, path: Path) -> 
     aggregates.members[model] = msgspec.convert(document.get("members", {}), dict[str, documents.OfflineSide])
     if blocking := document.get("blocking"):
         aggregates.blocking[model] = list(blocking)
-
-
-def tool_workloads(workloads: Sequence[judge.Workload]) -> list[judge.Workload]:
-    """Return the workloads that need a tool, or all where none does."""
-    return [w for w in workloads if "tool_call" in w.gates] or list(workloads)

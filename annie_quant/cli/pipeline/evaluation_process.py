@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from annie_quant.core.errors import AnnieError
 from annie_quant.core.progress import Progress
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
+from annie_quant.judge.decision import FAILING
 from annie_quant.ops import llama_cpp, server
 
 AT_ONCE = 2  # processes that share the processors
@@ -44,6 +46,7 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     cache: folder for its answers.
     n_per_gate, persona, workloads: the prompts (as for data/workloads.py).
     checkpoint: None for the reference's answers alone, in both arithmetics, which later jobs find in `cache`.
+    until_loss: end with the first arithmetic where that loses: the others could not make it keep.
     output: file for the evaluation.
     """
 
@@ -53,6 +56,7 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     persona: str | None = None
     workloads: str | None = None
     checkpoint: str | None = None
+    until_loss: bool = False
     output: str | None = None
 
     def prompts(self) -> list[Workload]:
@@ -76,9 +80,9 @@ class EvaluationProcesses:
             process = server.spawn(command, self.stages.dir / f"logs/{name}.log", name, environment)
         self._started.append((_Stage(name, inputs, outputs, job), process))
 
-    def finish(self, n: int | None = None) -> None:
-        """Wait for the first n stages that were started, or all, in order. Raises ServerError with the cause of a failure."""
-        for _ in range(len(self._started) if n is None else n):
+    def finish(self) -> None:
+        """Wait for the stages that were started, in order. Raises ServerError with the cause of a failure."""
+        while self._started:
             stage, process = self._started[0]
 
             def work(progress: Progress, stage: _Stage = stage, process: server.Server | None = process) -> StageResult:
@@ -139,8 +143,12 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
         with open_pair(settings, progress) as pair:
             answered = pair.reference.answer(judge.distinct_prompts(prompts)[0], progress)
             ensemble.second_answers(pair, answered)
-    else:
-        run(settings, progress)
+        return
+    if job.until_loss:
+        verdict = run(replace(settings, ensemble=False), progress).verdict
+        if verdict is not None and verdict.verdict in FAILING:
+            return
+    run(settings, progress)
 
 
 class _Log:

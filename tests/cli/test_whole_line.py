@@ -80,13 +80,14 @@ def test_the_last_screen_has_a_sentence_per_model_then_report_and_next_command(l
     assert report == f"report: {run / 'report.html'}" and "annie-quant init" in following
 
 
-def test_the_candidate_is_judged_with_the_prompts_of_the_servers(line) -> None:
+def test_checkpoints_are_judged_as_a_gpu_computes_them_with_the_prompts_of_the_servers_and_more(line) -> None:
     run, _ = line
     aggregates = json.loads((run / "run.json").read_text())["aggregates"]
-    assert list(aggregates["offline"]["naive"]) == ["w4a4"], "its other arithmetic would decide nothing"
-    for kind in ("w4a4", "w4a16"):
-        gates = aggregates["offline"]["best"][kind]["gates"]
-        assert gates["tool_call"]["n"] == aggregates["served"]["best"]["gates"]["tool_call"]["n"], kind
+    served = aggregates["served"]["best"]["gates"]
+    for side in ("naive", "best"):
+        assert list(aggregates["offline"][side]) == ["vllm-cutlass"]
+        gates = aggregates["offline"][side]["vllm-cutlass"]["gates"]
+        assert gates["tool_call"]["n"] == served["tool_call"]["n"] == 3, side
 
 
 def test_the_three_sides_answered_the_same_prompts(line) -> None:

@@ -2,10 +2,10 @@
 
     conversations → quantize → audit → evaluate offline → GGUF → serve and measure → judge → report
 
-Both checkpoints have input scales, so they are judged in W4A4, as a GPU's server computes them; best also on a llama.cpp server,
-which rounds inputs to 8 bits. A finished stage is not done again with the same inputs. bf16's answers are computed while the
-checkpoints are made, and the checkpoints are evaluated at the same time, one process each; nothing else runs while servers are
-measured.
+Both checkpoints have input scales, so they are judged as vLLM and SGLang compute them on a GPU, with 4-bit inputs; best also on a
+llama.cpp server, which rounds inputs to 8 bits. A finished stage is not done again with the same inputs. bf16's answers are
+computed while the checkpoints are made, and the checkpoints are evaluated at the same time, one process each; nothing else runs
+while servers are measured.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ CALIBRATION_ROWS = 48
 # others once: a call, its arguments, none where none fits, a right answer, its form and its end.
 SERVED = "abstention,factual,tool_memory,tool_web"
 OFFLINE = f"{SERVED},briefing,conversational,greeting,hardened_prompt,long_response,reasoning,thinking_off,thinking_on"
+NUMERICS = ("vllm-cutlass",)  # no server has the float32 stream of "w4a4", in which naive loses a third of these calls
 
 
 class Side(NamedTuple):
@@ -116,6 +117,7 @@ class Demo:
             n_per_gate=settings.n_offline,
             persona=persona,
             workloads=OFFLINE if ours else workloads,
+            numerics=NUMERICS,
         )
         self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
 
@@ -133,7 +135,7 @@ class Demo:
             for side in BACKENDS:
                 stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), FileResult)
             processes.finish()
-            inputs = stages.data_inputs() | prompts_used
+            inputs = stages.data_inputs() | prompts_used | {"numerics": NUMERICS}
             for strategy in STRATEGIES:
                 processes.start(f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], self.evaluation(strategy))
             processes.finish()

@@ -17,7 +17,10 @@ def summary_lines(aggregates: Aggregates, candidate: str, incumbent: str) -> lis
     """Return one sentence per model, one about the speed of candidate and incumbent, and one about what was not tested."""
     models = {model.name: model for model in aggregates.models}
     reference, *others = models.values()
-    lines = [f"Compared with {_named(reference)}, prompt by prompt:"]
+    lines = [
+        f"Compared with {_named(reference)}, prompt by prompt, as vLLM and SGLang compute on a GPU (VLLM-CUTLASS) and on a "
+        "llama.cpp server (served):"
+    ]
     lines += [f"- {_named(model)} {claim(aggregates, model.name)}" for model in others]
     lines += speed(aggregates, models[candidate], models[incumbent])
     chosen = decision.decision(aggregates, candidate)

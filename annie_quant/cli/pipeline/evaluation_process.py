@@ -46,6 +46,7 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     cache: folder for its answers.
     n_per_gate, persona, workloads: the prompts (as for data/workloads.py).
     checkpoint: None for the reference's answers alone, in both arithmetics, which later jobs find in `cache`.
+    numerics: as for EvaluationJob.
     until_loss: end with the first arithmetic where that loses: the others could not make it keep.
     output: file for the evaluation.
     """
@@ -56,6 +57,7 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     persona: str | None = None
     workloads: str | None = None
     checkpoint: str | None = None
+    numerics: tuple[str, ...] = ("w4a4", "w4a16")
     until_loss: bool = False
     output: str | None = None
 
@@ -134,7 +136,7 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
         checkpoint=Path(job.checkpoint or job.reference),
         reference=Path(job.reference),
         workloads=prompts,
-        numerics=("w4a4",),
+        numerics=job.numerics,
         faults=export_notes(job.checkpoint, job.reference) if job.checkpoint else [],
         output=Path(job.output) if job.output else None,
         cache=Path(job.cache),

@@ -47,7 +47,7 @@ def run(**members: OfflineSide) -> Aggregates:
         ),
         (
             {"w4a4": side(100, factual=3)},
-            "is undecided: too few answers about factual (3 of 100 lost and 0 won, W4A4).",
+            "loses no gate for sure, too few answers about factual (3 of 100 lost and 0 won, W4A4).",
         ),
     ],
 )

@@ -47,7 +47,7 @@ def claim(aggregates: Aggregates, name: str) -> str:
     verb = {
         "loses": "loses",
         "fragile": "is fragile, it loses in part of the arithmetics",
-        "undecided": "is undecided: too few answers about",
+        "undecided": "loses no gate for sure, too few answers about",
     }
     return f"{verb[chosen.standing]} {_counted(gates)}."
 
@@ -63,8 +63,10 @@ def _counted(gates: Sequence[JudgedGate]) -> str:
         else title
         for title, gate in first.items()
     ]
-    more = [f"{len(texts) - SHOWN} more gates"] if len(texts) > SHOWN + 1 else texts[SHOWN:]
-    return " and ".join(filter(None, [", ".join(texts[:SHOWN]), *more]))
+    if len(texts) > SHOWN + 1:
+        texts = [*texts[:SHOWN], f"{len(texts) - SHOWN} more gates"]
+    *first_texts, last = texts
+    return f"{', '.join(first_texts)} and {last}" if first_texts else last
 
 
 def speed(aggregates: Aggregates, candidate: ModelRow, incumbent: ModelRow) -> list[str]:

@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -130,7 +130,7 @@ class Stages:
 
     def quantize(self, strategy: str, draw: int = 0, effort: str | None = None) -> FileResult:
         """Quantize. effort: of a strategy that has that option; None: its default."""
-        options = {"effort": effort} if effort else {}
+        options: dict[str, Any] = {"effort": effort} if effort else {}
 
         def work(progress: Progress) -> FileResult:
             job = quantize.run(
@@ -149,7 +149,7 @@ class Stages:
 
         name = drawn(strategy, draw)
         return self.stage(
-            f"quantize-{name}", self.data_inputs() | options, [f"models/{name}/config.json"], work, FileResult
+            f"quantize-{name}", {**self.data_inputs(), **options}, [f"models/{name}/config.json"], work, FileResult
         )
 
     def audit(self, strategy: str, draw: int = 0) -> AuditResult:

@@ -39,7 +39,8 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_gb: best: GB of weights at most; formats are chosen by measured loss.
     min_tps: best: tokens per second of one stream at least, as predicted for --device.
     max_loss: best: divergence of held-out answers at most, in nats: mean KL plus that of the tokens that decide.
-    device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine where it was measured, else gb10.
+    device: Whose speed is predicted: gb10, h200, a rate in GB/s, or a device file (doctor --measure). Default: this machine
+        where it was measured, else gb10.
     ray: direct: make the shards on this Ray cluster ("local" starts one here).
     seed: Same seed, same bytes.
     output: Folder of the new checkpoint.
@@ -200,6 +201,7 @@ def demo(settings: DemoSettings) -> None:
     from annie_quant.cli.pipeline.demo import run
 
     result = run(settings, console)
-    console.print_lines(tables.demo_lines(result.sides, console.width))
-    console.print_verdict(msgspec.to_builtins(result))
+    for line in result.summary:
+        console.print_lines(tables.wrap(line, console.width))
+    console.note(f"report: {result.report}")
     console.note(f"for your own model: {NEXT}")

@@ -209,12 +209,6 @@ def served_lines(served: Mapping[str, ServedSide], width: int = WIDTH) -> list[s
     return [*lines, *requirement_lines({name: side.gates for name, side in served.items()}, width)]
 
 
-def demo_lines(sides: Sequence[Column], width: int = WIDTH) -> list[str]:
-    """Return one row per side of a demo's verdict, the reference first."""
-    reference = next((side for side in sides if not side.paired), None)
-    return side_lines([side for side in sides if side is not reference], reference, width)
-
-
 def side_lines(columns: Sequence[Column], reference: Column | None = None, width: int = WIDTH) -> list[str]:
     """Return one row per side: its verdict, and the gates that it does not keep, or misses where there is no reference."""
     rows = [] if reference is None else [(reference.name, "reference", _missed(reference))]

@@ -231,11 +231,7 @@ class TerminalConsole:
         self.out.print(table if table.row_count else literal(title))
 
     def print_verdict(self, verdict: JsonObject) -> None:
-        """Print the stages' times and the verdict's reasons, then, to be read first, its sentence and the report's path."""
-        for stage in verdict.get("stages", ()):
-            self.err.print(
-                f"[dim]{literal(stage['name']):>17}  {stage['seconds']:7.1f} s  {literal(stage.get('summary', ''))}[/]"
-            )
+        """Print the verdict's reasons, then, to be read first, its sentence and the report's path."""
         for reason in verdict.get("reasons", ()):
             self.print_lines(wrap(f"- {reason}", self.width))
         self.print_lines(wrap(verdict["sentence"], self.width))

@@ -49,6 +49,6 @@ def test_processes_end_with_the_context(stages, monkeypatch):
     monkeypatch.setattr(evaluation_process.server, "spawn", lambda *a: started.append(spawn(*a)) or started[-1])
     with pytest.raises(KeyboardInterrupt), EvaluationProcesses(stages) as processes:
         processes.start("eval-naive", {}, [], job(stages))
-        processes.start("eval-mlp_only", {}, [], job(stages))
+        processes.start("eval-best", {}, [], job(stages))
         raise KeyboardInterrupt
     assert len(started) == 2 and not any(process.alive for process in started)

@@ -66,7 +66,6 @@ def test_all_that_the_console_prints(screen, hostile):
             "sentence": hostile,
             "reasons": [hostile],
             "report": hostile,
-            "stages": [{"name": hostile, "seconds": 1.0, "summary": hostile}],
         }
     )
     assert steers(screen.text()) == []

@@ -42,15 +42,15 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The demo's run directory and prompts. 52 prompts of which none is lost decide a gate (docs/method.md).
+    """The demo's run directory and prompts: one answer of 88 and two of 120 may be lost (docs/method.md).
 
     output: Run directory; finished stages are not repeated.
-    n_offline: Prompts per gate in the offline evaluation.
+    n_offline: Prompts per gate in the offline evaluation, and all tool prompts.
     n_served: Prompts per gate on the servers.
     """
 
     output: Path = Path("runs/demo")
-    n_offline: Annotated[int, Option(least=1)] = 54
-    n_served: Annotated[int, Option(least=1)] = 54
+    n_offline: Annotated[int, Option(least=1)] = 120
+    n_served: Annotated[int, Option(least=1)] = 88
     persona: PersonaName = None
     workloads: WorkloadNames = None

@@ -2,14 +2,15 @@
 
     conversations → quantize → audit → evaluate offline → GGUF → serve and measure → judge → report
 
-A finished stage is not done again with the same inputs. bf16's answers are computed while the checkpoints are made, and the
-checkpoints are evaluated at the same time, one process each; nothing else runs while servers are measured.
+Both checkpoints have input scales, so they are judged as vLLM and SGLang compute them on a GPU, with 4-bit inputs; best also on a
+llama.cpp server, which rounds inputs to 8 bits. A finished stage is not done again with the same inputs. bf16's answers are
+computed while the checkpoints are made, and the checkpoints are evaluated at the same time, one process each; nothing else runs
+while servers are measured.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +22,10 @@ from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.model_hash import model_sha256
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline import DemoSettings
+from annie_quant.cli.pipeline.demo_summary import summary_lines
 from annie_quant.cli.pipeline.evaluation_process import EvaluationProcesses, ProcessJob
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import FileResult, StageResult, Stages, prompts_key
-from annie_quant.cli.tables import Column
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.files import ASSETS, read_json
 from annie_quant.core.progress import Console, Progress, SilentConsole
@@ -37,31 +38,36 @@ MODEL = ASSETS / "tiny-annie"
 PACKAGES = ("torch", "transformers", "modelopt", "xllamacpp", "gguf")  # of the extras quantize and serve
 N_CONVERSATIONS = 500
 CALIBRATION_ROWS = 48
-KL_ROWS = 20
-N_PROMPTS = 54  # per gate, the same with and without servers; 52 of which none is lost decide a gate (docs/method.md)
-SENSITIVITY_PROMPTS = 3  # per gate
+# Annie's workloads without conversations, whose turns took a third of the time. The served ones test each behaviour of the
+# others once: a call, its arguments, none where none fits, a right answer, its form and its end.
+SERVED = "abstention,factual,tool_memory,tool_web"
+OFFLINE = f"{SERVED},briefing,conversational,greeting,hardened_prompt,long_response,reasoning,thinking_off,thinking_on"
+NUMERICS = ("vllm-cutlass",)  # no server has the float32 stream of "w4a4", in which naive loses a third of these calls
 
 
 class Side(NamedTuple):
-    """A served model.
+    """A model of the demo.
 
     strategy: None: made from bf16.
-    gguf_type: None: the type of the checkpoint's tensors.
+    gguf_type: of the file that is served; None: the type of the checkpoint's tensors.
+    effort: of a strategy that has efforts.
     """
 
     label: str
-    strategy: str | None
-    gguf_type: str | None
+    strategy: str | None = None
+    gguf_type: str | None = None
+    effort: str | None = None
 
 
 SIDES = {
-    "bf16": Side("bf16", None, "BF16"),
-    "naive": Side("NVFP4 naive", "naive", None),
-    "mlp_only": Side("NVFP4 mlp_only", "mlp_only", None),
-    "q4_k_m": Side("Q4_K_M", None, "Q4_K_M"),
+    "bf16": Side("bf16", gguf_type="BF16"),
+    "naive": Side("NVFP4 naive", "naive"),
+    "best": Side("NVFP4 best", "best", effort="fast"),
+    "q4_k_m": Side("Q4_K_M", gguf_type="Q4_K_M"),
 }
-CANDIDATE, INCUMBENT = "mlp_only", "q4_k_m"
-STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each is served, and judged without a server
+CANDIDATE, INCUMBENT = "best", "q4_k_m"
+STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each is judged without a server
+BACKENDS = [name for name in SIDES if name != "naive"]  # served: what naive loses is shown without a server
 
 
 class DataResult(StageResult):
@@ -71,11 +77,9 @@ class DataResult(StageResult):
 
 
 class DemoResult(documents.Verdict, kw_only=True):
-    """The verdict, the gates by model and arithmetic, the stages, and the path of the report."""
+    """The verdict, what a reader sees of it (demo_summary.py), and the path of the report."""
 
-    gates: dict[str, documents.GateTable]
-    sides: list[Column]
-    stages: list[documents.Stage]
+    summary: list[str]
     report: str
 
 
@@ -102,14 +106,19 @@ class Demo:
 
     def __init__(self, directory: RunDirectory, settings: DemoSettings, console: Console) -> None:
         persona, workloads = settings.persona, settings.workloads
-        self.persona, self.workloads = data.load_persona(persona or "annie"), resolve(persona, workloads)
+        ours = persona is None and workloads is None
+        self.persona, self.served = (
+            data.load_persona(persona or "annie"),
+            resolve(persona, SERVED if ours else workloads),
+        )
         self.dir, self.n_served = directory, settings.n_served
         self.answers = ProcessJob(
             reference=str(MODEL),
             cache=str(directory / "eval"),
             n_per_gate=settings.n_offline,
             persona=persona,
-            workloads=workloads,
+            workloads=OFFLINE if ours else workloads,
+            numerics=NUMERICS,
         )
         self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
 
@@ -121,20 +130,15 @@ class Demo:
             processes.start("bf16-answers", prompts_used, [], self.answers)
             stages.stage("data", prompts, ["calibration.jsonl"], self.make_data, DataResult)
             for strategy in STRATEGIES:
-                stages.quantize(strategy)
+                stages.quantize(strategy, effort=SIDES[strategy].effort)
                 stages.audit(strategy)
             text = {"text": stages.text_key()}
-            for side in SIDES:
+            for side in BACKENDS:
                 stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), FileResult)
             processes.finish()
-            inputs = stages.data_inputs() | prompts_used | {"kl_rows": KL_ROWS}
+            inputs = stages.data_inputs() | prompts_used | {"numerics": NUMERICS}
             for strategy in STRATEGIES:
                 processes.start(f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], self.evaluation(strategy))
-            processes.finish(
-                1
-            )  # naive's, which has no further arithmetics; its layers are measured while the other goes on
-            inputs = {"n": SENSITIVITY_PROMPTS, **text}
-            stages.stage("layers-naive", inputs, ["sensitivity/naive.json"], self.measure_layers, StageResult)
             processes.finish()
         outputs = ["records.jsonl", "bench.json"]
         stages.stage("bench", {"n": self.n_served, **text}, outputs, self.measure_servers, StageResult)
@@ -144,11 +148,8 @@ class Demo:
         return msgspec.structs.replace(
             self.answers,
             checkpoint=str(self.stages.checkpoint(strategy)),
+            until_loss=strategy != CANDIDATE,
             output=str(self.dir / f"eval/{strategy}.json"),
-            ensemble=strategy == CANDIDATE,  # the others' figures are for comparison: theirs decide nothing
-            plain=("w4a16",),  # both have input scales, so servers compute them as W4A4
-            conversations=str(self.stages.conversations),
-            n_conversations=KL_ROWS,
         )
 
     def make_data(self, progress: Progress) -> DataResult:
@@ -166,38 +167,24 @@ class Demo:
     def source(self, side: Side) -> Path:
         return self.stages.checkpoint(side.strategy) if side.strategy else MODEL
 
-    def measure_layers(self, progress: Progress) -> StageResult:
-        """Measure which layers naive's divergence comes from, over the prompts that need a tool."""
-        from annie_quant.offline.layers import measure
-        from annie_quant.offline.pair import EvaluationJob, open_pair
-
-        output = self.dir / "sensitivity/naive.json"
-        output.parent.mkdir(exist_ok=True)
-        workloads = judge.sample(tool_workloads(self.workloads), SENSITIVITY_PROMPTS)
-        folder = self.stages.checkpoint("naive")
-        with open_pair(EvaluationJob(checkpoint=folder, reference=MODEL, cache=self.dir / "eval"), progress) as pair:
-            result = measure(pair, workloads, "w4a4", ("alone",), output)
-        worst = max(result.by_layer(), key=lambda row: row.kl)
-        return StageResult(f"most from {worst.layer}")
-
     def measure_servers(self, progress: Progress) -> StageResult:
-        workloads = judge.sample(self.workloads, self.n_served)
+        workloads = judge.sample(self.served, self.n_served)
         servers, source = [], self.stages.base["model"]
         try:
-            for name in SIDES:
+            for name in BACKENDS:
                 progress.message(f"starting {name}")
                 log = self.dir / f"logs/{name}.log"
                 servers.append(serving.start(self.dir / f"gguf/{name}.gguf", runtime="llama.cpp", log=log))
             backends = [
                 bench.Backend(name, server.url, meta={"model": name, "source": source, "pid": server.pid})
-                for name, server in zip(SIDES, servers, strict=True)
+                for name, server in zip(BACKENDS, servers, strict=True)
             ]
             resume = self.same_bench_settings()
             result = bench.run(
                 backends,
                 workloads,
                 self.dir.path,
-                warmup=2,
+                warmup=1,
                 runs=1,
                 progress=progress,
                 resume=resume,
@@ -228,24 +215,13 @@ class Demo:
         config = {"n_offline": self.answers.n_per_gate, "n_served": self.n_served, "model": self.stages.base["model"]}
         self.dir.write_run(config, aggregates, verdict, bench.environment(), self.stages.rows)
         paths = report.build(self.dir.path)
-        served = sorted(
-            aggregates.served.items(), key=lambda item: item[1].judged_by is not None
-        )  # the reference first
-        sides = [Column.of(f"{SIDES[name].label} served", side) for name, side in served]
-        for strategy in STRATEGIES:
-            sides += [Column.of(f"{strategy} {kind}", side) for kind, side in aggregates.offline[strategy].items()]
-        return DemoResult(
-            **msgspec.structs.asdict(verdict),
-            gates={side.name: dict(side.gates) for side in sides},
-            sides=sides,
-            stages=self.stages.rows,
-            report=str(paths[0]),
-        )
+        summary = summary_lines(aggregates, CANDIDATE, INCUMBENT)
+        return DemoResult(**msgspec.structs.asdict(verdict), summary=summary, report=str(paths[0]))
 
     def model_row(self, name: str) -> documents.ModelRow:
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"
         folder = self.source(side)
-        from_gguf = side.gguf_type == "Q4_K_M"
+        from_gguf = name == INCUMBENT
         size = gguf_size(gguf) if from_gguf else folder_size(checkpoint.ModelFolder(folder))
         return documents.ModelRow(
             name=name,
@@ -255,7 +231,7 @@ class Demo:
             bits_per_weight=size.bits_per_weight,
             predicted=None if from_gguf else decode_speed.predict(checkpoint.ModelFolder(folder)),
             checkpoint=str(folder),
-            gguf=str(gguf),
+            gguf=str(gguf) if name in BACKENDS else "",
             model_sha256=model_sha256(folder),
         )
 
@@ -267,8 +243,3 @@ def add_evaluation(aggregates: documents.Aggregates, model: str, path: Path) -> 
     aggregates.members[model] = msgspec.convert(document.get("members", {}), dict[str, documents.OfflineSide])
     if blocking := document.get("blocking"):
         aggregates.blocking[model] = list(blocking)
-
-
-def tool_workloads(workloads: Sequence[judge.Workload]) -> list[judge.Workload]:
-    """Return the workloads that need a tool, or all where none does."""
-    return [w for w in workloads if "tool_call" in w.gates] or list(workloads)

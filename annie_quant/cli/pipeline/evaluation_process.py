@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +18,13 @@ import msgspec
 
 from annie_quant import documents, judge
 from annie_quant.checkpoint.inspection import export_notes
-from annie_quant.cli.pipeline.stages import StageResult, Stages, silence_transformers
+from annie_quant.cli.pipeline.stages import StageResult, Stages, offline_prompts, silence_transformers
 from annie_quant.core import host
 from annie_quant.core.errors import AnnieError
 from annie_quant.core.progress import Progress
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
+from annie_quant.judge.decision import FAILING
 from annie_quant.ops import llama_cpp, server
 
 AT_ONCE = 2  # processes that share the processors
@@ -44,9 +46,9 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     cache: folder for its answers.
     n_per_gate, persona, workloads: the prompts (as for data/workloads.py).
     checkpoint: None for the reference's answers alone, in both arithmetics, which later jobs find in `cache`.
-    ensemble, plain: as for EvaluationJob.
+    numerics: as for EvaluationJob.
+    until_loss: end with the first arithmetic where that loses: the others could not make it keep.
     output: file for the evaluation.
-    conversations, n_conversations: as for evaluate().
     """
 
     reference: str
@@ -55,14 +57,12 @@ class ProcessJob(msgspec.Struct, kw_only=True):
     persona: str | None = None
     workloads: str | None = None
     checkpoint: str | None = None
-    ensemble: bool = True
-    plain: tuple[str, ...] = ()
+    numerics: tuple[str, ...] = ("w4a4", "w4a16")
+    until_loss: bool = False
     output: str | None = None
-    conversations: str | None = None
-    n_conversations: int | None = None
 
     def prompts(self) -> list[Workload]:
-        return judge.sample(resolve(self.persona, self.workloads), self.n_per_gate)
+        return offline_prompts(self.n_per_gate, resolve(self.persona, self.workloads))
 
 
 class EvaluationProcesses:
@@ -82,9 +82,9 @@ class EvaluationProcesses:
             process = server.spawn(command, self.stages.dir / f"logs/{name}.log", name, environment)
         self._started.append((_Stage(name, inputs, outputs, job), process))
 
-    def finish(self, n: int | None = None) -> None:
-        """Wait for the first n stages that were started, or all, in order. Raises ServerError with the cause of a failure."""
-        for _ in range(len(self._started) if n is None else n):
+    def finish(self) -> None:
+        """Wait for the stages that were started, in order. Raises ServerError with the cause of a failure."""
+        while self._started:
             stage, process = self._started[0]
 
             def work(progress: Progress, stage: _Stage = stage, process: server.Server | None = process) -> StageResult:
@@ -136,10 +136,7 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
         checkpoint=Path(job.checkpoint or job.reference),
         reference=Path(job.reference),
         workloads=prompts,
-        ensemble=job.ensemble,
-        plain=job.plain,
-        conversations=job.conversations,
-        n_conversations=job.n_conversations,
+        numerics=job.numerics,
         faults=export_notes(job.checkpoint, job.reference) if job.checkpoint else [],
         output=Path(job.output) if job.output else None,
         cache=Path(job.cache),
@@ -148,8 +145,12 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
         with open_pair(settings, progress) as pair:
             answered = pair.reference.answer(judge.distinct_prompts(prompts)[0], progress)
             ensemble.second_answers(pair, answered)
-    else:
-        run(settings, progress)
+        return
+    if job.until_loss:
+        verdict = run(replace(settings, ensemble=False), progress).verdict
+        if verdict is not None and verdict.verdict in FAILING:
+            return
+    run(settings, progress)
 
 
 class _Log:

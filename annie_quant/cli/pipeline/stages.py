@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -128,7 +128,10 @@ class Stages:
         write_text(path, "".join(json.dumps(rows[i], ensure_ascii=False) + "\n" for i in chosen))
         return path
 
-    def quantize(self, strategy: str, draw: int = 0) -> FileResult:
+    def quantize(self, strategy: str, draw: int = 0, effort: str | None = None) -> FileResult:
+        """Quantize. effort: of a strategy that has that option; None: its default."""
+        options: dict[str, Any] = {"effort": effort} if effort else {}
+
         def work(progress: Progress) -> FileResult:
             job = quantize.run(
                 strategy,
@@ -139,12 +142,15 @@ class Stages:
                 force=True,
                 report=progress,
                 allow_prompt_mismatch=True,  # the demo and the search have checked the prompt
+                **options,
             )
             sizes = f"{job.size_bytes / 1e6:,.1f} of {job.source_bytes / 1e6:,.1f} MB"
             return FileResult(sizes, job.size_bytes)
 
         name = drawn(strategy, draw)
-        return self.stage(f"quantize-{name}", self.data_inputs(), [f"models/{name}/config.json"], work, FileResult)
+        return self.stage(
+            f"quantize-{name}", {**self.data_inputs(), **options}, [f"models/{name}/config.json"], work, FileResult
+        )
 
     def audit(self, strategy: str, draw: int = 0) -> AuditResult:
         def work(progress: Progress) -> AuditResult:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from annie_quant.documents import Aggregates, ModelRow
 from annie_quant.judge import decision
-from annie_quant.judge.decision.coverage import describe_coverage
 from annie_quant.judge.decision.run import JudgedGate, compared_with
 from annie_quant.judge.metrics import three_digits
 
@@ -24,7 +23,7 @@ def summary_lines(aggregates: Aggregates, candidate: str, incumbent: str) -> lis
     lines += [f"- {_named(model)} {claim(aggregates, model.name)}" for model in others]
     lines += speed(aggregates, models[candidate], models[incumbent])
     chosen = decision.decision(aggregates, candidate)
-    not_tested = describe_coverage(chosen.coverage) if chosen else ""
+    not_tested = chosen.not_tested if chosen else ""
     return [*lines, *([f"Not tested: {not_tested}."] if not_tested else [])]
 
 

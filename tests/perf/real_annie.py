@@ -85,21 +85,29 @@ def run(row: str, draw: int, arguments: argparse.Namespace, template: Template, 
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a row per recipe and numerics: means over the draws; lost and won of all draws with the p of a sign test."""
+    """Yield a row per recipe and numerics: means over the draws; lost and won of all draws with the p of a sign test.
+
+    A model without a row of bf16 has counts only.
+    """
+    lines = [x for x in lines if "error" not in x]
     sources = {x["model"]: x[SOURCE] for x in lines if x["row"] == SOURCE}
-    groups = sorted(next(iter(sources.values())))
+    groups = sorted(next(x[SOURCE if x["row"] == SOURCE else NUMERICS[0]] for x in lines))
     titles = [*(f"{g}: correct; lost, won, p" for g in groups), *COUNTS]
     yield "| model | recipe | draws | GB | s | numerics | " + " | ".join(titles) + " |"
     yield "|---" * (6 + len(groups) + len(COUNTS)) + "|"
-    for model, source in sources.items():
-        cells = [f"{g['correct'].count('1')} of {len(g['correct'])}" for g in (source[n] for n in groups)]
-        counts = [str(sum(source[n][c] for n in groups)) for c in COUNTS]
-        yield f"| {model} | {SOURCE} | | | | | " + " | ".join([*cells, *counts]) + " |"
-        own = [x for x in lines if x["model"] == model and x["row"] != SOURCE and "error" not in x]
+    for model in dict.fromkeys(x["model"] for x in lines):
+        source = sources.get(model)
+        if source:
+            cells = [f"{g['correct'].count('1')} of {len(g['correct'])}" for g in (source[n] for n in groups)]
+            counts = [str(sum(source[n][c] for n in groups)) for c in COUNTS]
+            yield f"| {model} | {SOURCE} | | | | | " + " | ".join([*cells, *counts]) + " |"
+        own = [x for x in lines if x["model"] == model and x["row"] != SOURCE]
         for row in dict.fromkeys(x["row"] for x in own):
             draws = [x for x in own if x["row"] == row]
             for name in NUMERICS:
-                cells = [paired([x[name][g]["correct"] for x in draws], source[g]["correct"]) for g in groups]
+                cells = [
+                    paired([x[name][g]["correct"] for x in draws], source and source[g]["correct"]) for g in groups
+                ]
                 counts = [f"{sum(x[name][g][c] for x in draws for g in groups) / len(draws):.0f}" for c in COUNTS]
                 gigabytes = sum(x["bytes"] for x in draws) / len(draws) / 1e9
                 seconds = sum(x["seconds"] for x in draws) / len(draws)
@@ -108,15 +116,18 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
                 yield "| " + " | ".join([*first, *cells, *counts]) + " |"
 
 
-def paired(outcomes: list[str], source: str) -> str:
-    """Return the mean count of correct answers, and what was lost and won against the source in each draw, with the least p."""
+def paired(outcomes: list[str], source: str | None) -> str:
+    """Return the mean count of correct answers, and what was lost and won against the source in each draw, with its p."""
+    mean = f"{sum(o.count('1') for o in outcomes) / len(outcomes):.0f} of {len(outcomes[0])}"
+    if source is None:
+        return mean
     shown = []
     for own in outcomes:
         lost = sum(a > b for a, b in zip(source, own, strict=True))
         won = sum(a < b for a, b in zip(source, own, strict=True))
         p = binomtest(lost, lost + won).pvalue if lost + won else 1.0
         shown.append(f"{lost}−{won} ({p:.2g})")
-    return f"{sum(o.count('1') for o in outcomes) / len(outcomes):.0f} of {len(source)}; " + ", ".join(shown)
+    return f"{mean}; " + ", ".join(shown)
 
 
 def main() -> None:

@@ -115,7 +115,7 @@ def test_a_row_of_fp8_has_its_own_scale(sources: dict[str, Path], made: dict[tup
 
 
 def test_all_linears_and_the_head_in_one_format_name_the_head(sources: dict[str, Path], tmp_path: Path) -> None:
-    """vLLM's head is no Linear, so a target "Linear" alone would leave it out."""
+    """vLLM's head is not a Linear, so a target "Linear" alone would leave it out."""
     folder = ModelFolder(sources["annie"])
     out = tmp_path / "one"
     out.mkdir()

@@ -176,7 +176,7 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8", "fp8_channel").index)
     groups: dict[str, dict[str, object]] = {}
     for i, kind in enumerate(kinds):
-        # A head is no Linear in vLLM.
+        # A head is not a Linear in vLLM.
         all_of_them = ["Linear", *(m for m in formats if m == "lm_head")]
         targets = all_of_them if len(kinds) == 1 else sorted(m for m, f in formats.items() if f == kind)
         groups[f"group_{i}"] = scheme(kind, group) | {"targets": targets}

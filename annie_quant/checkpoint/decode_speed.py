@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from annie_quant.checkpoint import dialects
+from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import read_struct
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
@@ -108,6 +109,14 @@ def speed_of(read: TokenBytes, device: Device | None = None, depth: int = 0) -> 
 def predict(folder: ModelFolder, device: Device | None = None, depth: int = 0) -> PredictedSpeed:
     """Return the prediction for a model folder; parameters as of speed_of."""
     return speed_of(token_bytes(folder), device, depth)
+
+
+def predict_if_readable(folder: Path, device: Device | None = None) -> PredictedSpeed | None:
+    """Return the prediction, or None for a folder that cannot be read, which the audit reports."""
+    try:
+        return predict(ModelFolder(folder), device)
+    except ShardError:
+        return None
 
 
 def describe(speed: PredictedSpeed) -> str:

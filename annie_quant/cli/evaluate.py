@@ -65,7 +65,7 @@ def evaluate(options: EvalOptions) -> None:
     """
     quiet_engines()
     from annie_quant import judge
-    from annie_quant.checkpoint import ModelFolder, decode_speed
+    from annie_quant.checkpoint import decode_speed
     from annie_quant.checkpoint.inspection import export_notes
     from annie_quant.data.workloads import personas_of, resolve
     from annie_quant.judge.decision import FAILING
@@ -92,12 +92,12 @@ def evaluate(options: EvalOptions) -> None:
     )
     with console.task("evaluate") as step:
         result = job.run(settings, step, options.processes)
-    speed = decode_speed.predict(ModelFolder(checkpoint))
+    speed = decode_speed.predict_if_readable(checkpoint)
     if options.as_json:
         emit(result.to_dict() | {"notes": [*faults, *result.notes], "predicted": msgspec.to_builtins(speed)})
     else:
         console.print_lines(tables.evaluation_lines(result, checkpoint.name, console.width))
-        for line in (*result.notes, *summary_lines(result), decode_speed.describe(speed)):
+        for line in (*result.notes, *summary_lines(result), *([decode_speed.describe(speed)] if speed else [])):
             console.note(line)
     assert result.verdict is not None  # evaluate_pair sets it
     sys.exit(1 if result.blocking or result.verdict.verdict in FAILING else 0)

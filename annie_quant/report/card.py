@@ -18,8 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from annie_quant import __version__, documents
-from annie_quant.checkpoint import ModelFolder, decode_speed
-from annie_quant.checkpoint.header import ShardError
+from annie_quant.checkpoint import decode_speed
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.templates import render_markdown
 from annie_quant.judge import decision
@@ -152,6 +151,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
     sides, columns, summary = run.sides_of(subject.name), _columns(run, subject), subject.audit.summary
     rows, unreadable = _conversations(subject.calibration)
     servers = {support.server.lower(): support for support in summary.servers if support.loads == "yes"}
+    speed = decode_speed.predict_if_readable(subject.folder, decode_speed.DEVICES["gb10"])
     return render_markdown(
         "card.md",
         version=__version__,
@@ -162,7 +162,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         run=columns,
         subject=subject,
         summary=summary,
-        predicted=_predicted(subject.folder),
+        predicted=speed and decode_speed.describe(speed),
         recipe=subject.recipe,
         producer=documents.salvage_or_default(_QuantConfig, subject.folder / "hf_quant_config.json").producer,
         gates=gate_figures(run, subject.name),
@@ -207,14 +207,6 @@ def _conversations(path: Path | None) -> tuple[list[_Conversation] | None, int]:
         with contextlib.suppress(ValueError):
             rows.append(documents.salvage_line(_Conversation, line))
     return rows, len(lines) - len(rows)
-
-
-def _predicted(folder: Path) -> str:
-    """Return the predicted speed on a GB10, or "" for a folder that cannot be read, which the audit reports."""
-    try:
-        return decode_speed.describe(decode_speed.predict(ModelFolder(folder), decode_speed.DEVICES["gb10"]))
-    except ShardError:
-        return ""
 
 
 def _command(subject: Subject, runtime: str) -> str:

@@ -26,6 +26,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="the proxy needs aiohttp: pip in
 from annie_quant.cli import cli  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.data import record_proxy as proxy  # noqa: E402
+from annie_quant.data import recorded_chat  # noqa: E402
 from annie_quant.data.logs import read_logs  # noqa: E402
 from annie_quant.data.record_proxy import Recorder  # noqa: E402
 
@@ -254,7 +255,7 @@ def test_an_endless_stream_uses_bounded_memory_and_ends_with_its_client(tmp_path
             received = 0
             while received < 40 << 20:
                 received += len(client.recv(1 << 20))
-                assert proxied.recorder._held.now <= proxy.MAX_ANSWER_BYTES + proxy.MAX_REQUEST_BYTES
+                assert proxied.recorder._held.now <= recorded_chat.MAX_ANSWER_BYTES + recorded_chat.MAX_REQUEST_BYTES
         assert ended.wait(10)  # the server is not left generating for nobody
         deadline = time.monotonic() + 10
         while proxied.recorder.result.lines < 1 and time.monotonic() < deadline:

@@ -167,7 +167,7 @@ def test_a_lost_head_comes_back_where_the_settings_are_lost_too(small, tmp_path:
 
 
 def test_quantized_releases_as_gguf_hold_the_dequantized_values(small, tmp_path: Path) -> None:
-    """FP8 with either kind of scale becomes 16-bit numbers, NVFP4 stays: decoded by the gguf package."""
+    """FP8 with either kind of scale becomes Q8_0, NVFP4 stays: decoded by the gguf package."""
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     for name in (UNSLOTH, NVIDIA):
         folder = ModelFolder(small[name])
@@ -177,8 +177,12 @@ def test_quantized_releases_as_gguf_hold_the_dequantized_values(small, tmp_path:
         module = "model.language_model.layers.3.self_attn.o_proj"
         stored = tensors["blk.3.attn_output.weight"]
         ours = gguf.quants.dequantize(stored.data, stored.tensor_type)
-        assert stored.tensor_type.name == "BF16" and linears[module].format == "fp8"
-        np.testing.assert_allclose(ours, linears[module].dequantize(folder), rtol=2**-8, atol=1e-30)
+        assert stored.tensor_type.name == "Q8_0" and linears[module].format == "fp8"
+        expected = linears[module].dequantize(folder)
+        largest = np.abs(expected.reshape(-1, 32)).max(
+            1, keepdims=True
+        )  # a block has 32 values in steps of 1/127 of it, as float16
+        assert (np.abs(ours - expected).reshape(-1, 32) <= largest / 127 * 0.57).all()
         down = "mlp.experts.5.down_proj" if name == NVIDIA else "mlp.down_proj"
         stored = tensors["blk.1.ffn_down_exps.weight" if name == NVIDIA else "blk.1.ffn_down.weight"]
         scale = tensors[stored.name.replace(".weight", ".scale")].data

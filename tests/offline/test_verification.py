@@ -166,7 +166,7 @@ def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch:
 
 def test_a_turn_is_decoded_again_only_after_a_changed_answer(folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first turns are decoded from the prompt and turn out as before, so the later turns have the same prompts."""
-    from annie_quant.offline import verification
+    from annie_quant.offline import answers
 
     template, model, answered, _ = by_verification(folders["naive"], folders["equal"], "w4a16")
     counts: list[int] = []
@@ -175,7 +175,7 @@ def test_a_turn_is_decoded_again_only_after_a_changed_answer(folders, monkeypatc
         counts.append(len(prompts))
         return generate(engine, prompts, *more)
 
-    monkeypatch.setattr(verification, "generate_distributed", counted)
+    monkeypatch.setattr(answers, "generate_distributed", counted)
     first = {i: FirstDifference(0, None) for i, (r, _) in enumerate(answered) if r.case.turns and r.turn == 0}
     outcomes = answer_from_differences(Engine(model, rows=5), template, answered, first)
     assert counts == [2, 0, 0] and [o.completion for o in outcomes] == [c for _, c in answered]

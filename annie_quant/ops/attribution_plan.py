@@ -123,7 +123,7 @@ def plan(factors: Sequence[str], results: Sequence[ArmResult], max_arms: int = M
     left = max_arms - sum(not r.failure for r in results)
     if full not in measured:
         return NextArm(active, "all suspected") if left > 0 else Conclusion(untested=untested, unfinished=USED_UP)
-    return _Search(active, measured, refused).step(left, untested)
+    return _CauseSearch(active, measured, refused).step(left, untested)
 
 
 def untested_factors(factors: Sequence[str], results: Sequence[ArmResult]) -> dict[str, str]:
@@ -133,7 +133,7 @@ def untested_factors(factors: Sequence[str], results: Sequence[ArmResult]) -> di
     return {name: reasons[name] for name in factors if name in reasons}
 
 
-class _Search:
+class _CauseSearch:
     """The explanations of a broken full arm, weighed by what was measured. Arms and causes are bit masks of factors."""
 
     def __init__(

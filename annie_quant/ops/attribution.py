@@ -170,7 +170,7 @@ def compare_answers(
 ) -> Effect:
     """Return how many prompts only the base, and only the arm, answers rightly. Sets the checks that compare with the base.
 
-    Where there is no label, the base's second measurement has to agree with the first: then an arm without a fault loses as many
+    Without a label, the base's second measurement has to agree with the first: then an arm without a fault loses as many
     as it wins.
     """
     rows = []

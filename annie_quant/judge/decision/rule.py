@@ -227,7 +227,7 @@ def member_verdict(gates: Gates, pooled: PooledGates | None = None) -> MemberVer
 
 
 def tests_a_behaviour(kept: Iterable[str], gates: Gates) -> bool:
-    """Return whether gates that were kept show anything: an answer that is not empty, or as many calls, is no behaviour yet.
+    """Return whether gates that were kept show anything: an answer that is not empty, or as many calls, does not show one yet.
 
     gates: all of the member. Where they have labels, the reference must meet one of them often enough.
     """

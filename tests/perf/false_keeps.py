@@ -438,6 +438,12 @@ def table(arguments: argparse.Namespace) -> int:
         ]
         print(f"| {title} | {len(group)} | {' | '.join(map(str, counts))} |")
     print(f"\nfalse keeps: {len(false_keeps)} of {len(lossy)}; false loses: {len(alarms)} of {len(harmless)}")
+    if arguments.earlier:
+        older = [r for r in read_rows(arguments.earlier) if not r["harmless"] and r["true_loss"] >= TRUE_LOSS]
+        verdicts = {(r["variant"], f"{r['kl']:.3g}"): r["verdict"] for r in (*older, *lossy)}
+        print(
+            f"with earlier rules: {Counter(verdicts.values())['keeps']} of {len(verdicts)} different damaged checkpoints keep"
+        )
     trials = sum((Counter(r.get("trials", {})) for r in lossy), Counter())
     print(f"other choices of prompts for damage of 10 points or more: {trials['keeps']} of {trials.total()} keep")
     for row in (*false_keeps, *alarms):
@@ -478,6 +484,11 @@ def main() -> None:
     one.set_defaults(work=run)
     two = commands.add_parser("table", help="print the table of one or more files")
     two.add_argument("files", type=Path, nargs="+")
+    two.add_argument(
+        "--earlier",
+        type=Path,
+        help="rows of an older rule that keeps whatever today's keeps; a checkpoint of both counts once",
+    )
     two.set_defaults(work=table)
     arguments = parser.parse_args()
     sys.exit(arguments.work(arguments))

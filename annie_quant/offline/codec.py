@@ -166,6 +166,14 @@ def fake_quant_torch(x: torch.Tensor, tensor_scale: float, group: int = 16) -> t
     return torch.where(blocks >= 0, values, 0.0 - values).reshape(x.shape).to(x.dtype)
 
 
+def round_weight(weight: torch.Tensor, tensor_scale: float) -> torch.Tensor:
+    """Return a weight [N, K] packed as NVFP4 and unpacked again, in its own dtype and on its device."""
+    if weight.device.type == "cuda":
+        return fake_quant_torch(weight, tensor_scale)
+    packed = nvfp4.pack(to_numpy(weight), tensor_scale=tensor_scale)
+    return to_torch(nvfp4.unpack(packed, dtype_name(weight.dtype)))
+
+
 def fake_quant_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return e4m3(clamp(x / scale, ±448)) * scale, computed in float32, in x's dtype. scale: one number, or one per token."""
     scale = scale.float()

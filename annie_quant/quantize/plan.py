@@ -41,7 +41,6 @@ class QuantizationPlan:
     amax: largest |input| of the linears with quantized activations. An expert that saw no token may be left out if another
         expert of its layer is present.
     scale: rule by which block scales are chosen.
-    importance: float32 [K], weights of the squared error in that choice.
     weights: tensor name → array that replaces the source's tensor, in any float dtype; one that is not quantized is rounded
         to the source's dtype.
     packed: finished codes.
@@ -54,7 +53,6 @@ class QuantizationPlan:
     formats: dict[str, str]
     amax: dict[str, float] = field(default_factory=dict)
     scale: nvfp4.Scale = "amax"
-    importance: dict[str, np.ndarray] = field(default_factory=dict)
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
     packed: dict[str, nvfp4.Tensor] = field(default_factory=dict)
     tensor_amax: dict[str, float] = field(default_factory=dict)
@@ -204,9 +202,7 @@ def pack_rows(
         yield plan.packed[module]
         return
     for rows in rows_of(folder, weight_name(folder, module), plan):
-        yield nvfp4.pack(
-            rows, tensor_scale=float(scale()), scale=plan.scale, group=GROUP, importance=plan.importance.get(module)
-        )
+        yield nvfp4.pack(rows, tensor_scale=float(scale()), scale=plan.scale, group=GROUP)
 
 
 class TensorScales:

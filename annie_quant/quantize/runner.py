@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import time
@@ -24,7 +25,7 @@ from annie_quant.documents.persona import load_persona
 from annie_quant.quantize import kv_cache as kv_cache_format
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import expected_bytes
-from annie_quant.quantize.frontier_report import FRONTIER_PICTURE, draw_frontier
+from annie_quant.quantize.frontier import FRONTIER_PICTURE, draw_frontier
 from annie_quant.quantize.plan import QuantizationPlan, export
 from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, rank, sha256_of
 
@@ -48,7 +49,7 @@ class QuantizeResult(msgspec.Struct):
 
 def available() -> dict[str, str]:
     """Return name → summary of every strategy."""
-    return {name: strategies.find(name).summary for name in strategies.names()}
+    return {name: strategy.summary for name, strategy in strategies.available().items()}
 
 
 def run(
@@ -136,7 +137,7 @@ def write(part: Strategy, job: Job[StrategyOptions], plan: QuantizationPlan, pro
     """Write the plan into job.output, with the reports and the files that a serving runtime needs besides the weights."""
     if plan.coverage:
         plan.coverage.report(job.output, progress)
-    if plan.frontier:
+    if plan.frontier and importlib.util.find_spec("matplotlib"):
         draw_frontier(plan.frontier, job.output / FRONTIER_PICTURE)
     if part.write:
         part.write(job, plan, progress)

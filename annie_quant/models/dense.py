@@ -91,7 +91,7 @@ def dense_family(
     return Family(name, form, DENSE_INPUTS, DENSE_FUSED, DENSE_KINDS, COMMON_UNQUANTIZED, gguf=names)
 
 
-# Biases: `attention_bias` and `mlp_bias` of Llama's config.json add them to all linears; Qwen2 has them on queries, keys and values.
+# Biases: Llama's `attention_bias` and `mlp_bias` add them to all linears; Qwen2 has them on queries, keys and values.
 LLAMA = dense_family(
     "Llama",
     "LlamaForCausalLM",

@@ -1,9 +1,9 @@
 """Qwen3.5, dense and MoE: three DeltaNet layers per full-attention layer, norms that compute (1 + w), text and multimodal form.
 
-In the mixture (Qwen3.5 MoE, and Qwen3.6 and 3.8, which keep its class and model type) every layer has a router (mlp.gate), merged or
-single experts, a shared expert, and shared_expert_gate with one output, which scales the shared expert. Router and gate stay
+In the mixture (Qwen3.5 MoE, and Qwen3.6 and 3.8, which keep its class and model type) every layer has a router (mlp.gate), merged
+or single experts, a shared expert, and shared_expert_gate with one output, which scales the shared expert. Router and gate stay
 unquantized. No activation of an expert is in `inputs`, so no strategy folds scales into experts.
-Sources: transformers' modeling_qwen3_5.py and modeling_qwen3_5_moe.py; llama.cpp's conversion/qwen.py and src/models/qwen35.cpp, and
+Sources: transformers' modeling_qwen3_5.py and modeling_qwen3_5_moe.py; llama.cpp's conversion/qwen.py and src/models/qwen35.cpp;
 gguf's tensor_mapping for the mixture.
 """
 

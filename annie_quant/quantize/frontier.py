@@ -1,7 +1,8 @@
 """The frontier of formats: the exact knapsack, its limits, and the table and the picture of what was found.
 
-The knapsack has all sums of sizes and costs of which none is both smaller and cheaper. Dynamic programming over units. After each unit only the points that no other one beats stay, so the front is exact: sizes of
-linears are multiples of a few numbers, and there are few different sums of them.
+The knapsack has all sums of sizes and costs of which none is both smaller and cheaper, by dynamic programming over units. After
+each unit only the points that no other one beats stay, so the front is exact: sizes of linears are multiples of a few numbers, and
+there are few different sums of them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The strategies that are recipes of one engine: formats, then calibration (input_stats.py), rounding (rounding.py) or a choice of
-formats under a budget (frontier_plan.py). `direct` and `best` have their own files.
+"""The strategies that are recipes of one engine. `direct` and `best` have their own files.
+
+Each is its formats, and then calibration (input_stats.py), rounding (rounding.py) or formats under a budget (frontier_plan.py).
 
 A to E are the strategies of the original plan. torch is imported when a plan is made.
 """
@@ -214,8 +215,8 @@ def plan_training(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
 # The loss covers only what the assistant answers, in the calibration conversations with the production system prompt. A killed run
 # resumes from its last saved step. On several GPUs:
 #     accelerate launch --config_file annie_quant/assets/recipes/qad_fsdp.yaml -m annie_quant quantize ...
-# In memory are the student, its gradients, two moments and master weights in fp32, and the frozen teacher. The passes are 4 epochs; a
-# backward pass takes twice as long as a forward pass.
+# In memory are the student, its gradients, two moments and master weights in fp32, and the frozen teacher. The passes are 4 epochs;
+# a backward pass takes twice as long as a forward pass.
 QAD = Strategy(
     name="qad",
     summary="E: distillation from the bf16 model with quantizers on, on the assistant's answers; W4A4 (--set steps=300)",

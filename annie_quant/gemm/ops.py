@@ -75,12 +75,13 @@ def _codes_and_scales(codes: CudaArray, block_scale: CudaArray, name: str) -> tu
     if k == 0 or n == 0 or k % GROUP:
         raise UsageError(f"{name}codes has shape {list(c.shape)}, K = {k}; K must be a positive multiple of {GROUP}")
     s = _matrix(block_scale, f"{name}block_scale", ("uint8", "float8_e4m3fn"), (n, k // GROUP), 4)
-    for v, what in ((c, "codes"), (s, "block_scale")):
-        if not v.contiguous:
-            raise UsageError(
-                f"{name}{what} is not contiguous (strides {list(v.strides)})", f"{name}{what}.contiguous()"
-            )
-    return c, s, n, k
+    return _contiguous(c, f"{name}codes"), _contiguous(s, f"{name}block_scale"), n, k
+
+
+def _contiguous(v: View, name: str) -> View:
+    if not v.contiguous:
+        raise UsageError(f"{name} is not contiguous (strides {list(v.strides)})", f"{name}.contiguous()")
+    return v
 
 
 def _wrote(out: CudaArray, stream: int) -> None:
@@ -187,11 +188,8 @@ def w4a16(
         raise UsageError(
             f"x has strides {list(xv.strides)}; rows must be contiguous and a multiple of 8 apart", "x.contiguous()"
         )
-    if out is None:
-        out = DeviceArray((m, weight.n), xv.dtype, xv.device)
-    ov = _matrix(out, "out", tuple(CODES), (m, weight.n), 4)
-    if not ov.contiguous:
-        raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
+    out = DeviceArray((m, weight.n), xv.dtype, xv.device) if out is None else out
+    ov = _contiguous(_matrix(out, "out", tuple(CODES), (m, weight.n), 4), "out")
     packed = view(weight.packed, "weight")
     device = _same_device({"x": xv, "weight": packed, "out": ov})
     if m == 0:
@@ -209,23 +207,9 @@ def w4a16(
     try:
         with CurrentDevice(device):
             module.w4a16(
-                xv.ptr,
-                xv.strides[0] if m > 1 else weight.k,
-                packed.ptr,
-                weight.tensor_scale,
-                ov.ptr,
-                memory,
-                size,
-                m,
-                weight.n,
-                weight.k,
-                CODES[xv.dtype],
-                CODES[ov.dtype],
-                path_of(plan),
-                tuple(plan),
-                int(pdl),
-                on,
-            )
+                xv.ptr, xv.strides[0] if m > 1 else weight.k, packed.ptr, weight.tensor_scale, ov.ptr, memory, size, m, weight.n,
+                weight.k, CODES[xv.dtype], CODES[ov.dtype], path_of(plan), tuple(plan), int(pdl), on,
+            )  # fmt: skip
     except module.CudaError as error:
         if error.args[1] == _BAD_PLAN:
             weight.workspace_bytes(m, plan)  # raises with what is wrong
@@ -273,11 +257,8 @@ def w4a4(
     alpha = _positive(a_tensor_scale, "a_tensor_scale") * _positive(w_tensor_scale, "w_tensor_scale")
     if mode not in MODES:
         raise UsageError(f"mode is {mode!r}; expected auto, native or emulated")
-    if out is None:
-        out = DeviceArray((m, n), "bfloat16", a.device)
-    ov = _matrix(out, "out", tuple(CODES), (m, n), 4)
-    if not ov.contiguous:
-        raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
+    out = DeviceArray((m, n), "bfloat16", a.device) if out is None else out
+    ov = _contiguous(_matrix(out, "out", tuple(CODES), (m, n), 4), "out")
     device = _same_device({"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw, "out": ov})
     _disjoint({"out": ov}, {"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw})
     on = launch_stream((a, sa, w, sw, ov), stream)
@@ -309,8 +290,7 @@ def fake_quant(x: CudaArray, tensor_scale: float, out: CudaArray | None = None, 
     need_device()
     v, blocks = _blocks(x, "x")
     scale = _positive(tensor_scale, "tensor_scale")
-    if out is None:
-        out = DeviceArray(v.shape, v.dtype, v.device)
+    out = DeviceArray(v.shape, v.dtype, v.device) if out is None else out
     o, _ = _blocks(out, "out")
     if (o.shape, o.dtype) != (v.shape, v.dtype):
         raise UsageError(f"out is {o.dtype} {list(o.shape)}; expected {v.dtype} {list(v.shape)}")

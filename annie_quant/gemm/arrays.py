@@ -10,7 +10,8 @@ import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from types import ModuleType
+from typing import Protocol, TypedDict, cast
 
 import numpy as np
 
@@ -37,10 +38,10 @@ class CudaArray(Protocol):
     """An array on a GPU, of any library: a torch tensor, a CuPy array, a DeviceArray."""
 
     @property
-    def __cuda_array_interface__(self) -> Any: ...
+    def __cuda_array_interface__(self) -> object: ...
 
 
-def native() -> Any:
+def native() -> ModuleType:
     """Return the compiled module. Raises EnvironmentFault if it is not built."""
     return load("_gemm")
 
@@ -78,7 +79,7 @@ class View:
     strides: tuple[int, ...]  # in elements
     dtype: str
     device: int
-    owner: Any
+    owner: object
     stream: int | None = None
 
     @property
@@ -107,7 +108,7 @@ def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def view(array: Any, name: str) -> View:
+def view(array: object, name: str) -> View:
     """Return a View of a CUDA array. UsageError: a host array, or a dtype that no kernel supports."""
     if isinstance(array, DeviceArray):
         strides = _packed_strides(array.shape)
@@ -116,7 +117,8 @@ def view(array: Any, name: str) -> View:
         raise UsageError(
             f"{name} is in host memory (a NumPy array); a CUDA array is expected", "copy it to the GPU first"
         )
-    if hasattr(array, "data_ptr") and hasattr(array, "is_cuda"):  # a torch tensor, recognised without importing torch
+    torch = sys.modules.get("torch")  # a tensor of torch was made by a torch that is imported
+    if torch is not None and isinstance(array, torch.Tensor):
         if not array.is_cuda:
             raise UsageError(f"{name} is on {array.device}; a CUDA tensor is expected", f'{name}.to("cuda")')
         dtype = str(array.dtype).rsplit(".", 1)[-1]
@@ -130,8 +132,8 @@ def view(array: Any, name: str) -> View:
     return result
 
 
-def _from_interface(array: Any, name: str) -> View:
-    interface = array.__cuda_array_interface__
+def _from_interface(array: CudaArray, name: str) -> View:
+    interface = cast("CudaArrayInterface", array.__cuda_array_interface__)
     shape, kind = tuple(interface["shape"]), interface["typestr"][1:]
     size = int(kind[1:]) if kind[1:].isdigit() else 1
     strides = interface.get("strides")

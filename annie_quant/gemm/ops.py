@@ -6,7 +6,7 @@ Shapes: activations x [M, K], weights [N, K], out [M, N]. The number format is d
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from annie_quant.gemm.arrays import (
 )
 from annie_quant.gemm.plans import PATHS, TYPES, Plan, path_of
 
+Out = TypeVar("Out", bound=CudaArray)
 GROUP = 16
 FAULTS = {None: 0, "nibbles": 1, "scales": 2, "fragment": 3, "lane": 4}
 MODES = {"auto": 0, "native": 1, "emulated": 2}
@@ -158,14 +159,14 @@ def _refuse_plan(plan: Plan, m: int, weight: Weight, problem: Exception) -> NoRe
 def w4a16(
     x: CudaArray,
     weight: Weight,
-    out: CudaArray | None = None,
+    out: Out | None = None,
     *,
     path: str = "auto",
     pdl: bool = False,
     plan: Plan | None = None,
     workspace: CudaArray | None = None,
     stream: int | None = None,
-) -> Any:
+) -> Out | DeviceArray:
     """Launch out[M, N] = x[M, K] @ W[N, K].T: bf16 or fp16 x, exact products, fp32 accumulation, one rounding at the end.
 
     out        float32, float16 or bfloat16 [M, N], contiguous; None: a new DeviceArray of x's dtype
@@ -188,12 +189,12 @@ def w4a16(
         raise UsageError(
             f"x has strides {list(xv.strides)}; rows must be contiguous and a multiple of 8 apart", "x.contiguous()"
         )
-    out = DeviceArray((m, weight.n), xv.dtype, xv.device) if out is None else out
-    ov = _contiguous(_matrix(out, "out", tuple(CODES), (m, weight.n), 4), "out")
+    result = DeviceArray((m, weight.n), xv.dtype, xv.device) if out is None else out
+    ov = _contiguous(_matrix(result, "out", tuple(CODES), (m, weight.n), 4), "out")
     packed = view(weight.packed, "weight")
     device = _same_device({"x": xv, "weight": packed, "out": ov})
     if m == 0:
-        return out
+        return result
     plan = plan or weight.plan(m, path)
     views, written, memory, size = [xv, ov], {"out": ov}, 0, 0
     if workspace is not None:
@@ -214,8 +215,8 @@ def w4a16(
         if error.args[1] == _BAD_PLAN:
             weight.workspace_bytes(m, plan)  # raises with what is wrong
         raise
-    _wrote(out, on)
-    return out
+    _wrote(result, on)
+    return result
 
 
 def _workspace(workspace: CudaArray) -> View:
@@ -238,12 +239,12 @@ def w4a4(
     w_codes: CudaArray,
     w_scale: CudaArray,
     w_tensor_scale: float,
-    out: CudaArray | None = None,
+    out: Out | None = None,
     *,
     mode: str = "auto",
     fault: str | None = None,
     stream: int | None = None,
-) -> Any:
+) -> Out | DeviceArray:
     """Launch out[M, N] = A[M, K] @ W[N, K].T with both operands in NVFP4 (linear scales).
 
     mode: "native" needs sm_120a or sm_121a code; "emulated" is the same kernel with that one instruction replaced and
@@ -257,8 +258,8 @@ def w4a4(
     alpha = _positive(a_tensor_scale, "a_tensor_scale") * _positive(w_tensor_scale, "w_tensor_scale")
     if mode not in MODES:
         raise UsageError(f"mode is {mode!r}; expected auto, native or emulated")
-    out = DeviceArray((m, n), "bfloat16", a.device) if out is None else out
-    ov = _contiguous(_matrix(out, "out", tuple(CODES), (m, n), 4), "out")
+    result = DeviceArray((m, n), "bfloat16", a.device) if out is None else out
+    ov = _contiguous(_matrix(result, "out", tuple(CODES), (m, n), 4), "out")
     device = _same_device({"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw, "out": ov})
     _disjoint({"out": ov}, {"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw})
     on = launch_stream((a, sa, w, sw, ov), stream)
@@ -270,8 +271,8 @@ def w4a4(
         if error.args[1] == _NO_NATIVE:
             raise EnvironmentFault(error.args[0], 'mode="emulated"') from error
         raise
-    _wrote(out, on)
-    return out
+    _wrote(result, on)
+    return result
 
 
 def _blocks(x: CudaArray, name: str) -> tuple[View, int]:
@@ -285,13 +286,15 @@ def _blocks(x: CudaArray, name: str) -> tuple[View, int]:
     return v, math.prod(v.shape) // GROUP
 
 
-def fake_quant(x: CudaArray, tensor_scale: float, out: CudaArray | None = None, *, stream: int | None = None) -> Any:
+def fake_quant(
+    x: CudaArray, tensor_scale: float, out: Out | None = None, *, stream: int | None = None
+) -> Out | DeviceArray:
     """Quantize and dequantize x [..., K] per 16 columns in its own dtype: ModelOpt's dynamic activation op, to the bit."""
     need_device()
     v, blocks = _blocks(x, "x")
     scale = _positive(tensor_scale, "tensor_scale")
-    out = DeviceArray(v.shape, v.dtype, v.device) if out is None else out
-    o, _ = _blocks(out, "out")
+    result = DeviceArray(v.shape, v.dtype, v.device) if out is None else out
+    o, _ = _blocks(result, "out")
     if (o.shape, o.dtype) != (v.shape, v.dtype):
         raise UsageError(f"out is {o.dtype} {list(o.shape)}; expected {v.dtype} {list(v.shape)}")
     device = _same_device({"x": v, "out": o})
@@ -301,5 +304,5 @@ def fake_quant(x: CudaArray, tensor_scale: float, out: CudaArray | None = None, 
         on = launch_stream((v, o), stream)
         with CurrentDevice(device):
             native().fake_quant(v.ptr, CODES[v.dtype], blocks, scale, o.ptr, on)
-        _wrote(out, on)
-    return out
+        _wrote(result, on)
+    return result

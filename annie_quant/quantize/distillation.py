@@ -125,7 +125,7 @@ class Distillation(Trainer):
             self.progress.update(done, steps, f"distilling: step {done} of {steps}, loss {float(logs['loss']):.4g}")
 
     def compute_loss(
-        self, model: nn.Module, inputs: Mapping[str, Any], *args: object, **kwargs: object
+        self, model: nn.Module, inputs: Mapping[str, torch.Tensor], *args: object, **kwargs: object
     ) -> torch.Tensor:
         ids, kinds = inputs["input_ids"], inputs["kinds"]
         weight = self.table.to(ids.device)[kinds]  # text.PADDING is -1, the table's last element

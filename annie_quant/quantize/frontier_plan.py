@@ -67,7 +67,7 @@ class FormatTrials(StoredTrials):
     def figures_of(self, formats: Mapping[str, str]) -> np.ndarray:
         packed = {n: self.rounded.packed[n] for n, f in formats.items() if f != FP8_CHANNEL}
         plan = QuantizationPlan(dict(formats), self.rounded.amax, packed=packed)
-        return self.stored(sha256_text(json.dumps(sorted(formats.items())))[:16], lambda: self.trial.shares(plan))
+        return self.shares(sha256_text(json.dumps(sorted(formats.items())))[:16], plan)
 
 
 @dataclass(frozen=True)

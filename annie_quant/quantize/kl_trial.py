@@ -188,6 +188,10 @@ class StoredTrials:
             self.file.save(self.figures)
         return np.array(self.figures[key])
 
+    def shares(self, key: str, plan: QuantizationPlan) -> np.ndarray:
+        """Return Trial.shares of a plan, stored as `key`."""
+        return self.stored(key, lambda: self.trial.shares(plan))
+
 
 def fp8_rows(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight [N, K] rounded to E4M3 and back under a multiplier per row, amax / 448."""

@@ -140,13 +140,11 @@ def measure_inputs(
     harm = {}
     for done, (unit, members) in enumerate(units.items(), 1):
         rounded = QuantizationPlan(dict.fromkeys(members, NVFP4), amax if unit in waiting else {})
-        figures = [
-            trials.stored(k, lambda p=p: trials.trial.shares(p))
-            for k, p in ((unit, rounded), ("", QuantizationPlan({})))
-        ]
-        loss, noise = (
-            float(f[:, :2].sum()) for f in figures
-        )  # the reference is float16, so the model differs from it, too
+        plans = {
+            unit: rounded,
+            "unchanged": QuantizationPlan({}),
+        }  # the reference is float16: the model differs from it, too
+        loss, noise = (float(trials.shares(name, plan)[:, :2].sum()) for name, plan in plans.items())
         harm[unit] = max(0.0, loss - noise)
         if unit in waiting:
             progress.update(done, len(units), f"rounding inputs: {done} of {len(units)}, {unit}: {harm[unit]:.2g} nats")

@@ -6,7 +6,7 @@ Shapes: activations x [M, K], weights [N, K], out [M, N]. The number format is d
 from __future__ import annotations
 
 import math
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,10 @@ from annie_quant.gemm.arrays import (
 )
 from annie_quant.gemm.plans import PATHS, TYPES, Plan, path_of
 
-Out = TypeVar("Out", bound=CudaArray)
+if TYPE_CHECKING:
+    import torch
+
+Out = TypeVar("Out", DeviceArray, View, "torch.Tensor")
 GROUP = 16
 FAULTS = {None: 0, "nibbles": 1, "scales": 2, "fragment": 3, "lane": 4}
 MODES = {"auto": 0, "native": 1, "emulated": 2}

@@ -204,7 +204,7 @@ class FormatPlanner:
                 break
             solution = evaluated[choices] = Solution(choices, trials.measure(self.formats(choices)))
             excess = (solution.whole - self.expected(choices))[:, :2].sum(1)
-            more, noise = recipe_choice.with_noise(excess)
+            more, noise = recipe_choice.with_noise(excess.tolist())
             expected = solution.loss - more
             progress.message(f"formats together: {solution.loss:.3g} nats, {expected:.3g} expected, noise {noise:.2g}")
             if more <= noise and solution.loss <= most:

@@ -199,7 +199,8 @@ class ScoredMethod:
 
     def change(self, before: ScoredMethod) -> tuple[float, float]:
         """Return the divergence minus that of another recipe, and the standard error of this difference."""
-        return with_noise((self.parts - before.parts).sum(1))
+        pairs = zip(self.parts.tolist(), before.parts.tolist(), strict=True)
+        return with_noise([sum(a) - sum(b) for a, b in pairs])
 
     def entry(self, before: ScoredMethod | None) -> Ingredient:
         """Return the line of the trace. before: the recipe that it was compared with, if any."""
@@ -209,10 +210,10 @@ class ScoredMethod:
         return Ingredient(self.name, used, kl, decisions, kl_w4a16, decisions_w4a16, change, noise)
 
 
-def with_noise(differences: np.ndarray) -> tuple[float, float]:
+def with_noise(differences: Sequence[float]) -> tuple[float, float]:
     """Return the sum of differences, one per conversation, and its standard error."""
-    n, total = len(differences), float(differences.sum())
-    return total, math.sqrt(n / max(1, n - 1) * float(np.square(differences - total / n).sum()))
+    n, mean = len(differences), sum(differences) / len(differences)
+    return sum(differences), math.sqrt(sum((d - mean) ** 2 for d in differences) * n / max(1, n - 1))
 
 
 def entry_line(entry: Ingredient) -> str:

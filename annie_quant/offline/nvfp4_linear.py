@@ -59,7 +59,7 @@ class Watched(nn.Module):
     SETTINGS: ClassVar[frozenset[str]] = frozenset()
     changes: ClassVar[int] = 0  # of all watched modules
 
-    def __setattr__(self, name: str, value: torch.Tensor | nn.Module) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name in self.SETTINGS or isinstance(value, nn.Module):
             Watched.changes += 1
         super().__setattr__(name, value)

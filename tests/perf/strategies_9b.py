@@ -34,7 +34,7 @@ MIXTURE = {
 }  # fmt: skip
 # Layers, and a layer's linear weights relative to the 9B's (from the published configurations: 27B is 5120 / 17408, 64 layers).
 FULL = {"9B": (32, 1.0), "27B": (64, 1.74)}
-SETTINGS: dict[str, dict] = {"auto_mixed": {"answers": 16}}
+SETTINGS: dict[str, dict] = {}
 
 
 def make(folder: Path, layers: int, experts: int) -> None:

@@ -13,7 +13,6 @@ import pytest
 import runtime_models
 
 from annie_quant import checkpoint, quantize
-from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 

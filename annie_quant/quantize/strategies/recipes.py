@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.linears import all_linears
@@ -144,12 +145,16 @@ GPTQ = Strategy(
 class AutoMixedOptions(StrategyOptions):
     bits: float = option(4.8, "bits per weight, over the linears that may be quantized")
 
+    MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("bits",)
+
 
 @dataclass(frozen=True)
 class SensitivityOptions(StrategyOptions):
     bits: float = option(
         5.5, "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count"
     )
+
+    MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("bits",)
 
 
 def within_bits(in_four_bits: bool, of_decoder: bool) -> Callable[..., QuantizationPlan]:

@@ -71,11 +71,7 @@ class Baseline:
     text: list[ScoredAnswer]
 
 
-def evaluate_pair(
-    pair: ModelPair,
-    job: EvaluationJob,
-    workloads: Sequence[Workload],
-) -> Evaluation:
+def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workload]) -> Evaluation:
     """Evaluate the checkpoint with these workloads, whatever the job's are.
 
     Raises UsageError where the checkpoint supports none of the job's numerics.

@@ -9,12 +9,15 @@ fused multiply-adds, so that every byte is equal.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from annie_quant import _nvfp4
 from annie_quant.core.codec_arrays import as_bytes, finite_amax, float_array, importance_weights, output_array
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 Type = Literal["Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q4_0", "Q8_0"]
 
@@ -42,7 +45,7 @@ _BLOCK_ALIGNMENT = 2  # bytes: a block's scales are 16-bit numbers
 _FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
-def quantize(w: Any, type: Type, importance: Any = None) -> np.ndarray:
+def quantize(w: object, type: Type, importance: ArrayLike | None = None) -> np.ndarray:
     """Quantize w [..., K] (float32, float16 or bfloat16) to uint8 [..., K / elements * size_bytes].
 
     importance  float32 [K] as in an importance matrix (mean square of each input), or None; unused for Q8_0

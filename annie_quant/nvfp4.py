@@ -14,7 +14,7 @@ dimensions are free. The work is done by the C module _nvfp4 in several threads 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from annie_quant.core.codec_arrays import (
     nonfinite_message,
     output_array,
 )
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
 
 __all__ = [
     "BFLOAT16",
@@ -110,12 +113,12 @@ class Tensor:
 
 
 def pack(
-    w: Any,
+    w: object,
     tensor_scale: float | None = None,
     scale: Scale = "amax",
     group: int = 16,
     encoding: Encoding = "modelopt",
-    importance: Any = None,
+    importance: ArrayLike | None = None,
     out: Tensor | None = None,
     tensor_amax: float | None = None,
     divisor: float | None = None,
@@ -180,7 +183,7 @@ def pack(
     return out
 
 
-def unpack(t: Tensor, dtype: Any = "bfloat16", out: np.ndarray | None = None, nan: str = "raise") -> np.ndarray:
+def unpack(t: Tensor, dtype: DTypeLike = "bfloat16", out: np.ndarray | None = None, nan: str = "raise") -> np.ndarray:
     """Return the weights [..., K] in bfloat16, float16 or float32.
 
     Each is the code times the block scale times the tensor scale (compressed-tensors: divided by its divisor). The scales'
@@ -204,7 +207,7 @@ def unpack(t: Tensor, dtype: Any = "bfloat16", out: np.ndarray | None = None, na
     return out
 
 
-def amax(w: Any) -> np.float32:
+def amax(w: object) -> np.float32:
     """Return the largest |w|: NaN if w holds one, 0 for an empty array."""
     x, kind = float_array(w, "w")
     return np.float32(_nvfp4.amax(as_bytes(x), kind))
@@ -232,7 +235,7 @@ def tensor_scale(amax: float, encoding: Encoding = "modelopt", scale: Scale = "a
 _scale_of = tensor_scale  # for the functions that have a parameter of the same name
 
 
-def global_scale(amax: float, dtype: Any = np.float32) -> np.float32:
+def global_scale(amax: float, dtype: DTypeLike = np.float32) -> np.float32:
     """Return compressed-tensors' divisor, 2688 / amax, in the arithmetic of its observers (in the weight's dtype)."""
     kind = np.dtype(dtype)
     if not np.isfinite(np.float32(amax)) or amax < 0:
@@ -245,7 +248,9 @@ def global_scale(amax: float, dtype: Any = np.float32) -> np.float32:
     return np.float32(min(value, np.finfo(np.float32).max))
 
 
-def fake_quant(x: Any, tensor_scale: float | None = None, group: int = 16, out: np.ndarray | None = None) -> np.ndarray:
+def fake_quant(
+    x: object, tensor_scale: float | None = None, group: int = 16, out: np.ndarray | None = None
+) -> np.ndarray:
     """Round x [..., K] to NVFP4 and back in its own dtype, one dynamic scale per block: ModelOpt's GPU op for activations.
 
     Differences from unpack(pack(x)): the scale byte has no lower clamp, a step under 1e-5 becomes 1, and the result has
@@ -276,7 +281,7 @@ def gptq(
     tensor_scale: float,
     scale: Scale = "amax",
     group: int = 16,
-    importance: Any = None,
+    importance: ArrayLike | None = None,
 ) -> Tensor:
     """Quantize a weight column by column; each column's error is corrected in the columns that follow (GPTQ).
 
@@ -318,7 +323,7 @@ def gptq(
     return out
 
 
-def gemv(x: Any, t: Tensor, out: np.ndarray | None = None) -> np.ndarray:
+def gemv(x: object, t: Tensor, out: np.ndarray | None = None) -> np.ndarray:
     """Multiply x [..., K] by the transpose of a packed weight [N, K]. Returns [..., N] in x's dtype, sums in float32.
 
     Each weight is decoded in registers, so only the packed bytes are read. Meant for up to about four rows of x; for
@@ -375,7 +380,7 @@ def unswizzle(tiles: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return out.view(tiles.dtype)
 
 
-def error(w: Any, t: Tensor) -> dict[str, float]:
+def error(w: object, t: Tensor) -> dict[str, float]:
     """Compare a packed tensor with its source. Returns {"rel_l2", "max_abs", "clipped"}.
 
     rel_l2 is |w - unpacked| / |w|, max_abs the largest difference, clipped the share of elements beyond 6 steps.
@@ -426,7 +431,7 @@ def _factor(t: Tensor) -> tuple[float, bool]:
     return float(t.tensor_scale if t.divisor is None else t.divisor), t.divisor is not None
 
 
-def _positive(value: Any, name: str) -> np.float32:
+def _positive(value: float | np.floating, name: str) -> np.float32:
     number = np.float32(value)
     if not np.isfinite(number) or number <= 0:
         raise ValueError(f"{name} {value}, expected a positive finite number")

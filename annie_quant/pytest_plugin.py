@@ -14,14 +14,14 @@ Without --annie-run such tests are skipped. Importing this module is cheap: the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
 if TYPE_CHECKING:
+    from annie_quant.core.untrusted import JsonObject
     from annie_quant.documents import ServedSide
 
 ROLES = ("candidate", "reference", "incumbent")
@@ -48,7 +48,7 @@ class AssertedRun:
             self.aggregates = documents.read_bench(self.folder).aggregates
         self.served = self.aggregates.served
 
-    def gate(self, name: str, backend: str | None = None) -> Mapping[str, Any]:
+    def gate(self, name: str, backend: str | None = None) -> JsonObject:
         """Return a gate's passes, n, low, high, verdict, ... `backend` may be omitted where the run has one."""
         gates = self._side(backend).gates
         assert name in gates, f"{self.folder}: gate {name!r} was not judged; it has {', '.join(gates)}"
@@ -81,7 +81,7 @@ class AssertedRun:
         ]
         assert not failed, "; ".join(failed)
 
-    def metric(self, workload: str, name: str, backend: str | None = None) -> Mapping[str, Any]:
+    def metric(self, workload: str, name: str, backend: str | None = None) -> JsonObject:
         """Return a metric's p50, p90, p99, mean, low, high, n: run.metric("greeting", "ttft_content_ms")["p90"]."""
         workloads = self._side(backend).workloads
         summary = dict(workloads[workload].metrics()).get(name) if workload in workloads else None

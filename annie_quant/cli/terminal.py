@@ -30,6 +30,7 @@ import msgspec
 
 from annie_quant.cli.tables import WIDTH, wrap
 from annie_quant.core import files
+from annie_quant.core.resume import launcher_rank
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
 
@@ -77,14 +78,6 @@ def value_text(key: str, value: object) -> str:
             f"{value / scale:.4g} {unit} ({value:,} bytes)" if isinstance(value, int) else f"{value / scale:.4g} {unit}"
         )
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def is_secondary_process() -> bool:
-    """Return whether this is not the first process of a launcher (torchrun, accelerate launch).
-
-    Only the first one prints, except for errors.
-    """
-    return os.environ.get("RANK", "0") != "0"
 
 
 class TerminalTask:
@@ -156,7 +149,7 @@ class TerminalConsole:
 
     def note(self, text: str) -> None:
         """Print a line on stderr."""
-        if not is_secondary_process():
+        if not launcher_rank():
             self.err.print(shown(text), markup=False, soft_wrap=True)
 
     def error(self, message: str, hint: str = "") -> None:
@@ -176,7 +169,7 @@ class TerminalConsole:
         """Show a progress bar while the block runs; on a pipe, print a line every HEARTBEAT_S and one at its end."""
         from rich import progress
 
-        if is_secondary_process():
+        if launcher_rank():
             yield TerminalTask(None, None, title)
             return
         start = time.monotonic()
@@ -212,7 +205,7 @@ class TerminalConsole:
         """Print lines on stdout; on a terminal the words of a verdict are coloured."""
         from rich.text import Text
 
-        if is_secondary_process():
+        if launcher_rank():
             return
         for line in lines:
             text = Text(shown(line))
@@ -244,7 +237,7 @@ console = TerminalConsole()
 
 def emit(value: object) -> None:
     """Print a typed result, or a mapping with such values, as one JSON object on stdout."""
-    if not is_secondary_process():
+    if not launcher_rank():
         text = json.dumps(files.finite(msgspec.to_builtins(value, enc_hook=str)), indent=1, ensure_ascii=False)
         click.echo("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
 

@@ -22,6 +22,14 @@ KEY_FILE = "key.json"
 BLOCK_BYTES = 64 << 10
 
 
+def launcher_rank() -> int:
+    """Return which of a launcher's processes (torchrun, accelerate launch) this is; 0 where there is one.
+
+    The first one writes and prints; the others only compute.
+    """
+    return int(os.environ.get("RANK", "0"))
+
+
 def plain_key(key: object) -> object:
     """Return `key` as JSON reads it back, so that a tuple and a list, or a Path and its text, are equal."""
     return json.loads(json.dumps(key, sort_keys=True, default=str))

@@ -1,7 +1,6 @@
-"""CUDA arrays of any library as pointer, shape and type, and plain device memory that needs no other library.
+"""Arrays on a GPU as pointer, shape and type: torch tensors, and plain device memory that needs no other library.
 
-Protocols in the order of preference: `data_ptr` (torch and compatible libraries), `__cuda_array_interface__`. No framework is
-imported.
+torch is not imported here.
 """
 
 from __future__ import annotations
@@ -10,37 +9,22 @@ import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from types import ModuleType
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 
 from annie_quant.core.errors import EnvironmentFault, UsageError
 from annie_quant.core.native import load
 
+if TYPE_CHECKING:
+    import torch
+
 CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as AQ_F32, AQ_F16, AQ_BF16 in csrc/gemm/gemm.h
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}
-_TYPESTRS = {"f4": "float32", "f2": "float16", "V2": "bfloat16", "u1": "uint8", "V1": "float8_e4m3fn"}
 
 
-class CudaArrayInterface(TypedDict):
-    """An array as the CUDA array interface, version 3, has it. data: address, and whether it is read-only."""
-
-    shape: tuple[int, ...]
-    typestr: str
-    data: tuple[int, bool]
-    version: int
-    strides: tuple[int, ...] | None
-    stream: int | None
-
-
-class CudaArray(Protocol):
-    """An array on a GPU, of any library: a torch tensor, a CuPy array, a DeviceArray."""
-
-    @property
-    def __cuda_array_interface__(self) -> Any: ...
-
-
-def native() -> Any:
+def native() -> ModuleType:
     """Return the compiled module. Raises EnvironmentFault if it is not built."""
     return load("_gemm")
 
@@ -69,8 +53,8 @@ def need_device() -> None:
 class View:
     """An array as a kernel needs it. `owner` keeps the array alive.
 
-    stream: the stream on which the array's last writes are; None if there is nothing to wait for, or if its library orders
-    its work by a current stream.
+    stream: the stream of the array's last write; None if there is nothing to wait for, or for torch, which orders its work by
+    a current stream.
     """
 
     ptr: int
@@ -78,7 +62,7 @@ class View:
     strides: tuple[int, ...]  # in elements
     dtype: str
     device: int
-    owner: Any
+    owner: object
     stream: int | None = None
 
     @property
@@ -107,8 +91,8 @@ def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def view(array: Any, name: str) -> View:
-    """Return a View of a CUDA array. UsageError: a host array, or a dtype that no kernel supports."""
+def view(array: object, name: str) -> View:
+    """Return a View of an array on a GPU. UsageError: a host array, or a dtype that no kernel supports."""
     if isinstance(array, DeviceArray):
         strides = _packed_strides(array.shape)
         return View(array.ptr, array.shape, strides, array.dtype, array.device, array, array.stream)
@@ -116,40 +100,19 @@ def view(array: Any, name: str) -> View:
         raise UsageError(
             f"{name} is in host memory (a NumPy array); a CUDA array is expected", "copy it to the GPU first"
         )
-    if hasattr(array, "data_ptr") and hasattr(array, "is_cuda"):  # a torch tensor, recognised without importing torch
+    torch = sys.modules.get("torch")  # a tensor of torch was made by a torch that is imported
+    if torch is not None and isinstance(array, torch.Tensor):
         if not array.is_cuda:
             raise UsageError(f"{name} is on {array.device}; a CUDA tensor is expected", f'{name}.to("cuda")')
         dtype = str(array.dtype).rsplit(".", 1)[-1]
         result = View(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype, array.device.index, array)
-    elif hasattr(array, "__cuda_array_interface__"):
-        result = _from_interface(array, name)
+    elif isinstance(array, View):
+        result = array
     else:
-        raise UsageError(f"{name} is a {type(array).__name__}; a CUDA array (__cuda_array_interface__) is expected")
+        raise UsageError(f"{name} is a {type(array).__name__}; a tensor of torch or a DeviceArray is expected")
     if result.dtype not in SIZES:
         raise UsageError(f"{name} has dtype {result.dtype}; expected one of {', '.join(SIZES)}")
     return result
-
-
-def _from_interface(array: Any, name: str) -> View:
-    interface = array.__cuda_array_interface__
-    shape, kind = tuple(interface["shape"]), interface["typestr"][1:]
-    size = int(kind[1:]) if kind[1:].isdigit() else 1
-    strides = interface.get("strides")
-    if strides is not None and any(s % size for s in strides):
-        raise UsageError(f"{name} has strides {strides} that are not multiples of its element size {size}")
-    stream = interface.get("stream")  # version 3: None, 1 for the default stream, 2 for the thread's, or a handle
-    if stream == 0:
-        raise UsageError(f"{name} has stream 0 in its __cuda_array_interface__, which is ambiguous; expected 1 or 2")
-    ptr = interface["data"][0]
-    return View(
-        ptr,
-        shape,
-        tuple(s // size for s in strides) if strides is not None else _packed_strides(shape),
-        _TYPESTRS.get(kind, interface["typestr"]),
-        native().pointer_device(ptr) if ptr else 0,
-        array,
-        0 if stream == 1 else stream,
-    )
 
 
 def launch_stream(views: Iterable[View], stream: int | None = None) -> int:
@@ -192,7 +155,7 @@ class CurrentDevice:
 
 
 class DeviceArray:
-    """A contiguous array in device memory, freed with the object. Other libraries read its __cuda_array_interface__.
+    """A contiguous array in device memory, freed with the object.
 
     stream: the stream of the last write to it by this package, which `fill` and `host` follow; None before the first one. That
     stream must exist as long as the array is used.
@@ -208,18 +171,6 @@ class DeviceArray:
         self._finalizer = weakref.finalize(self, module.free, self.ptr)
         self._finalizer.atexit = False  # at exit the driver may be unloaded already, and it frees everything itself
         self.device = module.pointer_device(self.ptr)
-
-    @property
-    def __cuda_array_interface__(self) -> CudaArrayInterface:
-        kind = next(k for k, v in _TYPESTRS.items() if v == self.dtype)
-        return {
-            "shape": self.shape,
-            "typestr": ("|" if SIZES[self.dtype] == 1 else "<") + kind,
-            "data": (self.ptr, False),
-            "version": 3,
-            "strides": None,
-            "stream": 1 if self.stream == 0 else self.stream,
-        }
 
     def fill(self, byte: int) -> DeviceArray:
         """Set every byte, after the last write to the array and on its stream."""
@@ -256,3 +207,6 @@ def to_device(array: np.ndarray, device: int | None = None) -> DeviceArray:
         native().copy(out.ptr, array.ctypes.data, out.nbytes, 0)
         native().stream_sync(0)
     return out
+
+
+CudaArray = Union[DeviceArray, View, "torch.Tensor"]

@@ -26,6 +26,7 @@ from annie_quant.gemm.torch_op import BF16, F16, Operator
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from typing_extensions import Unpack
 
 SCHEMA = (
     "(Tensor x, Tensor packed, Tensor scales, int n, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
@@ -113,39 +114,22 @@ def plan_tokens(pairs: int, experts: int, top_k: int, n: int, k: int, device: in
     return plan(device, pairs, experts, top_k, n, k).tile_tokens
 
 
-def product(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    n: int,
-    sorted_pairs: Tensor,
-    tile_experts: Tensor,
-    padded: Tensor,
-    top_k: int,
-    tile_tokens: int,
-) -> Tensor:
-    """Return [rows of x * top_k, n] in x's dtype. Rows of experts that tile_experts gives as -1 are zeros."""
-    import torch
+# sorted_pairs, tile_experts and padded of the alignment; top_k; tile_tokens.
+Routing = tuple["Tensor", "Tensor", "Tensor", int, int]
 
-    out = torch.zeros((x.shape[0] * top_k, n), dtype=x.dtype, device=x.device)
-    write(out, x, packed, scales, sorted_pairs, tile_experts, padded, top_k, tile_tokens)
+
+def product(x: Tensor, packed: Tensor, scales: Tensor, n: int, *routing: Unpack[Routing]) -> Tensor:
+    """Return [rows of x * top_k, n] in x's dtype. Rows of experts that tile_experts gives as -1 are zeros."""
+    out = fake(x, packed, scales, n, *routing).zero_()
+    write(out, x, packed, scales, *routing)
     return out
 
 
-def write(
-    out: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    sorted_pairs: Tensor,
-    tile_experts: Tensor,
-    padded: Tensor,
-    top_k: int,
-    tile_tokens: int,
-) -> None:
+def write(out: Tensor, x: Tensor, packed: Tensor, scales: Tensor, *routing: Unpack[Routing]) -> None:
     """Write the products of pairs that a tile has into their rows of `out`, contiguous [rows of x * top_k, n] in x's dtype."""
     import torch
 
+    sorted_pairs, tile_experts, padded, top_k, tile_tokens = routing
     device, kind = x.device.index, {torch.bfloat16: BF16, torch.float16: F16}.get(x.dtype)
     if kind is None or x.dim() != 2 or not x.is_cuda:
         raise UsageError(
@@ -201,19 +185,9 @@ def check_alignment(
         )
 
 
-def fake(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    n: int,
-    sorted_pairs: Tensor,
-    tile_experts: Tensor,
-    padded: Tensor,
-    top_k: int,
-    tile_tokens: int,
-) -> Tensor:
+def fake(x: Tensor, packed: Tensor, scales: Tensor, n: int, *routing: Unpack[Routing]) -> Tensor:
     """Return an empty result of the right shape and dtype, for tracing."""
-    return x.new_empty((x.shape[0] * top_k, n))
+    return x.new_empty((x.shape[0] * routing[3], n))
 
 
 @functools.cache

@@ -6,7 +6,7 @@ Shapes: activations x [M, K], weights [N, K], out [M, N]. The number format is d
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,10 @@ from annie_quant.gemm.arrays import (
 )
 from annie_quant.gemm.plans import PATHS, TYPES, Plan, path_of
 
+if TYPE_CHECKING:
+    import torch
+
+Out = TypeVar("Out", DeviceArray, View, "torch.Tensor")
 GROUP = 16
 FAULTS = {None: 0, "nibbles": 1, "scales": 2, "fragment": 3, "lane": 4}
 MODES = {"auto": 0, "native": 1, "emulated": 2}
@@ -75,12 +79,13 @@ def _codes_and_scales(codes: CudaArray, block_scale: CudaArray, name: str) -> tu
     if k == 0 or n == 0 or k % GROUP:
         raise UsageError(f"{name}codes has shape {list(c.shape)}, K = {k}; K must be a positive multiple of {GROUP}")
     s = _matrix(block_scale, f"{name}block_scale", ("uint8", "float8_e4m3fn"), (n, k // GROUP), 4)
-    for v, what in ((c, "codes"), (s, "block_scale")):
-        if not v.contiguous:
-            raise UsageError(
-                f"{name}{what} is not contiguous (strides {list(v.strides)})", f"{name}{what}.contiguous()"
-            )
-    return c, s, n, k
+    return _contiguous(c, f"{name}codes"), _contiguous(s, f"{name}block_scale"), n, k
+
+
+def _contiguous(v: View, name: str) -> View:
+    if not v.contiguous:
+        raise UsageError(f"{name} is not contiguous (strides {list(v.strides)})", f"{name}.contiguous()")
+    return v
 
 
 def _wrote(out: CudaArray, stream: int) -> None:
@@ -157,14 +162,14 @@ def _refuse_plan(plan: Plan, m: int, weight: Weight, problem: Exception) -> NoRe
 def w4a16(
     x: CudaArray,
     weight: Weight,
-    out: CudaArray | None = None,
+    out: Out | None = None,
     *,
     path: str = "auto",
     pdl: bool = False,
     plan: Plan | None = None,
     workspace: CudaArray | None = None,
     stream: int | None = None,
-) -> Any:
+) -> Out | DeviceArray:
     """Launch out[M, N] = x[M, K] @ W[N, K].T: bf16 or fp16 x, exact products, fp32 accumulation, one rounding at the end.
 
     out        float32, float16 or bfloat16 [M, N], contiguous; None: a new DeviceArray of x's dtype
@@ -187,15 +192,12 @@ def w4a16(
         raise UsageError(
             f"x has strides {list(xv.strides)}; rows must be contiguous and a multiple of 8 apart", "x.contiguous()"
         )
-    if out is None:
-        out = DeviceArray((m, weight.n), xv.dtype, xv.device)
-    ov = _matrix(out, "out", tuple(CODES), (m, weight.n), 4)
-    if not ov.contiguous:
-        raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
+    result = DeviceArray((m, weight.n), xv.dtype, xv.device) if out is None else out
+    ov = _contiguous(_matrix(result, "out", tuple(CODES), (m, weight.n), 4), "out")
     packed = view(weight.packed, "weight")
     device = _same_device({"x": xv, "weight": packed, "out": ov})
     if m == 0:
-        return out
+        return result
     plan = plan or weight.plan(m, path)
     views, written, memory, size = [xv, ov], {"out": ov}, 0, 0
     if workspace is not None:
@@ -209,29 +211,15 @@ def w4a16(
     try:
         with CurrentDevice(device):
             module.w4a16(
-                xv.ptr,
-                xv.strides[0] if m > 1 else weight.k,
-                packed.ptr,
-                weight.tensor_scale,
-                ov.ptr,
-                memory,
-                size,
-                m,
-                weight.n,
-                weight.k,
-                CODES[xv.dtype],
-                CODES[ov.dtype],
-                path_of(plan),
-                tuple(plan),
-                int(pdl),
-                on,
-            )
+                xv.ptr, xv.strides[0] if m > 1 else weight.k, packed.ptr, weight.tensor_scale, ov.ptr, memory, size, m, weight.n,
+                weight.k, CODES[xv.dtype], CODES[ov.dtype], path_of(plan), tuple(plan), int(pdl), on,
+            )  # fmt: skip
     except module.CudaError as error:
         if error.args[1] == _BAD_PLAN:
             weight.workspace_bytes(m, plan)  # raises with what is wrong
         raise
-    _wrote(out, on)
-    return out
+    _wrote(result, on)
+    return result
 
 
 def _workspace(workspace: CudaArray) -> View:
@@ -254,12 +242,12 @@ def w4a4(
     w_codes: CudaArray,
     w_scale: CudaArray,
     w_tensor_scale: float,
-    out: CudaArray | None = None,
+    out: Out | None = None,
     *,
     mode: str = "auto",
     fault: str | None = None,
     stream: int | None = None,
-) -> Any:
+) -> Out | DeviceArray:
     """Launch out[M, N] = A[M, K] @ W[N, K].T with both operands in NVFP4 (linear scales).
 
     mode: "native" needs sm_120a or sm_121a code; "emulated" is the same kernel with that one instruction replaced and
@@ -273,11 +261,8 @@ def w4a4(
     alpha = _positive(a_tensor_scale, "a_tensor_scale") * _positive(w_tensor_scale, "w_tensor_scale")
     if mode not in MODES:
         raise UsageError(f"mode is {mode!r}; expected auto, native or emulated")
-    if out is None:
-        out = DeviceArray((m, n), "bfloat16", a.device)
-    ov = _matrix(out, "out", tuple(CODES), (m, n), 4)
-    if not ov.contiguous:
-        raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
+    result = DeviceArray((m, n), "bfloat16", a.device) if out is None else out
+    ov = _contiguous(_matrix(result, "out", tuple(CODES), (m, n), 4), "out")
     device = _same_device({"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw, "out": ov})
     _disjoint({"out": ov}, {"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw})
     on = launch_stream((a, sa, w, sw, ov), stream)
@@ -289,8 +274,8 @@ def w4a4(
         if error.args[1] == _NO_NATIVE:
             raise EnvironmentFault(error.args[0], 'mode="emulated"') from error
         raise
-    _wrote(out, on)
-    return out
+    _wrote(result, on)
+    return result
 
 
 def _blocks(x: CudaArray, name: str) -> tuple[View, int]:
@@ -304,14 +289,15 @@ def _blocks(x: CudaArray, name: str) -> tuple[View, int]:
     return v, math.prod(v.shape) // GROUP
 
 
-def fake_quant(x: CudaArray, tensor_scale: float, out: CudaArray | None = None, *, stream: int | None = None) -> Any:
+def fake_quant(
+    x: CudaArray, tensor_scale: float, out: Out | None = None, *, stream: int | None = None
+) -> Out | DeviceArray:
     """Quantize and dequantize x [..., K] per 16 columns in its own dtype: ModelOpt's dynamic activation op, to the bit."""
     need_device()
     v, blocks = _blocks(x, "x")
     scale = _positive(tensor_scale, "tensor_scale")
-    if out is None:
-        out = DeviceArray(v.shape, v.dtype, v.device)
-    o, _ = _blocks(out, "out")
+    result = DeviceArray(v.shape, v.dtype, v.device) if out is None else out
+    o, _ = _blocks(result, "out")
     if (o.shape, o.dtype) != (v.shape, v.dtype):
         raise UsageError(f"out is {o.dtype} {list(o.shape)}; expected {v.dtype} {list(v.shape)}")
     device = _same_device({"x": v, "out": o})
@@ -321,5 +307,5 @@ def fake_quant(x: CudaArray, tensor_scale: float, out: CudaArray | None = None, 
         on = launch_stream((v, o), stream)
         with CurrentDevice(device):
             native().fake_quant(v.ptr, CODES[v.dtype], blocks, scale, o.ptr, on)
-        _wrote(out, on)
-    return out
+        _wrote(result, on)
+    return result

@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from annie_quant.gemm.arrays import device_count, native, need_device
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from annie_quant.core.untrusted import JsonObject
 
 Product = Callable[["GemmCase"], np.ndarray]
 Backend = tuple[str, Product | None, str]  # its name, its product, and why it is missing
@@ -80,11 +83,11 @@ class StackResult:
     container: str | None = None
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> StackResult:
+    def from_dict(cls, fields: JsonObject) -> StackResult:
         return cls(**{**fields, "backends": [_backend_result(row) for row in fields["backends"]]})
 
 
-def _backend_result(fields: dict[str, Any]) -> BackendResult:
+def _backend_result(fields: JsonObject) -> BackendResult:
     return BackendResult(**{**fields, "cases": [CaseResult(**case) for case in fields["cases"]]})
 
 
@@ -249,7 +252,7 @@ def _annie_quant(case: GemmCase) -> np.ndarray:
     return _host(torch.ops.annie_quant.nvfp4_linear(x, *weight)) * case.alpha
 
 
-def _marlin(utils: Any, case: GemmCase) -> np.ndarray:
+def _marlin(utils: ModuleType, case: GemmCase) -> np.ndarray:
     """Run vLLM's weight-only kernel after its own preparation of a layer. The activations are exact in bf16."""
     import torch
 

@@ -93,20 +93,9 @@ def product(x: Tensor, packed: Tensor, tensor_scale: Tensor, n: int) -> Tensor:
         size = module.linear_workspace(m, n, k)
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
         module.linear(
-            rows.data_ptr(),
-            ldx,
-            packed.data_ptr(),
-            packed.numel(),
-            tensor_scale.item(),
-            out.data_ptr(),
-            0 if workspace is None else workspace.data_ptr(),
-            size,
-            m,
-            n,
-            k,
-            kind,
-            torch._C._cuda_getCurrentRawStream(device),
-        )
+            rows.data_ptr(), ldx, packed.data_ptr(), packed.numel(), tensor_scale.item(), out.data_ptr(),
+            0 if workspace is None else workspace.data_ptr(), size, m, n, k, kind, torch._C._cuda_getCurrentRawStream(device),
+        )  # fmt: skip
     return out
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.gemm import oracle
 from annie_quant.gemm.arrays import DeviceArray, native, need_device, to_device
 from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, w4a4, w4a16
@@ -34,7 +34,7 @@ class Check:
 class Validation:
     """Result of `validate`. ok: every check was made and passed, and no backend of the serving stack was wrong."""
 
-    device: dict[str, Any]
+    device: JsonObject
     paths: dict[str, str]
     checks: list[Check] = field(default_factory=list)
     stack: StackResult | None = None
@@ -43,7 +43,7 @@ class Validation:
     def ok(self) -> bool:
         return all(c.ok for c in self.checks) and not (self.stack is not None and self.stack.wrong)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON document; `stack` only if it was checked."""
         return {k: v for k, v in asdict(self).items() if v is not None} | {"ok": self.ok}
 
@@ -88,10 +88,10 @@ def _poisoned(m: int, n: int) -> DeviceArray:
 
 
 def _error(
-    x: np.ndarray, codes: np.ndarray, scales: np.ndarray, ts: float, fault: str | None = None, **more: Any
+    x: np.ndarray, codes: np.ndarray, scales: np.ndarray, ts: float, path: str = "auto", fault: str | None = None
 ) -> float:
     weight = Weight(to_device(codes), to_device(scales), ts, fault=fault)
-    out = w4a16(to_device(x), weight, _poisoned(x.shape[0], codes.shape[0]), **more).host()
+    out = w4a16(to_device(x), weight, _poisoned(x.shape[0], codes.shape[0]), path=path).host()
     exact, magnitude = oracle.linear(x, oracle.dequantize(codes, scales, ts))
     return oracle.worst(out, exact, oracle.bound(exact, magnitude, x.shape[1], "float32"))
 

@@ -1,4 +1,4 @@
-"""Model families: one file per family, with one `FAMILY` (family.py). A new family is one new file.
+"""Model families: one value of type Family (family.py) per family. A new family is one new value, or a file with one.
 
 family_of(config)                the family of a config.json; an error that lists the known ones for any other
 family_or_default(config)        the same, with a default for an unknown model type
@@ -43,8 +43,8 @@ __all__ = [
 @functools.cache
 def families() -> tuple[Family, ...]:
     """Return every family of this package."""
-    names = (m.name for m in iter_modules(__path__) if m.name != "family" and not m.name.startswith("_"))
-    return tuple(import_module(f"{__name__}.{name}").FAMILY for name in names)
+    modules = [import_module(f"{__name__}.{m.name}") for m in iter_modules(__path__)]
+    return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Family))
 
 
 def family_of(config: Mapping[str, object]) -> Family:
@@ -79,7 +79,7 @@ def family_or_default(config: Mapping[str, object]) -> Family:
 def _default() -> Family:
     from annie_quant.models import qwen3_5
 
-    # Its layers include the dense ones, and its relatives (qwen3_5_moe) have its norms.
+    # Its layers include the dense ones, and the mixture has its norms.
     return replace(
         qwen3_5.FAMILY, name="unknown", text=Form("", ""), multimodal=None, gguf=None, published={}, position_axes=1
     )

@@ -133,7 +133,7 @@ class Experts:
         part = rest.removeprefix(f"{self.module}.")
         return (layer, part) if rest != part and part in self.merged else None
 
-    def with_count(self, config: Mapping[str, object]) -> dict[str, Any]:
+    def with_count(self, config: Mapping[str, object]) -> dict[str, object]:
         """Return a text model's settings with the number of experts under the name `count`."""
         saved = {self.count: config[self.count_saved]} if self.count_saved in config else {}
         return saved | dict(config)

@@ -1,13 +1,18 @@
-"""Qwen3.5, dense: three DeltaNet layers per full-attention layer, norms that compute (1 + w), text and multimodal form.
+"""Qwen3.5, dense and MoE: three DeltaNet layers per full-attention layer, norms that compute (1 + w), text and multimodal form.
 
-Sources: transformers' modeling_qwen3_5.py; llama.cpp's conversion/qwen.py and src/models/qwen35.cpp for the GGUF names.
+In the mixture (Qwen3.5 MoE, and Qwen3.6 and 3.8, which keep its class and model type) every layer has a router (mlp.gate), merged
+or single experts, a shared expert, and shared_expert_gate with one output, which scales the shared expert. Router and gate stay
+unquantized. No activation of an expert is in `inputs`, so no strategy folds scales into experts.
+Sources: transformers' modeling_qwen3_5.py and modeling_qwen3_5_moe.py; llama.cpp's conversion/qwen.py and src/models/qwen35.cpp;
+gguf's tensor_mapping for the mixture.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from annie_quant.models import _dense
+from annie_quant.models import dense
 from annie_quant.models.family import GGUF_MLP, DeltaNet, Family, Form, GGUFNames, LinearInput, ModelSize
 
 DELTANET = DeltaNet(
@@ -21,11 +26,11 @@ DELTANET = DeltaNet(
 
 GGUF = GGUFNames(
     architecture="qwen35",
-    top=_dense.GGUF_TOP,
+    top=dense.GGUF_TOP,
     layer={
         "input_layernorm.weight": "attn_norm.weight",
         "post_attention_layernorm.weight": "post_attention_norm.weight",
-        **_dense.GGUF_ATTENTION,
+        **dense.GGUF_ATTENTION,
         "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
         "linear_attn.in_proj_z.weight": "attn_gate.weight",
         "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
@@ -79,23 +84,23 @@ FAMILY = Family(
     text=Form("Qwen3_5ForCausalLM", "qwen3_5_text"),
     multimodal=Form("Qwen3_5ForConditionalGeneration", "qwen3_5"),
     inputs=(
-        _dense.ATTENTION_INPUT,
+        dense.ATTENTION_INPUT,
         LinearInput(
             ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
             "input_layernorm",
             "norm",
         ),
         LinearInput((DELTANET.output,), "linear_attn.norm", "norm", per_head=True),
-        _dense.MLP_INPUT,
-        _dense.MLP_OUTPUT,
-        _dense.ATTENTION_OUTPUT,  # its input passes a gate, too
+        dense.MLP_INPUT,
+        dense.MLP_OUTPUT,
+        dense.ATTENTION_OUTPUT,  # its input passes a gate, too
     ),
-    fused={**_dense.DENSE_FUSED, "in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")},
+    fused={**dense.DENSE_FUSED, "in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")},
     kinds={
-        **_dense.DENSE_KINDS,
+        **dense.DENSE_KINDS,
         "deltanet": ("linear_attn.in_proj_qkv*", "linear_attn.in_proj_z*", "linear_attn.out_proj*"),
     },
-    unquantized=(*_dense.COMMON_UNQUANTIZED, "*linear_attn.conv1d", "*linear_attn.in_proj_a", "*linear_attn.in_proj_b"),
+    unquantized=(*dense.COMMON_UNQUANTIZED, "*linear_attn.conv1d", "*linear_attn.in_proj_a", "*linear_attn.in_proj_b"),
     norms_add_one=True,
     plain_norms=("linear_attn.norm",),
     position_axes=3,
@@ -127,6 +132,34 @@ FAMILY = Family(
         "9b": _published("Qwen3.5-9B", 4096, 12288, 32, 16, 4, 256, 16, 32, 248320),
         "27b": _published("Qwen3.5-27B", 5120, 17408, 64, 24, 4, 256, 16, 48, 248320),
     },
+)
+
+
+GGUF_SHARED = {
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+
+EXPERTS = replace(dense.QWEN_EXPERTS, gguf={**dense.QWEN_EXPERTS.gguf, **GGUF_SHARED})
+
+MOE = replace(
+    FAMILY,
+    name="Qwen3.5 MoE",
+    text=Form("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    multimodal=Form("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    inputs=(
+        *(i for i in FAMILY.inputs if i not in (dense.MLP_INPUT, dense.MLP_OUTPUT)),
+        # The router and the experts read this norm, too, and take no scale.
+        LinearInput(dense.SHARED_EXPERT, "post_attention_layernorm", "norm", searched=False),
+        LinearInput(("mlp.shared_expert.down_proj",), "mlp.shared_expert.up_proj", "rows"),
+    ),
+    fused={k: v for k, v in FAMILY.fused.items() if k != "gate_up_proj"} | {"gate_up_proj": dense.SHARED_EXPERT},
+    gguf=GGUF.with_experts("qwen35moe", EXPERTS),
+    published={},
+    experts=EXPERTS,
 )
 
 
@@ -163,4 +196,24 @@ def tensor_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
         "linear_attn.norm.weight": ("linear_value_head_dim", (s.linear_value_head_dim,)),
         "linear_attn.A_log": ("linear_num_value_heads", (s.linear_num_value_heads,)),
         "linear_attn.dt_bias": ("linear_num_value_heads", (s.linear_num_value_heads,)),
+    }
+
+
+def mixture_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """Return the shapes that a mixture's fields determine, as tensor_shapes does.
+
+    s: the typed fields of config.json. One expert's linears have the names of the experts' module and the linear.
+    """
+    hidden, width, count = s.hidden_size, s.moe_intermediate_size, s.num_experts
+    fields = "num_experts, moe_intermediate_size and hidden_size"
+    shared = ("shared_expert_intermediate_size and hidden_size", (s.shared_expert_intermediate_size, hidden))
+    return {
+        "mlp.gate.weight": ("num_experts and hidden_size", (count, hidden)),
+        "mlp.shared_expert_gate.weight": ("hidden_size", (1, hidden)),
+        "mlp.experts.gate_proj": (fields, (width, hidden)),
+        "mlp.experts.up_proj": (fields, (width, hidden)),
+        "mlp.experts.down_proj": (fields, (hidden, width)),
+        "mlp.shared_expert.gate_proj.weight": shared,
+        "mlp.shared_expert.up_proj.weight": shared,
+        "mlp.shared_expert.down_proj.weight": (shared[0], (hidden, s.shared_expert_intermediate_size)),
     }

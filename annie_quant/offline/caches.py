@@ -7,13 +7,20 @@ token).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
+from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
 STATES = (("conv_states", "is_conv_states_initialized"), ("recurrent_states", "is_recurrent_states_initialized"))
+
+
+class Layered(Protocol):
+    """A cache, or a view of some of its layers."""
+
+    layers: list[Any]
 
 
 class KeyValueBuffer(DynamicLayer):
@@ -28,7 +35,7 @@ class KeyValueBuffer(DynamicLayer):
     column: torch.Tensor | None = None
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -62,35 +69,33 @@ class KeyValueBuffer(DynamicLayer):
         self.column = column
 
 
-def new_cache(config: Any, layer_types: Sequence[str]) -> DynamicCache:
+def new_cache(config: PretrainedConfig, layer_types: Sequence[str]) -> DynamicCache:
     """Return an empty cache for a model with these layer types."""
     cache = DynamicCache(config=config)
     cache.layers = [LinearAttentionLayer() if t == "linear_attention" else KeyValueBuffer() for t in layer_types]
     return cache
 
 
-def repeat_row(source: Any, target: Any, rows: int) -> Any:
-    """Fill `target` with `rows` copies of the one row of `source`, and return it. Keys and values are views until they grow."""
+def repeat_row(source: Layered, target: Layered, rows: int) -> None:
+    """Fill `target` with `rows` copies of the one row of `source`. Keys and values are views until they grow."""
     for new, old in zip(target.layers, source.layers, strict=True):
         if isinstance(old, LinearAttentionLayer):
             set_states(new, [old], [getattr(old, name)[0].repeat_interleave(rows, 0) for name, _ in STATES])
         else:
             new.set(old.keys.expand(rows, -1, -1, -1), old.values.expand(rows, -1, -1, -1))
-    return target
 
 
-def concatenate(sources: Sequence[Any], target: Any, columns: int) -> Any:
-    """Fill `target` with the rows of all sources, and return it. Keys and values are padded on the right to `columns`."""
+def concatenate(sources: Sequence[Layered], target: Layered, columns: int) -> None:
+    """Fill `target` with the rows of all sources. Keys and values are padded on the right to `columns`."""
     for n, new in enumerate(target.layers):
         old = [s.layers[n] for s in sources]
         if isinstance(new, LinearAttentionLayer):
             set_states(new, old, [torch.cat([getattr(o, name)[0] for o in old]) for name, _ in STATES])
         else:
             new.set(*(torch.cat([pad_columns(getattr(o, x), columns) for o in old]) for x in ("keys", "values")))
-    return target
 
 
-def take_rows(source: Any, target: Any, rows: torch.Tensor, columns: torch.Tensor | None = None) -> None:
+def take_rows(source: Layered, target: Layered, rows: torch.Tensor, columns: torch.Tensor | None = None) -> None:
     """Fill `target`, which may be `source`, with some rows of `source`, int64 [n]. A row may be taken several times.
 
     columns: int64 [n, width]: the columns of each row that are taken; None: all.

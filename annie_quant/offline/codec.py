@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -142,7 +141,10 @@ def fake_quant_eager(x: torch.Tensor, tensor_scale: float, group: int) -> torch.
         return rounded
     if group == 16 and has_kernels():
         x = x.contiguous()
-        return gemm.fake_quant(x, tensor_scale, torch.empty_like(x)) if x.numel() else x
+        if x.numel():
+            gemm.fake_quant(x, tensor_scale, rounded := torch.empty_like(x))
+            return rounded
+        return x
     return fake_quant_torch(x, tensor_scale, group)
 
 
@@ -164,6 +166,14 @@ def fake_quant_torch(x: torch.Tensor, tensor_scale: float, group: int = 16) -> t
     a = (blocks / step).abs()
     values = torch.where(a.isnan(), 6.0, to_e2m1(a)) * step
     return torch.where(blocks >= 0, values, 0.0 - values).reshape(x.shape).to(x.dtype)
+
+
+def round_weight(weight: torch.Tensor, tensor_scale: float) -> torch.Tensor:
+    """Return a weight [N, K] packed as NVFP4 and unpacked again, in its own dtype and on its device."""
+    if weight.device.type == "cuda":
+        return fake_quant_torch(weight, tensor_scale)
+    packed = nvfp4.pack(to_numpy(weight), tensor_scale=tensor_scale)
+    return to_torch(nvfp4.unpack(packed, dtype_name(weight.dtype)))
 
 
 def fake_quant_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -256,17 +266,17 @@ def has_kernels() -> bool:
 
 
 @functools.cache
-def register() -> Any:
+def register() -> object:
     """Define torch.ops.annie_quant.nvfp4_fake_quant, which torch.compile calls instead of fake_quant."""
     schema = "(Tensor x, float tensor_scale, int group) -> Tensor"
 
     @torch.library.custom_op("annie_quant::nvfp4_fake_quant", mutates_args=(), schema=schema)
-    def op(x: Any, tensor_scale: float, group: int) -> Any:
+    def op(x: torch.Tensor, tensor_scale: float, group: int) -> torch.Tensor:
         rounded = fake_quant_eager(x, tensor_scale, group)
         return rounded.clone() if rounded is x else rounded
 
     @op.register_fake
-    def _(x: Any, tensor_scale: float, group: int) -> Any:
+    def _(x: torch.Tensor, tensor_scale: float, group: int) -> torch.Tensor:
         return torch.empty_like(x)
 
     return op

@@ -275,8 +275,8 @@ def join(engine: Engine, parts: Sequence[RunningBatch]) -> RunningBatch:
     for part in parts:
         part.compact()
     columns = max(p.real.shape[1] for p in parts)
-    target = caches.new_cache(engine.model.config, engine.layer_types)
-    cache = caches.concatenate([p.cache for p in parts], target, columns)
+    cache = caches.new_cache(engine.model.config, engine.layer_types)
+    caches.concatenate([p.cache for p in parts], cache, columns)
     real = torch.cat([functional.pad(p.real, (0, columns - p.real.shape[1])) for p in parts])
     rows = [row for p in parts for row in p.rows]
     return RunningBatch(rows, cache, torch.cat([p.lengths for p in parts]), real, torch.cat([p.tokens for p in parts]))

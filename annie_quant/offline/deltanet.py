@@ -16,11 +16,12 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
 from torch.nn import functional
+from transformers.cache_utils import DynamicCache
 
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.offline import deltanet_cpu
@@ -43,7 +44,9 @@ class RaggedBatch:
     def __init__(self) -> None:
         self.set(None, 0, None)
 
-    def set(self, lengths: torch.Tensor | None, steps: int, cache: Any, prompts: torch.Tensor | None = None) -> None:
+    def set(
+        self, lengths: torch.Tensor | None, steps: int, cache: DynamicCache | None, prompts: torch.Tensor | None = None
+    ) -> None:
         self.lengths, self.steps, self.cache, self.prompts = lengths, steps, cache, prompts
 
 
@@ -259,10 +262,20 @@ def rounded(function: Callable, to_stream: Round) -> Callable:
     return call
 
 
+class DeltaLayer(Protocol):
+    """transformers' DeltaNet layer: its functions, which can be replaced."""
+
+    layer_idx: int
+    chunk_gated_delta_rule: Callable[..., Any]
+    recurrent_gated_delta_rule: Callable[..., Any]
+    causal_conv1d_fn: Callable[..., Any] | None
+    causal_conv1d_update: Callable[..., Any]
+
+
 FUNCTIONS = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
 
 
-def delta_layers(model: torch.nn.Module) -> list[Any]:
+def delta_layers(model: torch.nn.Module) -> list[DeltaLayer]:
     """Return the DeltaNet layers of `model`, whose functions can be replaced.
 
     Raises EnvironmentFault if they have none: transformers 5.15 and later keep them elsewhere, and replacing them would do nothing.
@@ -277,7 +290,7 @@ def delta_layers(model: torch.nn.Module) -> list[Any]:
 
 
 @contextlib.contextmanager
-def ragged_layers(layers: Sequence[Any], profile: Profile, batch: RaggedBatch) -> Iterator[None]:
+def ragged_layers(layers: Sequence[DeltaLayer], profile: Profile, batch: RaggedBatch) -> Iterator[None]:
     """Let DeltaNet layers compute `batch` as a ragged one, with the roundings of a profile."""
     before = [[getattr(m, name) for name in FUNCTIONS] for m in layers]
     try:

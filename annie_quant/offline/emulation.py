@@ -21,7 +21,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,6 +32,14 @@ from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_num
 from annie_quant.offline.profiles import BFLOAT16_STEPS, FLOAT32, UNQUANTIZED, Profile
 
 Round = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Removable(Protocol):
+    """A hook's handle, or what is undone as one."""
+
+    def remove(self) -> None: ...
+
+
 SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
 
 
@@ -81,7 +89,7 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
                 hook.remove()
 
 
-def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> Iterator[Any]:
+def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> Iterator[Removable]:
     """Register the hooks that round a module's inputs and outputs, and yield their handles. adds_one: of a norm's weight."""
     stream, in_place, kind = rounding(profile.stream), rounding(profile.stream, in_place=True), type(module).__name__
     if isinstance(module, nn.Linear):
@@ -98,7 +106,7 @@ def module_hooks(module: nn.Module, profile: Profile, adds_one: bool = True) -> 
         normalizes = kind.endswith("RMSNorm") and not adds_one
         yield module.register_forward_hook(
             lambda m, args, output: round_norm(
-                args[0], stream(normalized(m, args[0])) * m.weight if normalizes else output, in_place
+                args[0], stream(normalized(args[0], m.variance_epsilon)) * m.weight if normalizes else output, in_place
             )
         )
     elif kind.endswith("RotaryEmbedding"):
@@ -161,9 +169,9 @@ class BiasOfRounded:
         self.hook.remove()
 
 
-def normalized(norm: Any, x: torch.Tensor) -> torch.Tensor:
+def normalized(x: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return what an RMS norm multiplies by its weight."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
 
 
 def round_norm(x: torch.Tensor, output: torch.Tensor, in_place: Round) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -99,7 +100,7 @@ def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, Non
     return attention
 
 
-def use_grouped_attention(config: Any, profile: Profile) -> contextlib.AbstractContextManager[None]:
+def use_grouped_attention(config: PretrainedConfig, profile: Profile) -> contextlib.AbstractContextManager[None]:
     """Let a model with this text config use grouped_attention instead of sdpa. Other implementations are unchanged.
 
     profile: where queries, keys, values and outputs are rounded.
@@ -114,7 +115,7 @@ def use_grouped_attention(config: Any, profile: Profile) -> contextlib.AbstractC
 
 
 @contextlib.contextmanager
-def use_attention(config: Any, name: str) -> Iterator[None]:
+def use_attention(config: PretrainedConfig, name: str) -> Iterator[None]:
     """Let a model with this text config use a registered attention function."""
     before = config._attn_implementation
     config._attn_implementation_internal = name
@@ -229,7 +230,7 @@ class Engine:
                     prefix_cache = self.prefix(inputs[prefix_group.rows[0]][:shared])
                 cache = caches.new_cache(self.model.config, self.layer_types)
                 if prefix_cache is not None:
-                    cache = caches.repeat_row(prefix_cache, cache, len(batch))
+                    caches.repeat_row(prefix_cache, cache, len(batch))
                 ids = torch.zeros(len(batch), width, dtype=torch.long)
                 for j, i in enumerate(batch):
                     ids[j, : len(inputs[i]) - shared] = torch.tensor(inputs[i][shared:])
@@ -310,7 +311,7 @@ class Engine:
             return output.last_hidden_state
 
 
-def tokens_per_launch(config: Any) -> int:
+def tokens_per_launch(config: PretrainedConfig) -> int:
     """Return how many tokens a GPU computes in the time in which a forward is launched: the price of one more forward.
 
     From the text config alone, so that a checkpoint and its reference get the same batches.
@@ -319,7 +320,7 @@ def tokens_per_launch(config: Any) -> int:
     return min(MOST_TOKENS, int(LAUNCH_FLOP / (2 * weights)))
 
 
-def can_fix_buffers(model: Any) -> bool:
+def can_fix_buffers(model: PreTrainedModel) -> bool:
     """Return whether decoding.advance_fixed can compute the model: its attention takes the mask as it is."""
     return model.config.get_text_config()._attn_implementation == "sdpa" and hasattr(model.base_model, "layers")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from annie_quant.judge.pairing import deciding
 from annie_quant.judge.sampling import compares_with_reference, reference_notes, shortages
 from annie_quant.offline import draft_head, ensemble
 from annie_quant.offline.answers import Choices, Outcome
-from annie_quant.offline.decoding import Completion
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
 from annie_quant.offline.loading import profiles_of
@@ -72,15 +71,9 @@ class Baseline:
     text: list[ScoredAnswer]
 
 
-def evaluate_pair(
-    pair: ModelPair,
-    job: EvaluationJob,
-    workloads: Sequence[Workload],
-    on_outcomes: Callable[[str, list[Completion]], None] = lambda member, completions: None,
-) -> Evaluation:
+def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workload]) -> Evaluation:
     """Evaluate the checkpoint with these workloads, whatever the job's are.
 
-    on_outcomes: called with each member's name and its answers to all prompts.
     Raises UsageError where the checkpoint supports none of the job's numerics.
     """
     workloads, n_repeated = judge.distinct_prompts(workloads)
@@ -101,13 +94,11 @@ def evaluate_pair(
     figures: dict[str, EnsembleFigures] = {}
     for name in numerics:
         results[name], outcomes, base = evaluate_numerics(pair, baseline, name)
-        on_outcomes(name, [o.completion for o in outcomes])
         if constant := gives_one_answer(pair.template, baseline, outcomes):
             blocking.append(f"{name}: {constant}, which bf16 does not give")
         if job.ensemble and name not in job.plain:
             further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
             for m in further:
-                on_outcomes(m.name, [o.completion for o in m.outcomes])
                 after = gate_outcomes(judged_outcomes(pair.template, m.outcomes, baseline), baseline)[1]
                 members[m.name] = Member(m.arithmetic, {}, {}, after, m.n_computed, m.n_changed)
     prompts, reference_outcomes = gate_outcomes(before, baseline)

@@ -11,6 +11,7 @@ scale per block of columns (transformers, integrations/finegrained_fp8.py; vLLM,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -42,7 +43,7 @@ class FixedDtypeLinear(nn.Linear):
         empty = None if shape is None else torch.empty(shape, dtype=dtype, device=device)
         self.register_parameter(name, None if empty is None else nn.Parameter(empty, requires_grad=False))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FixedDtypeLinear:
         before = {name: p.data for name in self.FIXED_DTYPE if (p := getattr(self, name)) is not None}
         super()._apply(fn, recurse)
         for name, data in before.items():

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from tokenizers import AddedToken, Regex, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from annie_quant import models
 from annie_quant.checkpoint.conversion import Conversion
@@ -143,9 +150,9 @@ def value(reader: GGUFReader, name: str, default: Any = None) -> Any:
     return default if field is None else field.contents()
 
 
-def read_tokenizer(path: Path, reader: GGUFReader) -> Any:
+def read_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerFast:
     """Return the file's tokenizer, with the tokens that are never split and the end token that the file names."""
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     tokens, kinds = value(reader, "tokenizer.ggml.tokens", []), value(reader, "tokenizer.ggml.token_type", [])
     for kind, special in ((vocabulary.CONTROL, True), (vocabulary.USER_DEFINED, False)):
         whole = [t for t, k in zip(tokens, kinds, strict=False) if k == kind]
@@ -170,7 +177,7 @@ def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
     return pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
 
 
-def generation(config: Any, tokenizer: Any) -> GenerationConfig:
+def generation(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
     """Return greedy decoding that ends at each token that ends an answer in llama.cpp."""
     ids = tokenizer.get_added_vocab()  # "</s>" may also be plain text of a vocabulary
     ends = [tokenizer.eos_token_id, *(ids[t] for t in ENDS if t in ids)]

@@ -17,6 +17,7 @@ from typing import Any
 
 import lm_eval.models  # noqa: F401  (lm-eval registers its own models only while the registry is empty)
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -100,7 +101,7 @@ class AnnieQuantLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return str(self.folder).replace("/", "__")
 
-    def get_model_info(self) -> dict[str, Any]:
+    def get_model_info(self) -> dict[str, str]:
         """Return what lm-eval writes into its results."""
         return {"model_name": str(self.folder), "profile": self.profile.name, "dtype": self.dtype}
 
@@ -141,7 +142,7 @@ class AnnieQuantLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], **options: object) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], **options: object) -> list[float]:
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for (text,) in (r.args for r in requests):
@@ -160,7 +161,7 @@ class AnnieQuantLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def generate_until(self, requests: Sequence[Any], **options: object) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], **options: object) -> list[str]:
         contexts, settings = [r.args[0] for r in requests], [r.args[1] for r in requests]
         limits = [self._limit(own) for own in settings]
         stops = [stop_strings(own) for own in settings]

@@ -6,12 +6,12 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.core import files
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.progress import SILENT, Progress
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Evaluation
 from annie_quant.documents.persona import Persona
 from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate
@@ -27,7 +27,7 @@ def evaluate(
     workloads: Workloads = None,
     numerics: Sequence[str] = ("w4a4", "w4a16"),
     n_per_gate: int | None = None,
-    conversations: StrPath | Sequence[dict[str, Any]] | None = None,
+    conversations: StrPath | Sequence[JsonObject] | None = None,
     n_conversations: int | None = None,
     cache: StrPath | None = None,
     progress: Progress | None = None,
@@ -37,7 +37,7 @@ def evaluate(
     text: StrPath | None = None,
     persona: StrPath | Persona | None = None,
     with_ensemble: bool = True,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return gates, KL divergence and perplexity of a checkpoint under each of `numerics` that it supports.
 
     A model without NVFP4 linears is evaluated as it is, under the name "bf16".

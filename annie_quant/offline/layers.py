@@ -10,7 +10,6 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -19,6 +18,7 @@ from annie_quant.checkpoint.model_hash import model_sha256
 from annie_quant.core import files
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import LayerDivergence, Sensitivity, SensitivityKey
 from annie_quant.judge import Workload
 from annie_quant.offline.loading import numerics_of
@@ -41,7 +41,7 @@ def sensitivity(
     n_per_gate: int | None = None,
     device: str | None = None,
     rows: int = 128,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure KL and flips of the checkpoint as it is, and per layer: quantized alone, and restored among the others.
 
     The parameters that are not listed are those of evaluate.

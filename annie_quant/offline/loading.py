@@ -33,7 +33,7 @@ def load(
     model_dir: str | os.PathLike,
     numerics: str | None = None,
     cache: str = "packed",
-    dtype: Any = "auto",
+    dtype: torch.dtype | str = "auto",
     device: str | None = None,
     **options: Any,
 ) -> Any:
@@ -101,7 +101,7 @@ def check_names(folder: Path, info: dict[str, Any]) -> None:
             raise CheckpointError(f"{folder.name} {problem} {names[0]}{more}", "annie-quant audit DIR")
 
 
-def check_memory(shards: ModelFolder, cache: str, dtype: Any) -> None:
+def check_memory(shards: ModelFolder, cache: str, dtype: torch.dtype | str) -> None:
     """Raise EnvironmentFault where the free memory is too small: Linux would end the process without a message."""
     size = 0.0
     for info in shards.tensors.values():

@@ -18,6 +18,7 @@ from annie_quant import judge
 from annie_quant.checkpoint import prompt_files
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.progress import SILENT, Progress
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import KLSummary
 from annie_quant.documents.persona import Persona
@@ -67,7 +68,7 @@ class EvaluationJob:
     numerics: Sequence[str] = ("w4a4", "w4a16")
     ensemble: bool = True
     plain: Sequence[str] = ()
-    conversations: StrPath | Sequence[dict[str, Any]] | None = None
+    conversations: StrPath | Sequence[JsonObject] | None = None
     n_conversations: int | None = None
     text: StrPath | None = None
     faults: Sequence[str] = ()

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from annie_quant.checkpoint.chat_template import ChatTemplate
 from annie_quant.checkpoint.remote_code import loading_tokenizer
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import read_whole_json
-from annie_quant.core.untrusted import integer
+from annie_quant.core.untrusted import JsonObject, integer
 from annie_quant.documents import ChatMessage
 from annie_quant.judge import Answer, Case, Workload, parse_raw
 from annie_quant.judge.answers import PYTHON_TAG, THINK, Form, assistant_message, form_of
@@ -191,7 +191,7 @@ class ScoredAnswer:
     plain: bool = False
 
 
-def end_tokens(folder: Path, tokenizer: Any) -> list[int]:
+def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end an answer: the tokenizer's own, then generation_config.json's. Raises UsageError for none."""
     generation = read_whole_json(folder / "generation_config.json")
     eos = generation.get("eos_token_id") if isinstance(generation, dict) else None
@@ -276,7 +276,7 @@ class Template:
         return [c or t in self.end_tokens for c, t in zip(covered, target, strict=True)]
 
 
-def conversation_answers(template: Template, rows: Iterable[Mapping[str, Any]]) -> list[ScoredAnswer]:
+def conversation_answers(template: Template, rows: Iterable[JsonObject]) -> list[ScoredAnswer]:
     """Return every assistant message of every conversation with its prompt."""
     answers = []
     for row in rows:

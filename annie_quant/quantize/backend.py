@@ -1,12 +1,10 @@
-"""Device, precision and kernels of calibration."""
+"""Device and precision of calibration."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
 
 import torch
 
@@ -20,22 +18,11 @@ def device_and_dtype(folder: ModelFolder) -> tuple[str, torch.dtype]:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu", dtype
 
 
-def device_kind(device: str) -> str:
-    """Return "cpu" or "cuda"."""
-    return device.partition(":")[0]
+def device_kind() -> str:
+    """Return "cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @functools.cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-@contextlib.contextmanager
-def tensor_cores(use: bool) -> Iterator[None]:
-    """Let a GPU multiply float32 matrices in TF32, which holds products of bf16 values exactly; sums stay float32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = use or before
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

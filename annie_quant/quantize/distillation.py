@@ -20,18 +20,18 @@ from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
+from annie_quant.offline import codec
 from annie_quant.offline.experts import separate
 from annie_quant.quantize import calibration_samples as text
-from annie_quant.quantize import fake_quant
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import NVFP4, choose
-from annie_quant.quantize.input_stats import collect_stats
+from annie_quant.quantize.input_stats import calibrated
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, four_bit_format
 
 if TYPE_CHECKING:
-    from annie_quant.quantize.strategies.qad import QadOptions
+    from annie_quant.quantize.strategies.recipes import QadOptions
 
 
 def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
@@ -41,7 +41,7 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     names = {family.in_form(n, multimodal=False): n for n in choose(folder, job.exclude)}
     formats = dict.fromkeys(names.values(), kind)
     announce_size(folder, formats, progress)
-    stats = collect_stats(job, text.RESPONSE, progress)
+    stats = calibrated(job, list(formats), progress)
     inputs = family.largest_of_input(stats.amax)
     device, dtype = device_and_dtype(folder)
     with refused(job.model):
@@ -94,10 +94,10 @@ class FakeLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            rounded = fake_quant.nvfp4_weight(self.weight.detach(), float(self.weight_amax) / LARGEST_NVFP4)
+            rounded = codec.round_weight(self.weight.detach(), float(self.weight_amax) / LARGEST_NVFP4)
         weight = self.weight + (rounded - self.weight).detach()
         top = float(self.input_amax)
-        return nn.functional.linear(fake_quant.nvfp4_input(x, top) if top else x, weight, self.bias)
+        return nn.functional.linear(codec.fake_quant(x, top / LARGEST_NVFP4) if top else x, weight, self.bias)
 
 
 def insert(model: nn.Module, weight_amax: Mapping[str, float], input_amax: Mapping[str, float]) -> None:
@@ -125,7 +125,7 @@ class Distillation(Trainer):
             self.progress.update(done, steps, f"distilling: step {done} of {steps}, loss {float(logs['loss']):.4g}")
 
     def compute_loss(
-        self, model: nn.Module, inputs: Mapping[str, Any], *args: object, **kwargs: object
+        self, model: nn.Module, inputs: Mapping[str, torch.Tensor], *args: object, **kwargs: object
     ) -> torch.Tensor:
         ids, kinds = inputs["input_ids"], inputs["kinds"]
         weight = self.table.to(ids.device)[kinds]  # text.PADDING is -1, the table's last element

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint import decode_speed
@@ -129,7 +128,7 @@ def estimate(
     samples: int = 512,
     tokens: int = 600,
     rates: Rates | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     calib_data: Path | None = None,
     device: Device | None = None,
 ) -> Estimate:

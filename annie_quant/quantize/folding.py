@@ -21,11 +21,10 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family, LinearInput
-from annie_quant.offline.codec import to_numpy
-from annie_quant.quantize import fake_quant
-from annie_quant.quantize.calibration_samples import PROMPT, RESPONSE, make_batches, read_samples
+from annie_quant.offline.codec import fake_quant, round_weight, to_numpy
+from annie_quant.quantize.calibration_samples import PROMPT, make_batches, read_samples
 from annie_quant.quantize.formats import NVFP4, choose
-from annie_quant.quantize.input_stats import Coverage, InputObserver, InputSampler
+from annie_quant.quantize.input_stats import Coverage, LargestInput
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, StrategyOptions
@@ -56,6 +55,42 @@ def folded_model(job: Job[StrategyOptions], progress: Progress) -> QuantizationP
     return plan
 
 
+class InputSampler(LargestInput):
+    """Also keeps inputs of prompt and response tokens, and the mean |x|, in which both kinds of token count the same.
+
+    totals: numbers of prompt and response tokens in the text.
+    rows: number of inputs to keep of each kind, evenly spread.
+    """
+
+    def __init__(self, name: str, totals: tuple[int, int], rows: int) -> None:
+        super().__init__(name)
+        self.strides = [max(1, total // rows) for total in totals]
+        self.counts = [0, 0]
+        self.sampled: list[torch.Tensor] = []
+        self.magnitudes: list[torch.Tensor | None] = [None, None]
+
+    def __call__(self, x: torch.Tensor, kinds: torch.Tensor | None = None) -> None:
+        assert kinds is not None
+        super().__call__(x, kinds)
+        for part, used in enumerate((kinds == PROMPT, kinds > PROMPT)):
+            rows = x[used].float()
+            first = -self.counts[part] % self.strides[part]
+            self.counts[part] += len(rows)
+            self.sampled.append(rows[first :: self.strides[part]].clone())
+            magnitude, before = rows.abs().sum(0).double(), self.magnitudes[part]
+            self.magnitudes[part] = magnitude if before is None else before + magnitude
+
+    def mean(self) -> torch.Tensor:
+        """Return the mean |x_k|, float32 [K]."""
+        pairs = zip(self.magnitudes, self.counts, strict=True)
+        means = [magnitude / count for magnitude, count in pairs if magnitude is not None and count]
+        return torch.stack(means).mean(0).float()
+
+    def inputs(self) -> torch.Tensor:
+        """Return the kept inputs, float32 [n, K]."""
+        return torch.cat(self.sampled)
+
+
 @dataclass
 class FoldedLayer:
     """weights: changed tensors by full name, float32.
@@ -75,15 +110,15 @@ def fold_layer(layer: DecoderLayer, chosen: set[str]) -> FoldedLayer:
     chosen: full names of the linears that are quantized.
     Nothing is folded into routed experts: the router reads the norm before them, too.
     """
-    folder, family, device = layer.model.folder, layer.model.folder.family, layer.model.device
+    folder, family = layer.model.folder, layer.model.folder.family
     kinds = [b.kinds for b in layer.model.batches]
     totals = (sum(int((k == PROMPT).sum()) for k in kinds), sum(int((k > PROMPT).sum()) for k in kinds))
     samplers = {
-        group[0]: InputSampler(RESPONSE, device, f"{layer.name}.{group[0]}", totals, SAMPLED_TOKENS)
+        group[0]: InputSampler(f"{layer.name}.{group[0]}", totals, SAMPLED_TOKENS)
         for group in layer.groups()
         if not layer.experts_of(group[0])
     }
-    observers = {g[0]: InputObserver(RESPONSE, device, f"{layer.name}.{g[0]}") for g in layer.expert_groups()}
+    observers = {g[0]: LargestInput(f"{layer.name}.{g[0]}") for g in layer.expert_groups()}
     state = min(layer.model.states, key=lambda s: s.numel()).float()
     layer.advance({**samplers, **observers})
     before = {n: t.detach().float() for n, t in layer.module.state_dict().items()}
@@ -131,10 +166,10 @@ def search_scale(
         full = s.repeat(x.shape[1] // len(s))
         scaled = [w * full for w in plain]
         tensor_scale = max(float(w.abs().max()) for w in scaled) / LARGEST_NVFP4
-        rounded = fake_quant.nvfp4_input(x / full, sampler.amax(full))
+        rounded = fake_quant(x / full, sampler.amax(full) / LARGEST_NVFP4)
         error = 0.0
         for w, y in zip(scaled, expected, strict=True):
-            error += float((rounded @ fake_quant.nvfp4_weight(w, tensor_scale).T - y).square().sum())
+            error += float((rounded @ round_weight(w, tensor_scale).T - y).square().sum())
         if error < least:
             best, least = s, error
     return best

@@ -101,16 +101,6 @@ def expected_bytes(folder: ModelFolder, formats: Mapping[str, str]) -> int:
     return total
 
 
-def effective_bits(folder: ModelFolder, formats: Mapping[str, str]) -> float:
-    """Return the bits per weight over the decoder's linears, the measure of mixed-precision budgets.
-
-    A mixture's experts count by the share that a token passes (active bits).
-    """
-    weights = active_weights(folder, decoder_linears(folder))
-    bits = sum(n * BITS.get(formats.get(m, ""), PLAIN_BITS) for m, n in weights.items())
-    return bits / max(1, sum(weights.values()))
-
-
 def active_weights(folder: ModelFolder, linears: Iterable[str]) -> dict[str, float]:
     """Return linear → number of weights, for an expert's linear times the share of experts that a token passes."""
     experts = folder.family.experts

@@ -1,7 +1,8 @@
-"""The exact knapsack behind every choice of formats: all sums of sizes and costs of which none is both smaller and cheaper.
+"""The frontier of formats: the exact knapsack, its limits, and the table and the picture of what was found.
 
-Dynamic programming over units. After each unit only the points that no other one beats stay, so the front is exact: sizes of
-linears are multiples of a few numbers, and there are few different sums of them.
+The knapsack has all sums of sizes and costs of which none is both smaller and cheaper, by dynamic programming over units. After
+each unit only the points that no other one beats stay, so the front is exact: sizes of linears are multiples of a few numbers, and
+there are few different sums of them.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from annie_quant.documents import Device
+from annie_quant.core.errors import need
+from annie_quant.documents import Device, FormatPlan, FrontierPoint
 
 TIE = 1e-9  # sums that differ by less of the limit are equal
+FRONTIER_PICTURE = "frontier.svg"
 MOST_POINTS = 1 << 17  # a front with more keeps the cheapest point of each of as many equal ranges of sizes
 
 
@@ -23,16 +27,22 @@ class Limits:
     """What a checkpoint may have: bytes of tensors, bytes of weights that a token reads, and divergence in nats.
 
     device: whose speed is predicted.
+    max_bits: bits per weight of the linears that get a format; the head then stays as it is. Experts count by the share that a
+        token passes.
+    of_decoder: max_bits counts all linears of the decoder, also those that stay in 16 bits.
     """
 
     device: Device
     max_gb: float = math.inf
     min_tps: float = 0.0
     max_loss: float = math.inf
+    max_bits: float = math.inf
+    of_decoder: bool = False
 
     def __str__(self) -> str:
         given = [("gb", self.max_gb), ("loss", self.max_loss)]
         speed = [f"--min-tps {self.min_tps:g}"] if self.min_tps else []
+        speed += [f"{self.max_bits:.4g} bits per weight"] if self.max_bits < math.inf else []
         return ", ".join([*speed, *(f"--max-{name} {value:g}" for name, value in given if value < math.inf)])
 
 
@@ -85,20 +95,53 @@ def front_of(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]])
     return Front(total_size, total_cost, steps)
 
 
-def least_cost(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], limit: float) -> list[int]:
-    """Return one choice per row: those with the least summed cost whose summed size is at most `limit`.
-
-    The first choices are allowed whatever their size.
-    """
-    front = front_of(costs, sizes)
-    point = front.within_size(max(limit, float(sum(row[0] for row in sizes))))
-    assert point is not None  # the first choices are a point, or a smaller point is as cheap
-    return front.choices(point)
-
-
 def with_rounded_inputs(harm: Mapping[str, float], weights: Mapping[str, float], allowed: float) -> list[str]:
     """Return the units with the most weights whose summed harm is at most `allowed`. harm, weights: by unit."""
     front = front_of([[0.0, max(0.0, h)] for h in harm.values()], [[weights[u], 0.0] for u in harm])
     point = front.within_cost(max(0.0, allowed))
     assert point is not None  # no rounded input costs nothing
     return [u for u, rounded in zip(harm, front.choices(point), strict=True) if rounded]
+
+
+def frontier_lines(plan: FormatPlan) -> list[str]:
+    """Return the table, one line per point, and the reason."""
+    rows = [("", "GB per token", "GB", "tok/s", "KL", "at decisions", "flips", "head", "formats")]
+    for p in plan.points:
+        mark = "=>" if p.taken else "measured" if p.measured else ""
+        formats = ", ".join(f"{share:.0%} {name}" for name, share in p.formats.items())
+        rows.append((mark, f"{p.read_bytes / 1e9:.4g}", f"{p.size_bytes / 1e9:.4g}", f"{p.tok_s:.1f}", f"{p.kl:.2e}",
+                     f"{p.decisions:.2e}", f"{p.flips:.2%}", p.head, formats))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = ["  ".join((*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[-1])) for row in rows]
+    return [f"frontier, tok/s on {plan.device}:", *lines, plan.reason]
+
+
+def draw_frontier(plan: FormatPlan, path: Path) -> None:
+    """Write the picture: divergence and flips at decisions, by bytes per token and predicted speed."""
+    need("matplotlib", "plots")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    predicted = [p for p in plan.points if not p.measured]
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+
+    def both(points: Sequence[FrontierPoint], style: str, label: str) -> None:
+        read = [p.read_bytes / 1e9 for p in points]
+        upper.plot(read, [p.kl + p.decisions for p in points], style, label=label)
+        lower.plot(read, [100 * p.flips for p in points], style)
+
+    both(predicted, ".-", "predicted from single groups")
+    both([p for p in plan.points if p.measured], "s", "measured as a whole")
+    both([p for p in plan.points if p.taken], "k*", "taken")
+    speeds = upper.twiny()
+    speeds.set_xticks([p.read_bytes / 1e9 for p in predicted], [f"{p.tok_s:.0f}" for p in predicted], fontsize="small")
+    speeds.set_xlabel(f"tok/s on {plan.device} (predicted)")
+    upper.set_ylabel("KL + KL at decisions, nats")
+    lower.set(xlabel="GB of weights per token", ylabel="flips at decisions, %")
+    speeds.set_xlim(upper.get_xlim())
+    upper.legend(fontsize="small")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+    with matplotlib.rc_context({"svg.hashsalt": "annie_quant"}):  # the same seed gives the same bytes
+        figure.savefig(path, metadata={"Date": None})

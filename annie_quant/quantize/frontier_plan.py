@@ -10,6 +10,7 @@ too, where they satisfy the limits: what is taken is never worse than them on th
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,27 +21,53 @@ from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.linears import HEAD
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
-from annie_quant.core.errors import UsageError, need
+from annie_quant.core.errors import UsageError
+from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.documents import FormatPlan, FrontierPoint
-from annie_quant.quantize import recipe_choice
-from annie_quant.quantize.backend import device_and_dtype, device_kind
-from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample
-from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4, W4A16
-from annie_quant.quantize.frontier import Front, Limits, front_of
-from annie_quant.quantize.frontier_costs import PLAIN, FormatTrials, Group, groups_of
-from annie_quant.quantize.frontier_report import frontier_lines
-from annie_quant.quantize.head_rounding import round_head
-from annie_quant.quantize.kl_trial import answers_to_score
+from annie_quant.quantize import mixed_formats, recipe_choice
+from annie_quant.quantize.backend import device_kind
+from annie_quant.quantize.calibration_samples import CalibrationSample
+from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4, PLAIN_BITS, W4A16, active_weights, decoder_linears
+from annie_quant.quantize.frontier import Front, Limits, front_of, frontier_lines
+from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
 from annie_quant.quantize.layer_rounder import Method
-from annie_quant.quantize.plan import QuantizationPlan
-from annie_quant.quantize.rounding import round_model
+from annie_quant.quantize.mixed_formats import PLAIN, Group, groups_of
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.rounding import round_head, round_model
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 FORMATS = (NVFP4, W4A16, FP8_CHANNEL, PLAIN)
 ROUNDS = 6  # solutions that are evaluated at most
 POINTS = 12  # of the frontier, in the table
 HEAD_TOKENS = {"cpu": 4096, "cuda": 1 << 15}  # inputs of the head at most
+
+
+class FormatTrials(StoredTrials):
+    """Measures choices of formats on held-out answers.
+
+    rounded: all decoder linears in NVFP4, by the conversations that are not held out.
+    """
+
+    def __init__(
+        self, job: Job[StrategyOptions], samples: Sequence[CalibrationSample], rounded: QuantizationPlan
+    ) -> None:
+        tokens, positions = (
+            (mixed_formats.TOKENS, mixed_formats.POSITIONS)
+            if device_kind() == "cpu"
+            else (recipe_choice.TOKENS, math.inf)
+        )
+        super().__init__(job, "format_figures.json", answers_to_score(samples, tokens, positions))
+        self.rounded = rounded
+
+    def measure(self, formats: Mapping[str, str]) -> np.ndarray:
+        """Return Trial.shares of a choice of formats, without those of the unchanged model."""
+        return self.figures_of(formats) - self.figures_of({})
+
+    def figures_of(self, formats: Mapping[str, str]) -> np.ndarray:
+        packed = {n: self.rounded.packed[n] for n, f in formats.items() if f != FP8_CHANNEL}
+        plan = QuantizationPlan(dict(formats), self.rounded.amax, packed=packed)
+        return self.shares(sha256_text(json.dumps(sorted(formats.items())))[:16], plan)
 
 
 @dataclass(frozen=True)
@@ -61,6 +88,8 @@ class FormatPlanner:
 
     read: what a token of the model reads.
     base: bytes of everything that is in no group, by axis: "size" and "read".
+    counted: number of weights that a limit of bits counts, by the share that a token passes.
+    fixed: bytes of those that are in no group.
     costs: group → format → FormatTrials.measure of it alone; zero for 16 bits.
     ratios: format → measured divergence of a whole relative to the sum of its groups.
     """
@@ -69,6 +98,8 @@ class FormatPlanner:
     limits: Limits
     read: decode_speed.TokenBytes
     base: dict[str, float]
+    counted: float = 0.0
+    fixed: float = 0.0
     costs: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
 
@@ -76,8 +107,10 @@ class FormatPlanner:
         """Return the bytes that an axis may have."""
         if axis == "size":
             return self.limits.max_gb * 1e9
-        speed = self.limits.min_tps
-        return decode_speed.largest_bytes(self.read, self.limits.device, speed) if speed else math.inf
+        speed, bits = self.limits.min_tps, self.limits.max_bits
+        by_speed = decode_speed.largest_bytes(self.read, self.limits.device, speed) if speed else math.inf
+        by_bits = math.inf if math.isinf(bits) else self.base[axis] + bits / 8 * self.counted - self.fixed
+        return min(by_speed, by_bits)
 
     def chosen(self, choices: Sequence[int]) -> list[tuple[str, Group, int]]:
         return [(u, g, i) for (u, g), i in zip(self.groups.items(), choices, strict=True)]
@@ -107,19 +140,26 @@ class FormatPlanner:
                 f"{limits.min_tps - speed:.3g} fewer",
                 f"--min-tps {speed * 0.999:.4g}, or exclude less",
             )
+        if not math.isinf(limits.max_bits):
+            least_bits = 8 * (self.bytes_of(least["read"], "read") - self.base["read"] + self.fixed) / self.counted
+            if limits.max_bits < least_bits:
+                raise UsageError(
+                    f"bits={limits.max_bits:g}: excluded linears stay at 16 bits, so less than {least_bits:.2f} cannot be reached",
+                    f"--set bits={least_bits + 0.05:.2f}, or exclude less",
+                )
         plain = [len(g.formats) - 1 for g in self.groups.values()]
         if math.isinf(limits.max_loss) and self.fits(plain):
             size, speed = self.bytes_of(plain, "size") / 1e9, self.tok_s(plain)
             raise UsageError(
                 f"the unchanged model is within the limits: {size:.4g} GB, {speed:.4g} tok/s on {name}",
-                "a smaller --max-gb or a larger --min-tps",
+                "a smaller --max-gb or a larger --min-tps" if math.isinf(limits.max_bits) else "fewer bits",
             )
 
     def measure(self, trials: FormatTrials, progress: Progress) -> None:
         """Measure every group in every format."""
         count, done = sum(len(g.formats) - 1 for g in self.groups.values()), 0
         for unit, group in self.groups.items():
-            self.costs[unit] = {PLAIN: np.zeros_like(trials.stored({}))}
+            self.costs[unit] = {PLAIN: np.zeros_like(trials.figures_of({}))}
             for kind in group.formats[:-1]:
                 self.costs[unit][kind] = trials.measure(dict.fromkeys(group.members, kind))
                 done, loss = done + 1, float(self.costs[unit][kind][:, :2].sum())
@@ -164,14 +204,14 @@ class FormatPlanner:
                 break
             solution = evaluated[choices] = Solution(choices, trials.measure(self.formats(choices)))
             excess = (solution.whole - self.expected(choices))[:, :2].sum(1)
-            noise = math.sqrt(len(excess) / max(1, len(excess) - 1) * float(np.square(excess - excess.mean()).sum()))
-            expected = solution.loss - excess.sum()
+            more, noise = recipe_choice.with_noise(excess.tolist())
+            expected = solution.loss - more
             progress.message(f"formats together: {solution.loss:.3g} nats, {expected:.3g} expected, noise {noise:.2g}")
-            if excess.sum() <= noise and solution.loss <= most:
+            if more <= noise and solution.loss <= most:
                 break
             if solution.loss > most:
                 allowed *= 0.98 * most / solution.loss
-            if excess.sum() > noise:
+            if more > noise:
                 self.rescale(trials, choices, solution)
         usual = tuple(len(g.formats) - 1 if u == HEAD else 0 for u, g in self.groups.items())
         if self.fits(usual) and usual not in evaluated:
@@ -233,12 +273,13 @@ class FormatPlanner:
 
 def planner_of(job: Job[StrategyOptions], limits: Limits, four_bit: Mapping[str, str]) -> FormatPlanner:
     """Return the planner of a model. Raises UsageError for limits that no choice satisfies, or the unchanged model does."""
-    need("matplotlib", "plots")  # for the picture
-    folder, groups = ModelFolder(job.model), groups_of(job, four_bit)
+    folder = ModelFolder(job.model)
+    groups = groups_of(job, four_bit, head=math.isinf(limits.max_bits))
     size, read = (sum(getattr(g, axis)[-1] for g in groups.values()) for axis in ("size", "read"))
-    tensors = sum(folder.info(n).size_bytes for n in folder)
-    token = decode_speed.token_bytes(folder)
-    planner = FormatPlanner(groups, limits, token, {"size": tensors - size, "read": bytes_per_token(folder) - read})
+    base = {"size": sum(folder.info(n).size_bytes for n in folder) - size, "read": bytes_per_token(folder) - read}
+    counted = active_weights(folder, decoder_linears(folder) if limits.of_decoder else four_bit)
+    fixed = sum(n for linear, n in counted.items() if linear not in four_bit) * PLAIN_BITS / 8
+    planner = FormatPlanner(groups, limits, decode_speed.token_bytes(folder), base, sum(counted.values()), fixed)
     planner.check_limits()
     return planner
 
@@ -255,14 +296,13 @@ def choose_formats(
 
     four_bit: linear → "nvfp4" or "w4a16", as `best` chooses them without limits.
     """
-    planner, folder = planner_of(job, limits, four_bit), ModelFolder(job.model)
-    device = device_kind(device_and_dtype(folder)[0])
+    planner, device = planner_of(job, limits, four_bit), device_kind()
     learned, held = recipe_choice.hold_out(samples, recipe_choice.POSITIONS[device])
     rounded = round_model(job, four_bit, learned, method, progress, "layers-learned")
     trials = FormatTrials(job, held or samples, rounded)
     if HEAD in planner.groups:
         positions = 4 * HEAD_TOKENS[device]
-        rows = [a.row for a in answers_to_score(learned, RESPONSE, HEAD_TOKENS[device], positions, cut=False)]
+        rows = [a.row for a in answers_to_score(learned, HEAD_TOKENS[device], positions, cut=False)]
         file = job.work_folder() / "head.safetensors"
         rounded.packed[HEAD] = round_head(trials.trial, rows, method.damping, job.scale, file, progress)
     planner.measure(trials, progress)
@@ -273,3 +313,35 @@ def choose_formats(
     formats = planner.formats(taken.choices)
     head = {HEAD: rounded.packed[HEAD]} if formats.get(HEAD) == W4A16 else {}
     return QuantizationPlan(formats, packed=head, frontier=plan)
+
+
+def plan_model(
+    job: Job[StrategyOptions],
+    limits: Limits,
+    four_bit: Mapping[str, str],
+    samples: Sequence[CalibrationSample],
+    method: Method,
+    progress: Progress,
+    effort: str = "",
+) -> QuantizationPlan:
+    """Return the plan of a model: formats under the limits if there are any, a recipe, and the linears that it rounds.
+
+    four_bit: linear → "nvfp4" or "w4a16".
+    effort: which changes of the method are compared on held-out conversations (recipe_choice.py); "": none.
+    """
+    planned = QuantizationPlan(dict(four_bit))
+    if str(limits):
+        planned = choose_formats(job, limits, four_bit, samples, method, progress)
+    formats = {n: f for n, f in planned.formats.items() if f in (NVFP4, W4A16) and n != HEAD}
+    announce_size(ModelFolder(job.model), planned.formats, progress)
+    choice = recipe_choice.RecipeChoice(method)
+    if effort and formats:
+        set_by_user = [n for n in vars(method) if getattr(method, n) != getattr(Method(), n)]
+        tried = recipe_choice.ingredients(effort, set_by_user)
+        choice = recipe_choice.choose_method(job, formats, samples, method, tried, progress)
+    layers = sha256_text(json.dumps(sorted(formats.items())))[:12]  # other limits may follow in the same folder
+    result = round_model(job, formats, samples, choice.method, progress, f"layers-{layers}")
+    result.held_out, result.ingredients = choice.held_out, list(choice.ingredients)
+    result.frontier, result.formats = planned.frontier, result.formats | planned.formats
+    result.packed |= planned.packed
+    return result

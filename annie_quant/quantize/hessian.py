@@ -7,13 +7,14 @@ column_sweep.py chooses them by GPTQ's own objective.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from annie_quant import nvfp4
-from annie_quant.quantize.backend import tensor_cores
 
 DAMPING = 0.05  # of the mean of the Hessian's diagonal; in llm-compressor's comparison (#2922) .05 was better than .01
 ATTEMPTS = 12  # factorisations of one Hessian, with ten times the damping each
@@ -44,6 +45,17 @@ class Sampling:
         taken = steps.diff(prepend=steps.new_tensor([self.total / self.least]).floor()) > 0
         self.total = float(sums[-1])
         return torch.where(small, taken * self.least, weight)
+
+
+@contextlib.contextmanager
+def tensor_cores(use: bool) -> Iterator[None]:
+    """Let a GPU multiply float32 matrices in TF32, which holds products of bf16 values exactly; sums stay float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = use or before
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 class Hessian:

@@ -1,6 +1,4 @@
-"""Statistics of each linear's inputs over calibration text: the largest value, and the weighted second moment.
-
-Both are collected in one pass, layer by layer; linears that read the same input share one measurement.
+"""The largest input of each linear over calibration text, layer by layer; linears that read the same input share one measurement.
 
 Routed experts that saw no calibration token get the layer's largest activation scale, which servers use for all experts anyway,
 and their weights are rounded without statistics. The output folder gets expert_coverage.json with the number of tokens of every
@@ -28,9 +26,8 @@ from annie_quant.data.rows import read_conversations
 from annie_quant.offline.loading import load
 from annie_quant.offline.prompts import Template
 from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import PROMPT, CalibrationSample, TokenWeights, weight_table
-from annie_quant.quantize.formats import NVFP4
-from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
+from annie_quant.quantize.calibration_samples import CalibrationSample
+from annie_quant.quantize.layerwise import DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
@@ -95,36 +92,24 @@ def one_per_layer(warnings: Sequence[str]) -> list[str]:
 
 @dataclass
 class InputStats:
-    """Statistics of inputs, by full name of a linear.
+    """Statistics of inputs.
 
-    amax: largest |x| of any token.
-    second: weighted mean of x_k^2, float32 [K].
-    coverage: tokens that the routed experts saw. An expert without tokens has `amax` 0 and the mean `second` of the layer's other
-        experts.
+    amax: full name of a linear → largest |x| of any token; 0 for an expert without tokens.
+    coverage: tokens that the routed experts saw.
     """
 
     amax: dict[str, float] = field(default_factory=dict)
-    second: dict[str, np.ndarray] = field(default_factory=dict)
     coverage: Coverage = field(default_factory=Coverage)
-
-    def add(self, layer: DecoderLayer, groups: Sequence[Sequence[str]], observers: Mapping[str, LargestInput]) -> None:
-        """Add the largest inputs of a layer's groups, and the tokens of its experts. observers: by the first of each group."""
-        self.amax |= {f"{layer.name}.{name}": observers[g[0]].amax() for g in groups for name in g}
-        self.coverage.add(layer.name, {g[0]: observers[g[0]].tokens for g in groups if layer.experts_of(g[0])})
 
 
 class LargestInput:
-    """The largest |x| of each column of one input, from calls with x [n, K] and kinds [n]. name: for messages."""
+    """Observes one input: the largest |x| of each column, from calls with x [n, K] and kinds [n]. name: for messages."""
 
     def __init__(self, name: str) -> None:
         self.name, self.tokens = name, 0
         self.largest: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
-        self.add(x)
-
-    def add(self, x: torch.Tensor) -> None:
-        """Add inputs [n, K] of tokens of any kind."""
+    def __call__(self, x: torch.Tensor, kinds: torch.Tensor | None = None) -> None:
         if not len(x):
             return
         self.tokens += len(x)
@@ -141,127 +126,27 @@ class LargestInput:
         return top
 
 
-class InputObserver(LargestInput):
-    """Accumulates the statistics of one input from calls with x [n, K] and kinds [n]. name: for messages."""
-
-    def __init__(self, token_weights: TokenWeights, device: str, name: str = "a linear") -> None:
-        super().__init__(name)
-        self.table, self.weight = weight_table(token_weights, device), 0.0
-        self.total: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
-        self.add(x)
-        if not len(x):
-            return
-        weight = self.table[kinds]
-        squares = (x.float().square() * weight[:, None]).sum(0).double()
-        self.total = squares if self.total is None else self.total + squares
-        self.weight += float(weight.sum())
-
-    def second(self) -> np.ndarray:
-        """Return the weighted mean of x_k^2, float32 [K]."""
-        assert self.total is not None
-        return (self.total / max(self.weight, 1e-30)).float().cpu().numpy()
-
-
-class InputSampler(InputObserver):
-    """Also keeps inputs of prompt and response tokens, and the mean |x|, in which both kinds of token count the same.
-
-    totals: numbers of prompt and response tokens in the text.
-    rows: number of inputs to keep of each kind, evenly spread.
-    """
-
-    def __init__(self, token_weights: TokenWeights, device: str, name: str, totals: tuple[int, int], rows: int) -> None:
-        super().__init__(token_weights, device, name)
-        self.strides = [max(1, total // rows) for total in totals]
-        self.counts = [0, 0]
-        self.sampled: list[torch.Tensor] = []
-        self.magnitudes: list[torch.Tensor | None] = [None, None]
-
-    def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
-        super().__call__(x, kinds)
-        for part, used in enumerate((kinds == PROMPT, kinds > PROMPT)):
-            rows = x[used].float()
-            first = -self.counts[part] % self.strides[part]
-            self.counts[part] += len(rows)
-            self.sampled.append(rows[first :: self.strides[part]].clone())
-            magnitude, before = rows.abs().sum(0).double(), self.magnitudes[part]
-            self.magnitudes[part] = magnitude if before is None else before + magnitude
-
-    def mean(self) -> torch.Tensor:
-        """Return the mean |x_k|, float32 [K]."""
-        pairs = zip(self.magnitudes, self.counts, strict=True)
-        means = [magnitude / count for magnitude, count in pairs if magnitude is not None and count]
-        return torch.stack(means).mean(0).float()
-
-    def inputs(self) -> torch.Tensor:
-        """Return the kept inputs, float32 [n, K]."""
-        return torch.cat(self.sampled)
-
-
-def collect_stats(job: Job[StrategyOptions], token_weights: TokenWeights, progress: Progress) -> InputStats:
-    """Return the statistics of every linear of every decoder layer over the answers in the job's conversations."""
-    model = DecoderLayers(
-        ModelFolder(job.model),
-        calibration_samples.make_batches(calibration_samples.read_samples(job)),
-        progress,
-        "calibrating",
-    )
-    stats = InputStats()
-    for layer in model:
-        groups = layer.groups()
-        observers = {g[0]: InputObserver(token_weights, model.device, f"{layer.name}.{g[0]}") for g in groups}
-        layer.advance(observers)
-        stats.add(layer, groups, observers)
-        for group in groups:
-            if (observer := observers[group[0]]).tokens:
-                stats.second |= {f"{layer.name}.{name}": observer.second() for name in group}
-        for groups_of_one in by_input(layer.expert_groups()):
-            fill_unseen(stats, layer.name, groups_of_one, observers)
-    return stats
-
-
-def by_input(expert_groups: Iterable[list[str]]) -> list[list[list[str]]]:
-    """Return the groups of experts' linears, with the groups of all experts that read the same kind of input in one list."""
-    kinds: dict[tuple[str, ...], list[list[str]]] = {}
-    for group in expert_groups:
-        kinds.setdefault(tuple(n.rpartition(".")[2] for n in group), []).append(group)
-    return list(kinds.values())
-
-
-def fill_unseen(
-    stats: InputStats, layer: str, groups: Sequence[Sequence[str]], observers: Mapping[str, InputObserver]
-) -> None:
-    """Give experts without tokens the mean of the second moments of the layer's other experts."""
-    moments = [observers[g[0]].second() for g in groups if observers[g[0]].weight > 0]
-    if not moments:
-        return
-    mean = np.mean(moments, axis=0)
-    for group in groups:
-        if observers[group[0]].weight <= 0:
-            stats.second |= {f"{layer}.{name}": mean for name in group}
-
-
-def max_calibrated(job: Job[StrategyOptions], linears: Sequence[str], progress: Progress) -> QuantizationPlan:
-    """Return the plan with these linears in NVFP4 (W4A4), by the largest weights and inputs over whole conversations.
+def max_calibrated(job: Job[StrategyOptions], formats: Mapping[str, str], progress: Progress) -> QuantizationPlan:
+    """Return the plan with these formats of linears, by the largest weights and inputs over whole conversations.
 
     This is ModelOpt's max calibration without ModelOpt. Weights, block scales and tensor scales are ModelOpt's bytes (its CPU
     arithmetic). Input scales come from the same text; they differ by the rounding of ModelOpt's bf16 forward pass where layers
     are computed in float32 here (tests/quantize/test_max_calibration.py).
     """
-    folder = ModelFolder(job.model)
-    formats = dict.fromkeys(linears, NVFP4)
-    announce_size(folder, formats, progress)
+    announce_size(ModelFolder(job.model), formats, progress)
+    stats = calibrated(job, list(formats), progress)
+    return QuantizationPlan(dict(formats), stats.amax, job.scale, coverage=stats.coverage)
+
+
+def calibrated(job: Job[StrategyOptions], linears: Sequence[str], progress: Progress) -> InputStats:
+    """Return the largest inputs of linears over the job's whole conversations."""
+    folder, template = ModelFolder(job.model), Template(job.model)
     rows = read_conversations(job.conversations, job.calib_samples)
-    template = Template(job.model)
     texts = (template.render(r["messages"], r.get("tools"), bool(r.get("thinking")), False) for r in rows)
     ids = [row for row in (template.ids(text)[: calibration_samples.MAX_TOKENS] for text in texts) if row]
     progress.message(f"calibrating on {len(rows)} conversations, {sum(map(len, ids))} tokens")
-    if models.is_known(folder.config):
-        stats = largest_inputs(folder, linears, ids, progress)
-    else:
-        stats = largest_inputs_of_whole_model(folder, linears, ids, progress)
-    return QuantizationPlan(formats, stats.amax, job.scale, coverage=stats.coverage)
+    measure = largest_inputs if models.is_known(folder.config) else largest_inputs_of_whole_model
+    return measure(folder, linears, ids, progress)
 
 
 def largest_inputs(
@@ -279,7 +164,8 @@ def largest_inputs(
         groups = [g for g in ([n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()) if g]
         observers = {g[0]: LargestInput(f"{layer.name}.{g[0]}") for g in groups}
         layer.advance(observers)
-        stats.add(layer, groups, observers)
+        stats.amax |= {f"{layer.name}.{name}": observers[g[0]].amax() for g in groups for name in g}
+        stats.coverage.add(layer.name, {g[0]: observers[g[0]].tokens for g in groups if layer.experts_of(g[0])})
     return stats
 
 
@@ -292,7 +178,7 @@ def largest_inputs_of_whole_model(
     observers = {name: LargestInput(name) for name in linears if name in modules}
 
     def before(observer: LargestInput, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        observer.add(args[0].reshape(-1, args[0].shape[-1]))
+        observer(args[0].reshape(-1, args[0].shape[-1]))
 
     for name, observer in observers.items():
         modules[name].register_forward_pre_hook(partial(before, observer))

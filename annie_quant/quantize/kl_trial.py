@@ -1,4 +1,4 @@
-"""KL divergence on response tokens between a model and the same model with some linears rounded: the harm of a format.
+"""KL divergence of answers between a model and the same model with some linears rounded: the harm of a format.
 
 The bf16 model is loaded once, and its logits for the scored answers are kept. A trial rounds the weights and inputs of some
 linears as a server would, runs the same answers, and restores the model.
@@ -8,56 +8,50 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 
 from annie_quant import nvfp4
-from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3, LARGEST_NVFP4
 from annie_quant.checkpoint.linears import weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.offline import codec
 from annie_quant.offline.engine import Engine, Row
-from annie_quant.offline.loading import load as load_model
-from annie_quant.quantize import fake_quant
+from annie_quant.offline.fp8_linear import token_scales
+from annie_quant.offline.loading import load
 from annie_quant.quantize.backend import device_and_dtype
-from annie_quant.quantize.calibration_samples import CalibrationSample, TokenWeights
-from annie_quant.quantize.formats import FP8, FP8_CHANNEL, QUANTIZED_INPUTS
+from annie_quant.quantize.calibration_samples import CalibrationSample
+from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4
 from annie_quant.quantize.plan import QuantizationPlan
+from annie_quant.quantize.strategy import Job, StrategyOptions
 
 LEAST_ANSWERS = 8  # that share a trial's tokens
+BROKEN = 1e6  # a figure that is not finite
 
 
 @dataclass(frozen=True)
 class TrialAnswer:
     """An answer and its prompt.
 
-    weights: how much each token of the answer counts, float32 [T].
-    decides: whether it decides about a call or the end, bool [T].
+    decides: whether a token of the answer decides about a call or the end, bool [T].
     conversation: index of the answer's conversation.
     """
 
     row: Row
-    weights: torch.Tensor
     decides: torch.Tensor
     conversation: int
 
 
 def answers_to_score(
-    samples: Sequence[CalibrationSample],
-    token_weights: TokenWeights,
-    tokens: int,
-    positions: float = math.inf,
-    cut: bool = True,
+    samples: Sequence[CalibrationSample], tokens: int, positions: float = math.inf, cut: bool = True
 ) -> list[TrialAnswer]:
     """Return answers of all categories in turn.
 
-    token_weights: how much a token counts, by its kind.
     tokens: of all answers, at most; every trial is a pass over them, and their logits stay in memory.
     positions: of these answers with their prompts, at most.
     cut: cut answers that are longer than a LEAST_ANSWERS-th of `tokens`.
@@ -69,10 +63,8 @@ def answers_to_score(
         if total + len(answer) > tokens or (answers and length + size > positions):
             continue
         total, length = total + len(answer), length + size
-        kinds = sample.kinds[len(sample.prompt) - 1 :][: len(answer)]
-        weights = torch.tensor([token_weights.get(k, 0.0) for k in kinds])
         decides = torch.tensor((sample.decides or (False,) * len(answer))[: len(answer)])
-        answers.append(TrialAnswer(Row(sample.prompt, answer), weights, decides, sample.row))
+        answers.append(TrialAnswer(Row(sample.prompt, answer), decides, sample.row))
     return answers
 
 
@@ -83,11 +75,12 @@ class Trial:
     """
 
     def __init__(self, folder: ModelFolder, answers: Sequence[TrialAnswer]) -> None:
-        self.folder, self.family, self.model = folder, folder.family, load(folder)
+        device, dtype = device_and_dtype(folder)
+        self.folder, self.family = folder, folder.family
+        self.model: torch.nn.Module = load(folder.path, dtype=dtype, device=device)
         self.engine = Engine(self.model)
-        device = next(self.model.parameters()).device
         self.rows = [a.row for a in answers]
-        self.answers = [replace(a, weights=a.weights.to(device), decides=a.decides.to(device)) for a in answers]
+        self.answers = [replace(a, decides=a.decides.to(device)) for a in answers]
         # float16 halves the memory for large vocabularies; the reference is also compared with itself, rounded like this.
         self.reference = {i: torch.log_softmax(logits, -1).half() for i, logits in self.engine.scores(self.rows)}
         if any(bool(reference.isnan().any()) for reference in self.reference.values()):
@@ -96,80 +89,30 @@ class Trial:
                 f"annie-quant audit {folder.path}",
             )
 
-    def divergences(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield index and KL(reference || model as it is now) of every row, in nats per token."""
-        for i, logits in self.engine.scores(self.rows):
-            p, q = self.reference[i].float(), torch.log_softmax(logits, -1)
-            yield i, (p.exp() * (p - q)).sum(-1).clamp_min(0)
+    def shares(self, plan: QuantizationPlan, inputs: bool = True) -> np.ndarray:
+        """Return each conversation's share of three figures with a plan's weights and inputs, float64 [conversations, 3].
 
-    def divergence(self) -> float:
-        """Return the weighted mean of all tokens plus that of the tokens that decide, if there are any."""
-        rows = list(self.divergences())
-        total = sum(float((kl * self.answers[i].weights).sum()) for i, kl in rows)
-        weight = sum(float(a.weights.sum()) for a in self.answers)
-        decisions = sum(float(kl[self.answers[i].decides].sum()) for i, kl in rows)
-        return total / max(weight, 1e-30) + decisions / self.count_decisions()
-
-    def count_decisions(self) -> int:
-        """Return the number of tokens that decide, at least 1."""
-        return max(1, sum(int(a.decides.sum()) for a in self.answers))
-
-    def divergence_of(self, plan: QuantizationPlan, inputs: bool) -> list[list[float]]:
-        """Return each conversation's share of two figures with a plan's weights: the mean KL, and that of tokens that decide.
+        They are the mean KL(source || plan) in nats per token, that of tokens that decide, and the share of these whose most
+        probable token is another one. A plan without packed weights rounds inputs alone.
 
         inputs: round them where the plan's formats do.
         """
-        return self.shares(plan, inputs)[:, :2].tolist()
-
-    def shares(self, plan: QuantizationPlan, inputs: bool = True) -> np.ndarray:
-        """Return each conversation's share of three figures, float64 [conversations, 3].
-
-        They are the mean KL, that of tokens that decide, and the share of these whose most probable token is another one.
-        """
-        name_of = partial(weight_name, self.folder)
-        weights = {f"{n}.weight": codec.to_torch(nvfp4.unpack(t, "float32")) for n, t in plan.packed.items()}
         rows = [n for n, f in plan.formats.items() if f == FP8_CHANNEL]
-        weights |= {f"{n}.weight": fake_quant.fp8_rows(self.parameter(name_of(n))) for n in rows}
-        amax = {n: plan.amax[n] for n, f in plan.formats.items() if f in QUANTIZED_INPUTS and n in plan.amax}
-        tokens, count = sum(len(a.weights) for a in self.answers), self.count_decisions()
+        weights = {n: codec.to_torch(nvfp4.unpack(t, "float32")) for n, t in plan.packed.items()}
+        weights |= {n: fp8_rows(self.parameter(weight_name(self.folder, n))) for n in rows}
+        amax = {n: plan.amax[n] for n, f in plan.formats.items() if f == NVFP4 and n in plan.amax}
+        tokens = sum(len(a.decides) for a in self.answers)
+        decisions = max(1, sum(int(a.decides.sum()) for a in self.answers))
         parts = {conversation: np.zeros(3) for conversation in sorted({a.conversation for a in self.answers})}
-        with self.changed(weights, amax if inputs else {}, tokens=rows if inputs else ()):
+        with self.changed(weights, amax if inputs else {}, rows if inputs else ()):
             for i, logits in self.engine.scores(self.rows):
                 answer, p, q = self.answers[i], self.reference[i].float(), torch.log_softmax(logits, -1)
                 kl = (p.exp() * (p - q)).sum(-1).clamp_min(0).double()
                 flips = (p.argmax(-1) != q.argmax(-1))[answer.decides].sum()
                 parts[answer.conversation] += [
-                    float(kl.sum()) / tokens, float(kl[answer.decides].sum()) / count, int(flips) / count
+                    float(kl.sum()) / tokens, float(kl[answer.decides].sum()) / decisions, int(flips) / decisions
                 ]  # fmt: skip
         return np.array(list(parts.values()))
-
-    def cost(
-        self,
-        formats: Mapping[str, str],
-        amax: Mapping[str, float],
-        scale: nvfp4.Scale,
-        importance: Mapping[str, np.ndarray],
-    ) -> float:
-        """Return the divergence with these linears rounded to nearest. All keys are the checkpoint's names of linears."""
-        before = {n: self.linear(n).weight.data for n in formats}
-        tops = self.family.largest_of_group({n: float(w.abs().max()) for n, w in before.items()})
-        after = {}
-        for name, kind in formats.items():
-            if kind == FP8:
-                after[f"{name}.weight"] = fake_quant.fp8(before[name], tops[name])
-            else:
-                tensor_scale = tops[name] / LARGEST_NVFP4
-                after[f"{name}.weight"] = fake_quant.nvfp4_weight(
-                    before[name], tensor_scale, scale, importance.get(name)
-                )
-        narrow = {n: amax[n] for n, f in formats.items() if f in QUANTIZED_INPUTS}
-        with self.changed(after, narrow, {n for n, f in formats.items() if f == FP8}):
-            return self.divergence()
-
-    def cost_of_inputs(self, amax: Mapping[str, float]) -> float:
-        """Return the divergence with only inputs rounded, to NVFP4. amax: linear → its largest |input|."""
-        with self.changed({}, amax):
-            return self.divergence()
 
     def largest_inputs(self, names: Sequence[str]) -> dict[str, float]:
         """Return linear → its largest |input| over the scored answers and their prompts, if it had any."""
@@ -182,45 +125,78 @@ class Trial:
         with contextlib.ExitStack() as hooks, torch.inference_mode():
             for name in names:
                 hooks.enter_context(self.linear(name).register_forward_pre_hook(partial(observe, name)))
-            self.divergence()
+            for _ in self.engine.scores(self.rows):
+                pass
         return largest
 
-    def linear(self, name: str) -> Any:
+    def linear(self, name: str) -> torch.nn.Linear:
         """Return a linear of the model by its name in the checkpoint."""
-        return self.model.get_submodule(self.family.in_form(name, multimodal=False))
+        linear = self.model.get_submodule(self.family.in_form(name, multimodal=False))
+        assert isinstance(linear, torch.nn.Linear)
+        return linear
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return a parameter of the model by its name in the checkpoint."""
-        parameter: torch.Tensor = self.model.get_parameter(self.family.in_form(name, multimodal=False))
-        return parameter.data
+        return self.model.get_parameter(self.family.in_form(name, multimodal=False)).data
 
     @contextlib.contextmanager
     def changed(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        amax: Mapping[str, float],
-        in_fp8: Collection[str] = (),
-        tokens: Collection[str] = (),
+        self, weights: Mapping[str, torch.Tensor], amax: Mapping[str, float], tokens: Collection[str]
     ) -> Iterator[None]:
-        """Give the model other weights and rounded inputs; restore it at the end.
+        """Give linears other weights and rounded inputs; restore them at the end.
 
-        weights: by tensor names of the checkpoint.
         amax: linear → largest input that sets the scale of its inputs, which are rounded to NVFP4.
-        in_fp8: linears whose inputs are rounded to FP8.
         tokens: linears whose inputs are rounded to FP8 with a scale per token.
         """
+
+        def rounds(linear: str, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            undo.enter_context(
+                self.linear(linear).register_forward_pre_hook(lambda _, args: (rounded(args[0]), *args[1:]))
+            )
+
         with contextlib.ExitStack() as undo, torch.inference_mode():
             for name, weight in weights.items():
                 # A parameter of its own: a tied head and the embedding are one.
-                linear = self.linear(name.removesuffix(".weight"))
+                linear = self.linear(name)
                 undo.callback(setattr, linear, "weight", linear.weight)
                 linear.weight = torch.nn.Parameter(weight.to(linear.weight), requires_grad=False)
             for name in tokens:
-                undo.enter_context(self.linear(name).register_forward_pre_hook(fake_quant.fp8_tokens))
+                rounds(name, lambda x: codec.fake_quant_fp8(x, token_scales(x)))
             for name, top in self.family.largest_of_input(amax).items():
-                rounder = fake_quant.fp8 if name in in_fp8 else fake_quant.nvfp4_input
-                undo.enter_context(self.linear(name).register_forward_pre_hook(fake_quant.input_hook(rounder, top)))
+                rounds(name, partial(codec.fake_quant, tensor_scale=top / LARGEST_NVFP4))
             yield
+
+
+class StoredTrials:
+    """Figures of trials on some answers, stored for an interrupted run. The model is loaded when a figure is missing.
+
+    file: in the job's work folder.
+    """
+
+    def __init__(self, job: Job[StrategyOptions], file: str, answers: Sequence[TrialAnswer]) -> None:
+        self.folder, self.answers, self.file = ModelFolder(job.model), answers, job.measurements(file)
+        self.figures: dict[str, list[list[float]]] = self.file.load({})
+
+    @cached_property
+    def trial(self) -> Trial:
+        return Trial(self.folder, self.answers)
+
+    def stored(self, key: str, measure: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the figures called `key`, measured where there are none."""
+        if key not in self.figures:
+            self.figures[key] = np.nan_to_num(measure(), nan=BROKEN, posinf=BROKEN).tolist()
+            self.file.save(self.figures)
+        return np.array(self.figures[key])
+
+    def shares(self, key: str, plan: QuantizationPlan) -> np.ndarray:
+        """Return Trial.shares of a plan, stored as `key`."""
+        return self.stored(key, lambda: self.trial.shares(plan))
+
+
+def fp8_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [N, K] rounded to E4M3 and back under a multiplier per row, amax / 448."""
+    amax = weight.float().abs().amax(-1, keepdim=True)
+    return codec.fake_quant_fp8(weight, torch.where(amax > 0, amax / LARGEST_E4M3, 1.0))
 
 
 def spread(samples: Sequence[CalibrationSample]) -> Iterator[CalibrationSample]:
@@ -230,9 +206,3 @@ def spread(samples: Sequence[CalibrationSample]) -> Iterator[CalibrationSample]:
         by_category.setdefault(sample.category, []).append(sample)
     for index in range(max(map(len, by_category.values()))):
         yield from (rows[index] for rows in by_category.values() if index < len(rows))
-
-
-def load(folder: ModelFolder) -> Any:
-    """Load the source model: on a GPU where there is one, else on the CPU."""
-    device, dtype = device_and_dtype(folder)
-    return load_model(folder.path, dtype=dtype, device=device)

@@ -142,7 +142,7 @@ class RealTokens:
         ends = itertools.accumulate(map(len, self.real))
         self.parts = [slice(end - len(r), end) for end, r in zip(ends, self.real, strict=True)]
         self.rows = torch.cat([self.of_real(i, state) for i, state in enumerate(self.model.states)])
-        size = CHUNK[device_kind(self.model.device)]
+        size = CHUNK[device_kind()]
         self.chunks = [slice(i, i + size) for i in range(0, len(self.rows), size)]
 
     def of_real(self, batch: int, x: torch.Tensor) -> torch.Tensor:

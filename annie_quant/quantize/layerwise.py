@@ -27,6 +27,7 @@ from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX
 from annie_quant.offline import caches, deltanet
+from annie_quant.offline.caches import Layered
 from annie_quant.offline.codec import to_torch
 from annie_quant.offline.experts import SingleExperts, separate
 from annie_quant.quantize.backend import device_and_dtype, has_triton
@@ -168,7 +169,7 @@ class Prefixes:
         # Batch → what it keeps, and which of its columns are no padding, bool [B, columns].
         self.caches: dict[int, tuple[DynamicCache, torch.Tensor]] = {}
 
-    def layer_of(self, cache: DynamicCache) -> Any:
+    def layer_of(self, cache: DynamicCache) -> Layered:
         """Return a view of a cache with this layer alone, for functions of caches.py; the other layers have no entries."""
         return SimpleNamespace(layers=[cache.layers[self.index]])
 
@@ -269,7 +270,7 @@ class DecoderLayers:
 
     def forward(
         self,
-        module: Callable[..., Any],
+        module: torch.nn.Module,
         state: torch.Tensor,
         offsets: torch.Tensor | None = None,
         cache: DynamicCache | None = None,

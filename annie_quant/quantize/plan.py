@@ -41,7 +41,6 @@ class QuantizationPlan:
     amax: largest |input| of the linears with quantized activations. An expert that saw no token may be left out if another
         expert of its layer is present.
     scale: rule by which block scales are chosen.
-    importance: float32 [K], weights of the squared error in that choice.
     weights: tensor name → array that replaces the source's tensor, in any float dtype; one that is not quantized is rounded
         to the source's dtype.
     packed: finished codes.
@@ -54,7 +53,6 @@ class QuantizationPlan:
     formats: dict[str, str]
     amax: dict[str, float] = field(default_factory=dict)
     scale: nvfp4.Scale = "amax"
-    importance: dict[str, np.ndarray] = field(default_factory=dict)
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
     packed: dict[str, nvfp4.Tensor] = field(default_factory=dict)
     tensor_amax: dict[str, float] = field(default_factory=dict)
@@ -91,10 +89,11 @@ def export(
     write: Callable[[Path, list[Planned]], object] = writer.write,
 ) -> None:
     """Write tensors and settings into the folder `output`. write: writes the planned tensors into a folder."""
-    check(folder, plan)
-    write(output, planned_tensors(folder, plan))
+    exported = Export(folder, plan)
+    exported.check()
+    write(output, exported.tensors())
     config = untied(folder.config) if unties(folder, plan.formats) else folder.config
-    writer.write_settings(output, config, modelopt.settings(plan.formats, excluded_names(folder, plan), GROUP))
+    writer.write_settings(output, config, modelopt.settings(plan.formats, exported.excluded_names(), GROUP))
 
 
 def untied(config: JsonObject) -> JsonObject:
@@ -104,122 +103,99 @@ def untied(config: JsonObject) -> JsonObject:
     return config | nested | {"tie_word_embeddings": False}
 
 
-def excluded_names(folder: ModelFolder, plan: QuantizationPlan) -> list[str]:
-    """Return the names that settings list as excluded: modules with a matrix, and for the experts of a layer all of them at once.
-
-    ModelOpt lists embeddings, convolutions and a tied head as well, and shortens names to prefixes ("model.layers.0.self_attn*").
-    """
-    experts, names = folder.family.experts, set()
-    tied = (
-        ["lm_head"] if folder.text_config.get("tie_word_embeddings", folder.config.get("tie_word_embeddings")) else []
-    )
-    other = [n.removesuffix(".weight") for n in folder if n.endswith(".weight") and len(folder.info(n).shape) > 1]
-    for module in {*tied, *other, *all_linears(folder)}:
-        if module in plan.formats:
-            continue
-        expert = experts.split(module) if experts else None
-        if experts and expert:
-            single = f"{module}.weight" in folder
-            names.add(f"{expert[0]}.{experts.module}{'*' if single else ''}")
-        else:
-            names.add(module)
-    return sorted(names)
-
-
-def check(folder: ModelFolder, plan: QuantizationPlan) -> None:
-    """Check that linears that are served together have one format, and that every quantized input has a scale."""
-    for group in folder.family.served_groups(all_linears(folder)):
-        if len({plan.formats.get(n) for n in group}) > 1:
-            first = ", ".join(group[:3]) + (f" and {len(group) - 3} more" if group[3:] else "")
-            raise CheckpointError(
-                f"{first} are served together and would differ in format", "exclude or quantize them together"
-            )
-    inputs = plan.all_input_scales(folder.family)
-    for name, kind in plan.formats.items():
-        if kind in QUANTIZED_INPUTS and not inputs.get(name):
-            raise CheckpointError(
-                f"{name}: no input reached it in calibration, so it has no input scale", "give more --calib-data"
-            )
-
-
-def planned_tensors(folder: ModelFolder, plan: QuantizationPlan) -> list[Planned]:
-    """Return the output's tensors in the source's order: two to four per quantized linear, the others as they are."""
-    scales, inputs = TensorScales(folder, plan), plan.all_input_scales(folder.family)
-    planned: list[Planned] = []
-    for name in names_to_write(folder, plan):
-        module = name.removesuffix(".weight")
-        if name.endswith(".weight") and module in plan.formats:
-            planned += linear_tensors(folder, plan, module, partial(scales.of, module), inputs.get(module))
-            continue
-        info, changed = folder.info(name), plan.weights.get(name)
-        load = partial(folder.pieces, name) if changed is None else partial(np.asarray, changed, info.numpy_dtype)
-        planned.append(Planned(name, info.dtype, info.shape, load))
-    if unties(folder, plan.formats):
-        planned += linear_tensors(folder, plan, HEAD, partial(scales.of, HEAD), inputs.get(HEAD))
-    return planned
-
-
-def linear_tensors(
-    folder: ModelFolder,
-    plan: QuantizationPlan,
-    module: str,
-    scale: Callable[[], np.float32],
-    input_scale: np.float32 | None,
-) -> list[Planned]:
-    """Return the tensors of one quantized linear. scale: returns the multiplier of its whole weight."""
-    kind, name = plan.formats[module], weight_name(folder, module)
-    info = folder.info(name)
-    shape = (info.shape[0], info.shape[1])
-    if kind == FP8:
-        return modelopt.fp8_tensors(module, shape, partial(weight_of, folder, name, plan), scale, input_scale)
-    if kind == FP8_CHANNEL:
-        return modelopt.fp8_channel_tensors(module, shape, partial(rows_of, folder, name, plan))
-    pack = partial(pack_rows, folder, module, plan, scale)
-    return modelopt.nvfp4_tensors(module, shape, pack, scale, GROUP, input_scale, source_bytes=info.size_bytes)
-
-
-def names_to_write(folder: ModelFolder, plan: QuantizationPlan) -> Iterator[str]:
-    """Yield the source's tensors in file order, merged experts that change in parts: one name per expert and linear."""
-    for name in folder:
-        parts = folder.parts_of(name)
-        changes = any(p.removesuffix(".weight") in plan.formats or p in plan.weights for p in parts)
-        yield from parts if changes else [name]
-
-
-def weight_of(folder: ModelFolder, name: str, plan: QuantizationPlan) -> np.ndarray:
-    """Return a weight as the strategy changed it, or the source's."""
-    return plan.weights[name] if name in plan.weights else folder.tensor(name)
-
-
-def rows_of(folder: ModelFolder, name: str, plan: QuantizationPlan) -> Iterator[np.ndarray]:
-    """Yield a weight's rows in order, in one or more pieces."""
-    return iter([plan.weights[name]]) if name in plan.weights else folder.rows(name)
-
-
-def pack_rows(
-    folder: ModelFolder, module: str, plan: QuantizationPlan, scale: Callable[[], np.float32]
-) -> Iterator[nvfp4.Tensor]:
-    """Yield a linear's packed rows in order, in one or more pieces."""
-    if module in plan.packed:
-        yield plan.packed[module]
-        return
-    for rows in rows_of(folder, weight_name(folder, module), plan):
-        yield nvfp4.pack(
-            rows, tensor_scale=float(scale()), scale=plan.scale, group=GROUP, importance=plan.importance.get(module)
-        )
-
-
-class TensorScales:
-    """The multipliers of whole tensors, one per fused group, computed when they are first needed."""
+class Export:
+    """What a plan makes of a checkpoint: names, formats and tensors. Scales of whole tensors are computed when they are needed."""
 
     def __init__(self, folder: ModelFolder, plan: QuantizationPlan) -> None:
-        self.folder, self.plan = folder, plan
+        self.folder, self.plan, self.experts = folder, plan, folder.family.experts
+        self.inputs = plan.all_input_scales(folder.family)
         groups = folder.family.fused_groups(plan.formats.keys() - plan.packed.keys())
         self.group_of = {m: group for group in groups for m in group}
         self.scales: dict[str, np.float32] = {m: np.float32(t.tensor_scale) for m, t in plan.packed.items()}
 
-    def of(self, module: str) -> np.float32:
-        """Return the multiplier of a linear: amax / 2688 for NVFP4 (by the rule of plan.scale), amax / 448 for FP8."""
+    def excluded_names(self) -> list[str]:
+        """Return the names that settings list as excluded: modules with a matrix, and for a layer's experts all of them at once.
+
+        ModelOpt lists embeddings, convolutions and a tied head as well. It shortens names to prefixes
+        ("model.layers.0.self_attn*").
+        """
+        folder, names = self.folder, set()
+        tied = folder.text_config.get("tie_word_embeddings", folder.config.get("tie_word_embeddings"))
+        other = [n.removesuffix(".weight") for n in folder if n.endswith(".weight") and len(folder.info(n).shape) > 1]
+        for module in {*(["lm_head"] if tied else []), *other, *all_linears(folder)} - self.plan.formats.keys():
+            expert = self.experts.split(module) if self.experts else None
+            if self.experts and expert:
+                single = f"{module}.weight" in folder
+                names.add(f"{expert[0]}.{self.experts.module}{'*' if single else ''}")
+            else:
+                names.add(module)
+        return sorted(names)
+
+    def check(self) -> None:
+        """Check that linears that are served together have one format, and that every quantized input has a scale."""
+        formats = self.plan.formats
+        for group in self.folder.family.served_groups(all_linears(self.folder)):
+            if len({formats.get(n) for n in group}) > 1:
+                first = ", ".join(group[:3]) + (f" and {len(group) - 3} more" if group[3:] else "")
+                raise CheckpointError(
+                    f"{first} are served together and would differ in format", "exclude or quantize them together"
+                )
+        if missing := [n for n, f in formats.items() if f in QUANTIZED_INPUTS and not self.inputs.get(n)]:
+            raise CheckpointError(
+                f"{missing[0]}: no input reached it in calibration, so it has no input scale", "give more --calib-data"
+            )
+
+    def tensors(self) -> list[Planned]:
+        """Return the output's tensors in the source's order: two to four per quantized linear, the others as they are.
+
+        Merged experts that change in parts get one name per expert and linear.
+        """
+        folder, plan = self.folder, self.plan
+        planned: list[Planned] = []
+        for whole in folder:
+            parts = folder.parts_of(whole)
+            changes = any(p.removesuffix(".weight") in plan.formats or p in plan.weights for p in parts)
+            for name in parts if changes else [whole]:
+                module = name.removesuffix(".weight")
+                if name.endswith(".weight") and module in plan.formats:
+                    planned += self.linear(module)
+                    continue
+                info, changed = folder.info(name), plan.weights.get(name)
+                load = (
+                    partial(folder.pieces, name) if changed is None else partial(np.asarray, changed, info.numpy_dtype)
+                )
+                planned.append(Planned(name, info.dtype, info.shape, load))
+        return planned + (self.linear(HEAD) if unties(folder, plan.formats) else [])
+
+    def linear(self, module: str) -> list[Planned]:
+        """Return the tensors of one quantized linear."""
+        kind, info = self.plan.formats[module], self.folder.info(weight_name(self.folder, module))
+        shape, scale, inputs = (info.shape[0], info.shape[1]), partial(self.scale, module), self.inputs.get(module)
+        if kind == FP8:
+            return modelopt.fp8_tensors(module, shape, partial(self.weight, info.name), scale, inputs)
+        if kind == FP8_CHANNEL:
+            return modelopt.fp8_channel_tensors(module, shape, partial(self.rows, info.name))
+        pack = partial(self.pack_rows, module)
+        return modelopt.nvfp4_tensors(module, shape, pack, scale, GROUP, inputs, source_bytes=info.size_bytes)
+
+    def weight(self, name: str) -> np.ndarray:
+        """Return a weight as the strategy changed it, or the source's."""
+        return self.plan.weights[name] if name in self.plan.weights else self.folder.tensor(name)
+
+    def rows(self, name: str) -> Iterator[np.ndarray]:
+        """Yield a weight's rows in order, in one or more pieces."""
+        return iter([self.plan.weights[name]]) if name in self.plan.weights else self.folder.rows(name)
+
+    def pack_rows(self, module: str) -> Iterator[nvfp4.Tensor]:
+        """Yield a linear's packed rows in order, in one or more pieces."""
+        if module in self.plan.packed:
+            yield self.plan.packed[module]
+            return
+        for rows in self.rows(weight_name(self.folder, module)):
+            yield nvfp4.pack(rows, tensor_scale=float(self.scale(module)), scale=self.plan.scale, group=GROUP)
+
+    def scale(self, module: str) -> np.float32:
+        """Return the multiplier of a linear's weight: amax / 2688 for NVFP4 (by the rule of plan.scale), amax / 448 for FP8."""
         if module not in self.scales:
             group = self.group_of.get(module, [module])
             top = max(self.amax(m) for m in group)
@@ -235,7 +211,7 @@ class TensorScales:
         if module in self.plan.tensor_amax:
             return self.plan.tensor_amax[module]
         name = weight_name(self.folder, module)
-        values = [float(nvfp4.amax(rows)) for rows in rows_of(self.folder, name, self.plan)]
+        values = [float(nvfp4.amax(rows)) for rows in self.rows(name)]
         if not np.isfinite(values).all():
             raise CheckpointError(f"{name}: holds NaN or inf", "the source checkpoint is damaged: download it again")
         return max(values, default=0.0)

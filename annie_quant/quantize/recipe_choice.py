@@ -15,14 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from annie_quant.checkpoint.shards import ModelFolder
+import numpy as np
+
 from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.documents import HeldOut, Ingredient
-from annie_quant.quantize.backend import device_and_dtype, device_kind
-from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample
+from annie_quant.quantize.backend import device_kind
+from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import NVFP4
-from annie_quant.quantize.kl_trial import Trial, answers_to_score
+from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
 from annie_quant.quantize.layer_rounder import Method
 from annie_quant.quantize.rounding import round_model
 from annie_quant.quantize.strategy import Job, StrategyOptions
@@ -32,7 +33,6 @@ HELD_OUT = 4  # at most one conversation of this many
 DECISIONS = 2000  # tokens that decide; with fewer, only large differences are detected
 POSITIONS = {"cpu": 8192, "cuda": 1 << 17}  # held-out tokens at most, prompts included
 TOKENS = 8192  # of answers, whose logits stay in memory
-BROKEN = 1e6  # divergence of a recipe whose scores are not finite
 
 Changes = dict[str, Any]  # settings of a Method
 EFFORTS = ("fast", "normal", "max")
@@ -76,7 +76,7 @@ def choose_method(
     start: GPTQ with the user's settings.
     tried: ingredients in their order. Scores of an interrupted run are used again.
     """
-    device = device_kind(device_and_dtype(ModelFolder(job.model))[0])
+    device = device_kind()
     learned, held = hold_out(samples, POSITIONS[device])
     conversations = len({s.row for s in samples})
     if not held:
@@ -156,8 +156,8 @@ def held_out_line(held: HeldOut, conversations: int) -> str:
     return f"{line}; with fewer than {DECISIONS:,} only large differences count (annie-quant data --n, or init --logs, gives more)"
 
 
-class Trials:
-    """Scores methods on held-out answers, and keeps the scores for an interrupted run."""
+class Trials(StoredTrials):
+    """Scores methods on held-out answers. samples: to round with."""
 
     def __init__(
         self,
@@ -167,56 +167,53 @@ class Trials:
         held: Sequence[CalibrationSample],
         progress: Progress,
     ) -> None:
-        self.job, self.formats, self.samples, self.held, self.progress = job, formats, samples, held, progress
-        self.file = job.measurements("recipes.json")
-        self.scores: dict[str, list[list[float]]] = self.file.load({})
-        self.trial: Trial | None = None
+        super().__init__(job, "recipes.json", answers_to_score(held, TOKENS, cut=False))
+        self.job, self.formats, self.samples, self.progress = job, formats, samples, progress
 
-    def score(self, method: Method, title: str) -> list[list[float]]:
-        """Return each conversation's share of four figures: KL and decisions as served, and the same with no input rounded."""
-        # Formats differ between runs with other limits that continue the same measurements.
-        key = f"{method!r} {sha256_text(json.dumps(sorted(self.formats.items())))[:12]}"
-        if key not in self.scores:
-            if self.trial is None:
-                answers = answers_to_score(self.held, RESPONSE, TOKENS, cut=False)
-                self.trial = Trial(ModelFolder(self.job.model), answers)
+    def score(self, method: Method, title: str) -> np.ndarray:
+        """Return each conversation's share of KL and decisions, as served and with no input rounded [conversations, 4]."""
+
+        def measure() -> np.ndarray:
             self.progress.message(f"recipe {title}")
             # A name per recipe: a run that is killed before the removal must not continue with the layers of another one.
             layers = f"trial-{sha256_text(key)[:12]}"
             plan = round_model(self.job, self.formats, self.samples, method, self.progress, layers)
-            served = self.trial.divergence_of(plan, inputs=True)
-            unrounded = served
+            served = unrounded = self.trial.shares(plan)
             if NVFP4 in self.formats.values():
-                unrounded = self.trial.divergence_of(plan, inputs=False)
-            pairs = zip(served, unrounded, strict=True)
-            self.scores[key] = [[x if math.isfinite(x) else BROKEN for x in (*a, *b)] for a, b in pairs]
-            self.file.save(self.scores)
+                unrounded = self.trial.shares(plan, inputs=False)
             self.job.remove(layers)
-        return self.scores[key]
+            return np.concatenate((served[:, :2], unrounded[:, :2]), 1)
+
+        # Formats differ between runs with other limits that continue the same measurements.
+        key = f"{method!r} {sha256_text(json.dumps(sorted(self.formats.items())))[:12]}"
+        return self.stored(key, measure)
 
 
 @dataclass(frozen=True)
 class ScoredMethod:
-    """A method, and each conversation's share of the four held-out figures. parts: [conversations][4]."""
+    """A method, and each conversation's share of the four held-out figures. parts: float64 [conversations, 4]."""
 
     name: str
     method: Method
-    parts: list[list[float]]
+    parts: np.ndarray
 
     def change(self, before: ScoredMethod) -> tuple[float, float]:
         """Return the divergence minus that of another recipe, and the standard error of this difference."""
-        differences = [sum(a) - sum(b) for a, b in zip(self.parts, before.parts, strict=True)]
-        n, mean = len(differences), sum(differences) / len(differences)
-        variance = sum((d - mean) ** 2 for d in differences) * n / max(1, n - 1)
-        return sum(differences), math.sqrt(variance)
+        pairs = zip(self.parts.tolist(), before.parts.tolist(), strict=True)
+        return with_noise([sum(a) - sum(b) for a, b in pairs])
 
     def entry(self, before: ScoredMethod | None) -> Ingredient:
         """Return the line of the trace. before: the recipe that it was compared with, if any."""
-        figures = [sum(part[i] for part in self.parts) for i in range(4)]
         change, noise = (0.0, 0.0) if before is None else self.change(before)
-        kl, decisions, kl_w4a16, decisions_w4a16 = figures
+        kl, decisions, kl_w4a16, decisions_w4a16 = (float(figure) for figure in self.parts.sum(0))
         used = before is None or change < -noise
         return Ingredient(self.name, used, kl, decisions, kl_w4a16, decisions_w4a16, change, noise)
+
+
+def with_noise(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the sum of differences, one per conversation, and its standard error."""
+    n, mean = len(differences), sum(differences) / len(differences)
+    return sum(differences), math.sqrt(sum((d - mean) ** 2 for d in differences) * n / max(1, n - 1))
 
 
 def entry_line(entry: Ingredient) -> str:

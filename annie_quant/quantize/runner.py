@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import time
@@ -18,15 +19,16 @@ from annie_quant.checkpoint.writer import check_name, check_output, staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
 from annie_quant.core.files import read_json, sha256_text, write_json
 from annie_quant.core.progress import Progress, as_progress
+from annie_quant.core.resume import launcher_rank
 from annie_quant.data.rows import check_prompt_hash, read_conversations
 from annie_quant.documents import RECIPE_FILE, Recipe
 from annie_quant.documents.persona import load_persona
 from annie_quant.quantize import kv_cache as kv_cache_format
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import expected_bytes
-from annie_quant.quantize.frontier_report import FRONTIER_PICTURE, draw_frontier
+from annie_quant.quantize.frontier import FRONTIER_PICTURE, draw_frontier
 from annie_quant.quantize.plan import QuantizationPlan, export
-from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, rank, sha256_of
+from annie_quant.quantize.strategy import Job, Strategy, StrategyOptions, sha256_of
 
 
 class QuantizeResult(msgspec.Struct):
@@ -48,7 +50,7 @@ class QuantizeResult(msgspec.Struct):
 
 def available() -> dict[str, str]:
     """Return name → summary of every strategy."""
-    return {name: strategies.find(name).summary for name in strategies.names()}
+    return {name: strategy.summary for name, strategy in strategies.available().items()}
 
 
 def run(
@@ -65,7 +67,7 @@ def run(
     persona: str | None = None,
     allow_prompt_mismatch: bool = False,
     kv_cache: str = "none",
-    **options: Any,
+    **options: object,
 ) -> QuantizeResult:
     """Quantize `model` into `output`.
 
@@ -95,9 +97,9 @@ def run(
         seed=seed,
         work=output.with_name(f".{output.name}.work"),
     )
-    kv_format = kv_cache_format.check(kv_cache)
+    kv_format, rank = kv_cache_format.check(kv_cache), launcher_rank()
     # What needs no library is reported before libraries and the model are loaded.
-    check_output(job.output, force or rank() > 0, (job.model, job.calib_data))
+    check_output(job.output, force or rank > 0, (job.model, job.calib_data))
     if part.cost.passes:
         _ = job.conversations
     strategies.check_family(part, read_object(job.model / "config.json") or {})
@@ -107,8 +109,8 @@ def run(
     start, progress = time.monotonic(), as_progress(report)
     key = {"strategy": part.name, "version": __version__, **part.resume_key(job)} if part.resume_key else None
     # Under a launcher of several processes the first one writes; the others only compute.
-    first = rank() == 0
-    target = job.output if first else job.output.with_name(f".{job.output.name}.rank{rank()}")
+    first = rank == 0
+    target = job.output if first else job.output.with_name(f".{job.output.name}.rank{rank}")
     with staged(target, key, force or not first, inputs=(job.model, job.calib_data)) as folder:
         plan = part.plan(job, progress)
         if first:
@@ -136,7 +138,7 @@ def write(part: Strategy, job: Job[StrategyOptions], plan: QuantizationPlan, pro
     """Write the plan into job.output, with the reports and the files that a serving runtime needs besides the weights."""
     if plan.coverage:
         plan.coverage.report(job.output, progress)
-    if plan.frontier:
+    if plan.frontier and importlib.util.find_spec("matplotlib"):
         draw_frontier(plan.frontier, job.output / FRONTIER_PICTURE)
     if part.write:
         part.write(job, plan, progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -15,7 +14,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import source_key
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
-from annie_quant.core.resume import KeyedJson, keyed_folder
+from annie_quant.core.resume import KeyedJson, keyed_folder, launcher_rank
 from annie_quant.quantize.formats import BITS, NVFP4, PLAIN_BITS, W4A16
 
 if TYPE_CHECKING:
@@ -38,15 +37,16 @@ class StrategyOptions:
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ()
 
 
+Default = TypeVar("Default")
 OptionsType = TypeVar("OptionsType", bound=StrategyOptions, covariant=True)
 
 
-def option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
+def option(default: Default, help: str, choices: tuple[Default, ...] = ()) -> Default:
     """Return a field of StrategyOptions. A value that a user gives takes the type of the default."""
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
-def activations_option() -> Any:
+def activations_option() -> str:
     return option("4", "bits of the activations: 4 (W4A4) or 16 (only weights are quantized)", ("4", "16"))
 
 
@@ -106,16 +106,11 @@ class Job(Generic[OptionsType]):
 
     def work_folder(self) -> Path:
         """Return the work folder, emptied unless it was made with the same key. The first process makes it."""
-        return keyed_folder(self.work, self.key(), wait_s=WAIT_FOR_FIRST_S if rank() else 0.0)
+        return keyed_folder(self.work, self.key(), wait_s=WAIT_FOR_FIRST_S if launcher_rank() else 0.0)
 
     def remove(self, name: str) -> None:
         """Remove a folder inside the work folder."""
         shutil.rmtree(self.work / name, ignore_errors=True)
-
-
-def rank() -> int:
-    """Return which of a launcher's processes (torchrun, accelerate launch) this is; 0 where there is one."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def sha256_of(file: Path | None) -> str | None:

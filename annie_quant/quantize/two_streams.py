@@ -18,7 +18,6 @@ import torch
 from annie_quant import nvfp4
 from annie_quant.quantize.column_sweep import nearest, sweep
 from annie_quant.quantize.hessian import LEAST_WEIGHT, FactorError, Hessian
-from annie_quant.quantize.input_stats import by_input
 from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, RoundingTask
 from annie_quant.quantize.layerwise import DecoderLayer, Observer, inputs_of
 
@@ -206,6 +205,14 @@ class StreamRounder(LayerRounder):
             fake = self.fake.linears[name].weight
             fake.data = rounded.values.to(fake)
             start += size
+
+
+def by_input(expert_groups: Iterable[list[str]]) -> list[list[list[str]]]:
+    """Return the groups of experts' linears, with the groups of all experts that read the same kind of input in one list."""
+    kinds: dict[tuple[str, ...], list[list[str]]] = {}
+    for group in expert_groups:
+        kinds.setdefault(tuple(n.rpartition(".")[2] for n in group), []).append(group)
+    return list(kinds.values())
 
 
 def largest_change(values: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> float:

@@ -88,17 +88,6 @@ def test_host_arrays_and_other_objects_are_refused_with_a_message():
             arrays.view(array, "x")
 
 
-def test_a_cuda_array_is_read_by_interface():
-    class Fake:
-        __cuda_array_interface__ = {  # noqa: RUF012
-            "shape": (4, 6), "typestr": "<f2", "data": (0, False), "version": 3, "strides": (24, 2),
-        }  # fmt: skip
-
-    actual = arrays._from_interface(Fake(), "x") if not BUILT or without_gpu() else None
-    if actual:
-        assert (actual.shape, actual.strides, actual.dtype, actual.contiguous) == ((4, 6), (12, 1), "float16", False)
-
-
 def test_torch_operator_has_a_fake_kernel():
     torch = pytest.importorskip("torch")
     from annie_quant.gemm import torch_op

@@ -1,7 +1,6 @@
 """The GEMM kernels on a CUDA GPU against the float64 oracle; skipped without a GPU. Needs only NumPy and ml_dtypes."""
 
 import contextlib
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +9,7 @@ from gemm_cases import adversarial, encode, ue4m3
 from gemm_module import count_devices
 
 from annie_quant.core.errors import UsageError
-from annie_quant.gemm.arrays import native
+from annie_quant.gemm.arrays import View, native
 
 gemm = pytest.importorskip("annie_quant.gemm")
 oracle = gemm.oracle
@@ -44,10 +43,9 @@ def run(x, codes, scales, ts, out_dtype="float32", fault=None, **more):
 
 
 def _slice(raw, start, shape):
-    """A slice of a device array, as another library would pass it."""
-    data = (raw.ptr + start * (raw.nbytes // raw.shape[0]), False)
-    return SimpleNamespace(
-        __cuda_array_interface__={**raw.__cuda_array_interface__, "shape": shape, "data": data}, keep=raw
+    """A slice of a device array [n], as a matrix."""
+    return View(
+        raw.ptr + start * (raw.nbytes // raw.shape[0]), shape, (shape[1], 1), raw.dtype, raw.device, raw, raw.stream
     )
 
 

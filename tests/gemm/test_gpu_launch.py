@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +11,7 @@ from gemm_module import count_devices
 from paths import ROOT
 
 from annie_quant.core.errors import UsageError
-from annie_quant.gemm.arrays import native
+from annie_quant.gemm.arrays import View, native
 
 gemm = pytest.importorskip("annie_quant.gemm")
 COUNT = count_devices()
@@ -193,12 +192,12 @@ def test_a_launch_waits_for_the_stream_that_an_array_announces(stream):
     weight, codes, scales = layer()
     x = activations(8, 1024, 4)
     source, target = gemm.to_device(x), gemm.to_device(np.zeros_like(x))
-    face = {**target.__cuda_array_interface__, "stream": stream}
+    late = View(target.ptr, target.shape, (1024, 1), target.dtype, target.device, target, stream)
     other = native().stream_new()
     keep = busy(stream)  # noqa: F841
     native().copy(target.ptr, source.ptr, target.nbytes, stream)  # late: a launch that does not wait reads zeros
     out = gemm.DeviceArray((8, 1024), "float32")
-    gemm.w4a16(SimpleNamespace(__cuda_array_interface__=face), weight, out, stream=other)
+    gemm.w4a16(late, weight, out, stream=other)
     assert is_right(out.host(), x, codes, scales)
     native().stream_free(other)
 

@@ -1,4 +1,4 @@
-"""The torch operator and other libraries' arrays on a CUDA GPU: torch.compile, CUDA graphs, the caller's stream."""
+"""The torch operator and torch tensors on a CUDA GPU: torch.compile, CUDA graphs, the caller's stream."""
 
 from types import SimpleNamespace
 
@@ -146,38 +146,6 @@ def test_the_self_check_passes_and_finds_planted_faults(layer, dtype):
             weight = torch_op.prepare(codes, scales, 0.01, fault=fault)
             worst = self_check.worst_error(weight, codes, scales, 0.01, dtype)
             assert worst <= 1 if fault is None else worst > 10
-
-
-class OtherLibrary:
-    """A tensor of another library, which has only the CUDA array interface. It announces no stream."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor if tensor.dtype != torch.bfloat16 else tensor.view(torch.int16)
-        face = dict(self.tensor.__cuda_array_interface__)
-        self.__cuda_array_interface__ = face | ({"typestr": "<V2"} if tensor.dtype == torch.bfloat16 else {})
-
-
-@pytest.mark.parametrize("m", [1, 64])
-def test_other_libraries_arrays_on_the_callers_stream(layer, m):
-    weight = gemm.Weight(
-        OtherLibrary(torch.from_numpy(layer.codes).cuda()), OtherLibrary(torch.from_numpy(layer.scales).cuda()), 0.0173
-    )
-    stream = torch.cuda.Stream()
-    source, x, out = tokens(m, 2), torch.zeros(m, K, dtype=torch.bfloat16, device="cuda"), None
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # the copy below is delayed: a launch on another stream would read zeros
-        x.copy_(source)
-        out = torch.empty(m, N, dtype=torch.bfloat16, device="cuda")
-        gemm.w4a16(OtherLibrary(x), weight, OtherLibrary(out), stream=stream.cuda_stream)
-    stream.synchronize()
-    assert within(out, source, layer.weight)
-    half = source.to(torch.float16)
-    face = SimpleNamespace(__cuda_array_interface__=half.__cuda_array_interface__, keep=half)
-    torch.cuda.synchronize()
-    actual = gemm.w4a16(face, weight).host()
-    exact, magnitude = gemm.oracle.linear(half.double().cpu().numpy(), layer.weight)
-    assert gemm.oracle.worst(actual, exact, gemm.oracle.bound(exact, magnitude, K, "float16")) <= 1
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_config_that_contradicts_its_tensors_is_one_line(
 
 def test_a_fold_into_rows_divides_their_biases() -> None:
     from annie_quant import models
-    from annie_quant.models._dense import ATTENTION_OUTPUT
+    from annie_quant.models.dense import ATTENTION_OUTPUT
     from annie_quant.quantize import folding
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Model families: one file each, chosen by model type; names in both forms; no other module knows a tensor's name."""
+"""Model families: one value each, chosen by model type; names in both forms; no other module knows a tensor's name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NEW_FAMILY = '''
 """A family that needs no other change."""
 from dataclasses import replace
 
-from annie_quant.models import llama
+from annie_quant.models import dense
 from annie_quant.models.family import Form
 
-FAMILY = replace(llama.FAMILY, name="New", text=Form("NewForCausalLM", "new"))
+FAMILY = replace(dense.LLAMA, name="New", text=Form("NewForCausalLM", "new"))
 '''
 
 

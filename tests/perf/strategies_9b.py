@@ -34,7 +34,6 @@ MIXTURE = {
 }  # fmt: skip
 # Layers, and a layer's linear weights relative to the 9B's (from the published configurations: 27B is 5120 / 17408, 64 layers).
 FULL = {"9B": (32, 1.0), "27B": (64, 1.74)}
-SETTINGS: dict[str, dict] = {"auto_mixed": {"answers": 16}}
 
 
 def make(folder: Path, layers: int, experts: int) -> None:
@@ -74,7 +73,7 @@ def run(folder: Path, strategy: str, every: float) -> None:
 
     result = quantize.run(
         strategy, folder, target, calib_data=folder / "calibration.jsonl", calib_samples=100, force=True,
-        report=report if every else None, **SETTINGS.get(strategy, {}),
+        report=report if every else None,
     )  # fmt: skip
     cuda = torch.cuda.is_available()
     row = {

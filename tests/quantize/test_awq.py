@@ -17,7 +17,8 @@ from annie_quant.data.rows import read_conversations
 from annie_quant.quantize.formats import choose
 
 torch = pytest.importorskip("torch", reason="folds run in torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import calibration_samples, fake_quant, folding  # noqa: E402
+from annie_quant.offline import codec  # noqa: E402
+from annie_quant.quantize import calibration_samples, folding  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
 BOUND = 1e-3
@@ -118,9 +119,11 @@ def test_folds_do_not_harm_tokens_of_prompts_or_responses(model: object) -> None
                 other.module.load_state_dict(other.module.state_dict() | changed, assign=True)
 
             def observe(x: torch.Tensor, kinds: torch.Tensor, linear: torch.nn.Linear) -> None:
-                rounded = fake_quant.nvfp4_weight(linear.weight.data, float(linear.weight.abs().max()) / LARGEST_NVFP4)
+                rounded = codec.round_weight(linear.weight.data, float(linear.weight.abs().max()) / LARGEST_NVFP4)
                 expected = x @ linear.weight.data.T
-                error = (fake_quant.nvfp4_input(x, float(x.abs().max())) @ rounded.T - expected).square().sum(-1)
+                error = (
+                    (codec.fake_quant(x, float(x.abs().max()) / LARGEST_NVFP4) @ rounded.T - expected).square().sum(-1)
+                )
                 for part, used in enumerate((kinds == 0, kinds > 0)):
                     sums[part] += float(error[used].sum() / expected[used].square().sum())  # noqa: B023
 

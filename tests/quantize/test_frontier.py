@@ -44,8 +44,10 @@ def test_limits_of_size_and_of_cost_are_the_same_points() -> None:
 
 
 def test_equal_costs_take_the_smaller_size_and_equal_sizes_the_smaller_cost() -> None:
-    assert frontier.least_cost([[1.0, 1.0, 2.0]], [[5.0, 3.0, 1.0]], 5.0) == [1]
-    assert frontier.least_cost([[2.0, 1.0]], [[3.0, 3.0]], 3.0) == [1]
+    for costs, sizes in (([[1.0, 1.0, 2.0]], [[5.0, 3.0, 1.0]]), ([[2.0, 1.0]], [[3.0, 3.0]])):
+        front = front_of(costs, sizes)
+        point = front.within_size(sizes[0][0])
+        assert point is not None and front.choices(point) == [1]
 
 
 def test_too_many_points_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,15 @@ from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
+from annie_quant.quantize.formats import NVFP4
 
 torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
 from annie_quant.quantize import calibration_samples  # noqa: E402
-from annie_quant.quantize.calibration_samples import RESPONSE, CalibrationSample  # noqa: E402
+from annie_quant.quantize.calibration_samples import CalibrationSample  # noqa: E402
 
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
 from annie_quant.quantize import frontier, kl_trial, layer_rounder, mixed_formats  # noqa: E402
+from annie_quant.quantize.plan import QuantizationPlan  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +72,18 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(
     """Against transformers' own forward pass, answer by answer, with the C codec in front of the linears."""
     from transformers import AutoModelForCausalLM
 
-    trial = kl_trial.Trial(ModelFolder(home / "model"), kl_trial.answers_to_score(samples, RESPONSE, 10**9))
-    noise = trial.divergence()  # of the float16 reference
+    trial = kl_trial.Trial(ModelFolder(home / "model"), kl_trial.answers_to_score(samples, 10**9))
+
+    def divergence(plan: QuantizationPlan) -> float:
+        return float(trial.shares(plan)[:, :2].sum())
+
+    noise = divergence(QuantizationPlan({}))  # of the float16 reference
     names = [f"model.layers.{i}.mlp.{n}_proj" for i in (0, 3) for n in ("gate", "up", "down")]
     amax = trial.largest_inputs(names)
     assert set(amax) == set(names) and min(amax.values()) > 0
     amax["model.layers.0.mlp.gate_proj"] *= 2  # gate and up are served with one scale, the larger one
-    measured = trial.cost_of_inputs(amax)
-    assert trial.divergence() == noise < 0.05 * measured, "the trial leaves the model as it was"
+    measured = divergence(QuantizationPlan(dict.fromkeys(amax, NVFP4), amax))
+    assert divergence(QuantizationPlan({})) == noise < 0.05 * measured, "the trial leaves the model as it was"
 
     model = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32).eval()
     fused = amax | {"model.layers.0.mlp.up_proj": amax["model.layers.0.mlp.gate_proj"]}
@@ -107,11 +113,10 @@ def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(
 def test_long_answers_share_the_tokens_of_a_trial(samples: list[CalibrationSample]) -> None:
     """With answers longer than all the tokens a trial had no token, and every format was free."""
     assert all(len(s.answer) > 2 for s in samples)
-    answers = kl_trial.answers_to_score(samples, RESPONSE, 2 * kl_trial.LEAST_ANSWERS)
+    answers = kl_trial.answers_to_score(samples, 2 * kl_trial.LEAST_ANSWERS)
     assert len(answers) == min(len(samples), kl_trial.LEAST_ANSWERS)
     for answer, sample in zip(answers, kl_trial.spread(samples), strict=False):
         assert answer.row.prompt == sample.prompt and answer.row.target == sample.answer[:2]
-        assert answer.weights.tolist() == [1.0, 1.0]
 
 
 def test_only_harmless_inputs_are_rounded_and_the_weights_are_all_nvfp4(home: Path) -> None:
@@ -123,7 +128,7 @@ def test_only_harmless_inputs_are_rounded_and_the_weights_are_all_nvfp4(home: Pa
     line = next(line for line in lines if line.startswith("W4A4 for "))
     units, of = (int(word) for word in line.split()[2:5:2])
     folder = ModelFolder(out)
-    groups = mixed_formats.units_of(folder.family, [n.removesuffix(".weight_scale_2") for n in every])
+    groups = mixed_formats.served_units(folder.family, [n.removesuffix(".weight_scale_2") for n in every])
     rounded = {n.removesuffix(".input_scale") for n in narrow}
     assert of == len(groups) and units == sum(members[0] in rounded for members in groups.values())
     for members in groups.values():
@@ -171,29 +176,28 @@ def test_a_run_that_dies_in_a_layer_does_not_measure_again(home: Path, monkeypat
         patch.setattr(layer_rounder.LayerResult, "save", dies)
         with pytest.raises(KeyboardInterrupt):
             run(home, "layer")
-    monkeypatch.setattr(kl_trial.Trial, "cost_of_inputs", lambda *args: pytest.fail("measured again"))
+    monkeypatch.setattr(kl_trial.Trial, "shares", lambda *args: pytest.fail("measured again"))
     assert checkpoint.audit(run(home, "layer"), source=home / "model").ok
 
 
 def test_a_run_that_dies_while_it_measures_does_not_measure_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(home, "whole")
-    cost, calls = kl_trial.Trial.cost_of_inputs, []
+    shares, calls = kl_trial.Trial.shares, []
 
-    def dies(self: kl_trial.Trial, amax: dict[str, float]) -> float:
+    def dies(self: kl_trial.Trial, plan: QuantizationPlan) -> np.ndarray:
         if len(calls) == 3:
             raise KeyboardInterrupt
-        calls.append(tuple(amax))
-        return cost(self, amax)
+        calls.append(tuple(plan.formats))
+        return shares(self, plan)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kl_trial.Trial, "cost_of_inputs", dies)
+        patch.setattr(kl_trial.Trial, "shares", dies)
         with pytest.raises(KeyboardInterrupt):
             run(home, "killed")
     assert not (home / "killed").exists()
-    first = list(calls)
     monkeypatch.setattr(
-        kl_trial.Trial, "cost_of_inputs", lambda self, amax: (calls.append(tuple(amax)), cost(self, amax))[1]
+        kl_trial.Trial, "shares", lambda self, plan: (calls.append(tuple(plan.formats)), shares(self, plan))[1]
     )
     again = run(home, "killed")
-    assert not set(first) & set(calls[3:]) and len(calls) == len(set(calls)) > 6
+    assert len(calls) == len(set(calls)) > 6, "measured again"
     assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}

@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import runtime_models
 
@@ -17,7 +18,7 @@ from annie_quant.quantize.strategy import Job
 
 torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
 from annie_quant.quantize import calibration_samples  # noqa: E402
-from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, RESPONSE, CalibrationSample  # noqa: E402
+from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, CalibrationSample  # noqa: E402
 
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
 from annie_quant.core.progress import Lines  # noqa: E402
@@ -62,15 +63,14 @@ def chosen(monkeypatch: pytest.MonkeyPatch, scores: dict[str, list[float]]) -> t
     """Return what is chosen of methods whose held-out conversations have these divergences; others have gptq's."""
     tried: list[str] = []
 
-    def score(self: Trials, method: Method, title: str) -> list[list[float]]:
+    def score(self: Trials, method: Method, title: str) -> np.ndarray:
         name = title.partition(", ")[2]
         tried.append(name)
-        return [[d, 0.0, 0.0, 0.0] for d in scores.get(name, scores["GPTQ"])]
+        return np.array([[d, 0.0, 0.0, 0.0] for d in scores.get(name, scores["GPTQ"])])
 
     monkeypatch.setattr(Trials, "__init__", lambda self, *args: None)
     monkeypatch.setattr(Trials, "score", score)
-    monkeypatch.setattr(recipe_choice, "device_and_dtype", lambda folder: ("cpu", None))
-    monkeypatch.setattr(recipe_choice, "ModelFolder", lambda path: None)
+    monkeypatch.setattr(recipe_choice, "device_kind", lambda: "cpu")
     samples = [sample(i) for i in range(40)]
     ingredients = list(recipe_choice.ingredients("normal", []))
     lines: list[str] = []
@@ -121,7 +121,8 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
     rng = random.Random(1)
     before = [[rng.random() for _ in range(4)] for _ in range(50)]
     after = [[x + rng.gauss(0, 0.01) for x in row] for row in before]
-    change, noise = ScoredMethod("b", Method(), after).change(ScoredMethod("a", Method(), before))
+    scored = [ScoredMethod(name, Method(), np.array(rows)) for name, rows in (("a", before), ("b", after))]
+    change, noise = scored[1].change(scored[0])
     differences = [sum(a) - sum(b) for a, b in zip(after, before, strict=True)]
     resampled = [sum(rng.choices(differences, k=50)) for _ in range(4000)]
     mean = sum(resampled) / 4000
@@ -151,11 +152,11 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path
     formats = {n: "nvfp4" if "mlp" in n else "w4a16" for n in names}
     job = Job(home / "model", tmp_path / "out", work=tmp_path / "work")
     plan = round_model(job, formats, samples, recipe, Lines(lambda line: None))
-    trial = kl_trial.Trial(folder, kl_trial.answers_to_score(samples, RESPONSE, 10**6, cut=False))
+    trial = kl_trial.Trial(folder, kl_trial.answers_to_score(samples, 10**6, cut=False))
     source = {n: p.clone() for n, p in trial.model.named_parameters()}
-    figures = {inputs: trial.divergence_of(plan, inputs) for inputs in (True, False)}
+    figures = {inputs: trial.shares(plan, inputs)[:, :2] for inputs in (True, False)}
     assert all(torch.equal(p, source[n]) for n, p in trial.model.named_parameters()), "the model is as it was"
-    assert sum(a for a, _ in figures[True]) > sum(a for a, _ in figures[False]) > 0
+    assert figures[True][:, 0].sum() > figures[False][:, 0].sum() > 0
     (tmp_path / "out").mkdir()
     export(folder, job.output, plan)
     copy_companions(home / "model", tmp_path / "out")
@@ -163,7 +164,10 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path
         trial.model = load(tmp_path / "out", numerics, cache="float32", dtype=torch.float32, device="cpu")
         trial.engine = kl_trial.Engine(trial.model)
         with torch.inference_mode():
-            rows = dict(trial.divergences())
+            scores = {
+                i: (trial.reference[i].float(), torch.log_softmax(q, -1)) for i, q in trial.engine.scores(trial.rows)
+            }
+        rows = {i: (p.exp() * (p - q)).sum(-1).clamp_min(0) for i, (p, q) in scores.items()}
         expected = {a.conversation: [0.0, 0.0] for a in trial.answers}
         for i, kl in rows.items():
             answer = trial.answers[i]
@@ -188,17 +192,17 @@ def test_a_killed_run_keeps_its_scores_and_the_document_lists_what_was_tried(
     assert document["held_out"]["conversations"] == 2
     names = [i["name"] for i in document["ingredients"]]
     assert names[0] == "GPTQ" and names[-1] == "plain rounding" and "prompt tokens at 0" in names
-    divergence_of, calls = kl_trial.Trial.divergence_of, 0
+    shares, calls = kl_trial.Trial.shares, 0
 
-    def dies(self, plan, inputs):
+    def dies(self, plan, inputs=True):
         nonlocal calls
         calls += 1
         if calls == 4:
             raise KeyboardInterrupt
-        return divergence_of(self, plan, inputs)
+        return shares(self, plan, inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kl_trial.Trial, "divergence_of", dies)
+        patch.setattr(kl_trial.Trial, "shares", dies)
         with pytest.raises(KeyboardInterrupt):
             run(home, "killed")
     rounded: list[str] = []

@@ -92,31 +92,31 @@ def test_a_killed_training_resumes_with_the_same_result(small: Path, tmp_path: P
 def test_measurements_before_an_interruption_are_not_repeated(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """auto_mixed measures with the same function."""
+    """Of sensitivity's figures: rounded inputs first, then formats; auto_mixed measures with the same functions."""
     from annie_quant.quantize.kl_trial import Trial
 
     measured: list[object] = []
-    cost, save, saved = Trial.cost, KeyedJson.save, []
-    monkeypatch.setattr(Trial, "cost", lambda *args: measured.append(args[1]) or cost(*args))
+    shares, save, saved = Trial.shares, KeyedJson.save, []
+    monkeypatch.setattr(Trial, "shares", lambda *args: measured.append(args[1]) or shares(*args))
 
     def run(name: str) -> dict[str, bytes]:
-        return make("sensitivity", small, tmp_path / name, exclude="layers.0,layers.1,layers.2", bits=13.8, tokens=30)
+        return make("sensitivity", small, tmp_path / name, exclude="layers.0,layers.1,layers.2", bits=13.8)
 
     whole, once = run("whole"), len(measured)
 
     def interrupted(self: KeyedJson, value: object) -> None:
         save(self, value)
         saved.append(self.path)
-        if len(saved) == 2:
+        if [p.name for p in saved].count("format_figures.json") == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(KeyedJson, "save", interrupted)
         run("out")
-    assert saved[1].name == "divergence.json" and saved[1].is_file() and not (tmp_path / "out").exists()
+    assert saved[0].name == "input_shares.json" and saved[-1].is_file() and not (tmp_path / "out").exists()
     assert run("out") == whole
     assert once > 2 and len(measured) == 2 * once
-    assert not saved[1].exists(), "the work folder is removed after success"
+    assert not saved[-1].exists(), "the work folder is removed after success"
 
 
 @pytest.mark.parametrize("strategy", ["awq_lite", "gptq", "w4a16_mixed"])

@@ -18,8 +18,8 @@ MODEL = Path(aq.__file__).parent / "assets/tiny-annie"
 ALL_BUT_LAST = ",".join(f"layers.{i}" for i in range(7))
 # Settings that make the slow strategies short; their results are tested elsewhere.
 SETTINGS: dict[str, dict] = {
-    "sensitivity": {"exclude": ALL_BUT_LAST, "bits": 14.8, "tokens": 30, "calib_samples": 2},
-    "auto_mixed": {"exclude": ALL_BUT_LAST, "bits": 6.0, "tokens": 30, "calib_samples": 2},
+    "sensitivity": {"exclude": ALL_BUT_LAST, "bits": 14.8, "calib_samples": 2},
+    "auto_mixed": {"exclude": ALL_BUT_LAST, "bits": 6.0, "calib_samples": 2},
     "awq_lite": {"exclude": ALL_BUT_LAST, "calib_samples": 2},
     "best": {"exclude": ALL_BUT_LAST, "calib_samples": 2},
     "qad": {"exclude": ALL_BUT_LAST, "steps": 2, "batch": 1, "save": 1, "lr": 1e-6, "calib_samples": 2},

@@ -64,7 +64,7 @@ def test_the_order_of_a_search_is_that_of_the_ranks() -> None:
     order = search.chosen_order(None)
     ranks = [strategies.find(name).cost.rank for name in order]
     assert ranks == sorted(ranks) and len(set(ranks)) == len(ranks)
-    assert set(order) == set(strategies.names()) and order[:2] == ["naive", "best"] and order[-1] == "qad"
+    assert set(order) == set(strategies.available()) and order[:2] == ["naive", "best"] and order[-1] == "qad"
     assert [s.name for s in strategies.by_rank() if s.conservative] == ["auto_mixed"]
 
 
@@ -86,7 +86,7 @@ def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
     """The demo chooses strategies to show, its report their order, and the command line names three as examples."""
     allowed = {"cli/pipeline/demo.py", "report/run.py", "cli/quantize.py", "nvfp4.py"}  # nvfp4.gptq is the algorithm
     package = ROOT / "annie_quant"
-    names = [n for n in strategies.names() if n not in ("direct", "sensitivity", "best")]  # words
+    names = [n for n in strategies.available() if n not in ("direct", "sensitivity", "best")]  # words
     uses = [
         f"{file.relative_to(package)}: {name}"
         for file in package.rglob("*.py")
@@ -97,7 +97,7 @@ def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
     assert uses == []
 
 
-@pytest.mark.parametrize("name", [n for n in strategies.names() if strategies.find(n).cost.passes])
+@pytest.mark.parametrize("name", [n for n, s in strategies.available().items() if s.cost.passes])
 def test_missing_conversations_are_reported_before_libraries_are_loaded(name, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "need", lambda *_: pytest.fail("a library was loaded"))
     (tmp_path / "config.json").write_text("{}")

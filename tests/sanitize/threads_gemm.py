@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 import annie_quant.gemm as gemm
-from annie_quant.gemm.arrays import native
+from annie_quant.gemm.arrays import View, native
 
 M, N, K, BATCH = 32, 512, 1024, 100
 # Two and three kernels per product, tiles of 16 to 128 tokens, different numbers of stages.
@@ -53,7 +53,7 @@ def multiply(products: int, streams: int, shared_workspace: bool, weight: gemm.W
     def work(i: int) -> None:
         x, expected = gemm.to_device(cases[i][0]), cases[i][1]
         outs = gemm.DeviceArray((BATCH, M, N), "float32")
-        slices = [Part(outs, j) for j in range(BATCH)]
+        slices = [part(outs, j) for j in range(BATCH)]
         stream = handles[i % streams]
         start.wait()
         try:
@@ -78,14 +78,10 @@ def multiply(products: int, streams: int, shared_workspace: bool, weight: gemm.W
     return sum(wrong)
 
 
-class Part:
-    """One product's output in a larger array, as another library would pass it."""
-
-    def __init__(self, whole: gemm.DeviceArray, index: int) -> None:
-        size = whole.nbytes // whole.shape[0]
-        face = {**whole.__cuda_array_interface__, "shape": whole.shape[1:], "data": (whole.ptr + index * size, False)}
-        self.__cuda_array_interface__ = face
-        self.whole = whole
+def part(whole: gemm.DeviceArray, index: int) -> View:
+    """Return one product's output in a larger array."""
+    shape, size = whole.shape[1:], whole.nbytes // whole.shape[0]
+    return View(whole.ptr + index * size, shape, (shape[1], 1), whole.dtype, whole.device, whole)
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from annie_quant import documents, models
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
-from annie_quant.models import qwen3_5, qwen3_5_moe
+from annie_quant.models import qwen3_5
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
@@ -154,7 +154,7 @@ def check_settings(folder: ModelFolder, settings: GgufSettings, linears: Mapping
     if missing:
         raise CheckpointError(f"{where}: {missing} is missing", HINT)
     # Qwen3.5's layers include those of the dense families; a name that a model does not have is never looked up.
-    expected = qwen3_5.tensor_shapes(settings) | (qwen3_5_moe.tensor_shapes(settings) if folder.family.experts else {})
+    expected = qwen3_5.tensor_shapes(settings) | (qwen3_5.mixture_shapes(settings) if folder.family.experts else {})
     expected |= {
         name.replace("_proj.weight", "_proj.bias"): (fields, shape[:1])
         for name, (fields, shape) in expected.items()

@@ -1,30 +1,36 @@
-"""One file per strategy, with one `STRATEGY` (annie_quant.quantize.strategy)."""
+"""The strategies: values of type Strategy (annie_quant.quantize.strategy) in the modules of this package."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
 
 from annie_quant import models
 from annie_quant.core import registry
-from annie_quant.core.errors import CheckpointError
+from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.quantize.strategy import Strategy
 
 
-def names() -> list[str]:
-    """Return the names of all strategies, in alphabetical order."""
-    return registry.names(sys.modules[__name__])
+def available() -> dict[str, Strategy]:
+    """Return name → strategy, in alphabetical order."""
+    modules = [importlib.import_module(f"{__name__}.{m}") for m in registry.names(sys.modules[__name__])]
+    found = {s.name: s for module in modules for s in vars(module).values() if isinstance(s, Strategy)}
+    return dict(sorted(found.items()))
 
 
 def find(name: str) -> Strategy:
-    """Return the strategy called `name`. Raises UsageError that lists all of them."""
-    strategy: Strategy = registry.find(sys.modules[__name__], name, "strategy").STRATEGY
-    return strategy
+    """Return the strategy called `name`, in which dashes count as underscores. Raises UsageError that lists all of them."""
+    found = available()
+    try:
+        return found[name.replace("-", "_")]
+    except KeyError:
+        raise UsageError(f"there is no strategy called {name!r}", f"choose one of: {', '.join(found)}") from None
 
 
 def by_rank() -> list[Strategy]:
     """Return all strategies in the order in which a search tries them."""
-    return sorted(map(find, names()), key=lambda s: (s.cost.rank, s.name))
+    return sorted(available().values(), key=lambda s: (s.cost.rank, s.name))
 
 
 def check_family(strategy: Strategy, config: Mapping[str, object]) -> None:

@@ -10,20 +10,17 @@ Under --max-gb, --min-tps or --max-loss the formats of all groups of linears and
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from annie_quant.checkpoint import decode_speed
-from annie_quant.checkpoint.linears import HEAD
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
-from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.formats import NVFP4, W4A16, choose
+from annie_quant.quantize.formats import W4A16, choose
 from annie_quant.quantize.frontier import Limits
-from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
     SWEEP_TIME,
@@ -70,48 +67,23 @@ class BestOptions(StrategyOptions):
 
 def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.calibration_samples import read_samples
-    from annie_quant.quantize.frontier_plan import choose_formats, planner_of
+    from annie_quant.quantize.frontier_plan import plan_model, planner_of
     from annie_quant.quantize.layer_rounder import Method
     from annie_quant.quantize.mixed_formats import formats_of_inputs
-    from annie_quant.quantize.recipe_choice import RecipeChoice, choose_method, ingredients
-    from annie_quant.quantize.rounding import round_model
 
     options, limits = job.options, limits_of(job.options)
     if not 0 <= options.share <= 1:
         raise UsageError(f"share={options.share}: expected a share of 0 to 1", "--set share=0.05")
-    folder = ModelFolder(job.model)
-    chosen, samples = choose(folder, job.exclude), read_samples(job)
+    chosen, samples = choose(ModelFolder(job.model), job.exclude), read_samples(job)
     if str(limits):
-        planner_of(job, limits, dict.fromkeys(chosen, W4A16))
+        planner_of(job, limits, dict.fromkeys(chosen, W4A16))  # refuses limits before anything is measured
     if options.activations == "mixed":
-        formats = formats_of_inputs(job, chosen, samples, options.share, progress)
+        formats = formats_of_inputs(job, chosen, samples, progress, options.share)
     else:
         formats = dict.fromkeys(chosen, four_bit_format(options.activations))
     fixed = options.recipe == "fixed"
-    method = Method(
-        prompt=options.prompt,
-        markup=options.markup,
-        damping=options.damping,
-        two_streams=fixed,
-    )
-    planned = QuantizationPlan(formats)
-    if str(limits):
-        planned = choose_formats(job, limits, formats, samples, method, progress)
-        formats = {n: f for n, f in planned.formats.items() if f in (NVFP4, W4A16) and n != HEAD}
-    announce_size(folder, planned.formats, progress)
-    choice = RecipeChoice(method)
-    if not fixed and formats:
-        start = Method()
-        set_by_user = [n for n in vars(method) if getattr(method, n) != getattr(start, n)]
-        choice = choose_method(job, formats, samples, method, ingredients(options.effort, set_by_user), progress)
-    layers = (
-        f"layers-{sha256_text(json.dumps(sorted(formats.items())))[:12]}"  # other limits may follow in the same folder
-    )
-    result = round_model(job, formats, samples, choice.method, progress, layers)
-    result.held_out, result.ingredients = choice.held_out, list(choice.ingredients)
-    result.frontier, result.formats = planned.frontier, result.formats | planned.formats
-    result.packed |= planned.packed
-    return result
+    method = Method(prompt=options.prompt, markup=options.markup, damping=options.damping, two_streams=fixed)
+    return plan_model(job, limits, formats, samples, method, progress, "" if fixed else options.effort)
 
 
 def limits_of(options: BestOptions) -> Limits:

@@ -27,7 +27,7 @@ from annie_quant.core.files import read_json
 from annie_quant.core.progress import SILENT, ByteProgress, Progress
 from annie_quant.models import short_name
 from annie_quant.quantize.formats import NVFP4, W4A16, choose
-from annie_quant.quantize.plan import QuantizationPlan, export, planned_tensors
+from annie_quant.quantize.plan import Export, QuantizationPlan, export
 from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Job, Strategy, StrategyOptions, option
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -77,7 +77,7 @@ def write_shard(job: Job[DirectOptions], name: str) -> None:
         raise EnvironmentFault(
             f"{job.output}: this worker does not have that folder", "give folders that every machine shares"
         )
-    tensors = planned_tensors(ModelFolder(job.model), plan(job, SILENT))
+    tensors = Export(ModelFolder(job.model), plan(job, SILENT)).tensors()
     shards = writer.layout(tensors, parse_size(job.options.shard_size))
     writer.write_shard(job.output, next(s for s in shards if s.name == name))
 

@@ -1,11 +1,14 @@
-"""The decoder layer of most families: linears, norms and names in a GGUF file, and experts in place of the MLP.
+"""Llama, Qwen2, Qwen3 and Qwen3 MoE, Gemma 3: the decoder layer of most families, with experts in place of the MLP in a mixture.
 
-Qwen, Llama and similar families differ only in the norms and in llama.cpp's names.
+They differ only in norms and in llama.cpp's names, which are those of gguf's tensor_mapping. Sources: transformers'
+modeling_llama.py, modeling_qwen2.py, modeling_qwen3.py, modeling_qwen3_moe.py and modeling_gemma3.py; llama.cpp's
+conversion/llama.py for Llama's order of rows, and src/models/gemma3.cpp for Gemma's constants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from annie_quant.models.family import GGUF_MLP, Experts, Family, Form, GGUFNames, LinearInput
 
@@ -68,7 +71,7 @@ COMMON_UNQUANTIZED = (
 )  # fmt: skip
 
 
-def dense(
+def dense_family(
     name: str,
     class_name: str,
     model_type: str,
@@ -86,3 +89,50 @@ def dense(
     names = GGUFNames(model_type, GGUF_TOP, gguf_layer, {}, interleaved or {}, tensor_scales=tensor_scales)
     form = Form(class_name, model_type)
     return Family(name, form, DENSE_INPUTS, DENSE_FUSED, DENSE_KINDS, COMMON_UNQUANTIZED, gguf=names)
+
+
+# Biases: Llama's `attention_bias` and `mlp_bias` add them to all linears; Qwen2 has them on queries, keys and values.
+LLAMA = dense_family(
+    "Llama",
+    "LlamaForCausalLM",
+    "llama",
+    interleaved={"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"},
+)
+QWEN2 = dense_family("Qwen2", "Qwen2ForCausalLM", "qwen2", tensor_scales=False)
+QWEN3 = dense_family("Qwen3", "Qwen3ForCausalLM", "qwen3")
+QWEN3_GGUF = QWEN3.gguf
+assert QWEN3_GGUF is not None
+# Layers of `mlp_only_layers` have a dense MLP. No activation of an expert is in `inputs`: no strategy folds scales into experts.
+QWEN3_MOE = replace(
+    QWEN3,
+    name="Qwen3 MoE",
+    text=Form("Qwen3MoeForCausalLM", "qwen3_moe"),
+    experts=QWEN_EXPERTS,
+    gguf=QWEN3_GGUF.with_experts("qwen3moe", QWEN_EXPERTS),
+)
+# Norms compute (1 + w), four per layer; those after attention and MLP scale an output, not a linear's input, so nothing is folded
+# into them. Layers with sliding windows have another rotary base. Embeddings are scaled by sqrt(hidden_size) when they are read
+# (DecoderLayers does the same). The head is tied.
+GEMMA3 = Family(
+    name="Gemma 3",
+    text=Form("Gemma3ForCausalLM", "gemma3_text"),
+    inputs=(ATTENTION_INPUT, LinearInput(MLP, "pre_feedforward_layernorm", "norm"), MLP_OUTPUT, ATTENTION_OUTPUT),
+    fused=DENSE_FUSED,
+    kinds=DENSE_KINDS,
+    unquantized=COMMON_UNQUANTIZED,
+    norms_add_one=True,
+    gguf=GGUFNames(
+        architecture="gemma3",
+        top=GGUF_TOP,
+        layer={
+            **GGUF_LAYER,
+            "post_attention_layernorm.weight": "post_attention_norm.weight",
+            "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+            "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+        },
+        mtp={},
+        window_pattern=6,
+        window_rope_theta=10_000.0,
+        tensor_scales=False,
+    ),
+)

@@ -1,0 +1,233 @@
+"""The strategies that are recipes of one engine. `direct` and `best` have their own files.
+
+Each is its formats, and then calibration (input_stats.py), rounding (rounding.py) or formats under a budget (frontier_plan.py).
+
+A to E are the strategies of the original plan. torch is imported when a plan is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.linears import all_linears
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.progress import Progress
+from annie_quant.quantize.formats import FP8, NVFP4, W4A16, choose, excluded
+from annie_quant.quantize.frontier import Limits
+from annie_quant.quantize.plan import QuantizationPlan, announce_size
+from annie_quant.quantize.strategy import (
+    ALL_NVFP4,
+    KEPT_INPUTS,
+    SWEEP_TIME,
+    Cost,
+    Job,
+    Strategy,
+    StrategyOptions,
+    activations_option,
+    four_bit_format,
+    option,
+)
+
+LINEARS = ("mlp", "attention", "deltanet")
+
+
+def max_calibrated(formats_of: Callable[[Job[StrategyOptions]], dict[str, str]]) -> Callable[..., QuantizationPlan]:
+    """Return the plan of a strategy with formats that are known before: the largest inputs set the scales."""
+
+    def plan(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
+        from annie_quant.quantize import input_stats
+
+        return input_stats.max_calibrated(job, formats_of(job), progress)
+
+    return plan
+
+
+def all_nvfp4(job: Job[StrategyOptions]) -> dict[str, str]:
+    return dict.fromkeys(choose(ModelFolder(job.model), job.exclude), NVFP4)
+
+
+NAIVE = Strategy(
+    name="naive",
+    summary="ModelOpt's NVFP4_DEFAULT_CFG, max calibration: smallest, loses manners (the control)",
+    formats=ALL_NVFP4,
+    cost=Cost(rank=10, layerwise=True, passes=1),
+    plan=max_calibrated(all_nvfp4),
+    any_family=True,
+)
+
+
+def mlp_in_nvfp4(job: Job[StrategyOptions]) -> dict[str, str]:
+    return {n: NVFP4 for n in all_nvfp4(job) if ModelFolder(job.model).family.kind_of(n) == "mlp"}
+
+
+# Tool calls are kept where attention keeps its precision. The cost is size: 10.96 GB for a 9B, counted from its shapes.
+MLP_ONLY = Strategy(
+    name="mlp_only",
+    summary="B: ModelOpt's NVFP4_MLP_ONLY_CFG: MLP in NVFP4, attention and DeltaNet stay bf16",
+    formats={"mlp": NVFP4},
+    cost=Cost(rank=80, layerwise=True, passes=1),
+    plan=max_calibrated(mlp_in_nvfp4),
+    any_family=True,
+)
+
+
+def weights_only_or_fp8(job: Job[StrategyOptions]) -> dict[str, str]:
+    folder = ModelFolder(job.model)
+    kind_of = folder.family.kind_of
+    head = {n for n in all_linears(folder) if kind_of(n) == "head"} - excluded(job.exclude, all_linears(folder))
+    formats = {n: W4A16 if kind_of(n) == "mlp" else FP8 for n in choose(folder, job.exclude)}
+    return formats | dict.fromkeys(head, W4A16)
+
+
+# Upstream's recipe for Qwen3.5: no 4-bit activations; 7.42 GB for a 9B, counted from its shapes. NVIDIA's recipe for a Spark
+# (`w4a16_nvfp4-fp8_attn-kv_fp8_cast` of ModelOpt 0.47) is this with --scale amax --kv-cache fp8_cast.
+W4A16_MIXED = Strategy(
+    name="w4a16_mixed",
+    summary="D: MLP and head in NVFP4 W4A16, attention and DeltaNet in FP8: no 4-bit activation anywhere",
+    formats={"mlp": W4A16, "head": W4A16, "attention": FP8, "deltanet": FP8},
+    cost=Cost(rank=60, layerwise=True, passes=1, encode=SWEEP_TIME),
+    plan=max_calibrated(weights_only_or_fp8),
+    scale="sweep",
+)
+
+
+def plan_folds(job: Job[StrategyOptions], progress: Progress) -> QuantizationPlan:
+    from annie_quant.quantize.folding import folded_model
+
+    return folded_model(job, progress)
+
+
+AWQ_LITE = Strategy(
+    name="awq_lite",
+    summary="A: activation-aware scales, searched and folded exactly into norms; plain NVFP4 W4A4",
+    formats=ALL_NVFP4,
+    cost=Cost(rank=30, layerwise=True, passes=22, encode=20),
+    plan=plan_folds,
+)
+
+
+@dataclass(frozen=True)
+class GptqOptions(StrategyOptions):
+    damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
+    prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
+    activations: str = activations_option()
+
+
+def plan_columns(job: Job[GptqOptions], progress: Progress) -> QuantizationPlan:
+    from annie_quant.quantize.calibration_samples import read_samples
+    from annie_quant.quantize.layer_rounder import Method
+    from annie_quant.quantize.rounding import round_model
+
+    folder, options = ModelFolder(job.model), job.options
+    formats = dict.fromkeys(choose(folder, job.exclude), four_bit_format(options.activations))
+    announce_size(folder, formats, progress)
+    method = Method(prompt=options.prompt, damping=options.damping)
+    return round_model(job, formats, read_samples(job), method, progress)
+
+
+GPTQ = Strategy(
+    name="gptq",
+    summary="error feedback column by column under the codec's block scales, Hessian over responses and prompts; W4A4",
+    formats=ALL_NVFP4,
+    cost=Cost(
+        rank=50, layerwise=True, passes=1, encode=SWEEP_TIME, column_feedback=True, hessians=2, kept_inputs=KEPT_INPUTS
+    ),
+    plan=plan_columns,
+    options=GptqOptions,
+    scale="sweep",
+)
+
+
+@dataclass(frozen=True)
+class AutoMixedOptions(StrategyOptions):
+    bits: float = option(4.8, "bits per weight, over the linears that may be quantized")
+
+    MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("bits",)
+
+
+@dataclass(frozen=True)
+class SensitivityOptions(StrategyOptions):
+    bits: float = option(
+        5.5, "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count"
+    )
+
+    MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("bits",)
+
+
+def within_bits(in_four_bits: bool, of_decoder: bool) -> Callable[..., QuantizationPlan]:
+    """Return the plan of the frontier's point at `bits` per weight.
+
+    in_four_bits: all inputs of 4-bit linears are rounded; else those that `best` rounds.
+    of_decoder: the bits count all linears of the decoder.
+    """
+
+    def plan(job: Job[AutoMixedOptions | SensitivityOptions], progress: Progress) -> QuantizationPlan:
+        from annie_quant.quantize.calibration_samples import read_samples
+        from annie_quant.quantize.frontier_plan import plan_model, planner_of
+        from annie_quant.quantize.layer_rounder import Method
+        from annie_quant.quantize.mixed_formats import formats_of_inputs
+
+        limits = Limits(decode_speed.default_device(), max_bits=job.options.bits, of_decoder=of_decoder)
+        formats, samples = all_nvfp4(job), read_samples(job)
+        planner_of(job, limits, formats)  # refuses limits before anything is measured
+        if not in_four_bits:
+            formats = formats_of_inputs(job, list(formats), samples, progress)
+        return plan_model(job, limits, formats, samples, Method(), progress)
+
+    return plan
+
+
+AUTO_MIXED = Strategy(
+    name="auto_mixed",
+    summary="C: NVFP4, FP8 or bf16 by KL on response tokens (--set bits=4.8)",
+    formats=dict.fromkeys(LINEARS, AutoMixedOptions.bits),
+    cost=Cost(rank=90, passes=200, encode=SWEEP_TIME, column_feedback=True),
+    plan=within_bits(in_four_bits=True, of_decoder=False),
+    options=AutoMixedOptions,
+    scale="sweep",
+    conservative=True,
+)
+SENSITIVITY = Strategy(
+    name="sensitivity",
+    summary="ours: W4A4, W4A16, FP8 or bf16 by measured divergence under a size budget (--set bits=5.5)",
+    formats=dict.fromkeys(LINEARS, SensitivityOptions.bits),
+    cost=Cost(rank=70, passes=200, encode=SWEEP_TIME, column_feedback=True),
+    plan=within_bits(in_four_bits=False, of_decoder=True),
+    options=SensitivityOptions,
+    scale="sweep",
+)
+
+
+@dataclass(frozen=True)
+class QadOptions(StrategyOptions):
+    steps: int = option(300, "training steps")
+    lr: float = option(1e-5, "learning rate")
+    batch: int = option(8, "answers per step and process")
+    save: int = option(50, "steps between checkpoints")
+    checkpointing: int = option(1, "recompute activations (1) or keep them (0)", (0, 1))
+    activations: str = activations_option()
+
+
+def plan_training(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
+    from annie_quant.quantize.distillation import distilled
+
+    return distilled(job, progress)
+
+
+# The loss covers only what the assistant answers, in the calibration conversations with the production system prompt. A killed run
+# resumes from its last saved step. On several GPUs:
+#     accelerate launch --config_file annie_quant/assets/recipes/qad_fsdp.yaml -m annie_quant quantize ...
+# In memory are the student, its gradients, two moments and master weights in fp32, and the frozen teacher. The passes are 4 epochs;
+# a backward pass takes twice as long as a forward pass.
+QAD = Strategy(
+    name="qad",
+    summary="E: distillation from the bf16 model with quantizers on, on the assistant's answers; W4A4 (--set steps=300)",
+    formats=ALL_NVFP4,
+    cost=Cost(rank=100, passes=16, bytes_per_weight=18.0),
+    plan=plan_training,
+    options=QadOptions,
+    requires=("torch", "transformers", "accelerate"),
+)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.codes import fault
+from annie_quant.checkpoint.checks import fault
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import covering_pattern

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.codes import fault, finding_of
+from annie_quant.checkpoint.checks import fault, finding_of
 from annie_quant.checkpoint.dialects import QuantizedFolder, modelopt
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, QuantConfig, covering_pattern, plain_linears

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.checks import folds
-from annie_quant.checkpoint.codes import fault, finding_of
+from annie_quant.checkpoint.checks import fault, finding_of, folds
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import Linear, is_linear, weight_name
 from annie_quant.checkpoint.shards import ModelFolder, ShardError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.codes import fault, finding_of
+from annie_quant.checkpoint.checks import fault, finding_of
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError, TensorInfo
 from annie_quant.checkpoint.linears import (

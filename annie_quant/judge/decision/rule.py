@@ -59,7 +59,8 @@ from annie_quant.documents import (
     PooledGates,
     Standing,
 )
-from annie_quant.judge.decision.coverage import (
+from annie_quant.judge.gates import GATES, LARGE_N, decides
+from annie_quant.judge.pairing import (
     LEAST_ANSWERS,
     RARE_ANSWERS,
     answers_per_behaviour,
@@ -67,7 +68,6 @@ from annie_quant.judge.decision.coverage import (
     is_tested,
     unmet_labels,
 )
-from annie_quant.judge.gates import GATES, LARGE_N, decides
 from annie_quant.judge.statistics import (
     LEVEL,
     detectable_excess,

@@ -33,7 +33,6 @@ from annie_quant.documents import (
     Verdict,
 )
 from annie_quant.judge.decision import rule
-from annie_quant.judge.decision.coverage import LEAST_ANSWERS, answers_per_behaviour, describe_coverage, unmet_labels
 from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, roles_of, sides
 from annie_quant.judge.decision.rule import (
     FAILING,
@@ -47,6 +46,7 @@ from annie_quant.judge.decision.rule import (
 )
 from annie_quant.judge.gates import Threshold, decide, tabulate
 from annie_quant.judge.metrics import METRICS, three_digits
+from annie_quant.judge.pairing import LEAST_ANSWERS, answers_per_behaviour, describe_coverage, unmet_labels
 
 SHOWN = 4  # failing gates that a sentence names
 VERDICTS: dict[Outcome, GateVerdict] = {outcome: by_gate for by_gate, outcome in OUTCOMES.items()}

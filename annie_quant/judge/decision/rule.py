@@ -39,6 +39,7 @@ The functions change none of their arguments.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -92,7 +93,7 @@ OUTCOMES: dict[GateVerdict, Outcome] = {"keeps": "pass", "loses": "fail", "undec
 SHOWN = 4
 NOTHING_TESTED = "no gate tests anything that the reference does"
 Gates = Mapping[str, PairedGate]
-Side = TypeVar("Side", NumericsResult, Member, OfflineSide)
+Side = TypeVar("Side", bound=NumericsResult | Member | OfflineSide)
 
 
 def judge_members(
@@ -109,17 +110,18 @@ def judge_gates(
     members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | None] | None = None
 ) -> tuple[dict[str, dict[str, PairedGate]], dict[str, PooledGates | None]]:
     """Return copies of the counts with interval, p, verdict and n_to_decide."""
-    gates = {name: {gate: msgspec.structs.replace(row) for gate, row in rows.items()} for name, rows in members.items()}
-    together = {
-        name: None if (row := (pooled or {}).get(name)) is None else msgspec.structs.replace(row) for name in members
-    }
+    gates = {name: {gate: copy.copy(row) for gate, row in rows.items()} for name, rows in members.items()}
+    together = {name: copy.copy((pooled or {}).get(name)) for name in members}
     for name, rows in gates.items():
         _measure(rows, together[name])
     family = [row for name, rows in gates.items() for row in _testable(rows, together[name])]
     for tested, p_holm in zip(family, hommel([row.p for row in family]), strict=True):
         tested.p_holm = p_holm
     for name, rows in gates.items():
-        _judge(rows, together[name], len(family) or 1)
+        for gate, row in deciding(rows).items():
+            _judge_gate(gate, row, len(family) or 1)
+        if (row_of_all := together[name]) is not None:
+            row_of_all.verdict = _by_interval(row_of_all, POOLED_MARGIN)
     return gates, together
 
 
@@ -127,25 +129,22 @@ def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | 
     """Return the verdict over gates that were judged."""
     verdicts = {name: member_verdict(gates, pooled.get(name)) for name, gates in members.items()}
     by_gate = {name: _verdicts(gates, pooled.get(name)) for name, gates in members.items()}
-    profiles: dict[str, list[str]] = {name.partition("+")[0]: [] for name in members}
+    profiles: dict[str, list[str]] = {}
     for name in members:
-        profiles[name.partition("+")[0]].append(name)
-    standing = _standing(list(members), verdicts, by_gate)
+        profiles.setdefault(name.partition("+")[0], []).append(name)
+    standing = _standing(members, verdicts, by_gate)
     answers, unmet = answers_per_behaviour(members.values()), unmet_labels(members.values())
+    reasons = [
+        f"{name}: {describe(gate, members[name][gate])}"
+        for name, result in verdicts.items()
+        for gate in (*result.loses, *result.undecided)
+        if gate in members[name] and not _same_as_profile(name, gate, by_gate)
+    ]
+    lost_together = {name: row for name, row in pooled.items() if row is not None and POOLED in verdicts[name].loses}
     return PairedVerdict(
         verdict=standing,
         sentence=_sentence(standing, verdicts, by_gate, describe_coverage(answers, unmet)),
-        reasons=[
-            f"{name}: {describe(gate, members[name][gate])}"
-            for name, result in verdicts.items()
-            for gate in (*result.loses, *result.undecided)
-            if gate in members[name] and not _same_as_profile(name, gate, by_gate)
-        ]
-        + [
-            f"{name}: {describe_pooled(row)}"
-            for name, row in pooled.items()
-            if row is not None and POOLED in verdicts[name].loses
-        ],
+        reasons=[*reasons, *(f"{name}: {describe_pooled(row)}" for name, row in lost_together.items())],
         profiles={profile: _standing(names, verdicts, by_gate) for profile, names in profiles.items()},
         members=verdicts,
         coverage=answers,
@@ -163,8 +162,7 @@ def _measure(gates: Gates, pooled: PooledGates | None) -> None:
     """Set what follows from the counts alone."""
     for name, gate in gates.items():
         gate.p, gate.p_holm = p_of_loss(name, gate), None
-    rows: list[PairedGate | PooledGates] = [*gates.values()]
-    for row in [*rows, pooled] if pooled is not None else rows:
+    for row in [*gates.values(), *([pooled] if pooled else [])]:
         row.difference = (row.won - row.lost) / row.n if row.n else 0.0
         row.low, row.high = score_interval(row.lost, row.won, row.n, CONFIDENCE)
 
@@ -190,19 +188,9 @@ def loss_limit(name: str) -> float:
 
 
 def _testable(gates: Gates, pooled: PooledGates | None) -> list[PairedGate | PooledGates]:
-    rows: list[PairedGate | PooledGates] = [
-        gate
-        for name, gate in deciding(gates).items()
-        if gate.lost + gate.won >= LEAST_CHANGES or compares_with_reference(name)
-    ]
-    return [*rows, pooled] if pooled is not None else rows
-
-
-def _judge(gates: Gates, pooled: PooledGates | None, n_tests: int) -> None:
-    for name, gate in deciding(gates).items():
-        _judge_gate(name, gate, n_tests)
-    if pooled is not None:
-        pooled.verdict = _by_interval(pooled, POOLED_MARGIN)
+    rows = deciding(gates).items()
+    tested = [row for name, row in rows if row.lost + row.won >= LEAST_CHANGES or compares_with_reference(name)]
+    return [*tested, *([pooled] if pooled else [])]
 
 
 def deciding(gates: Gates) -> dict[str, PairedGate]:
@@ -365,11 +353,7 @@ def changing_gates(by_gate: Mapping[str, Mapping[str, GateVerdict]]) -> list[str
     The pooled verdict is not a gate: it never makes a checkpoint fragile.
     """
     gates = dict.fromkeys(gate for verdicts in by_gate.values() for gate in verdicts if gate != POOLED)
-    return [
-        gate
-        for gate in gates
-        if {"keeps", "loses"} <= {verdicts[gate] for verdicts in by_gate.values() if gate in verdicts}
-    ]
+    return [gate for gate in gates if {"keeps", "loses"} <= {verdicts.get(gate) for verdicts in by_gate.values()}]
 
 
 # ---- as text
@@ -421,12 +405,11 @@ def _claim(
         return f"Keeps every gate under {', '.join(verdicts)}"
     if verdict == "fragile":
         changing = changing_gates(by_gate)
-        loses = [name for name, gates in by_gate.items() if any(gates.get(g) == "loses" for g in changing)]
-        keeps = [
-            name
-            for name, gates in by_gate.items()
-            if name not in loses and any(gates.get(g) == "keeps" for g in changing)
-        ]
+        loses, keeping = (
+            [name for name, gates in by_gate.items() if any(gates.get(g) == verdict for g in changing)]
+            for verdict in ("loses", "keeps")
+        )
+        keeps = [name for name in keeping if name not in loses]
         end = f", keeps under {', '.join(keeps)}" if keeps else " in part of the arithmetics"
         return f"Fragile: loses {_titles(changing)} under {', '.join(loses)}{end}"
     names = {
@@ -478,9 +461,14 @@ def _with_verdict(name: str, result: GateResult, gate: PairedGate | None) -> Gat
 
 def judge_evaluation(evaluation: Evaluation) -> Evaluation:
     """Return an evaluation with its verdict over all members of its ensembles, and each gate's."""
-    numerics, members, verdict = _judge_both(evaluation.numerics, evaluation.members)
-    verdict = blocked(verdict, evaluation.blocking)
-    return msgspec.structs.replace(evaluation, numerics=numerics, members=members, verdict=verdict)
+    sides: dict[str, NumericsResult | Member] = {**evaluation.numerics, **evaluation.members}
+    judged, verdict = judge_sides(sides)
+    return msgspec.structs.replace(
+        evaluation,
+        numerics={name: side for name, side in judged.items() if isinstance(side, NumericsResult)},
+        members={name: side for name, side in judged.items() if isinstance(side, Member)},
+        verdict=blocked(verdict, evaluation.blocking),
+    )
 
 
 def blocked(verdict: PairedVerdict, blocking: Sequence[str]) -> PairedVerdict:
@@ -497,23 +485,13 @@ def blocked(verdict: PairedVerdict, blocking: Sequence[str]) -> PairedVerdict:
     )
 
 
-def _judge_both(
-    numerics: Mapping[str, NumericsResult], members: Mapping[str, Member]
-) -> tuple[dict[str, NumericsResult], dict[str, Member], PairedVerdict]:
-    sides: dict[str, NumericsResult | Member] = {**numerics, **members}
-    gates, pooled = judge_gates({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
-    return (
-        {k: _judged(v, gates[k], pooled[k]) for k, v in numerics.items()},
-        {k: _judged(v, gates[k], pooled[k]) for k, v in members.items()},
-        verdict_of(gates, pooled),
-    )
-
-
-def judge_sides(sides: Mapping[str, OfflineSide]) -> tuple[dict[str, OfflineSide], PairedVerdict]:
+def judge_sides(sides: Mapping[str, Side]) -> tuple[dict[str, Side], PairedVerdict]:
     """Judge a checkpoint's arithmetics together: return them with the verdicts of their gates, and the verdict."""
     gates, pooled = judge_gates({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
-    return {k: _judged(v, gates[k], pooled[k]) for k, v in sides.items()}, verdict_of(gates, pooled)
-
-
-def _judged(side: Side, paired: dict[str, PairedGate], pooled: PooledGates | None) -> Side:
-    return msgspec.structs.replace(side, gates=apply(side.gates, paired), paired=paired, pooled=pooled)
+    judged = {
+        name: msgspec.structs.replace(
+            side, gates=apply(side.gates, gates[name]), paired=gates[name], pooled=pooled[name]
+        )
+        for name, side in sides.items()
+    }
+    return judged, verdict_of(gates, pooled)

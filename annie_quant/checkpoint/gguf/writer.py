@@ -27,7 +27,7 @@ from annie_quant.checkpoint.gguf.layout import (
     check_settings,
     keeps_float32,
     read_settings,
-)  # fmt: skip
+)
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import check_free_space

@@ -181,10 +181,8 @@ def loading_tokenizer(folder: Path) -> Iterator[None]:
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
             raise
         reason = printable(f"{type(error).__name__}: {error}", 300)
-        raise CheckpointError(
-            f"{folder}: its tokenizer cannot be loaded ({reason})",
-            "copy the tokenizer's files from the source checkpoint",
-        ) from error
+        hint = "copy the tokenizer's files from the source checkpoint"
+        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded ({reason})", hint) from error
 
 
 @contextlib.contextmanager

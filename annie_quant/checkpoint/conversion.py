@@ -95,9 +95,8 @@ def convert(
     if type:
         raise UsageError("--type is for GGUF", "leave it out, or use --to gguf")
     if not model.linears:
-        raise CheckpointError(
-            f"{folder.path}: nothing in it is quantized", "quantize it first: annie-quant quantize --strategy direct"
-        )
+        hint = "quantize it first: annie-quant quantize --strategy direct"
+        raise CheckpointError(f"{folder.path}: nothing in it is quantized", hint)
     return to_plain(model, out) if to == PLAIN else to_dialect(model, to, out)
 
 
@@ -152,9 +151,8 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
             command = f"annie-quant convert {folder.path} --to {PLAIN}"
             raise CheckpointError(f"{x.name}: {to} is not written with FP8 in blocks", command)
     if awq := next((x.pre_quant for x in linears.values() if x.pre_quant), None):
-        raise CheckpointError(
-            f"{awq}: {to} has no activation scales (NVFP4_AWQ)", "make it plain NVFP4 first: annie-quant audit --repair"
-        )
+        hint = "make it plain NVFP4 first: annie-quant audit --repair"
+        raise CheckpointError(f"{awq}: {to} has no activation scales (NVFP4_AWQ)", hint)
     groups = {x.group(folder) for x in model.nvfp4}
     if len(groups) > 1:
         raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")

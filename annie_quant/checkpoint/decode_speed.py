@@ -126,9 +126,8 @@ def find_device(name: str) -> Device:
     except ValueError:
         return read_device(Path(name))
     if not (0 < numbers[0] < 1e6 and 0 <= numbers[1] < 1e6):
-        raise UsageError(
-            f"--device {name}: expected GB/s, with microseconds per layer after a colon", "--device 273:150"
-        )
+        message = f"--device {name}: expected GB/s, with microseconds per layer after a colon"
+        raise UsageError(message, "--device 273:150")
     return Device(name=f"{rate} GB/s", read_bytes_s=numbers[0] * 1e9, layer_s=numbers[1] * 1e-6, source="--device")
 
 
@@ -136,18 +135,14 @@ def read_device(path: Path) -> Device:
     """Return a device file of this machine."""
     if not path.is_file():
         known = ", ".join(DEVICES)
-        raise UsageError(
-            f"{path}: no such device file", f"{MEASURE} writes one; or --device {known}, or a rate in GB/s"
-        )
+        hint = f"{MEASURE} writes one; or --device {known}, or a rate in GB/s"
+        raise UsageError(f"{path}: no such device file", hint)
     device = decode(Device, path, error=UsageError, hint=MEASURE)
     if not (0 < device.read_bytes_s < 1e15 and 0 <= device.layer_s < 1):
-        raise UsageError(
-            f"{path}: read_bytes_s {device.read_bytes_s:g} and layer_s {device.layer_s:g} are no rates", MEASURE
-        )
+        message = f"{path}: read_bytes_s {device.read_bytes_s:g} and layer_s {device.layer_s:g} are no rates"
+        raise UsageError(message, MEASURE)
     if device.name != machine_name():
         rates = f"{device.read_bytes_s / 1e9:.4g}:{device.layer_s * 1e6:.4g}"
-        raise UsageError(
-            f"{path} was measured on another machine: {device.name}, this is {machine_name()}",
-            f"{MEASURE}, or plan for that machine with --device {rates}",
-        )
+        message = f"{path} was measured on another machine: {device.name}, this is {machine_name()}"
+        raise UsageError(message, f"{MEASURE}, or plan for that machine with --device {rates}")
     return device

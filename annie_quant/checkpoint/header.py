@@ -90,9 +90,8 @@ def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
     if size > MAX_HEADER_BYTES or size < 2 or prefix[PREFIX_BYTES : PREFIX_BYTES + 1] not in (b"{", b""):
         raise ShardError("not_safetensors", f"{file}: not a safetensors file (it has no valid header)")
     if PREFIX_BYTES + size > file_size:
-        raise ShardError(
-            "shard_truncated", f"{file}: the header needs {PREFIX_BYTES + size} bytes and the file has {file_size}"
-        )
+        message = f"{file}: the header needs {PREFIX_BYTES + size} bytes and the file has {file_size}"
+        raise ShardError("shard_truncated", message)
     return size
 
 
@@ -170,11 +169,8 @@ def _check_extent(infos: list[TensorInfo], data_start: int, file_size: int, file
             raise ShardError("invalid_header", f"{file}: {info.name[:120]} {fault}", tensor=info.name)
         position += info.size_bytes
     if position > file_size:
-        raise ShardError(
-            "shard_truncated",
-            f"{file}: truncated: the header describes {position} bytes and the file has {file_size}",
-            tensor=infos[-1].name if infos else "",
-        )
+        message = f"{file}: truncated: the header describes {position} bytes and the file has {file_size}"
+        raise ShardError("shard_truncated", message, tensor=infos[-1].name if infos else "")
     if position < file_size:
         raise ShardError("invalid_header", f"{file}: {file_size - position} bytes after the last tensor")
 

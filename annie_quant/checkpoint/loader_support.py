@@ -122,10 +122,8 @@ def plan_renaming(folder: ModelFolder, style: str | None, source: ModelFolder | 
         raise UsageError(f"there are no names called {style!r}", f"choose one of: {', '.join(STYLES)}")
     named, family = named_form(folder), folder.family
     if style and named is None:
-        raise CheckpointError(
-            f"{folder.path}: config.json names no class of a family with two forms",
-            "expected architectures such as Qwen3_5ForCausalLM",
-        )
+        message = f"{folder.path}: config.json names no class of a family with two forms"
+        raise CheckpointError(message, "expected architectures such as Qwen3_5ForCausalLM")
     multimodal, model_type = is_multimodal(folder), folder.config.get("model_type")
     if style == "old" or (style == "new" and any(family.in_vision(n) for n in folder)):
         multimodal = True

@@ -98,10 +98,8 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
     group = group_size(model, faulty)
     if source is None:
         if faulty:
-            raise UsageError(
-                f"{len(faulty)} linears can only be repaired from the bf16 checkpoint, such as {min(faulty)}",
-                "give it with --source",
-            )
+            message = f"{len(faulty)} linears can only be repaired from the bf16 checkpoint, such as {min(faulty)}"
+            raise UsageError(message, "give it with --source")
         return Diagnosis(modules, faulty, set(), set(), set(), group)
     patched = {n for n in faulty if n in linears and codes_of(audit, n) <= BLOCK_FAULTS}
     faulty -= patched
@@ -157,10 +155,8 @@ def group_size(model: QuantizedFolder, faulty: set[str]) -> int:
     folder = model.folder
     sizes = {x.group(folder) for n, x in model.linears.items() if x.format == "nvfp4" and n not in faulty}
     if len(sizes) > 1:
-        raise CheckpointError(
-            f"{folder.path}: group sizes {sorted(sizes)} in one checkpoint cannot be repaired",
-            "quantize again: annie-quant quantize --strategy direct",
-        )
+        message = f"{folder.path}: group sizes {sorted(sizes)} in one checkpoint cannot be repaired"
+        raise CheckpointError(message, "quantize again: annie-quant quantize --strategy direct")
     return sizes.pop() if sizes else model.config.group or 16
 
 

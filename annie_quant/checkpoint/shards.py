@@ -71,15 +71,13 @@ class ModelFolder:
                     self.unlisted.append((name, file))
                     continue
                 if name in self.tensors:
-                    raise ShardError(
-                        "duplicate_tensor", f"{name}: both in {self.tensors[name].file} and in {file}", tensor=name
-                    )
+                    message = f"{name}: both in {self.tensors[name].file} and in {file}"
+                    raise ShardError("duplicate_tensor", message, tensor=name)
                 self.tensors[name] = info
         for name, file in weight_map.items():
             if name not in self.tensors:
-                raise ShardError(
-                    "tensor_missing", f"{INDEX} lists {name} in {file}, which does not have it", tensor=name
-                )
+                message = f"{INDEX} lists {name} in {file}, which does not have it"
+                raise ShardError("tensor_missing", message, tensor=name)
 
     # ---- tensors
 
@@ -258,9 +256,8 @@ class ModelFolder:
     def _checked(self, file: str) -> Path:
         """Return a shard's path: a plain name, inside the folder (or a hub cache's blobs, where its links point)."""
         if Path(file).name != file or file in ("", ".", "..") or not file.isprintable() or "\\" in file:
-            raise ShardError(
-                "path_escapes", f"{INDEX}: {file[:120]!r} is not a plain file name", "do not trust this folder"
-            )
+            message = f"{INDEX}: {file[:120]!r} is not a plain file name"
+            raise ShardError("path_escapes", message, "do not trust this folder")
         path = self.path / file
         try:
             exists = path.exists()
@@ -284,9 +281,8 @@ def read_object(path: Path) -> JsonObject | None:
         if b"\\ud" in raw.lower():  # half of a surrogate pair is not text: it could be stored nowhere
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise ShardError(
-            "config_unreadable", f"{path.name}: not JSON ({str(error)[:80]})", "restore the file"
-        ) from None
+        message = f"{path.name}: not JSON ({str(error)[:80]})"
+        raise ShardError("config_unreadable", message, "restore the file") from None
     if not isinstance(value, dict):
         raise ShardError("config_unreadable", f"{path.name}: not a JSON object", "restore the file")
     return value

@@ -183,10 +183,8 @@ def check_free_space(folder: Path, size_bytes: int) -> None:
     """Raise DiskFull where the disk of `folder` has less than `size_bytes` free."""
     free = shutil.disk_usage(folder).free
     if size_bytes > free:
-        raise DiskFull(
-            f"{folder}: {size_bytes / 1e9:.2f} GB to write and {free / 1e9:.2f} GB free",
-            "free some disk, or choose --output",
-        )
+        message = f"{folder}: {size_bytes / 1e9:.2f} GB to write and {free / 1e9:.2f} GB free"
+        raise DiskFull(message, "free some disk, or choose --output")
 
 
 def copy_small_files(folder: ModelFolder, target: Path) -> None:
@@ -298,14 +296,12 @@ def open_lock(part: Path) -> int:
             part.parent.mkdir(parents=True, exist_ok=True)
             lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         except OSError as error:
-            raise EnvironmentFault(
-                f"{part.parent}: cannot be written to ({error.strerror})", "choose another --output"
-            ) from None
+            message = f"{part.parent}: cannot be written to ({error.strerror})"
+            raise EnvironmentFault(message, "choose another --output") from None
         try:
             if not take_lock(lock, path):
-                raise EnvironmentFault(
-                    f"another run is writing {part.name[1:-5]}", "wait for it, or choose another --output"
-                )
+                message = f"another run is writing {part.name[1:-5]}"
+                raise EnvironmentFault(message, "wait for it, or choose another --output")
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(lock).st_ino:
                     return lock  # and not a file that the last owner has just removed

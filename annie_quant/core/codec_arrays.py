@@ -61,9 +61,8 @@ def output_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> 
     if out is None:
         return np.empty(shape, dtype)
     if out.shape != shape or out.dtype != dtype or not out.flags.carray:
-        raise ValueError(
-            f"out: {out.dtype} {out.shape}, expected {np.dtype(dtype)} {shape}, contiguous, aligned and writeable"
-        )
+        message = f"out: {out.dtype} {out.shape}, expected {np.dtype(dtype)} {shape}, contiguous, aligned and writeable"
+        raise ValueError(message)
     return out
 
 

@@ -246,9 +246,8 @@ def read_bench(folder: str | os.PathLike[str]) -> Bench:
     """
     root = Path(folder)
     if not (root / "bench.json").is_file():
-        raise UsageError(
-            f"{root} holds no finished benchmark (bench.json is missing)", f"annie-quant bench ... --output {root}"
-        )
+        message = f"{root} holds no finished benchmark (bench.json is missing)"
+        raise UsageError(message, f"annie-quant bench ... --output {root}")
     bench = decode(Bench, root / "bench.json")
     if not bench.aggregates.served and (root / "run.json").is_file():
         run = decode(Run, root / "run.json")

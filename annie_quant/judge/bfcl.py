@@ -69,10 +69,8 @@ class PackageSystems:
             try:
                 system = getattr(importlib.import_module(f"{_PACKAGE}.{DOCUMENTS[name]}"), name)()
             except ImportError as error:
-                raise EnvironmentFault(
-                    f"the multi-turn cases of bfcl need {error.name}, which is not installed",
-                    f"pip install {error.name}",
-                ) from error
+                message = f"the multi-turn cases of bfcl need {error.name}, which is not installed"
+                raise EnvironmentFault(message, f"pip install {error.name}") from error
             if hasattr(system, "_load_scenario"):
                 state = copy.deepcopy((row.get("initial_config") or {}).get(name, {}))
                 system._load_scenario(state, long_context=long_context)
@@ -161,9 +159,8 @@ def parsed_call(text: str, orders: Mapping[str, Sequence[str]]) -> tuple[str, Js
             raise ValueError("more arguments than parameters")
         arguments |= {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise EnvironmentFault(
-            f"bfcl: the recorded call {text[:80]!r} cannot be read: {error}", "use bfcl-eval 2026.3"
-        ) from None
+        message = f"bfcl: the recorded call {text[:80]!r} cannot be read: {error}"
+        raise EnvironmentFault(message, "use bfcl-eval 2026.3") from None
     return name, arguments
 
 
@@ -187,9 +184,8 @@ def load(categories: str = "", folder: str | Path | None = None, start: Start = 
     names = [c for c in categories.split(",") if c] or list(CATEGORIES)
     for name in names:
         if name not in (*CATEGORIES, *MULTI_TURN):
-            raise UsageError(
-                f"bfcl has no category {name!r} here", f"choose from: {', '.join((*CATEGORIES, *MULTI_TURN))}"
-            )
+            hint = f"choose from: {', '.join((*CATEGORIES, *MULTI_TURN))}"
+            raise UsageError(f"bfcl has no category {name!r} here", hint)
     root = Path(folder) if folder is not None else _package_data()
     cases = [
         case for name in names for case in (_steps(root, name, start) if name in MULTI_TURN else _cases(root, name))
@@ -214,10 +210,8 @@ def load(categories: str = "", folder: str | Path | None = None, start: Start = 
 def _package_data() -> Path:
     spec = importlib.util.find_spec("bfcl_eval")
     if spec is None or not spec.submodule_search_locations:
-        raise EnvironmentFault(
-            "the workload bfcl needs the package bfcl-eval, which is not installed",
-            "pip install --no-deps bfcl-eval",
-        )
+        message = "the workload bfcl needs the package bfcl-eval, which is not installed"
+        raise EnvironmentFault(message, "pip install --no-deps bfcl-eval")
     return Path(next(iter(spec.submodule_search_locations))) / "data"
 
 
@@ -256,9 +250,8 @@ def _rows(path: Path) -> Iterator[JsonObject]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise EnvironmentFault(
-            f"{path.name} of bfcl-eval cannot be read: {error.strerror}", "use bfcl-eval 2026.3"
-        ) from error
+        message = f"{path.name} of bfcl-eval cannot be read: {error.strerror}"
+        raise EnvironmentFault(message, "use bfcl-eval 2026.3") from error
     for line in lines:
         yield json.loads(line)
 

@@ -91,9 +91,8 @@ def compare_runs(bf16: Path, quantized: Path, seed: int = 0) -> Retention:
         "another prompt or target": len(shared) - len(same),
     }
     if not same:
-        raise UsageError(
-            f"{bf16} and {quantized} have no sample in common", "run the same --tasks with the same options twice"
-        )
+        message = f"{bf16} and {quantized} have no sample in common"
+        raise UsageError(message, "run the same --tasks with the same options twice")
     groups: dict[tuple[str, str, str], list[tuple[object, object]]] = {}
     for key in same:
         task, name, _ = key
@@ -121,9 +120,8 @@ def read_samples(run: Path) -> dict[Key, ScoredSample]:
                 identity = tuple(str(raw.get(name, "")) for name in ("doc_hash", "prompt_hash", "target_hash"))
                 samples[key] = ScoredSample(identity, {m: raw[m] for m in raw["metrics"] if m in raw})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise UsageError(
-                    f"{file}, line {number}: not a sample of lm-eval", "lm-eval --log_samples writes them"
-                ) from None
+                message = f"{file}, line {number}: not a sample of lm-eval"
+                raise UsageError(message, "lm-eval --log_samples writes them") from None
     if not samples:
         raise UsageError(f"{run} has no samples of lm-eval", "run lm-eval with --log_samples --output_path")
     return samples

@@ -188,9 +188,8 @@ def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> No
     names, kinds = folder.family.gguf, settings.layer_types or []
     if names is None or not names.window_pattern:
         if "sliding_attention" in kinds:
-            raise CheckpointError(
-                f"{where}: layers with a sliding window are not written for {folder.family.name}", "serve it with vLLM"
-            )
+            message = f"{where}: layers with a sliding window are not written for {folder.family.name}"
+            raise CheckpointError(message, "serve it with vLLM")
         return
     pattern = [bool((i + 1) % names.window_pattern) for i in range(settings.num_hidden_layers)]
     local = settings.rope_parameters and settings.rope_parameters.sliding_attention

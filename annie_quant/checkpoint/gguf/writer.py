@@ -87,19 +87,15 @@ def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
     if kind == "NVFP4" and not model.nvfp4:
         raise UsageError(f"{folder.path} holds no NVFP4", "quantize it first: annie-quant quantize --strategy direct")
     if model.linears and kind not in ("NVFP4", "BF16", "F16"):
-        raise UsageError(
-            f"{folder.path} is quantized already, {kind} needs unquantized weights",
-            "give the bf16 checkpoint it was made from",
-        )
+        message = f"{folder.path} is quantized already, {kind} needs unquantized weights"
+        raise UsageError(message, "give the bf16 checkpoint it was made from")
     settings = read_settings(folder)
     check_settings(folder, settings, model.linears)
     layout = Layout.of(folder.family, settings)
     heads = layout.heads
     if heads and heads.key_dim != heads.value_dim:
-        raise CheckpointError(
-            f"linear_key_head_dim {heads.key_dim} and linear_value_head_dim {heads.value_dim} differ",
-            "llama.cpp serves Qwen3.5 with equal ones only",
-        )
+        message = f"linear_key_head_dim {heads.key_dim} and linear_value_head_dim {heads.value_dim} differ"
+        raise CheckpointError(message, "llama.cpp serves Qwen3.5 with equal ones only")
     has_mtp = any(map(folder.family.in_mtp, folder))
     plan = GgufPlan(model, kind, layout, settings, settings.mtp_num_hidden_layers or 0 if has_mtp else 0)
     plan.entries.extend(plan.tensors())

@@ -222,12 +222,7 @@ class Workload:
         return head + history
 
     def request(
-        self,
-        case: Case,
-        turn: int = 0,
-        answers: Sequence[Message] = (),
-        model: str | None = None,
-        unique: str = "",
+        self, case: Case, turn: int = 0, answers: Sequence[Message] = (), model: str | None = None, unique: str = ""
     ) -> JsonObject:
         """Return the body of one /v1/chat/completions request; `enable_thinking` is always set (R34).
 

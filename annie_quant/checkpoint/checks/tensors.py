@@ -259,10 +259,7 @@ def check_fused(model: QuantizedFolder) -> Iterator[Finding]:
 
 
 def unequal_scales(
-    folder: ModelFolder,
-    kind: str,
-    members: list[Linear],
-    scale_of: Callable[[Linear, ModelFolder], TensorScale | None],
+    folder: ModelFolder, kind: str, members: list[Linear], scale_of: Callable[[Linear, ModelFolder], TensorScale | None]
 ) -> Iterator[Finding]:
     """Check that the scales of one fused group are equal."""
     try:

@@ -20,14 +20,7 @@ import numpy as np
 from annie_quant import kquant, nvfp4
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.gguf import vocabulary
-from annie_quant.checkpoint.gguf.layout import (
-    GgufSettings,
-    Heads,
-    Layout,
-    check_settings,
-    keeps_float32,
-    read_settings,
-)
+from annie_quant.checkpoint.gguf.layout import GgufSettings, Heads, Layout, check_settings, keeps_float32, read_settings
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import check_free_space

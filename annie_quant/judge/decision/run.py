@@ -289,10 +289,7 @@ def _tables(aggregates: Aggregates, name: str) -> Iterator[Table]:
 
 
 def _judged(
-    where: str,
-    gates: Mapping[str, GateResult],
-    pairs: Mapping[str, PairedGate] | None,
-    side: ServedSide | OfflineSide,
+    where: str, gates: Mapping[str, GateResult], pairs: Mapping[str, PairedGate] | None, side: ServedSide | OfflineSide
 ) -> Iterator[JudgedGate]:
     """Without a reference the absolute requirements decide; with one, the gates that decide in rule.py.
 

@@ -56,7 +56,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
         for row in rows:
             row.rel_l2 = differences.rel_l2.get(row.name)
         findings += differences.findings
-        findings += prompt_files.check(folder.path, original.path)
+        findings += prompt_files.differences(folder.path, original.path)
     return Audit(str(path), findings, summarize(model, findings), rows)
 
 
@@ -99,9 +99,7 @@ def export_notes(path: str | os.PathLike[str], reference: str | os.PathLike[str]
     result = audit(path, source=reference)
     if not result.summary.quantized and not result.findings:
         return []
-    other_model = (
-        "THE REFERENCE IS NOT ITS SOURCE: {}; differences between the two models are no loss of the quantization"
-    )
+    other_model = "THE REFERENCE IS NOT ITS SOURCE: {}; differences between the models are no loss of the quantization"
     faults = [f for f in result.findings if f.code in NOT_FROM_SOURCE]
     differing = {f.tensor for f in faults}
     compared = {row.name for row in result.tensors if row.rel_l2 is not None} | differing

@@ -19,6 +19,7 @@ import numpy as np
 from annie_quant import models
 from annie_quant.checkpoint import header
 from annie_quant.checkpoint.header import Shard, ShardError, TensorInfo
+from annie_quant.core.files import exists
 from annie_quant.core.untrusted import JsonObject
 
 INDEX = "model.safetensors.index.json"
@@ -200,10 +201,7 @@ class ModelFolder:
     @property
     def text_config(self) -> JsonObject:
         """The language model's settings of config.json: those of `text_config` where there is one."""
-        config = self.config
-        inner = config.get("text_config")
-        merged = {**config, **inner} if isinstance(inner, dict) else config
-        experts = self.family.experts
+        merged, experts = text_settings(self.config), self.family.experts
         return experts.with_count(merged) if experts else merged
 
     @functools.cached_property
@@ -259,11 +257,7 @@ class ModelFolder:
             message = f"{INDEX}: {file[:120]!r} is not a plain file name"
             raise ShardError("path_escapes", message, "do not trust this folder")
         path = self.path / file
-        try:
-            exists = path.exists()
-        except OSError:  # a name that no file system accepts
-            exists = False
-        if not exists:
+        if not exists(path):
             raise ShardError("shard_missing", f"{self.path.name}: shard {file[:120]} is missing")
         return inside(self.path, path)
 
@@ -286,6 +280,12 @@ def read_object(path: Path) -> JsonObject | None:
     if not isinstance(value, dict):
         raise ShardError("config_unreadable", f"{path.name}: not a JSON object", "restore the file")
     return value
+
+
+def text_settings(config: JsonObject) -> JsonObject:
+    """Return the language model's settings of a config.json: those of `text_config`, where there is one, before the others."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
 
 
 def inside(folder: Path, path: Path) -> Path:

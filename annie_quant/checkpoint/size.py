@@ -6,6 +6,7 @@ store: N × K for a quantized linear of N rows and K columns, none for its scale
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,13 +56,11 @@ def folder_size(folder: ModelFolder, linears: Mapping[str, Linear] | None = None
     """Return the size of a model folder, from its headers. linears: its quantized linears, where they are known."""
     if linears is None:
         linears = dialects.linears(folder)
-    quantized_bytes = quantized_weights = 0
+    quantized_bytes = sum(folder.info(t).size_bytes for linear in linears.values() for t in linear.tensors())
+    quantized_weights = 0
     for linear in linears.values():
-        quantized_bytes += sum(folder.info(t).size_bytes for t in linear.tensors())
-        try:
+        with contextlib.suppress(ShardError):  # its shape is a finding of the audit
             quantized_weights += math.prod(linear.shape(folder))
-        except ShardError:  # its shape is a finding of the audit
-            continue
     owned = owned_tensors(linears.values())
     plain = sum(folder.info(name).elements for name in folder if name not in owned)
     return StoredSize(folder.weight_bytes, quantized_weights + plain, quantized_bytes, quantized_weights)

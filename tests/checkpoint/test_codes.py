@@ -18,7 +18,7 @@ from annie_quant.cli import cli, main
 from annie_quant.core.errors import EXIT_CODES, AnnieError
 
 PACKAGE = ROOT / "annie_quant/checkpoint"
-CALLS = ("fault", "Finding", "ShardError", "FileDifference")
+CALLS = ("fault", "Finding", "ShardError")
 KINDS = ("tensor", "input")  # of f"{kind}_scale_bad"
 CODE = re.compile(r"[a-z0-9]+(_[a-z0-9]+)+")
 

@@ -60,6 +60,7 @@ from annie_quant.documents import (
     PooledGates,
     Standing,
 )
+from annie_quant.judge import statistics as stats
 from annie_quant.judge.gates import GATES, LARGE_N, decides
 from annie_quant.judge.pairing import (
     LEAST_ANSWERS,
@@ -68,18 +69,6 @@ from annie_quant.judge.pairing import (
     describe_coverage,
     is_tested,
     unmet_labels,
-)
-from annie_quant.judge.statistics import (
-    LEVEL,
-    detectable_excess,
-    detectable_loss,
-    excess_loss,
-    hommel,
-    least_n,
-    mcnemar,
-    mid_p,
-    score_interval,
-    two_sided,
 )
 
 LEAST_CHANGES = 5  # fewer changed answers give no exact p below 5 %: 1 / 2^4 = 6.25 %
@@ -115,7 +104,7 @@ def judge_gates(
     for name, rows in gates.items():
         _measure(rows, together[name])
     family = [row for name, rows in gates.items() for row in _testable(rows, together[name])]
-    for tested, p_holm in zip(family, hommel([row.p for row in family]), strict=True):
+    for tested, p_holm in zip(family, stats.hommel([row.p for row in family]), strict=True):
         tested.p_holm = p_holm
     for name, rows in gates.items():
         for gate, row in deciding(rows).items():
@@ -164,14 +153,14 @@ def _measure(gates: Gates, pooled: PooledGates | None) -> None:
         gate.p, gate.p_holm = p_of_loss(name, gate), None
     for row in [*gates.values(), *([pooled] if pooled else [])]:
         row.difference = (row.won - row.lost) / row.n if row.n else 0.0
-        row.low, row.high = score_interval(row.lost, row.won, row.n, CONFIDENCE)
+        row.low, row.high = stats.score_interval(row.lost, row.won, row.n, CONFIDENCE)
 
 
 def p_of_loss(name: str, gate: PairedGate) -> float:
     """Return McNemar's mid-p, or the p of a loss above the margin where the gate compares with the reference's answer."""
     if compares_with_reference(name):
-        return excess_loss(gate.lost, gate.n, GATES[name].margin, gate.won)
-    return two_sided(gate.lost, gate.won) if is_two_sided(name) else mid_p(gate.lost, gate.won)
+        return stats.excess_loss(gate.lost, gate.n, GATES[name].margin, gate.won)
+    return stats.two_sided(gate.lost, gate.won) if is_two_sided(name) else stats.mid_p(gate.lost, gate.won)
 
 
 def compares_with_reference(name: str) -> bool:
@@ -244,12 +233,12 @@ def answers_of(gate: PairedGate) -> int:
 
 
 def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
-    margin, level = GATES[name].margin, LEVEL / n_tests
+    margin, level = GATES[name].margin, stats.LEVEL / n_tests
     gate.margin, gate.n_to_decide = margin, None
     if compares_with_reference(name):
-        gate.detectable = detectable_excess(gate.n, margin, level)
+        gate.detectable = stats.detectable_excess(gate.n, margin, level)
     else:
-        gate.detectable = detectable_loss(gate.n, round(gate.won / gate.n, 3), level)
+        gate.detectable = stats.detectable_loss(gate.n, round(gate.won / gate.n, 3), level)
     if is_two_sided(name):
         gate.verdict = _two_sided(gate, margin)
     elif _has_margin(name, gate):
@@ -257,21 +246,21 @@ def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
     elif not gate.lost:
         gate.verdict = "keeps"
     else:
-        gate.verdict = "loses" if is_loss(gate, 0.0, LEVEL) else "undecided"
+        gate.verdict = "loses" if is_loss(gate, 0.0, stats.LEVEL) else "undecided"
     answers = gate.n if is_two_sided(name) else answers_of(gate)
     if gate.verdict == "keeps" and answers < LEAST_ANSWERS:
         gate.verdict = "undecided"
         gate.n_to_decide = math.ceil(gate.n * LEAST_ANSWERS / max(1, answers))
     elif gate.verdict == "undecided":
         lost, won = gate.lost / gate.n, gate.won / gate.n
-        gate.n_to_decide = least_n(lambda n: _decided(name, lost * n, won * n, n, level), gate.n)
+        gate.n_to_decide = stats.least_n(lambda n: _decided(name, lost * n, won * n, n, level), gate.n)
 
 
 def _two_sided(gate: PairedGate, margin: float) -> GateVerdict:
     if -margin < gate.low and gate.high < margin:
         return "keeps"
     changed = gate.high < 0 or gate.low > 0
-    return "loses" if changed and gate.p_holm is not None and gate.p_holm < LEVEL else "undecided"
+    return "loses" if changed and gate.p_holm is not None and gate.p_holm < stats.LEVEL else "undecided"
 
 
 def _has_margin(name: str, gate: PairedGate) -> bool:
@@ -282,7 +271,7 @@ def _has_margin(name: str, gate: PairedGate) -> bool:
 def _by_interval(row: PairedGate | PooledGates, margin: float, limit: float = 0.0) -> GateVerdict:
     if row.low > -margin:
         return "keeps"
-    return "loses" if is_loss(row, limit, LEVEL) else "undecided"
+    return "loses" if is_loss(row, limit, stats.LEVEL) else "undecided"
 
 
 def is_loss(row: PairedGate | PooledGates, limit: float, level: float) -> bool:
@@ -297,7 +286,7 @@ def decided_at(name: str, gate: PairedGate, level: float) -> bool:
     """
     if answers_of(gate) < LEAST_ANSWERS and not is_two_sided(name):
         return False
-    low, high = score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
+    low, high = stats.score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
     sure = gate.p_holm is not None and gate.p_holm < level
     if is_two_sided(name):
         return (-GATES[name].margin < low and high < GATES[name].margin) or (sure and (high < 0 or low > 0))
@@ -309,7 +298,7 @@ def decided_at(name: str, gate: PairedGate, level: float) -> bool:
 
 def _decided(name: str, lost: float, won: float, n: int, level: float) -> bool:
     """Whether n prompts with these counts would keep or lose."""
-    low, high = score_interval(lost, won, n, CONFIDENCE)
+    low, high = stats.score_interval(lost, won, n, CONFIDENCE)
     if is_two_sided(name):
         low, high, lost, won = min(low, -high), max(high, -low), max(lost, won), min(lost, won)
     if low > -(GATES[name].margin or (MARGIN if won else 0.0)):
@@ -317,9 +306,9 @@ def _decided(name: str, lost: float, won: float, n: int, level: float) -> bool:
     if high >= loss_limit(name) and not is_two_sided(name):
         return False
     if compares_with_reference(name):
-        return excess_loss(int(lost), n, GATES[name].margin, math.ceil(won)) < level
+        return stats.excess_loss(int(lost), n, GATES[name].margin, math.ceil(won)) < level
     if lost + won < MOST_EXACT:
-        return mcnemar(int(lost), math.ceil(won)) < level
+        return stats.mcnemar(int(lost), math.ceil(won)) < level
     return math.erfc((lost - won) / math.sqrt(2 * (lost + won))) / 2 < level
 
 
@@ -405,13 +394,11 @@ def _claim(
         return f"Keeps every gate under {', '.join(verdicts)}"
     if verdict == "fragile":
         changing = changing_gates(by_gate)
-        loses, keeping = (
-            [name for name, gates in by_gate.items() if any(gates.get(g) == verdict for g in changing)]
-            for verdict in ("loses", "keeps")
-        )
-        keeps = [name for name in keeping if name not in loses]
+        lost = [name for name, gates in by_gate.items() if any(gates.get(g) == "loses" for g in changing)]
+        kept = [name for name, gates in by_gate.items() if any(gates.get(g) == "keeps" for g in changing)]
+        keeps = [name for name in kept if name not in lost]
         end = f", keeps under {', '.join(keeps)}" if keeps else " in part of the arithmetics"
-        return f"Fragile: loses {_titles(changing)} under {', '.join(loses)}{end}"
+        return f"Fragile: loses {_titles(changing)} under {', '.join(lost)}{end}"
     names = {
         gate: [m for m, gates in by_gate.items() if gates.get(gate) == verdict] for gate in _gates(verdicts, verdict)
     }

@@ -34,22 +34,12 @@ from annie_quant.documents import (
 )
 from annie_quant.judge.decision import rule
 from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, roles_of, sides
-from annie_quant.judge.decision.rule import (
-    FAILING,
-    NOTHING_TESTED,
-    OUTCOMES,
-    POOLED,
-    changing_gates,
-    describe_pooled,
-    points,
-    title,
-)
 from annie_quant.judge.gates import Threshold, decide, tabulate
 from annie_quant.judge.metrics import METRICS, three_digits
 from annie_quant.judge.pairing import LEAST_ANSWERS, answers_per_behaviour, describe_coverage, unmet_labels
 
 SHOWN = 4  # failing gates that a sentence names
-VERDICTS: dict[Outcome, GateVerdict] = {outcome: by_gate for by_gate, outcome in OUTCOMES.items()}
+VERDICTS: dict[Outcome, GateVerdict] = {outcome: by_gate for by_gate, outcome in rule.OUTCOMES.items()}
 _SEVERITIES = ("confound", "fault", "note")
 
 
@@ -68,7 +58,7 @@ class JudgedGate:
 
     @property
     def outcome(self) -> Outcome:
-        return OUTCOMES[self.result.verdict] if isinstance(self.result, PooledGates) else self.result.verdict
+        return rule.OUTCOMES[self.result.verdict] if isinstance(self.result, PooledGates) else self.result.verdict
 
     @property
     def verdict(self) -> GateVerdict | Outcome:
@@ -83,7 +73,7 @@ class JudgedGate:
     def __str__(self) -> str:
         result = self.result
         if isinstance(result, PooledGates):
-            return f"{self.title} {points(result.difference)} points ({self.where})"
+            return f"{self.title} {rule.points(result.difference)} points ({self.where})"
         if isinstance(result, SpeedGate):
             value = f"{result.value:.4g} {METRICS[result.metric].unit}"
             return f"{self.title} {value}, limit {result.limit:g} ({self.where})"
@@ -99,7 +89,7 @@ class JudgedGate:
         """The interval, and the rule that was applied to it."""
         result = self.result
         if isinstance(result, PooledGates):
-            return describe_pooled(result)
+            return rule.describe_pooled(result)
         if self.compared:
             return result.rule if isinstance(result, GateResult) else ""
         interval = "too few answers for an interval"
@@ -149,7 +139,7 @@ def standing(gates: Sequence[JudgedGate]) -> Standing:
     by_gate: dict[str, dict[str, GateVerdict]] = {}
     for gate in gates:
         by_gate.setdefault(gate.where, {})[gate.title] = VERDICTS[gate.outcome]
-    if changing_gates(by_gate):
+    if rule.changing_gates(by_gate):
         return "fragile"
     return rule.combined([verdict for titles in by_gate.values() for verdict in titles.values()])
 
@@ -168,7 +158,7 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
     if roles.candidate is None:
         return None
     if roles.assumed and roles.incumbent:
-        fail = [standing_of(aggregates, name) in FAILING for name in (roles.candidate, roles.incumbent)]
+        fail = [standing_of(aggregates, name) in rule.FAILING for name in (roles.candidate, roles.incumbent)]
         if fail == [False, True]:
             roles = replace(roles, candidate=roles.incumbent, incumbent=roles.candidate)
     assert roles.candidate is not None
@@ -235,9 +225,9 @@ def _verdict(aggregates: Aggregates, chosen: Decision) -> Verdict:
     return Verdict(
         rule=RULE,
         sentence=_sentence(aggregates, chosen),
-        passed=chosen.standing not in FAILING and not chosen.confounded,
+        passed=chosen.standing not in rule.FAILING and not chosen.confounded,
         outcome=chosen.standing,
-        badge=badge(chosen) + ("" if chosen.standing in FAILING else _not_tested(chosen)),
+        badge=badge(chosen) + ("" if chosen.standing in rule.FAILING else _not_tested(chosen)),
         candidate=chosen.candidate,
         incumbent=chosen.incumbent,
         comparable=chosen.comparable,
@@ -310,9 +300,9 @@ def _judged(
             yield JudgedGate(where, result.title or gate, result, deciding[gate])
     lost = any(result.verdict == "fail" for result in rows.values())
     if side.pooled is not None and side.pooled.verdict == "loses" and not lost:
-        yield JudgedGate(where, title(POOLED), side.pooled)
+        yield JudgedGate(where, rule.title(rule.POOLED), side.pooled)
     elif not shown and not rule.tests_a_behaviour(kept, pairs):
-        yield JudgedGate(where, NOTHING_TESTED, decide(0, 0, Threshold("all", LEAST_ANSWERS)), PairedGate(0, 0, 0))
+        yield JudgedGate(where, rule.NOTHING_TESTED, decide(0, 0, Threshold("all", LEAST_ANSWERS)), PairedGate(0, 0, 0))
 
 
 def _unanswered(gate: str, pair: PairedGate) -> GateResult:
@@ -344,8 +334,8 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
     elif undecided:
         verb = "loses" if chosen.compared else "fails"
         head = f"{label} {verb} no gate, but "
-        if {gate.title for gate in undecided} == {NOTHING_TESTED}:
-            head += f"{NOTHING_TESTED} (annie-quant init makes prompts that do)"
+        if {gate.title for gate in undecided} == {rule.NOTHING_TESTED}:
+            head += f"{rule.NOTHING_TESTED} (annie-quant init makes prompts that do)"
         else:
             head += f"{_count(len(by_title(undecided)), 'gate')} cannot be decided with so few answers"
     else:
@@ -396,7 +386,7 @@ def _not_tested(chosen: Decision) -> str:
 
 def badge(chosen: Decision) -> str:
     """Return the decision in a few words."""
-    if chosen.standing in FAILING:
+    if chosen.standing in rule.FAILING:
         lost = list(dict.fromkeys(gate.title for gate in chosen.gates["fail"]))
         verb = "fragile:" if chosen.standing == "fragile" else "loses" if chosen.compared else "fails"
         return f"{verb} {', '.join(lost[:2])}" + (f" and {len(lost) - 2} more" if len(lost) > 2 else "")

@@ -146,10 +146,9 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
 def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conversion:
     """Write a folder in another dialect of safetensors."""
     folder, linears, config, dialect = model.folder, model.linears, model.config, dialects.WRITTEN[to]
-    for x in linears.values():
-        if x.block:
-            command = f"annie-quant convert {folder.path} --to {PLAIN}"
-            raise CheckpointError(f"{x.name}: {to} is not written with FP8 in blocks", command)
+    if blocks := next((x.name for x in linears.values() if x.block), None):
+        command = f"annie-quant convert {folder.path} --to {PLAIN}"
+        raise CheckpointError(f"{blocks}: {to} is not written with FP8 in blocks", command)
     if awq := next((x.pre_quant for x in linears.values() if x.pre_quant), None):
         hint = "make it plain NVFP4 first: annie-quant audit --repair"
         raise CheckpointError(f"{awq}: {to} has no activation scales (NVFP4_AWQ)", hint)

@@ -207,7 +207,7 @@ def vllm(model: QuantizedFolder) -> Rule:
         return "no", "NVFP4_AWQ is not loaded (#45333)"
     if is_multimodal(folder) and not (folder.path / PREPROCESSOR).is_file():
         return "no", f"{PREPROCESSOR} is missing (annie-quant audit --repair)"
-    if has_uneven_columns(model):
+    if any(c % COLUMNS_PER_RANK for c in nvfp4_columns(model).values()):
         return "no", f"columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
     notes = ["from 0.19 (mixed precision)"] if config.algo == "MIXED_PRECISION" and config.method == "modelopt" else []
     if tensor_parallel_ranks(model) < 2:
@@ -223,15 +223,9 @@ def rounds_state(folder: ModelFolder) -> bool:
     return "mamba_ssm_dtype" not in folder.text_config and any(models.is_log_decay(name) for name in folder)
 
 
-def has_uneven_columns(model: QuantizedFolder) -> bool:
-    """Return whether the columns of an NVFP4 linear are not a multiple of COLUMNS_PER_RANK."""
-    return any(c % COLUMNS_PER_RANK for c in nvfp4_columns(model).values())
-
-
 def nvfp4_columns(model: QuantizedFolder) -> dict[str, int]:
     """Return NVFP4 linear → columns; 0 for a weight without dimensions, which is a finding (weight_shape)."""
-    nvfp4 = (x for x in model.linears.values() if x.format == "nvfp4")
-    return {x.name: 2 * (model.folder.info(x.weight).shape or (0,))[-1] for x in nvfp4}
+    return {x.name: 2 * (model.folder.info(x.weight).shape or (0,))[-1] for x in model.nvfp4}
 
 
 def tensor_parallel_ranks(model: QuantizedFolder) -> int:

@@ -153,7 +153,7 @@ def codes_of(audit: Audit, module: str) -> set[str]:
 def group_size(model: QuantizedFolder, faulty: set[str]) -> int:
     """Return the columns per block scale: those of the sound linears, else those of the settings, else 16."""
     folder = model.folder
-    sizes = {x.group(folder) for n, x in model.linears.items() if x.format == "nvfp4" and n not in faulty}
+    sizes = {x.group(folder) for x in model.nvfp4 if x.name not in faulty}
     if len(sizes) > 1:
         message = f"{folder.path}: group sizes {sorted(sizes)} in one checkpoint cannot be repaired"
         raise CheckpointError(message, "quantize again: annie-quant quantize --strategy direct")

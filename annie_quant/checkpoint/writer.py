@@ -82,8 +82,8 @@ class ShardPlan:
         return sum(t.work_bytes for t in self.items)
 
 
-def split(plan: list[Planned], shard_bytes: int) -> list[list[Planned]]:
-    """Split into consecutive groups of at most `shard_bytes`; a larger tensor is a group by itself."""
+def layout(plan: list[Planned], shard_bytes: int) -> list[ShardPlan]:
+    """Return the shards of a plan, of at most `shard_bytes` or one tensor, under the names that every reader expects."""
     groups: list[list[Planned]] = [[]]
     filled = 0
     for item in plan:
@@ -92,12 +92,6 @@ def split(plan: list[Planned], shard_bytes: int) -> list[list[Planned]]:
             filled = 0
         groups[-1].append(item)
         filled += item.size_bytes
-    return groups
-
-
-def layout(plan: list[Planned], shard_bytes: int) -> list[ShardPlan]:
-    """Return the shards of a plan, under the names that every reader expects."""
-    groups = split(plan, shard_bytes)
     n = len(groups)
     names = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
     heads = (header.build([(t.name, t.dtype, t.shape) for t in g], {"format": "pt"}) for g in groups)
@@ -169,12 +163,9 @@ def tensor_bytes(item: Planned) -> Iterator[memoryview]:
 
 def is_complete(folder: Path, shard: ShardPlan) -> bool:
     """Return whether an earlier run completed this shard: same header, same length."""
-    path = folder / shard.name
     try:
-        if path.stat().st_size != shard.size_bytes:
-            return False
-        with path.open("rb") as file:
-            return file.read(len(shard.head)) == shard.head
+        with (folder / shard.name).open("rb") as file:
+            return file.read(len(shard.head)) == shard.head and os.fstat(file.fileno()).st_size == shard.size_bytes
     except OSError:
         return False
 

@@ -134,6 +134,7 @@ from annie_quant.documents.statistics import (
     MetricSummary,
     NoiseFloor,
     Outcome,
+    PairedCounts,
     PairedGate,
     PairedResult,
     PairedVerdict,

@@ -161,10 +161,7 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     companion: JsonObject = {"kv_cache_quant_algo": kv_cache}
     if len(kinds) > 1 or kinds & {"FP8", FP8_DYNAMIC}:
         algo = "MIXED_PRECISION"
-        layers = {
-            m: {"quant_algo": a} | ({} if "FP8" in a and "NVFP4" not in a else {"group_size": group})
-            for m, a in algorithms.items()
-        }
+        layers = {m: {"quant_algo": a} | ({"group_size": group} if "NVFP4" in a else {}) for m, a in algorithms.items()}
         inline = {"quant_algo": algo, "quantized_layers": layers, **common}
         companion["quantized_layers"] = layers
     else:

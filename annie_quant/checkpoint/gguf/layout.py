@@ -138,19 +138,16 @@ def check_settings(folder: ModelFolder, settings: GgufSettings, linears: Mapping
     """Raise CheckpointError where llama.cpp cannot compute with the settings, or where they contradict the tensors."""
     where = f"{folder.path.name}/config.json"
     if settings.rope.kind not in ROPE_KINDS:
+        message = f"{where}: rotary scaling {settings.rope.kind[:40]!r} is not written"
         raise CheckpointError(
-            f"{where}: rotary scaling {settings.rope.kind[:40]!r} is not written, expected one of: {', '.join(ROPE_KINDS)}",
-            "convert it with llama.cpp's own converter",
+            f"{message}, expected one of: {', '.join(ROPE_KINDS)}", "convert it with llama.cpp's converter"
         )
     layers = settings.num_hidden_layers
     if settings.layer_types is not None and len(settings.layer_types) != layers:
         raise CheckpointError(f"{where}: {len(settings.layer_types)} layer_types for {layers} layers", HINT)
     if settings.linear_num_value_heads % settings.linear_num_key_heads:
-        raise CheckpointError(
-            f"{where}: linear_num_value_heads {settings.linear_num_value_heads} is not a multiple of "
-            f"linear_num_key_heads {settings.linear_num_key_heads}",
-            HINT,
-        )
+        message = f"{where}: linear_num_value_heads {settings.linear_num_value_heads} is not a multiple of"
+        raise CheckpointError(f"{message} linear_num_key_heads {settings.linear_num_key_heads}", HINT)
     check_windows(folder, settings, where)
     required = REQUIRED_MIXTURE if folder.family.experts else ("intermediate_size",)
     missing = next((field for field in required if getattr(settings, field) is None), None)

@@ -55,6 +55,7 @@ from annie_quant.documents import (
     NumericsResult,
     OfflineSide,
     Outcome,
+    PairedCounts,
     PairedGate,
     PairedVerdict,
     PooledGates,
@@ -176,7 +177,7 @@ def loss_limit(name: str) -> float:
     return -GATES[name].margin if compares_with_reference(name) else 0.0
 
 
-def _testable(gates: Gates, pooled: PooledGates | None) -> list[PairedGate | PooledGates]:
+def _testable(gates: Gates, pooled: PooledGates | None) -> list[PairedCounts]:
     rows = deciding(gates).items()
     tested = [row for name, row in rows if row.lost + row.won >= LEAST_CHANGES or compares_with_reference(name)]
     return [*tested, *([pooled] if pooled else [])]
@@ -268,13 +269,13 @@ def _has_margin(name: str, gate: PairedGate) -> bool:
     return GATES[name].margin > 0 or gate.won > 0
 
 
-def _by_interval(row: PairedGate | PooledGates, margin: float, limit: float = 0.0) -> GateVerdict:
+def _by_interval(row: PairedCounts, margin: float, limit: float = 0.0) -> GateVerdict:
     if row.low > -margin:
         return "keeps"
     return "loses" if is_loss(row, limit, stats.LEVEL) else "undecided"
 
 
-def is_loss(row: PairedGate | PooledGates, limit: float, level: float) -> bool:
+def is_loss(row: PairedCounts, limit: float, level: float) -> bool:
     """Return whether the upper bound is below the limit (loss_limit) and the adjusted p below the level."""
     return row.high < limit and row.p_holm is not None and row.p_holm < level
 

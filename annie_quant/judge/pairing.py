@@ -199,14 +199,9 @@ def _answers(gates: Mapping[str, PairedGate]) -> dict[str, int]:
 
 def unmet_labels(members: Iterable[Mapping[str, PairedGate]]) -> list[str]:
     """Return the labelled gates that the reference passes too rarely, each with its counts; they test and keep nothing."""
-    return list(
-        dict.fromkeys(
-            f"{GATES[name].title} (the reference passes {gate.passed} of {gate.n})"
-            for gates in members
-            for name, gate in gates.items()
-            if decides(name) and GATES[name].basis == "label" and gate.n and not is_tested(name, gate)
-        )
-    )
+    labelled = ((n, gate) for gates in members for n, gate in gates.items() if decides(n) and GATES[n].basis == "label")
+    unmet = ((GATES[n].title, gate) for n, gate in labelled if gate.n and not is_tested(n, gate))
+    return list(dict.fromkeys(f"{title} (the reference passes {gate.passed} of {gate.n})" for title, gate in unmet))
 
 
 def describe_coverage(answers: Mapping[str, int], unmet: Sequence[str] = ()) -> str:

@@ -144,7 +144,7 @@ def compare_metric(
     # bits_per_byte is the logarithm of byte_perplexity, from the same values.
     if metric == "bits_per_byte" or not (weighted or all(_is_number(value) for pair in pairs for value in pair)):
         return None
-    values = np.array([np.ravel(pair) for pair in pairs], dtype=np.float64)
+    values = np.array(pairs, dtype=np.float64).reshape(len(pairs), -1)
 
     def scores(means: Floats) -> Floats:
         if not weighted:

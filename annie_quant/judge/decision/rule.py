@@ -361,20 +361,19 @@ def points(value: float) -> str:
 
 def describe(name: str, gate: PairedGate) -> str:
     """Return a gate's counts, difference, interval, p and verdict."""
-    text = (
-        f"{title(name)} {gate.verdict}: {gate.lost} lost and {gate.won} won of {gate.n}, {points(gate.difference)} points "
-        f"(90 % {points(gate.low)} to {points(gate.high)}, p {gate.p:.2g})"
-    )
+    text = f"{title(name)} {gate.verdict}: {gate.lost} lost and {gate.won} won of {gate.n}, {describe_interval(gate)}"
     if gate.verdict != "undecided":
         return text
     return f"{text}; " + (f"n = {gate.n_to_decide} would decide" if gate.n_to_decide else "no n decides at this rate")
 
 
 def describe_pooled(pooled: PooledGates) -> str:
-    return (
-        f"all gates together: {pooled.lost} right answers lost and {pooled.won} won of {pooled.n}, "
-        f"{points(pooled.difference)} points (90 % {points(pooled.low)} to {points(pooled.high)}, p {pooled.p:.2g})"
-    )
+    counts = f"{pooled.lost} right answers lost and {pooled.won} won of {pooled.n}"
+    return f"{title(POOLED)}: {counts}, {describe_interval(pooled)}"
+
+
+def describe_interval(row: PairedCounts) -> str:
+    return f"{points(row.difference)} points (90 % {points(row.low)} to {points(row.high)}, p {row.p:.2g})"
 
 
 def _sentence(
@@ -440,10 +439,9 @@ def _with_verdict(name: str, result: GateResult, gate: PairedGate | None) -> Gat
         result.rule = f"it tests nothing: the reference passes {gate.passed} of {gate.n}"
         return result
     result.verdict, result.n_to_decide = OUTCOMES[gate.verdict], gate.n_to_decide
-    result.rule = (
-        f"paired with the reference: {gate.lost} lost, {gate.won} won; {points(gate.difference)} points, 90 % "
-        f"{points(gate.low)} to {points(gate.high)}, margin {100 * gate.margin:g}"
-    )
+    interval = f"{points(gate.difference)} points, 90 % {points(gate.low)} to {points(gate.high)}"
+    counts = f"{gate.lost} lost, {gate.won} won; {interval}, margin {100 * gate.margin:g}"
+    result.rule = f"paired with the reference: {counts}"
     return result
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -188,7 +187,7 @@ def blocking_of(aggregates: Aggregates, name: str) -> list[str]:
 
 
 def verdict(
-    aggregates: Aggregates | Mapping[str, Any],
+    aggregates: Aggregates | Mapping[str, object],
     candidate: str | None = None,
     *,
     reference: str | None = None,

@@ -9,7 +9,7 @@ Runtimes on transformers 4.57 know only the multimodal form, under older class n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from annie_quant import models
 from annie_quant.checkpoint.checks import DEADLY, fault
@@ -131,21 +131,22 @@ def plan_renaming(folder: ModelFolder, style: str | None, source: ModelFolder | 
         multimodal = False
     elif named and model_type in named[0].model_types and model_type != named[1].model_type:
         multimodal = bool(tensors_multimodal(folder))  # class and type disagree: the tensors decide
-    config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
-    renaming = Renaming(family, named[0].forms if named else (), multimodal, config, {}, [])
-    if renaming.forms:
-        if any(renaming.name(n) != n for n in folder):
-            renaming.actions.append(f"tensors renamed to {MULTIMODAL_PREFIX if multimodal else TEXT_PREFIX}…")
-        config, actions = config_in_form(renaming, source)
-        renaming = replace(renaming, config=config, actions=renaming.actions + actions)
-    files, actions = renamed_files(folder, multimodal, style, source)
-    return replace(renaming, files=files, actions=renaming.actions + actions)
+    config, actions = {k: v for k, v in folder.config.items() if k != "quantization_config"}, list[str]()
+    forms = named[0].forms if named else ()
+    if forms:
+        if any(family.in_form(n, multimodal) != n for n in folder):
+            actions.append(f"tensors renamed to {MULTIMODAL_PREFIX if multimodal else TEXT_PREFIX}…")
+        config, changes = config_in_form(config, forms, multimodal, source)
+        actions += changes
+    files, changes = renamed_files(folder, multimodal, style, source)
+    return Renaming(family, forms, multimodal, config, files, actions + changes)
 
 
-def config_in_form(renaming: Renaming, source: ModelFolder | None) -> tuple[JsonObject, list[str]]:
+def config_in_form(
+    config: JsonObject, forms: tuple[Form, ...], multimodal: bool, source: ModelFolder | None
+) -> tuple[JsonObject, list[str]]:
     """Return config.json in the form of the copy, and what was changed."""
-    config, actions, multimodal = renaming.config, list[str](), renaming.multimodal
-    text, form = renaming.forms[0], renaming.forms[multimodal]
+    actions, text, form = list[str](), forms[0], forms[multimodal]
     old = {field: config.get(field) for field in ("model_type", "architectures")}
     inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
     if multimodal and inner is None:

@@ -47,11 +47,14 @@ from annie_quant.documents import Audit, Finding
 
 # Findings about single blocks: the tensor's other blocks may stay.
 BLOCK_FAULTS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}
-# Prefixes of the findings' codes that are not about a linear's codes and scales: settings, names, input scales, plain tensors.
+# Prefixes of the findings' codes about settings, names and input scales, which are repaired without the source.
+WITHOUT_SOURCE = (
+    "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
+)  # fmt: skip
+# Prefixes of all that are not about a linear's codes and scales.
 UNRELATED = (
-    "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "not_finite",
-    "differs_from_source", "group_size", "nothing_", "names_", "prefix_",
-    "expert_count", "expert_scale", "experts_", "kv_", "columns_", "router_", "mtp_", "vision_",
+    *WITHOUT_SOURCE, "not_finite", "differs_from_source", "group_size", "nothing_", "expert_count", "expert_scale", "experts_",
+    "kv_", "columns_", "router_", "mtp_", "vision_",
 )  # fmt: skip
 
 
@@ -397,10 +400,6 @@ def with_lost_settings(source: ModelFolder, config: JsonObject, multimodal: bool
 
 # ---- the repaired copy
 
-# Prefixes of the findings' codes about settings, names and input scales, which are repaired without the source.
-WITHOUT_SOURCE = (
-    "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
-)  # fmt: skip
 LOST = ("mtp_missing", "vision_missing")  # findings that a repair fixes in every layout
 UNREPAIRED = ("decoder_incomplete", "duplicate_tensor", "index_mismatch")
 

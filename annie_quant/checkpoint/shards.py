@@ -90,41 +90,39 @@ class ModelFolder:
         return iter(self.tensors)
 
     @functools.cached_property
+    def _merged(self) -> dict[str, dict[str, TensorInfo]]:
+        """Name of a merged tensor of experts without ".weight" → the linears of single experts in it, in its order."""
+        experts, merged = self.family.experts, dict[str, dict[str, TensorInfo]]()
+        for name, info in self.tensors.items() if experts else ():
+            part = experts.merged_part(name) if experts else None
+            if not experts or not part or len(info.shape) != 3 or not info.elements:
+                continue
+            layer, linears = part[0], experts.merged[part[1]]
+            count, rows, columns = info.shape
+            if rows % len(linears) or count > MAX_EXPERTS or info.dtype not in ("BF16", "F16", "F32"):
+                continue
+            size, shape = info.size_bytes // (count * len(linears)), (rows // len(linears), columns)
+            numbered = (
+                f"{layer}.{experts.module}.{number}.{linear}.weight" for number in range(count) for linear in linears
+            )
+            merged[name.removesuffix(".weight")] = {
+                single: TensorInfo(single, info.dtype, shape, info.file, info.offset + i * size, size)
+                for i, single in enumerate(numbered)
+            }
+        return merged
+
+    @functools.cached_property
     def expert_parts(self) -> dict[str, TensorInfo]:
         """The linears of single experts inside the merged tensors on disk, as views of their bytes.
 
         `find`, `info`, `tensor`, `pieces`, `rows` and `release` take their names ("mlp.experts.7.up_proj.weight"). Iteration and
         `in` have only the merged names, which are those of the files.
         """
-        experts, parts = self.family.experts, {}
-        for name, info in self.tensors.items() if experts else ():
-            merged = experts.merged_part(name) if experts else None
-            if not experts or not merged or len(info.shape) != 3 or not info.elements:
-                continue
-            layer, linears = merged[0], experts.merged[merged[1]]
-            count, rows, columns = info.shape
-            if rows % len(linears) or count > MAX_EXPERTS or info.dtype not in ("BF16", "F16", "F32"):
-                continue
-            size = info.size_bytes // (count * len(linears))
-            for i in range(count * len(linears)):
-                part = f"{layer}.{experts.module}.{i // len(linears)}.{linears[i % len(linears)]}.weight"
-                shape = (rows // len(linears), columns)
-                parts[part] = TensorInfo(part, info.dtype, shape, info.file, info.offset + i * size, size)
-        return parts
-
-    @functools.cached_property
-    def _parts_by_tensor(self) -> dict[str, list[str]]:
-        """Name of a merged tensor without ".weight" → the names of its parts."""
-        experts, parts = self.family.experts, dict[str, list[str]]()
-        for name in self.expert_parts:
-            if experts and (expert := experts.split(name)):
-                merged = next(m for m, linears in experts.merged.items() if expert[2] in linears)
-                parts.setdefault(f"{expert[0]}.{experts.module}.{merged}", []).append(name)
-        return parts
+        return {name: info for parts in self._merged.values() for name, info in parts.items()}
 
     def parts_of(self, name: str) -> list[str]:
         """Return the names of the single experts' linears in a merged tensor, in its order; [] for any other tensor."""
-        return self._parts_by_tensor.get(name.removesuffix(".weight"), [])
+        return list(self._merged.get(name.removesuffix(".weight"), ()))
 
     def info(self, name: str) -> TensorInfo:
         if name not in self.tensors and name in self.expert_parts:

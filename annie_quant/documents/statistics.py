@@ -86,7 +86,7 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
     profiles: members without their perturbations (NAME+...).
     sentence: the decision as text.
     reasons: one line per gate that is lost or undecided.
-    coverage: behaviour → answers of the reference that show it (judge/decision/coverage.py).
+    coverage: behaviour → answers of the reference that show it (judge/pairing.py).
     not_tested: labelled gates that the reference passes too rarely, with their counts, and behaviours that have too few answers.
     """
 

@@ -31,7 +31,7 @@ gates: they lose by the same rule, with a margin of 2 points of the answers.
 A member loses if a gate or the pooled verdict loses, keeps if all gates keep and one of them tests a behaviour, and is undecided
 otherwise. A gate with fewer than LEAST_ANSWERS does not stand in the way if it lost no more than the margin and its behaviour is
 tested by another gate, or if the reference shows it in fewer than RARE_ANSWERS and none was lost; a behaviour that no gate tests
-is named in the verdict (coverage.py). A checkpoint is fragile if a gate keeps under one member and loses under another; else it
+is named in the verdict (pairing.py). A checkpoint is fragile if a gate keeps under one member and loses under another; else it
 loses if a member loses, keeps if all keep, else it is undecided.
 
 The functions change none of their arguments.

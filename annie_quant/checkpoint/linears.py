@@ -134,9 +134,8 @@ class Linear:
 
     def load(self, folder: ModelFolder) -> nvfp4.Tensor:
         """Return the codec's tensor of an NVFP4 linear."""
-        scale, divisor = self.tensor_scale(folder), None
-        if scale.reciprocal:
-            divisor = scale.value
+        scale = self.tensor_scale(folder)
+        divisor = scale.value if scale.reciprocal else None
         codes, block_scale = folder.tensor(self.weight), folder.tensor(self.block_scale or "")
         return nvfp4.Tensor(codes, block_scale, scale.multiplier, self.shape(folder), self.group(folder), divisor)
 

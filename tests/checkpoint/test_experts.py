@@ -169,9 +169,13 @@ def test_a_comparison_has_every_expert(plain, sound, tmp_path, names):
 def test_gguf_has_the_same_tensors_from_either_layout(sound, tmp_path):
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     other = aq.checkpoint.convert(sound["nvfp4"], "compressed-tensors", tmp_path / "other").path
-    files = [aq.checkpoint.convert(f, "gguf", tmp_path / f"{i}.gguf").path for i, f in enumerate((sound["nvfp4"], other))]
+    files = [
+        aq.checkpoint.convert(f, "gguf", tmp_path / f"{i}.gguf").path for i, f in enumerate((sound["nvfp4"], other))
+    ]
     ours, theirs = ({t.name: t for t in gguf.GGUFReader(file).tensors} for file in files)
-    assert set(ours) == set(theirs) and any("_exps" in name and t.tensor_type.name == "NVFP4" for name, t in ours.items())
+    assert set(ours) == set(theirs) and any(
+        "_exps" in name and t.tensor_type.name == "NVFP4" for name, t in ours.items()
+    )
     for name, tensor in ours.items():
         same = np.allclose if name.endswith("scale") else np.array_equal  # a divisor's last place
         assert same(tensor.data, theirs[name].data), name

@@ -204,7 +204,7 @@ class GgufPlan:
             linear = self.model.linears.get(name.removesuffix(".weight"))
             array = linear.dequantize(folder) if linear else folder.tensor(name)
             whole = array.ndim < 2 or self.layout.rows(name, len(array)) is not None
-            step = max(1, len(array) if whole else PIECE_ELEMENTS // array[0].size)
+            step = max(1, len(array) if whole else PIECE_ELEMENTS // max(1, array[:1].size))
             for start in range(0, len(array), step):
                 piece = array[start : start + step]
                 yield encode(self.layout.transform(name, piece), kind, stored)

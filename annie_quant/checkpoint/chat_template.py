@@ -35,7 +35,7 @@ class TemplateTokenizer(Protocol):
     @property
     def special_tokens_map(self) -> Mapping[str, object]: ...
 
-    def get_chat_template(self, chat_template: None, tools: object, /) -> str:
+    def get_chat_template(self, chat_template: None, tools: Any, /) -> str:
         """Return the source of the template for a conversation with these tools. Raises ValueError where there is none."""
 
 

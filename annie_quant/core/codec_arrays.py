@@ -56,7 +56,7 @@ def as_bytes(a: np.ndarray) -> np.ndarray:
     return a.reshape(-1).view(np.uint8)
 
 
-def output_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+def output_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: DTypeLike | None) -> np.ndarray:
     """Return `out` after a check of its shape, dtype and flags, or a new array if it is None."""
     if out is None:
         return np.empty(shape, dtype)

@@ -95,8 +95,9 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
         module, _, suffix = name.rpartition(".")
         scale = existing(folder, f"{module}.weight_scale")
         if suffix == "weight_packed":
-            scales = (existing(folder, f"{module}.{end}") for end in ("weight_global_scale", "input_global_scale"))
-            quantized[module] = Linear(module, "nvfp4", name, scale, *scales, reciprocal=True)
+            ends = ("weight_global_scale", "input_global_scale")
+            tensor_scale, input_scale = (existing(folder, f"{module}.{end}") for end in ends)
+            quantized[module] = Linear(module, "nvfp4", name, scale, tensor_scale, input_scale, reciprocal=True)
         elif suffix == "weight" and folder.info(name).dtype == "F8_E4M3":
             linear = Linear(module, "fp8", name, scale, None, existing(folder, f"{module}.input_scale"))
             in_blocks = scale is None or (folder.info(scale).elements != 1 and not linear.per_channel(folder))

@@ -52,9 +52,9 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
         module, _, suffix = name.rpartition(".")
         kind = {"U8": "nvfp4", "F8_E4M3": "fp8"}.get(folder.info(name).dtype) if suffix == "weight" else None
         ends = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
-        scales = [existing(folder, f"{module}.{end}") for end in ends]
-        if kind == "fp8" or (kind and scales[0]):
-            quantized[module] = Linear(module, kind, name, *scales)
+        scale, tensor_scale, input_scale, pre_quant = (existing(folder, f"{module}.{end}") for end in ends)
+        if kind == "fp8" or (kind and scale):
+            quantized[module] = Linear(module, kind, name, scale, tensor_scale, input_scale, pre_quant)
     return quantized
 
 

@@ -135,8 +135,8 @@ class GgufPlan:
         for name in names:
             if name in of_experts:
                 continue
-            if stored := self.layout.name(name):
-                yield from self._tensor(stored, [name])
+            if single := self.layout.name(name):
+                yield from self._tensor(single, [name])
             else:
                 linear = self.model.linears.get(name.removesuffix(".weight"))
                 self.left_out.append(linear.weight if linear else name)
@@ -149,9 +149,9 @@ class GgufPlan:
         """
         folder = self.model.folder
         linears = [x for n in names if (x := self.model.linears.get(n.removesuffix(".weight")))]
-        shapes = {x.shape(folder) for x in linears} or {folder.info(n).shape for n in names}
+        shapes: set[tuple[int, ...]] = {x.shape(folder) for x in linears} or {folder.info(n).shape for n in names}
         check_stack(stored, names, linears, len(shapes))
-        shape: tuple[int, ...] = shapes.pop()
+        shape = shapes.pop()
         if self.layout.is_convolution(names[0]):
             shape = (shape[0], int(np.prod(shape[1:])))
         columns, shape = shape[-1], (len(names), *shape) if stacked else shape

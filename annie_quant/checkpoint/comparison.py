@@ -16,9 +16,8 @@ import numpy as np
 
 from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.checks.source import rel_l2
-from annie_quant.checkpoint.gguf.names import Layout
+from annie_quant.checkpoint.gguf.layout import Layout, read_settings
 from annie_quant.checkpoint.gguf.reader import open_gguf
-from annie_quant.checkpoint.gguf.settings import read_settings
 from annie_quant.checkpoint.linears import label_of
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import folder_size, gguf_size
@@ -93,20 +92,19 @@ class FormComparison(msgspec.Struct):
         need("matplotlib", "plots")
         from matplotlib.figure import Figure
 
-        kinds = list(dict.fromkeys(label_of(r.tensor.removesuffix(".weight")) for r in self.rows))
+        labels = {r.tensor: label_of(r.tensor.removesuffix(".weight")) for r in self.rows}
+        kinds = list(dict.fromkeys(labels.values()))
         figure = Figure(figsize=(9, 1.2 + 0.32 * len(kinds)), layout="constrained")
         axes = figure.subplots()
         for i, (form, summary) in enumerate(self.summary.items()):
             rows = [r for r in self.rows if r.form == form]
             shift = 0.6 * (i / max(1, len(self.summary) - 1) - 0.5) if len(self.summary) > 1 else 0.0
-            heights = [kinds.index(label_of(r.tensor.removesuffix(".weight"))) + shift for r in rows]
+            heights = [kinds.index(labels[r.tensor]) + shift for r in rows]
             label = f"{form}: {summary.bits_per_weight:.2f} bits, rel-L2 {summary.rel_l2:.4f}"
             axes.plot([r.rel_l2 for r in rows], heights, "o", markersize=4, alpha=0.7, label=label)
-        axes.set(
-            xlabel="relative L2 error of a tensor", title=f"against {Path(self.source).name}", ylim=(len(kinds), -1)
-        )
+        title = f"against {Path(self.source).name}"
+        axes.set(xlabel="relative L2 error of a tensor", title=title, ylim=(len(kinds), -1), xlim=(0, None))
         axes.set_yticks(range(len(kinds)), kinds)
-        axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize="small")
         try:
@@ -148,23 +146,14 @@ def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> F
                 shapes = f"{list(weight.values.shape)} in {path}, {list(weight.source.shape)} in {source}"
                 raise CheckpointError(f"{weight.name}: {shapes}", "are they of one model?")
             error, elements = rel_l2(weight.values, weight.source), weight.source.size
-            row = ComparedTensor(
-                weight.name,
-                label,
-                weight.format,
-                elements,
-                error,
-                cosine(weight.values, weight.source),
-                round(8 * weight.size_bytes / elements, 3),
-            )
-            result.rows.append(row)
+            angle, bits = cosine(weight.values, weight.source), round(8 * weight.size_bytes / elements, 3)
+            result.rows.append(ComparedTensor(weight.name, label, weight.format, elements, error, angle, bits))
             energy = float(np.square(weight.source, dtype=np.float64).sum())
             total, squared, norm = total + elements, squared + error**2 * energy, norm + energy
         if not total:
             raise CheckpointError(f"{path}: none of its tensors is in {source}", "are they of one model?")
-        result.summary[label] = FormSummary(
-            size.bits_per_weight, (squared / norm) ** 0.5 if norm else 0.0, result.worst(label, 1)[0].tensor
-        )
+        whole, worst = (squared / norm) ** 0.5 if norm else 0.0, result.worst(label, 1)[0].tensor
+        result.summary[label] = FormSummary(size.bits_per_weight, whole, worst)
     return result
 
 

@@ -95,9 +95,8 @@ def convert(
     if type:
         raise UsageError("--type is for GGUF", "leave it out, or use --to gguf")
     if not model.linears:
-        raise CheckpointError(
-            f"{folder.path}: nothing in it is quantized", "quantize it first: annie-quant quantize --strategy direct"
-        )
+        hint = "quantize it first: annie-quant quantize --strategy direct"
+        raise CheckpointError(f"{folder.path}: nothing in it is quantized", hint)
     return to_plain(model, out) if to == PLAIN else to_dialect(model, to, out)
 
 
@@ -147,15 +146,13 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
 def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conversion:
     """Write a folder in another dialect of safetensors."""
     folder, linears, config, dialect = model.folder, model.linears, model.config, dialects.WRITTEN[to]
-    for x in linears.values():
-        if x.block:
-            command = f"annie-quant convert {folder.path} --to {PLAIN}"
-            raise CheckpointError(f"{x.name}: {to} is not written with FP8 in blocks", command)
+    if blocks := next((x.name for x in linears.values() if x.block), None):
+        command = f"annie-quant convert {folder.path} --to {PLAIN}"
+        raise CheckpointError(f"{blocks}: {to} is not written with FP8 in blocks", command)
     if awq := next((x.pre_quant for x in linears.values() if x.pre_quant), None):
-        raise CheckpointError(
-            f"{awq}: {to} has no activation scales (NVFP4_AWQ)", "make it plain NVFP4 first: annie-quant audit --repair"
-        )
-    groups = {x.group(folder) for x in linears.values() if x.format == "nvfp4"}
+        hint = "make it plain NVFP4 first: annie-quant audit --repair"
+        raise CheckpointError(f"{awq}: {to} has no activation scales (NVFP4_AWQ)", hint)
+    groups = {x.group(folder) for x in model.nvfp4}
     if len(groups) > 1:
         raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
     kv_names = scales_to_keep(folder, config)
@@ -179,7 +176,7 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
     settings = dialect.settings(formats, sorted(excluded), next(iter(groups), 16), kv_cache)
     target, size_bytes = write_folder(folder, plan, settings, to, out)
     loss = []
-    if any(x.reciprocal != (to == "compressed-tensors") for x in linears.values() if x.format == "nvfp4"):
+    if any(x.reciprocal != (to == "compressed-tensors") for x in model.nvfp4):
         loss.append("global scales are reciprocals: at most one unit in the last place of float32")
     if dropped:
         loss.append(f"{len(dropped)} quantizer tensors were dropped: {', '.join(dropped[:3])}")
@@ -209,7 +206,7 @@ def to_gguf(model: QuantizedFolder, type: str | None, out: ConversionOutput) -> 
     loss = [f"{numbers} quantized linears became 16-bit numbers"] if numbers else []
     if eight_bit:
         loss.append(f"{eight_bit} FP8 linears became Q8_0, which rounds them once more: llama.cpp has no FP8")
-    if type is None and kind == "BF16" and any(x.format == "nvfp4" for x in model.linears.values()):
+    if type is None and kind == "BF16" and model.nvfp4:
         architecture = plan.layout.names.architecture
         loss[0] += f": llama.cpp does not compute NVFP4 in {architecture} (--type NVFP4 writes it for others)"
     if plan.left_out:

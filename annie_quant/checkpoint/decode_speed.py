@@ -9,16 +9,14 @@ read and written. tests/perf/decode_speed.md has the errors against published an
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import read_struct
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.size import bytes_per_token
+from annie_quant.checkpoint.size import AttentionShape, Caches, bytes_per_token, caches_of
 from annie_quant.core import host
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import Device, PredictedSpeed, decode
@@ -32,61 +30,28 @@ DEVICES = {
 MEASURE = "annie-quant doctor --measure"
 
 
-class AttentionShape(msgspec.Struct):
-    """The fields of config.json that decide how much a token reads besides weights. A field that is missing counts as 0."""
-
-    num_hidden_layers: int = 0
-    layer_types: list[str] | None = None
-    sliding_window: int | None = None
-    num_attention_heads: int = 0
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_size: int = 0
-    linear_num_value_heads: int = 0
-    linear_key_head_dim: int = 0
-    linear_value_head_dim: int = 0
-
-
 @dataclass(frozen=True)
 class TokenBytes:
     """What one decoded token reads.
 
     weights: bytes, of a mixture's experts the active share.
     layers: number of decoder layers.
-    position: bytes of keys and values per earlier token, in layers that see all of them.
-    window_position, window: the same in layers with a sliding window, and its tokens.
-    state: bytes of DeltaNet's states, read and written.
     """
 
     weights: float
     layers: int
-    position: float = 0.0
-    window_position: float = 0.0
-    window: int = 0
-    state: float = 0.0
+    caches: Caches = field(default_factory=Caches)
 
     def at(self, depth: int) -> float:
-        """Return the bytes after `depth` earlier tokens."""
-        return self.weights + self.state + depth * self.position + min(depth, self.window) * self.window_position
+        """Return the bytes after `depth` earlier tokens. DeltaNet's states are read and written."""
+        return self.weights + 2 * self.caches.state + self.caches.at(depth)
 
 
 def token_bytes(folder: ModelFolder, weights: float | None = None) -> TokenBytes:
     """Return what a token of a model folder reads. weights: bytes instead of those of the folder's tensors."""
     shape = read_struct(AttentionShape, folder.text_config)
-    types = shape.layer_types or ["full_attention"] * shape.num_hidden_layers
-    heads = shape.num_key_value_heads or shape.num_attention_heads
-    head_dim = shape.head_dim or shape.hidden_size // max(1, shape.num_attention_heads)
-    element = 1 if dialects.config(folder).kv_cache == "FP8" else 2
-    keys_values = 2 * heads * head_dim * element
-    state = 4 * shape.linear_num_value_heads * shape.linear_key_head_dim * shape.linear_value_head_dim  # in float32
-    return TokenBytes(
-        weights=bytes_per_token(folder) if weights is None else weights,
-        layers=len(types),
-        position=types.count("full_attention") * keys_values,
-        window_position=types.count("sliding_attention") * keys_values,
-        window=shape.sliding_window or 0,
-        state=2 * types.count("linear_attention") * state,
-    )
+    caches = caches_of(shape, element=1 if dialects.config(folder).kv_cache == "FP8" else 2)
+    return TokenBytes(bytes_per_token(folder) if weights is None else weights, len(shape.types), caches)
 
 
 def tok_s(read: TokenBytes, device: Device, depth: int = 0) -> float:
@@ -96,7 +61,7 @@ def tok_s(read: TokenBytes, device: Device, depth: int = 0) -> float:
 
 def largest_bytes(read: TokenBytes, device: Device, tok_s: float) -> float:
     """Return how many bytes of weights a token may read to decode at `tok_s`; negative where launches alone take longer."""
-    return (1 / tok_s - read.layers * device.layer_s) * device.read_bytes_s - read.state
+    return (1 / tok_s - read.layers * device.layer_s) * device.read_bytes_s - 2 * read.caches.state
 
 
 def speed_of(read: TokenBytes, device: Device | None = None, depth: int = 0) -> PredictedSpeed:
@@ -161,9 +126,8 @@ def find_device(name: str) -> Device:
     except ValueError:
         return read_device(Path(name))
     if not (0 < numbers[0] < 1e6 and 0 <= numbers[1] < 1e6):
-        raise UsageError(
-            f"--device {name}: expected GB/s, with microseconds per layer after a colon", "--device 273:150"
-        )
+        message = f"--device {name}: expected GB/s, with microseconds per layer after a colon"
+        raise UsageError(message, "--device 273:150")
     return Device(name=f"{rate} GB/s", read_bytes_s=numbers[0] * 1e9, layer_s=numbers[1] * 1e-6, source="--device")
 
 
@@ -171,18 +135,14 @@ def read_device(path: Path) -> Device:
     """Return a device file of this machine."""
     if not path.is_file():
         known = ", ".join(DEVICES)
-        raise UsageError(
-            f"{path}: no such device file", f"{MEASURE} writes one; or --device {known}, or a rate in GB/s"
-        )
+        hint = f"{MEASURE} writes one; or --device {known}, or a rate in GB/s"
+        raise UsageError(f"{path}: no such device file", hint)
     device = decode(Device, path, error=UsageError, hint=MEASURE)
     if not (0 < device.read_bytes_s < 1e15 and 0 <= device.layer_s < 1):
-        raise UsageError(
-            f"{path}: read_bytes_s {device.read_bytes_s:g} and layer_s {device.layer_s:g} are no rates", MEASURE
-        )
+        message = f"{path}: read_bytes_s {device.read_bytes_s:g} and layer_s {device.layer_s:g} are no rates"
+        raise UsageError(message, MEASURE)
     if device.name != machine_name():
         rates = f"{device.read_bytes_s / 1e9:.4g}:{device.layer_s * 1e6:.4g}"
-        raise UsageError(
-            f"{path} was measured on another machine: {device.name}, this is {machine_name()}",
-            f"{MEASURE}, or plan for that machine with --device {rates}",
-        )
+        message = f"{path} was measured on another machine: {device.name}, this is {machine_name()}"
+        raise UsageError(message, f"{MEASURE}, or plan for that machine with --device {rates}")
     return device

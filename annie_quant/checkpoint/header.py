@@ -25,23 +25,12 @@ PREFIX_BYTES = 8
 MAX_NAME = 1000  # characters; the longest names in use have about 150
 
 DTYPES: dict[str, np.dtype] = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F16": np.dtype("<f2"),
-    "F32": np.dtype("<f4"),
-    "F64": np.dtype("<f8"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-}
+    name: np.dtype(kind) for name, kind in {
+        "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
+        "F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    }.items()
+}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -90,9 +79,8 @@ def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
     if size > MAX_HEADER_BYTES or size < 2 or prefix[PREFIX_BYTES : PREFIX_BYTES + 1] not in (b"{", b""):
         raise ShardError("not_safetensors", f"{file}: not a safetensors file (it has no valid header)")
     if PREFIX_BYTES + size > file_size:
-        raise ShardError(
-            "shard_truncated", f"{file}: the header needs {PREFIX_BYTES + size} bytes and the file has {file_size}"
-        )
+        message = f"{file}: the header needs {PREFIX_BYTES + size} bytes and the file has {file_size}"
+        raise ShardError("shard_truncated", message)
     return size
 
 
@@ -170,11 +158,8 @@ def _check_extent(infos: list[TensorInfo], data_start: int, file_size: int, file
             raise ShardError("invalid_header", f"{file}: {info.name[:120]} {fault}", tensor=info.name)
         position += info.size_bytes
     if position > file_size:
-        raise ShardError(
-            "shard_truncated",
-            f"{file}: truncated: the header describes {position} bytes and the file has {file_size}",
-            tensor=infos[-1].name if infos else "",
-        )
+        message = f"{file}: truncated: the header describes {position} bytes and the file has {file_size}"
+        raise ShardError("shard_truncated", message, tensor=infos[-1].name if infos else "")
     if position < file_size:
         raise ShardError("invalid_header", f"{file}: {file_size - position} bytes after the last tensor")
 

@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from annie_quant import models
-from annie_quant.checkpoint import dialects, loader_support, prompt_files, runtime_names
-from annie_quant.checkpoint.checks import completeness, experts, settings, tensors
+from annie_quant.checkpoint import dialects, loader_support, prompt_files
+from annie_quant.checkpoint.checks import completeness, experts, finding_of, settings, tensors
 from annie_quant.checkpoint.checks.source import source_differences
-from annie_quant.checkpoint.codes import finding_of
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import is_linear, label_of
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
@@ -48,7 +47,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
     rows, findings = [row for row, _ in inspected], [f for _, faults in inspected for f in faults]
     for check in (tensors.check_fused, experts.check, settings.check_kv_cache, settings.check):
         findings += check(model)
-    findings += runtime_names.check(folder)
+    findings += loader_support.check_names(folder)
     original = ModelFolder(source) if source is not None else None
     findings += completeness.check_auxiliary(model, original)
     findings += completeness.check_decoder(model, original)
@@ -57,7 +56,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
         for row in rows:
             row.rel_l2 = differences.rel_l2.get(row.name)
         findings += differences.findings
-        findings += prompt_files.check(folder.path, original.path)
+        findings += prompt_files.differences(folder.path, original.path)
     return Audit(str(path), findings, summarize(model, findings), rows)
 
 
@@ -100,9 +99,7 @@ def export_notes(path: str | os.PathLike[str], reference: str | os.PathLike[str]
     result = audit(path, source=reference)
     if not result.summary.quantized and not result.findings:
         return []
-    other_model = (
-        "THE REFERENCE IS NOT ITS SOURCE: {}; differences between the two models are no loss of the quantization"
-    )
+    other_model = "THE REFERENCE IS NOT ITS SOURCE: {}; differences between the models are no loss of the quantization"
     faults = [f for f in result.findings if f.code in NOT_FROM_SOURCE]
     differing = {f.tensor for f in faults}
     compared = {row.name for row in result.tensors if row.rel_l2 is not None} | differing

@@ -96,9 +96,8 @@ class Linear:
         """Return [out, in] of the weight that the codes stand for."""
         shape = folder.info(self.weight).shape
         if len(shape) != 2:
-            raise ShardError(
-                "weight_shape", f"{self.weight}: shape {list(shape)}, expected [out, in]", tensor=self.weight
-            )
+            message = f"{self.weight}: shape {list(shape)}, expected [out, in]"
+            raise ShardError("weight_shape", message, tensor=self.weight)
         return (shape[0], shape[1] * 2) if self.format == "nvfp4" else (shape[0], shape[1])
 
     def group(self, folder: ModelFolder) -> int:
@@ -106,11 +105,8 @@ class Linear:
         rows, columns = self.shape(folder)
         shape = folder.info(self.block_scale or "").shape
         if len(shape) != 2 or shape[0] != rows or shape[1] == 0 or columns % shape[1]:
-            raise ShardError(
-                "scale_shape",
-                f"{self.block_scale}: shape {list(shape)} does not divide a weight of {[rows, columns]}",
-                tensor=self.block_scale or "",
-            )
+            message = f"{self.block_scale}: shape {list(shape)} does not divide a weight of {[rows, columns]}"
+            raise ShardError("scale_shape", message, tensor=self.block_scale or "")
         return columns // shape[1]
 
     def per_channel(self, folder: ModelFolder) -> bool:
@@ -128,9 +124,8 @@ class Linear:
     def tensor_scale(self, folder: ModelFolder) -> TensorScale:
         """Return the scale of the whole weight."""
         if self.global_scale is None:
-            raise ShardError(
-                "tensor_scale_missing", f"{self.name}: {self.weight} has no tensor scale", tensor=self.name
-            )
+            message = f"{self.name}: {self.weight} has no tensor scale"
+            raise ShardError("tensor_scale_missing", message, tensor=self.name)
         return TensorScale(folder.scalar(self.global_scale), self.reciprocal)
 
     def input_scale(self, folder: ModelFolder) -> TensorScale | None:
@@ -140,14 +135,9 @@ class Linear:
     def load(self, folder: ModelFolder) -> nvfp4.Tensor:
         """Return the codec's tensor of an NVFP4 linear."""
         scale = self.tensor_scale(folder)
-        return nvfp4.Tensor(
-            folder.tensor(self.weight),
-            folder.tensor(self.block_scale or ""),
-            scale.multiplier,
-            self.shape(folder),
-            self.group(folder),
-            scale.value if scale.reciprocal else None,
-        )
+        divisor = scale.value if scale.reciprocal else None
+        codes, block_scale = folder.tensor(self.weight), folder.tensor(self.block_scale or "")
+        return nvfp4.Tensor(codes, block_scale, scale.multiplier, self.shape(folder), self.group(folder), divisor)
 
     def dequantize(self, folder: ModelFolder) -> np.ndarray:
         """Return the weight by which the activations are multiplied, including a pre_quant_scale: float32 [out, in]."""
@@ -240,6 +230,17 @@ def kv_format(quant: JsonObject) -> str | None:
     """Return the KV cache's format that quantization settings ask for: a name, or "FP8" for type float and 8 bits."""
     settings = read_struct(KvSettings, quant)
     return "FP8" if settings.kv_cache_scheme == KvScheme("float", 8) else settings.kv_cache_quant_algo
+
+
+def names_dialect(folder: ModelFolder, name: str, ends: str) -> bool:
+    """Return whether the settings name a dialect, or where they name none, tensors with such ends are on disk."""
+    method = folder.quantization.get("quant_method")
+    return bool(method == name) if method else any(n.endswith(ends) for n in folder)
+
+
+def existing(folder: ModelFolder, name: str) -> str | None:
+    """Return the name of a tensor, or None where the folder does not have it."""
+    return name if name in folder else None
 
 
 def read_struct(kind: type[Settings], value: JsonObject) -> Settings:

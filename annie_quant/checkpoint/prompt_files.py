@@ -6,11 +6,12 @@ vocabulary, a template without tools or another end token, a server answers othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from annie_quant.checkpoint.chat_template import ChatTemplate
+from annie_quant.checkpoint.checks import fault
 from annie_quant.checkpoint.shards import (
     GENERATION,
     PROMPT_FILES,
@@ -20,6 +21,7 @@ from annie_quant.checkpoint.shards import (
     ShardError,
     inside,
     read_object,
+    text_settings,
 )
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import sha256_text
@@ -64,49 +66,22 @@ CONVERSATIONS: dict[str, tuple[list[JsonObject], list[JsonObject] | None, JsonOb
 }
 
 
-class FileDifference(NamedTuple):
-    """One difference from the source.
-
-    code: of the finding.
-    file: name of the file that differs.
-    problem: the difference, as the end of a sentence.
-    """
-
-    code: str
-    file: str
-    problem: str
-
-    @property
-    def message(self) -> str:
-        return f"{self.file}: {self.problem}"
-
-
-def check(folder: Path, source: Path) -> list[Finding]:
-    """Return a finding for each difference from the source."""
-    return [Finding(d.code, d.file, d.message) for d in differences(folder, source)]
-
-
-def differences(folder: Path, source: Path) -> list[FileDifference]:
+def differences(folder: Path, source: Path) -> list[Finding]:
     """Return how the files that make prompts differ in content from the source's; nothing where the folder has no tokenizer.
 
     A folder without a tokenizer is served with another folder's files; a server refuses it alone.
     """
     if not has_tokenizer(folder):
         return []
-    parts: dict[str, Callable[[Path, Path], Iterator[FileDifference]]] = {
-        TOKENIZER: _tokenizer,
-        TEMPLATE: _template,
-        GENERATION: _generation,
-    }
-    rows: list[FileDifference] = []
-    for file, compare in parts.items():
+    findings: list[Finding] = []
+    for file, compare in ((TOKENIZER, _tokenizer), (TEMPLATE, _template), (GENERATION, _generation)):
         try:
-            rows += compare(folder, source)
+            findings += compare(folder, source)
         except (CheckpointError, AttributeError, TypeError, ValueError, RecursionError) as error:
             other_type = f"fields of another type ({type(error).__name__})"
             reason = error.message if isinstance(error, CheckpointError) else other_type
-            rows.append(FileDifference("config_unreadable", file, printable(reason, 200)))
-    return rows
+            findings.append(fault("config_unreadable", file, printable(reason, 200)))
+    return findings
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -131,8 +106,6 @@ def model_files(folder: Path, sha256: str) -> ModelFiles:
 
 
 def _digest(path: Path) -> str:
-    import hashlib
-
     content = _bytes(path)
     return "" if content is None else hashlib.sha256(content).hexdigest()
 
@@ -144,20 +117,19 @@ def _bytes(path: Path) -> bytes | None:
 # ---- the tokenizer
 
 
-def _tokenizer(folder: Path, source: Path) -> Iterator[FileDifference]:
+def _tokenizer(folder: Path, source: Path) -> Iterator[Finding]:
     own, expected = read_object(folder / TOKENIZER), read_object(source / TOKENIZER)
     if own is None or expected is None:
         return
-    for problem in (
+    problems = [
         _other_ids(vocabulary(own), vocabulary(expected)),
         _other_merges(merges(own), merges(expected)),
         _other_flags(added_tokens(own), added_tokens(expected)),
-    ):
-        if problem:
-            yield FileDifference("tokenizer_differs", TOKENIZER, problem)
-    for step in STEPS:
-        if _stated(own.get(step)) != _stated(expected.get(step)):
-            yield FileDifference("tokenizer_differs", TOKENIZER, f"its {step} is not the source's")
+    ]
+    problems += [
+        f"its {step} is not the source's" for step in STEPS if _stated(own.get(step)) != _stated(expected.get(step))
+    ]
+    yield from (fault("tokenizer_differs", TOKENIZER, problem) for problem in problems if problem)
 
 
 def vocabulary(tokenizer: JsonObject) -> dict[str, int]:
@@ -178,17 +150,17 @@ def added_tokens(tokenizer: JsonObject) -> dict[str, list[bool]]:
 
 
 def _other_ids(own: Mapping[str, int], expected: Mapping[str, int]) -> str:
-    other = [token for token in expected if token in own and own[token] != expected[token]]
-    missing = [token for token in expected if token not in own]
-    extra = [token for token in own if token not in expected]
+    groups = {
+        "tokens with another id": [token for token in expected if own.get(token, expected[token]) != expected[token]],
+        "tokens of the source that are missing": [token for token in expected if token not in own],
+        "tokens that the source does not have": [token for token in own if token not in expected],
+    }
     problems = []
-    if other:
-        ids = f"{_shown(other[0])}: {own[other[0]]}, in the source {expected[other[0]]}"
-        problems.append(f"tokens with another id: {len(other)} ({ids})")
-    if missing:
-        problems.append(f"tokens of the source that are missing: {len(missing)} ({_shown(missing[0])})")
-    if extra:
-        problems.append(f"tokens that the source does not have: {len(extra)} ({_shown(extra[0])})")
+    for kind, tokens in groups.items():
+        if tokens:
+            first = tokens[0]
+            ids = f": {own[first]}, in the source {expected[first]}" if first in own and first in expected else ""
+            problems.append(f"{kind}: {len(tokens)} ({_shown(first)}{ids})")
     return "; ".join(problems)
 
 
@@ -255,12 +227,12 @@ class _Tokenizer:
         return source
 
 
-def _template(folder: Path, source: Path) -> Iterator[FileDifference]:
+def _template(folder: Path, source: Path) -> Iterator[Finding]:
     own, expected = _Tokenizer(folder), _Tokenizer(source)
     if not expected.sources or own.sources == expected.sources:
         return
     if not own.sources:
-        yield FileDifference("template_differs", TEMPLATE, "there is no chat template, and the source has one")
+        yield fault("template_differs", TEMPLATE, "there is no chat template, and the source has one")
         return
     pair = ChatTemplate(own, str(folder)), ChatTemplate(expected, str(source))
     other = []
@@ -272,7 +244,7 @@ def _template(folder: Path, source: Path) -> Iterator[FileDifference]:
         ignores = [_rendered(t, [USER], [TOOL], {}) == _rendered(t, [USER], None, {}) for t in pair]
         lost = "it leaves out the tools; " if ignores == [True, False] else ""
         problem = f"{lost}not rendered as by the source's template: {', '.join(other)}"
-        yield FileDifference("template_differs", TEMPLATE, problem)
+        yield fault("template_differs", TEMPLATE, problem)
 
 
 def _rendered(
@@ -288,24 +260,20 @@ def _rendered(
 # ---- end tokens and sampling
 
 
-def _generation(folder: Path, source: Path) -> Iterator[FileDifference]:
+def _generation(folder: Path, source: Path) -> Iterator[Finding]:
     own, expected = (_settings(path) for path in (folder, source))
     for name, value in expected.items():
-        if name not in SAMPLING and value and own[name] and own[name] != value:
-            where = TOKENIZER_SETTINGS if name.endswith("_token") else GENERATION
-            problem = f"{name} is {_text(own[name])}, in the source {_text(value)}"
-            yield FileDifference("end_tokens_differ", where, problem)
-    for name in SAMPLING:
-        if own[name] != expected[name]:
-            problem = f"{name} is {_text(own[name])}, in the source {_text(expected[name])}"
-            yield FileDifference("sampling_differs", GENERATION, problem)
+        problem = f"{name} is {_text(own[name])}, in the source {_text(value)}"
+        if name in SAMPLING and own[name] != value:
+            yield fault("sampling_differs", GENERATION, problem)
+        elif name not in SAMPLING and value and own[name] and own[name] != value:
+            yield fault("end_tokens_differ", TOKENIZER_SETTINGS if name.endswith("_token") else GENERATION, problem)
 
 
 def _settings(folder: Path) -> JsonObject:
     """Return the ids that begin and end answers (of generation_config.json, else config.json), their texts, and the sampling."""
-    config, generation = read_object(folder / "config.json") or {}, read_object(folder / GENERATION) or {}
-    text = config.get("text_config")
-    inner = {**config, **text} if isinstance(text, dict) else config
+    inner = text_settings(read_object(folder / "config.json") or {})
+    generation = read_object(folder / GENERATION) or {}
     tokenizer = read_object(folder / TOKENIZER_SETTINGS) or {}
     values: JsonObject = {}
     for name in ("eos_token_id", "bos_token_id"):

@@ -37,7 +37,7 @@ from annie_quant.checkpoint.linears import (
     excluded_module,
     plain_linears,
 )
-from annie_quant.checkpoint.runtime_names import Renaming, is_multimodal, plan_renaming
+from annie_quant.checkpoint.loader_support import Renaming, is_multimodal, plan_renaming
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, copied
 from annie_quant.core.errors import CheckpointError, UsageError
@@ -47,11 +47,14 @@ from annie_quant.documents import Audit, Finding
 
 # Findings about single blocks: the tensor's other blocks may stay.
 BLOCK_FAULTS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}
-# Prefixes of the findings' codes that are not about a linear's codes and scales: settings, names, input scales, plain tensors.
+# Prefixes of the findings' codes about settings, names and input scales, which are repaired without the source.
+WITHOUT_SOURCE = (
+    "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
+)  # fmt: skip
+# Prefixes of all that are not about a linear's codes and scales.
 UNRELATED = (
-    "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "not_finite",
-    "differs_from_source", "group_size", "nothing_", "names_", "prefix_",
-    "expert_count", "expert_scale", "experts_", "kv_", "columns_", "router_", "mtp_", "vision_",
+    *WITHOUT_SOURCE, "not_finite", "differs_from_source", "group_size", "nothing_", "expert_count", "expert_scale", "experts_",
+    "kv_", "columns_", "router_", "mtp_", "vision_",
 )  # fmt: skip
 
 
@@ -98,10 +101,8 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
     group = group_size(model, faulty)
     if source is None:
         if faulty:
-            raise UsageError(
-                f"{len(faulty)} linears can only be repaired from the bf16 checkpoint, such as {min(faulty)}",
-                "give it with --source",
-            )
+            message = f"{len(faulty)} linears can only be repaired from the bf16 checkpoint, such as {min(faulty)}"
+            raise UsageError(message, "give it with --source")
         return Diagnosis(modules, faulty, set(), set(), set(), group)
     patched = {n for n in faulty if n in linears and codes_of(audit, n) <= BLOCK_FAULTS}
     faulty -= patched
@@ -155,12 +156,10 @@ def codes_of(audit: Audit, module: str) -> set[str]:
 def group_size(model: QuantizedFolder, faulty: set[str]) -> int:
     """Return the columns per block scale: those of the sound linears, else those of the settings, else 16."""
     folder = model.folder
-    sizes = {x.group(folder) for n, x in model.linears.items() if x.format == "nvfp4" and n not in faulty}
+    sizes = {x.group(folder) for x in model.nvfp4 if x.name not in faulty}
     if len(sizes) > 1:
-        raise CheckpointError(
-            f"{folder.path}: group sizes {sorted(sizes)} in one checkpoint cannot be repaired",
-            "quantize again: annie-quant quantize --strategy direct",
-        )
+        message = f"{folder.path}: group sizes {sorted(sizes)} in one checkpoint cannot be repaired"
+        raise CheckpointError(message, "quantize again: annie-quant quantize --strategy direct")
     return sizes.pop() if sizes else model.config.group or 16
 
 
@@ -401,10 +400,6 @@ def with_lost_settings(source: ModelFolder, config: JsonObject, multimodal: bool
 
 # ---- the repaired copy
 
-# Prefixes of the findings' codes about settings, names and input scales, which are repaired without the source.
-WITHOUT_SOURCE = (
-    "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
-)  # fmt: skip
 LOST = ("mtp_missing", "vision_missing")  # findings that a repair fixes in every layout
 UNREPAIRED = ("decoder_incomplete", "duplicate_tensor", "index_mismatch")
 

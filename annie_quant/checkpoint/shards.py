@@ -6,10 +6,12 @@ Tensors are views of the mapped files, so a model larger than memory can be read
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from annie_quant import models
 from annie_quant.checkpoint import header
 from annie_quant.checkpoint.header import Shard, ShardError, TensorInfo
+from annie_quant.core.files import exists
 from annie_quant.core.untrusted import JsonObject
 
 INDEX = "model.safetensors.index.json"
@@ -69,15 +72,13 @@ class ModelFolder:
                     self.unlisted.append((name, file))
                     continue
                 if name in self.tensors:
-                    raise ShardError(
-                        "duplicate_tensor", f"{name}: both in {self.tensors[name].file} and in {file}", tensor=name
-                    )
+                    message = f"{name}: both in {self.tensors[name].file} and in {file}"
+                    raise ShardError("duplicate_tensor", message, tensor=name)
                 self.tensors[name] = info
         for name, file in weight_map.items():
             if name not in self.tensors:
-                raise ShardError(
-                    "tensor_missing", f"{INDEX} lists {name} in {file}, which does not have it", tensor=name
-                )
+                message = f"{INDEX} lists {name} in {file}, which does not have it"
+                raise ShardError("tensor_missing", message, tensor=name)
 
     # ---- tensors
 
@@ -89,41 +90,39 @@ class ModelFolder:
         return iter(self.tensors)
 
     @functools.cached_property
+    def _merged(self) -> dict[str, dict[str, TensorInfo]]:
+        """Name of a merged tensor of experts without ".weight" → the linears of single experts in it, in its order."""
+        experts, merged = self.family.experts, dict[str, dict[str, TensorInfo]]()
+        for name, info in self.tensors.items() if experts else ():
+            part = experts.merged_part(name) if experts else None
+            if not experts or not part or len(info.shape) != 3 or not info.elements:
+                continue
+            layer, linears = part[0], experts.merged[part[1]]
+            count, rows, columns = info.shape
+            if rows % len(linears) or count > MAX_EXPERTS or info.dtype not in ("BF16", "F16", "F32"):
+                continue
+            size, shape = info.size_bytes // (count * len(linears)), (rows // len(linears), columns)
+            numbered = (
+                f"{layer}.{experts.module}.{number}.{linear}.weight" for number in range(count) for linear in linears
+            )
+            merged[name.removesuffix(".weight")] = {
+                single: TensorInfo(single, info.dtype, shape, info.file, info.offset + i * size, size)
+                for i, single in enumerate(numbered)
+            }
+        return merged
+
+    @functools.cached_property
     def expert_parts(self) -> dict[str, TensorInfo]:
         """The linears of single experts inside the merged tensors on disk, as views of their bytes.
 
         `find`, `info`, `tensor`, `pieces`, `rows` and `release` take their names ("mlp.experts.7.up_proj.weight"). Iteration and
         `in` have only the merged names, which are those of the files.
         """
-        experts, parts = self.family.experts, {}
-        for name, info in self.tensors.items() if experts else ():
-            merged = experts.merged_part(name) if experts else None
-            if not experts or not merged or len(info.shape) != 3 or not info.elements:
-                continue
-            layer, linears = merged[0], experts.merged[merged[1]]
-            count, rows, columns = info.shape
-            if rows % len(linears) or count > MAX_EXPERTS or info.dtype not in ("BF16", "F16", "F32"):
-                continue
-            size = info.size_bytes // (count * len(linears))
-            for i in range(count * len(linears)):
-                part = f"{layer}.{experts.module}.{i // len(linears)}.{linears[i % len(linears)]}.weight"
-                shape = (rows // len(linears), columns)
-                parts[part] = TensorInfo(part, info.dtype, shape, info.file, info.offset + i * size, size)
-        return parts
-
-    @functools.cached_property
-    def _parts_by_tensor(self) -> dict[str, list[str]]:
-        """Name of a merged tensor without ".weight" → the names of its parts."""
-        experts, parts = self.family.experts, dict[str, list[str]]()
-        for name in self.expert_parts:
-            if experts and (expert := experts.split(name)):
-                merged = next(m for m, linears in experts.merged.items() if expert[2] in linears)
-                parts.setdefault(f"{expert[0]}.{experts.module}.{merged}", []).append(name)
-        return parts
+        return {name: info for parts in self._merged.values() for name, info in parts.items()}
 
     def parts_of(self, name: str) -> list[str]:
         """Return the names of the single experts' linears in a merged tensor, in its order; [] for any other tensor."""
-        return self._parts_by_tensor.get(name.removesuffix(".weight"), [])
+        return list(self._merged.get(name.removesuffix(".weight"), ()))
 
     def info(self, name: str) -> TensorInfo:
         if name not in self.tensors and name in self.expert_parts:
@@ -200,10 +199,7 @@ class ModelFolder:
     @property
     def text_config(self) -> JsonObject:
         """The language model's settings of config.json: those of `text_config` where there is one."""
-        config = self.config
-        inner = config.get("text_config")
-        merged = {**config, **inner} if isinstance(inner, dict) else config
-        experts = self.family.experts
+        merged, experts = text_settings(self.config), self.family.experts
         return experts.with_count(merged) if experts else merged
 
     @functools.cached_property
@@ -256,15 +252,10 @@ class ModelFolder:
     def _checked(self, file: str) -> Path:
         """Return a shard's path: a plain name, inside the folder (or a hub cache's blobs, where its links point)."""
         if Path(file).name != file or file in ("", ".", "..") or not file.isprintable() or "\\" in file:
-            raise ShardError(
-                "path_escapes", f"{INDEX}: {file[:120]!r} is not a plain file name", "do not trust this folder"
-            )
+            message = f"{INDEX}: {file[:120]!r} is not a plain file name"
+            raise ShardError("path_escapes", message, "do not trust this folder")
         path = self.path / file
-        try:
-            exists = path.exists()
-        except OSError:  # a name that no file system accepts
-            exists = False
-        if not exists:
+        if not exists(path):
             raise ShardError("shard_missing", f"{self.path.name}: shard {file[:120]} is missing")
         return inside(self.path, path)
 
@@ -282,12 +273,17 @@ def read_object(path: Path) -> JsonObject | None:
         if b"\\ud" in raw.lower():  # half of a surrogate pair is not text: it could be stored nowhere
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise ShardError(
-            "config_unreadable", f"{path.name}: not JSON ({str(error)[:80]})", "restore the file"
-        ) from None
+        message = f"{path.name}: not JSON ({str(error)[:80]})"
+        raise ShardError("config_unreadable", message, "restore the file") from None
     if not isinstance(value, dict):
         raise ShardError("config_unreadable", f"{path.name}: not a JSON object", "restore the file")
     return value
+
+
+def text_settings(config: JsonObject) -> JsonObject:
+    """Return the language model's settings of a config.json: those of `text_config`, where there is one, before the others."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
 
 
 def inside(folder: Path, path: Path) -> Path:
@@ -296,3 +292,39 @@ def inside(folder: Path, path: Path) -> Path:
     if real.parent != home and real.parent != home.parent.parent / "blobs":
         raise ShardError("path_escapes", f"{path.name}: a link that leaves the folder", "do not trust this folder")
     return path
+
+
+# ---- the hash of a model: of every byte that determines its answers
+
+HASHED_FILES = ("config.json", *PROMPT_FILES)
+DIRECT_BYTES = 256 << 20  # the content of larger files is hashed in parallel, and enters the model's hash by its own
+
+
+def model_sha256(folder: str | os.PathLike) -> str:
+    """Return the SHA-256 of everything that determines a model's answers: config, template, tokenizer and weights.
+
+    Every byte is read, once per version of a large file and process: about 2 s per GB and core.
+    """
+    digest = hashlib.sha256()
+    folder = Path(folder)
+    paths = [folder / n for n in HASHED_FILES if (folder / n).is_file()] + sorted(folder.glob("*.safetensors"))
+    with ThreadPoolExecutor() as pool:
+        large = {p: pool.submit(_file_sha256, p, *_version(p)) for p in paths if p.stat().st_size > DIRECT_BYTES}
+        for path in paths:
+            digest.update(f"{path.name}:{path.stat().st_size}\n".encode())
+            digest.update(large[path].result() if path in large else path.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+@functools.lru_cache(1024)
+def _file_sha256(path: Path, *version: int) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.digest()

@@ -1,4 +1,4 @@
-"""The size of a stored model: the one definition of its bits per weight.
+"""The size of a stored model and of its caches: the one definition of bits per weight, and of the bytes of keys, values and states.
 
 Bits per weight are 8 × the bytes of all tensors (with scales, without file headers) divided by the number of weights that they
 store: N × K for a quantized linear of N rows and K columns, none for its scales, and the elements of every other tensor.
@@ -6,10 +6,13 @@ store: N × K for a quantized linear of N rows and K columns, none for its scale
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from annie_quant import models
 from annie_quant.checkpoint import dialects
@@ -53,13 +56,11 @@ def folder_size(folder: ModelFolder, linears: Mapping[str, Linear] | None = None
     """Return the size of a model folder, from its headers. linears: its quantized linears, where they are known."""
     if linears is None:
         linears = dialects.linears(folder)
-    quantized_bytes = quantized_weights = 0
+    quantized_bytes = sum(folder.info(t).size_bytes for linear in linears.values() for t in linear.tensors())
+    quantized_weights = 0
     for linear in linears.values():
-        quantized_bytes += sum(folder.info(t).size_bytes for t in linear.tensors())
-        try:
+        with contextlib.suppress(ShardError):  # its shape is a finding of the audit
             quantized_weights += math.prod(linear.shape(folder))
-        except ShardError:  # its shape is a finding of the audit
-            continue
     owned = owned_tensors(linears.values())
     plain = sum(folder.info(name).elements for name in folder if name not in owned)
     return StoredSize(folder.weight_bytes, quantized_weights + plain, quantized_bytes, quantized_weights)
@@ -97,3 +98,70 @@ def gguf_size(path: Path) -> StoredSize:
     tensors = open_gguf(path)
     weights = sum(int(t.n_elements) for name, t in tensors.items() if not name.endswith(GGUF_SCALES))
     return StoredSize(sum(int(t.n_bytes) for t in tensors.values()), weights)
+
+
+# ---- caches
+
+
+class AttentionShape(msgspec.Struct):
+    """The fields of a text model's settings that decide the size of its caches. A field that is missing counts as 0."""
+
+    num_hidden_layers: int = 0
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    max_position_embeddings: int | None = None
+    num_attention_heads: int = 0
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_size: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+
+    @property
+    def types(self) -> list[str]:
+        """The kind of attention of each decoder layer."""
+        return self.layer_types or ["full_attention"] * self.num_hidden_layers
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The caches of one conversation, in bytes.
+
+    position: keys and values of a token, in the layers that see all of them.
+    window_position, window: the same in the layers with a sliding window, and its tokens.
+    state: DeltaNet's states, float32 [value heads, key dim, value dim] per layer.
+    convolution: the columns that DeltaNet's convolutions keep, in 16 bits.
+    """
+
+    position: int = 0
+    window_position: int = 0
+    window: int = 0
+    state: int = 0
+    convolution: int = 0
+
+    def at(self, tokens: int) -> int:
+        """Return the bytes of keys and values after this number of tokens."""
+        return tokens * self.position + min(tokens, self.window) * self.window_position
+
+    def stored(self, tokens: int) -> int:
+        """Return the memory of all caches after this number of tokens."""
+        return self.at(tokens) + self.state + self.convolution
+
+
+def caches_of(shape: AttentionShape, element: int = 2) -> Caches:
+    """Return the caches of a model. element: bytes of an element of keys and values."""
+    heads = shape.num_key_value_heads or shape.num_attention_heads
+    keys_values = 2 * heads * (shape.head_dim or shape.hidden_size // max(1, shape.num_attention_heads)) * element
+    full, sliding, linear = (shape.types.count(f"{kind}_attention") for kind in ("full", "sliding", "linear"))
+    values = shape.linear_num_value_heads * shape.linear_value_head_dim
+    columns = 2 * shape.linear_num_key_heads * shape.linear_key_head_dim + values
+    return Caches(
+        position=full * keys_values,
+        window_position=sliding * keys_values,
+        window=shape.sliding_window or 0,
+        state=linear * 4 * shape.linear_key_head_dim * values,
+        convolution=linear * 2 * columns * shape.linear_conv_kernel_dim,
+    )

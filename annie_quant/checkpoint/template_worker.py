@@ -15,7 +15,10 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template, nodes, parser
 
 
 def main() -> None:
@@ -26,7 +29,7 @@ def main() -> None:
     # The timer's signal ends the process even if the parent has ended. It counts processor time, because a sound template may wait
     # for a long time on a busy machine.
     seconds = settings["seconds"]
-    template: Any = None
+    template: Template | None = None
     limit = (settings["memory_bytes"], settings["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_AS, limit)
     for line in sys.stdin:
@@ -42,7 +45,7 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def make_environment() -> Any:
+def make_environment() -> Environment:
     """Return the jinja2 environment in which transformers renders chat templates."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
@@ -54,7 +57,7 @@ def make_environment() -> Any:
 
         tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: parser.Parser) -> nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)

@@ -82,8 +82,8 @@ class ShardPlan:
         return sum(t.work_bytes for t in self.items)
 
 
-def split(plan: list[Planned], shard_bytes: int) -> list[list[Planned]]:
-    """Split into consecutive groups of at most `shard_bytes`; a larger tensor is a group by itself."""
+def layout(plan: list[Planned], shard_bytes: int) -> list[ShardPlan]:
+    """Return the shards of a plan, of at most `shard_bytes` or one tensor, under the names that every reader expects."""
     groups: list[list[Planned]] = [[]]
     filled = 0
     for item in plan:
@@ -92,12 +92,6 @@ def split(plan: list[Planned], shard_bytes: int) -> list[list[Planned]]:
             filled = 0
         groups[-1].append(item)
         filled += item.size_bytes
-    return groups
-
-
-def layout(plan: list[Planned], shard_bytes: int) -> list[ShardPlan]:
-    """Return the shards of a plan, under the names that every reader expects."""
-    groups = split(plan, shard_bytes)
     n = len(groups)
     names = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
     heads = (header.build([(t.name, t.dtype, t.shape) for t in g], {"format": "pt"}) for g in groups)
@@ -169,12 +163,9 @@ def tensor_bytes(item: Planned) -> Iterator[memoryview]:
 
 def is_complete(folder: Path, shard: ShardPlan) -> bool:
     """Return whether an earlier run completed this shard: same header, same length."""
-    path = folder / shard.name
     try:
-        if path.stat().st_size != shard.size_bytes:
-            return False
-        with path.open("rb") as file:
-            return file.read(len(shard.head)) == shard.head
+        with (folder / shard.name).open("rb") as file:
+            return file.read(len(shard.head)) == shard.head and os.fstat(file.fileno()).st_size == shard.size_bytes
     except OSError:
         return False
 
@@ -183,10 +174,8 @@ def check_free_space(folder: Path, size_bytes: int) -> None:
     """Raise DiskFull where the disk of `folder` has less than `size_bytes` free."""
     free = shutil.disk_usage(folder).free
     if size_bytes > free:
-        raise DiskFull(
-            f"{folder}: {size_bytes / 1e9:.2f} GB to write and {free / 1e9:.2f} GB free",
-            "free some disk, or choose --output",
-        )
+        message = f"{folder}: {size_bytes / 1e9:.2f} GB to write and {free / 1e9:.2f} GB free"
+        raise DiskFull(message, "free some disk, or choose --output")
 
 
 def copy_small_files(folder: ModelFolder, target: Path) -> None:
@@ -298,14 +287,12 @@ def open_lock(part: Path) -> int:
             part.parent.mkdir(parents=True, exist_ok=True)
             lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         except OSError as error:
-            raise EnvironmentFault(
-                f"{part.parent}: cannot be written to ({error.strerror})", "choose another --output"
-            ) from None
+            message = f"{part.parent}: cannot be written to ({error.strerror})"
+            raise EnvironmentFault(message, "choose another --output") from None
         try:
             if not take_lock(lock, path):
-                raise EnvironmentFault(
-                    f"another run is writing {part.name[1:-5]}", "wait for it, or choose another --output"
-                )
+                message = f"another run is writing {part.name[1:-5]}"
+                raise EnvironmentFault(message, "wait for it, or choose another --output")
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(lock).st_ino:
                     return lock  # and not a file that the last owner has just removed

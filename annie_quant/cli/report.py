@@ -174,7 +174,7 @@ class ExplainOptions(msgspec.Struct, frozen=True, kw_only=True):
 @command(ExplainOptions)
 def explain(options: ExplainOptions) -> None:
     """Explain CODE: that of an audit's finding or a checkpoint's error, or an exit code. Without CODE, list all."""
-    from annie_quant.checkpoint.codes import CODES, DEADLY
+    from annie_quant.checkpoint.checks import CODES, DEADLY
 
     exits = {str(number): {"meaning": f"Exit code {number}: {text}."} for number, text in EXIT_CODES.items()}
     codes = {name: explanation._asdict() for name, explanation in CODES.items()}

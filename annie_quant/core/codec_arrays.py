@@ -11,7 +11,7 @@ import numpy as np
 from annie_quant import _nvfp4
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, DTypeLike
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -56,14 +56,13 @@ def as_bytes(a: np.ndarray) -> np.ndarray:
     return a.reshape(-1).view(np.uint8)
 
 
-def output_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def output_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: DTypeLike | None) -> np.ndarray:
     """Return `out` after a check of its shape, dtype and flags, or a new array if it is None."""
     if out is None:
         return np.empty(shape, dtype)
     if out.shape != shape or out.dtype != dtype or not out.flags.carray:
-        raise ValueError(
-            f"out: {out.dtype} {out.shape}, expected {np.dtype(dtype)} {shape}, contiguous, aligned and writeable"
-        )
+        message = f"out: {out.dtype} {out.shape}, expected {np.dtype(dtype)} {shape}, contiguous, aligned and writeable"
+        raise ValueError(message)
     return out
 
 

@@ -61,10 +61,8 @@ def need(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise EnvironmentFault(
-            f"{error.name or module} is needed here and is not installed", f'pip install "annie-quant[{extra}]"'
-        ) from error
+        message = f"{error.name or module} is needed here and is not installed"
+        raise EnvironmentFault(message, f'pip install "annie-quant[{extra}]"') from error
     except ImportError as error:
-        raise EnvironmentFault(
-            f"{module} is installed and cannot be loaded ({error})", f"free some memory, or reinstall {module}"
-        ) from error
+        message = f"{module} is installed and cannot be loaded ({error})"
+        raise EnvironmentFault(message, f"free some memory, or reinstall {module}") from error

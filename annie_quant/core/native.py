@@ -50,8 +50,7 @@ def load(name: str) -> ModuleType:
     try:
         return importlib.import_module(f"annie_quant.{name}")
     except ModuleNotFoundError as error:
-        raise EnvironmentFault(
-            f"annie_quant.{name} is not built here: it needs {BUILDS[name].needs}", BUILDS[name].fix
-        ) from error
+        message = f"annie_quant.{name} is not built here: it needs {BUILDS[name].needs}"
+        raise EnvironmentFault(message, BUILDS[name].fix) from error
     except ImportError as error:
         raise EnvironmentFault(f"annie_quant.{name} does not load: {error}", BUILDS[name].fix) from error

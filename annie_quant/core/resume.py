@@ -91,9 +91,8 @@ class JsonLines:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, flags, 0o600 if private else 0o666)
         except OSError as error:
-            raise EnvironmentFault(
-                f"{self.path} cannot be written: {error.strerror}", "choose another --output"
-            ) from error
+            message = f"{self.path} cannot be written: {error.strerror}"
+            raise EnvironmentFault(message, "choose another --output") from error
         try:
             if exclusive and not take_lock(self._file, self.path):
                 raise UsageError(f"{self.path}: another annie-quant writes there", "wait until it has ended")
@@ -131,10 +130,8 @@ class JsonLines:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self.size_bytes)
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            raise EnvironmentFault(
-                f"{self.path}: {'the disk is full' if full else error.strerror}; all earlier lines are safe",
-                "free some space and run the same command again: it resumes",
-            ) from error
+            message = f"{self.path}: {'the disk is full' if full else error.strerror}; all earlier lines are safe"
+            raise EnvironmentFault(message, "free some space and run the same command again: it resumes") from error
         self.size_bytes += len(data)
 
     def close(self) -> None:

@@ -121,26 +121,20 @@ def _token(name: str, prefix: str, characters: str, certain: int | None, likely:
     return SecretForm(name, "API key", None if certain is None else f"{start}{{{certain},}}", f"{start}{{{likely},}}")
 
 
+_PRIVATE_KEY, _PRIVATE_KEY_END = (rf"-----{end} [A-Z ]*PRIVATE KEY-----" for end in ("BEGIN", "END"))
+_PART = r"[\w-]{8,}"  # of a JSON web token
+_JWT = rf"\beyJ{_PART}"
+_AWS = r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
 FORMS = (
-    SecretForm(
-        "a private key",
-        "private key",
-        r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-        r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    ),
-    SecretForm(
-        "a JSON web token",
-        "JSON web token",
-        r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}",
-        r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
-    ),
+    SecretForm("a private key", "private key", _PRIVATE_KEY, rf"{_PRIVATE_KEY}(?s:.*?)(?:{_PRIVATE_KEY_END}|\Z)"),
+    SecretForm("a JSON web token", "JSON web token", rf"{_JWT}\.eyJ{_PART}\.{_PART}", rf"{_JWT}\.{_PART}\.[\w-]*"),
     _token("an API key", "sk-", r"[A-Za-z0-9_-]", 24, 16),
     _token("an API key", "sk_|[pr]k[-_]", r"[A-Za-z0-9_-]", None, 16),
     _token("a Hugging Face token", "hf_", r"[A-Za-z0-9]", 30, 20),
     _token("a GitHub token", "gh[oprsu]_", r"[A-Za-z0-9]", 30, 20),
     _token("a GitHub token", "github_pat_", r"\w", 30, 20),
     _token("a GitLab token", "glpat-", r"[\w-]", 20, 16),
-    SecretForm("an AWS key", "API key", r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b", r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
+    SecretForm("an AWS key", "API key", _AWS, _AWS),
     _token("a Google API key", "AIza", r"[\w-]", 35, 30),
     _token("a Google token", r"ya29\.", r"[\w-]", None, 20),
     _token("a Slack token", "xox[abeoprs]-", r"[\w-]", 10, 10),

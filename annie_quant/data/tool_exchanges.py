@@ -24,7 +24,7 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.exchanges import MY_TOPICS, PHRASES, WORDS, BySplit, Exchange, capitalized, memory, web
 from annie_quant.documents import ChatCall, ChatMessage
 from annie_quant.documents.persona import Persona
-from annie_quant.documents.tool_schema import mismatch
+from annie_quant.judge.checks.calls import mismatch
 
 OPTIONAL_SHARE = 0.5  # of the optional properties, which get a value
 MAX_ITEMS, MAX_DEPTH, MAX_DRAWS = 3, 6, 30

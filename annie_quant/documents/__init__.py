@@ -30,16 +30,17 @@ from annie_quant.documents.checkpoint import (
     RECIPE_FILE,
     Audit,
     AuditSummary,
+    Device,
     Finding,
     FormatPlan,
     FrontierPoint,
     HeldOut,
     Ingredient,
+    PredictedSpeed,
     Recipe,
     ServerSupport,
     TensorRow,
 )
-from annie_quant.documents.device import Device, PredictedSpeed
 from annie_quant.documents.evaluation import (
     CalibrationDraw,
     DifferingAnswer,
@@ -133,6 +134,7 @@ from annie_quant.documents.statistics import (
     MetricSummary,
     NoiseFloor,
     Outcome,
+    PairedCounts,
     PairedGate,
     PairedResult,
     PairedVerdict,

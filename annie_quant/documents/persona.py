@@ -108,10 +108,8 @@ def load_persona(persona: str | Path) -> Persona:
     elif path.suffix != ".json" and len(path.parts) == 1:
         path = FOLDER / f"{persona}.json"
         if path.stem not in built_in():
-            raise UsageError(
-                f"unknown persona {persona!r}",
-                f"choose one of: {', '.join(built_in())}; or a JSON file, or a folder (annie-quant init)",
-            )
+            hint = f"choose one of: {', '.join(built_in())}; or a JSON file, or a folder (annie-quant init)"
+            raise UsageError(f"unknown persona {persona!r}", hint)
     try:
         modified_ns = path.stat().st_mtime_ns
     except (OSError, ValueError) as error:  # ValueError: a null character
@@ -141,10 +139,8 @@ def _check_tool(path: Path, index: int, tool: Tool) -> None:
 
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise UsageError(
-            f"persona file {path.name}: tools[{index}] is not an OpenAI function tool",
-            '{"type": "function", "function": {"name": ..., "parameters": {...}}}',
-        )
+        message = f"persona file {path.name}: tools[{index}] is not an OpenAI function tool"
+        raise UsageError(message, '{"type": "function", "function": {"name": ..., "parameters": {...}}}')
     try:
         jsonschema.Draft202012Validator.check_schema(function.get("parameters") or {})
     except Exception as error:  # its own type, and those of patterns, types and references

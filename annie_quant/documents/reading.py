@@ -87,7 +87,7 @@ def _convert(kind: type[T], document: object, where: str) -> T:
         raise
 
 
-def _loads(source: bytes) -> Any:
+def _loads(source: bytes) -> object:
     """Return the value of a JSON document; versions up to 0.2.0 wrote NaN, which JSON does not have."""
     try:
         return msgspec.json.decode(source)
@@ -98,7 +98,7 @@ def _loads(source: bytes) -> Any:
         raise
 
 
-def with_nan(kind: Any, value: object) -> Any:
+def with_nan(kind: object, value: object) -> object:
     """Return a decoded value with NaN for each null where `kind` has a number: figures of a broken model are not numbers."""
     origin, members = get_origin(kind), get_args(kind)
     if kind is float:
@@ -249,7 +249,7 @@ def salvage_line(kind: type[T], line: bytes) -> T:
         return msgspec.convert(_finite_json(line), kind)
 
 
-def _finite_json(text: bytes) -> Any:
+def _finite_json(text: bytes) -> object:
     return json.loads(text, parse_constant=lambda name: None, parse_float=_number, parse_int=_number)
 
 

@@ -10,7 +10,7 @@ from msgspec import Meta, field
 
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import limited
-from annie_quant.documents.device import PredictedSpeed
+from annie_quant.documents.checkpoint import PredictedSpeed
 from annie_quant.documents.evaluation import GateTable, KLSummary, SameAnswers
 from annie_quant.documents.reading import Count, Digest, JsonScalar, Share, ShortText
 from annie_quant.documents.statistics import (

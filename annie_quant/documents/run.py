@@ -15,14 +15,7 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents.prompts import ContextFile
 from annie_quant.documents.reading import SCHEMA_VERSION, UPGRADES, JsonScalar, decode, write
 from annie_quant.documents.records import Load
-from annie_quant.documents.results import (
-    Aggregates,
-    Identity,
-    MemoryLevels,
-    Roles,
-    Verdict,
-    limited_identity,
-)
+from annie_quant.documents.results import Aggregates, Identity, MemoryLevels, Roles, Verdict, limited_identity
 
 
 class BackendSettings(msgspec.Struct, kw_only=True):
@@ -85,15 +78,7 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     sustained: bool = False
 
     # These may differ between a run and its continuation.
-    NOT_COMPARED = (
-        "timeout_s",
-        "with_memory",
-        "budget_s",
-        "stop_early",
-        "noise_share",
-        "sustained",
-        "roles",
-    )
+    NOT_COMPARED = ("timeout_s", "with_memory", "budget_s", "stop_early", "noise_share", "sustained", "roles")
 
     def differences(self, other: BenchConfig) -> list[str]:
         """Return the names of the settings that differ from `other` and that determine the requests."""
@@ -246,9 +231,8 @@ def read_bench(folder: str | os.PathLike[str]) -> Bench:
     """
     root = Path(folder)
     if not (root / "bench.json").is_file():
-        raise UsageError(
-            f"{root} holds no finished benchmark (bench.json is missing)", f"annie-quant bench ... --output {root}"
-        )
+        message = f"{root} holds no finished benchmark (bench.json is missing)"
+        raise UsageError(message, f"annie-quant bench ... --output {root}")
     bench = decode(Bench, root / "bench.json")
     if not bench.aggregates.served and (root / "run.json").is_file():
         run = decode(Run, root / "run.json")

@@ -14,19 +14,13 @@ GateVerdict = Literal["keeps", "loses", "undecided"]  # of one gate, or of all g
 Standing = Literal["keeps", "loses", "undecided", "fragile"]  # over several arithmetics
 
 
-class PairedGate(msgspec.Struct):
-    """One gate over the prompts that both a checkpoint and its reference answered (judge/decision/rule.py has the rule).
+class PairedCounts(msgspec.Struct):
+    """Outcomes of the prompts that both a checkpoint and its reference answered (judge/decision/rule.py has the rule).
 
     lost, won: answers that pass only in the reference, only in the checkpoint.
-    p: McNemar's mid-p towards a loss, until rule 4 the exact p (of a gate that compares with the reference's own answer: the
-        exact binomial test of a loss above the margin).
-    p_holm: adjusted over the gates: by Hommel's method since rule 5, by Hochberg's under rule 4, by Holm's before.
+    p_holm: p adjusted over the gates: by Hommel's method since rule 5, by Hochberg's under rule 4, by Holm's before.
     difference: (won - lost) / n.
     low, high: its 90 % score interval, so each bound has an error of 5 %.
-    margin: the loss that is accepted.
-    detectable: the smallest true loss that n prompts find in 80 % of runs.
-    n_to_decide: number of prompts that would decide at the observed rates; None where it is decided, or no number would do.
-    passed: answers of the reference that show what the gate checks; None in files of version 0.2 and older.
     """
 
     n: Count
@@ -37,8 +31,21 @@ class PairedGate(msgspec.Struct):
     difference: float = 0.0
     low: float = -1.0
     high: float = 1.0
-    margin: float = 0.05
     verdict: GateVerdict = "undecided"
+
+
+class PairedGate(PairedCounts):
+    """One gate.
+
+    p: McNemar's mid-p towards a loss, until rule 4 the exact p (of a gate that compares with the reference's own answer: the
+        exact binomial test of a loss above the margin).
+    margin: the loss that is accepted.
+    n_to_decide: number of prompts that would decide at the observed rates; None where it is decided, or no number would do.
+    detectable: the smallest true loss that n prompts find in 80 % of runs.
+    passed: answers of the reference that show what the gate checks; None in files of version 0.2 and older.
+    """
+
+    margin: float = 0.05
     n_to_decide: int | None = None
     detectable: float | None = None
     passed: Count | None = None
@@ -48,28 +55,17 @@ class PairedGate(msgspec.Struct):
             raise ValueError(f"of {self.n} prompts {self.lost} are lost, {self.won} won and {self.passed} passed")
 
 
-class PooledGates(msgspec.Struct, kw_only=True):
-    """All deciding gates together, by answer: an answer is right if it passes each of its gates.
+class PooledGates(PairedCounts, kw_only=True):
+    """All deciding gates together, by answer: an answer is right if it passes each of its gates. The counts are of right answers.
 
-    lost, won, difference, low, high: as in PairedGate, of right answers.
     p_sum, p_largest, p_fisher: McNemar's exact p of right answers, and sign-flip permutation tests (all gates of an answer
         flip together) of the largest loss of a gate and of Fisher's combination of the gates.
     p: the chance of a smallest of the three as small as this under the same sign flips; until rule 4 three times the smallest.
-    p_holm: adjusted with the gates.
     """
 
-    n: int
-    lost: int
-    won: int
     p_sum: float = 1.0
     p_largest: float = 1.0
     p_fisher: float = 1.0
-    p: float = 1.0
-    p_holm: float | None = None
-    difference: float = 0.0
-    low: float = -1.0
-    high: float = 1.0
-    verdict: GateVerdict = "undecided"
 
 
 class MemberVerdict(msgspec.Struct, kw_only=True):
@@ -90,7 +86,7 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
     profiles: members without their perturbations (NAME+...).
     sentence: the decision as text.
     reasons: one line per gate that is lost or undecided.
-    coverage: behaviour → answers of the reference that show it (judge/decision/coverage.py).
+    coverage: behaviour → answers of the reference that show it (judge/pairing.py).
     not_tested: labelled gates that the reference passes too rarely, with their counts, and behaviours that have too few answers.
     """
 

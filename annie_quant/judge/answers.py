@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from annie_quant.documents import ChatMessage, RequestRecord, ToolCall
+from annie_quant.documents.prompts import CalledFunction
 
 Form = Literal["qwen_xml", "hermes", "llama_json"]
 THINK = "<think>"  # in the chat template of a model that thinks
@@ -188,9 +189,8 @@ def assistant_message(text: str, tool_calls: Sequence[ToolCall] = ()) -> ChatMes
     """Return an answer as the message that the next turn's request contains."""
     message: ChatMessage = {"role": "assistant", "content": text}
     if tool_calls:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in tool_calls
-        ]
+        functions: list[CalledFunction] = [{"name": c["name"], "arguments": c["arguments"]} for c in tool_calls]
+        message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
     return message
 
 

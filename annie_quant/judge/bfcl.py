@@ -14,6 +14,7 @@ import copy
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,8 +56,6 @@ class Systems(Protocol):
         """Return the result as the model sees it."""
 
 
-# id, messages, documents of the tools on offer, expected calls
-Step = tuple[str, list[JsonObject], list[JsonObject], list[JsonObject]]
 Start = Callable[[JsonObject, bool], Systems]  # (row, long context)
 
 
@@ -69,10 +68,8 @@ class PackageSystems:
             try:
                 system = getattr(importlib.import_module(f"{_PACKAGE}.{DOCUMENTS[name]}"), name)()
             except ImportError as error:
-                raise EnvironmentFault(
-                    f"the multi-turn cases of bfcl need {error.name}, which is not installed",
-                    f"pip install {error.name}",
-                ) from error
+                message = f"the multi-turn cases of bfcl need {error.name}, which is not installed"
+                raise EnvironmentFault(message, f"pip install {error.name}") from error
             if hasattr(system, "_load_scenario"):
                 state = copy.deepcopy((row.get("initial_config") or {}).get(name, {}))
                 system._load_scenario(state, long_context=long_context)
@@ -88,22 +85,22 @@ class PackageSystems:
         return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
-def prompts(root: Path, category: str, rows_of: Callable[[Path], Iterator[JsonObject]], start: Start) -> Iterator[Step]:
-    """Yield (id, messages, tool documents, expected calls) of each step of each case of a category.
-
-    rows_of: reads a file of JSON lines. Expected calls: in the form of judge/checks/calls.py; none where no call is right.
-    """
-    documents = {name: list(rows_of(root / "multi_turn_func_doc" / f"{file}.json")) for name, file in DOCUMENTS.items()}
-    solutions = {r["id"]: r["ground_truth"] for r in rows_of(root / "possible_answer" / f"BFCL_v4_{category}.json")}
-    for row in rows_of(root / f"BFCL_v4_{category}.json"):
+def _steps(root: Path, category: str, start: Start) -> Iterator[Case]:
+    """Yield one prompt per step of each case of a category."""
+    documents = {name: list(_rows(root / "multi_turn_func_doc" / f"{file}.json")) for name, file in DOCUMENTS.items()}
+    solutions = {r["id"]: r["ground_truth"] for r in _rows(root / "possible_answer" / f"BFCL_v4_{category}.json")}
+    for row in _rows(root / f"BFCL_v4_{category}.json"):
         excluded = set(row.get("excluded_function") or ())
         tools = [d for name in row["involved_classes"] for d in documents[name] if d["name"] not in excluded]
-        yield from _turns_with_calls(row, tools, solutions[row["id"]], start(row, "long_context" in category))
+        systems = start(row, "long_context" in category)
+        for name, messages, offered, calls in _turns_with_calls(row, tools, solutions[row["id"]], systems):
+            yield _case(name, messages, offered, calls, category)
 
 
 def _turns_with_calls(
     row: JsonObject, tools: Sequence[JsonObject], solution: Sequence[Sequence[str]], systems: Systems
-) -> Iterator[Step]:
+) -> Iterator[tuple[str, list[JsonObject], list[JsonObject], list[JsonObject]]]:
+    """Yield (id, messages, documents of the tools on offer, expected calls) of each step; no calls where no call is right."""
     missed = {int(turn): set(names) for turn, names in (row.get("missed_function") or {}).items()}
     orders = {t["name"]: list(t["parameters"].get("properties", {})) for t in tools}
     history: list[JsonObject] = []
@@ -114,27 +111,15 @@ def _turns_with_calls(
         calls = [parsed_call(text, orders) for text in solution[turn]]
         if not calls:
             yield f"{row['id']}-{turn}", list(history), offered, []
-            history.append({"role": "assistant", "content": "I cannot do that with what I have."})
         for step, (name, arguments) in enumerate(calls):
-            expected = {name: allowed(arguments)}
-            yield f"{row['id']}-{turn}.{step}", list(history), offered, [expected]
-            number = f"call_{len(history)}"
-            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-            history += [
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"id": number, "type": "function", "function": function}],
-                },
-                {
-                    "role": "tool",
-                    "tool_call_id": number,
-                    "name": name,
-                    "content": systems.call(name, arguments)[:MAX_RESULT],
-                },
-            ]
-        if calls:
-            history.append({"role": "assistant", "content": "Done."})
+            yield f"{row['id']}-{turn}.{step}", list(history), offered, [{name: allowed(arguments)}]
+            number, text = f"call_{len(history)}", json.dumps(arguments, ensure_ascii=False)
+            call = {"id": number, "type": "function", "function": {"name": name, "arguments": text}}
+            result = systems.call(name, arguments)[:MAX_RESULT]
+            history.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            history.append({"role": "tool", "tool_call_id": number, "name": name, "content": result})
+        end = "Done." if calls else "I cannot do that with what I have."
+        history.append({"role": "assistant", "content": end})
 
 
 def allowed(value: object) -> object:
@@ -161,9 +146,8 @@ def parsed_call(text: str, orders: Mapping[str, Sequence[str]]) -> tuple[str, Js
             raise ValueError("more arguments than parameters")
         arguments |= {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise EnvironmentFault(
-            f"bfcl: the recorded call {text[:80]!r} cannot be read: {error}", "use bfcl-eval 2026.3"
-        ) from None
+        message = f"bfcl: the recorded call {text[:80]!r} cannot be read: {error}"
+        raise EnvironmentFault(message, "use bfcl-eval 2026.3") from None
     return name, arguments
 
 
@@ -187,13 +171,11 @@ def load(categories: str = "", folder: str | Path | None = None, start: Start = 
     names = [c for c in categories.split(",") if c] or list(CATEGORIES)
     for name in names:
         if name not in (*CATEGORIES, *MULTI_TURN):
-            raise UsageError(
-                f"bfcl has no category {name!r} here", f"choose from: {', '.join((*CATEGORIES, *MULTI_TURN))}"
-            )
+            hint = f"choose from: {', '.join((*CATEGORIES, *MULTI_TURN))}"
+            raise UsageError(f"bfcl has no category {name!r} here", hint)
     root = Path(folder) if folder is not None else _package_data()
-    cases = [
-        case for name in names for case in (_steps(root, name, start) if name in MULTI_TURN else _cases(root, name))
-    ]
+    rows = (_steps(root, name, start) if name in MULTI_TURN else _cases(root, name) for name in names)
+    cases = list(itertools.chain.from_iterable(rows))
     digest = hashlib.sha256(json.dumps([[c.id, c.expect, c.tools] for c in cases], sort_keys=True).encode())
     return Workload(
         name="bfcl",
@@ -214,10 +196,8 @@ def load(categories: str = "", folder: str | Path | None = None, start: Start = 
 def _package_data() -> Path:
     spec = importlib.util.find_spec("bfcl_eval")
     if spec is None or not spec.submodule_search_locations:
-        raise EnvironmentFault(
-            "the workload bfcl needs the package bfcl-eval, which is not installed",
-            "pip install --no-deps bfcl-eval",
-        )
+        message = "the workload bfcl needs the package bfcl-eval, which is not installed"
+        raise EnvironmentFault(message, "pip install --no-deps bfcl-eval")
     return Path(next(iter(spec.submodule_search_locations))) / "data"
 
 
@@ -227,38 +207,30 @@ def _cases(root: Path, category: str) -> Iterator[Case]:
     if category != "irrelevance":
         answers = {row["id"]: row["ground_truth"] for row in _rows(root / "possible_answer" / file)}
     for row in _rows(root / file):
-        tools = tuple(map(_tool, row["function"]))
         calls = [{_name(name): values for name, values in call.items()} for call in answers.get(row["id"], ())]
-        expect: JsonObject = {"calls": calls} if category != "irrelevance" else {"no_tool": True}
-        yield Case(id=row["id"], messages=tuple(row["question"][0]), expect=expect, tools=tools, category=category)
+        yield _case(row["id"], row["question"][0], row["function"], calls, category)
 
 
-def _steps(root: Path, category: str, start: Start) -> Iterator[Case]:
-    for name, messages, documents, calls in prompts(root, category, _rows, start):
-        expect: JsonObject = {"calls": calls} if calls else {"no_tool": True}
-        yield Case(
-            id=name, messages=tuple(messages), expect=expect, tools=tuple(map(_tool, documents)), category=category
-        )
+def _case(
+    name: str, messages: Sequence[JsonObject], tools: Sequence[JsonObject], calls: list[JsonObject], category: str
+) -> Case:
+    """Return a prompt that expects calls, or none."""
+    expect: JsonObject = {"calls": calls} if calls else {"no_tool": True}
+    return Case(name, tuple(messages), expect=expect, tools=tuple(map(_tool, tools)), category=category)
 
 
 def _tool(function: JsonObject) -> JsonObject:
-    return {
-        "type": "function",
-        "function": {
-            "name": _name(function["name"]),
-            "description": function.get("description", ""),
-            "parameters": _schema(function["parameters"]),
-        },
-    }
+    name, description = _name(function["name"]), function.get("description", "")
+    schema = {"name": name, "description": description, "parameters": _schema(function["parameters"])}
+    return {"type": "function", "function": schema}
 
 
 def _rows(path: Path) -> Iterator[JsonObject]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise EnvironmentFault(
-            f"{path.name} of bfcl-eval cannot be read: {error.strerror}", "use bfcl-eval 2026.3"
-        ) from error
+        message = f"{path.name} of bfcl-eval cannot be read: {error.strerror}"
+        raise EnvironmentFault(message, "use bfcl-eval 2026.3") from error
     for line in lines:
         yield json.loads(line)
 

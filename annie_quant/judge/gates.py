@@ -64,14 +64,8 @@ def decide(passes: int, n: int, threshold: Threshold) -> GateResult:
 
 def _decide_few(result: GateResult, threshold: Threshold) -> None:
     passes, n, least_n = result.passes, result.n, threshold.least_n
-    result.rule = (
-        f"n < {LARGE_N}: "
-        + {
-            "rate": f"at least {threshold.rate:.0%} of at least {least_n}",
-            "zero": f"none seen in at least {least_n}",
-            "all": f"every one of at least {least_n}",
-        }[threshold.kind]
-    )
+    shares = {"rate": f"at least {threshold.rate:.0%} of", "zero": "none seen in", "all": "every one of"}
+    result.rule = f"n < {LARGE_N}: {shares[threshold.kind]} at least {least_n}"
     needed = math.ceil(threshold.rate * n - 1e-9) if threshold.kind == "rate" else n  # 0.6 * 10 is 6.000000000000001
     if threshold.kind == "zero" and passes < n:
         result.verdict = "fail"
@@ -143,17 +137,9 @@ def _same(name: str, title: str, rate: float, check: Check, *behaviours: str) ->
 _ZERO, _ALL = Threshold("zero", 25), Threshold("all", 5)
 
 CALL, DECLINE, FUNCTION, ARGUMENTS, SEVERAL, RESULT, CONTENT, FORM, STOP, THINKING = BEHAVIOURS = (
-    "call a tool",
-    "decline",
-    "right function",
-    "right arguments",
-    "several calls",
-    "use a result",
-    "right answer",
-    "form",
-    "stop",
+    "call a tool", "decline", "right function", "right arguments", "several calls", "use a result", "right answer", "form", "stop",
     "thinking",
-)
+)  # fmt: skip
 
 # Thresholds of the original plan where one is named (docs/requirements.md).
 GATES: dict[str, Gate] = {

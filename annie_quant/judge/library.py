@@ -57,10 +57,8 @@ def _load(name: str, root: Path, files: Mapping[str, Path]) -> Workload:
     if name == "bfcl" or name.startswith("bfcl:"):
         return bfcl.load(name.partition(":")[2])
     if name not in files:
-        raise UsageError(
-            f"unknown workload {name!r} in {root.name}/",
-            f"choose one of: {', '.join(files) or '(the folder is empty)'}, bfcl",
-        )
+        hint = f"choose one of: {', '.join(files) or '(the folder is empty)'}, bfcl"
+        raise UsageError(f"unknown workload {name!r} in {root.name}/", hint)
     return read_workload(files[name])
 
 

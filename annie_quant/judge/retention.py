@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -75,7 +75,7 @@ class ScoredSample(msgspec.Struct):
     """
 
     identity: tuple[str, ...]
-    values: dict[str, Any]
+    values: dict[str, object]
 
 
 def compare_runs(bf16: Path, quantized: Path, seed: int = 0) -> Retention:
@@ -84,32 +84,27 @@ def compare_runs(bf16: Path, quantized: Path, seed: int = 0) -> Retention:
     Raises UsageError where a run has no samples, or no sample is in both.
     """
     before, after = read_samples(bf16), read_samples(quantized)
-    left_out: dict[str, int] = {}
-    missing = len(before.keys() ^ after.keys())
-    if missing:
-        left_out["in one run only"] = missing
     shared = [key for key in before if key in after]
     same = [key for key in shared if before[key].identity == after[key].identity]
-    if len(same) < len(shared):
-        left_out["another prompt or target"] = len(shared) - len(same)
+    left_out = {
+        "in one run only": len(before.keys() ^ after.keys()),
+        "another prompt or target": len(shared) - len(same),
+    }
     if not same:
-        raise UsageError(
-            f"{bf16} and {quantized} have no sample in common", "run the same --tasks with the same options twice"
-        )
-    groups: dict[tuple[str, str, str], list[tuple[Any, Any]]] = {}
+        message = f"{bf16} and {quantized} have no sample in common"
+        raise UsageError(message, "run the same --tasks with the same options twice")
+    groups: dict[tuple[str, str, str], list[tuple[object, object]]] = {}
     for key in same:
         task, name, _ = key
         for metric, value in before[key].values.items():
             if metric in after[key].values:
                 groups.setdefault((task, metric, name), []).append((value, after[key].values[metric]))
-    rows = [
-        row
-        for (task, metric, name), pairs in groups.items()
-        if (row := compare_metric(task, metric, name, pairs, seed))
-    ]
+    rows = [row for names, pairs in groups.items() if (row := compare_metric(*names, pairs, seed))]
     for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
         row.p_holm = p
-    return Retention(bf16=str(bf16), quantized=str(quantized), rows=rows, left_out=left_out)
+    return Retention(
+        bf16=str(bf16), quantized=str(quantized), rows=rows, left_out={k: n for k, n in left_out.items() if n}
+    )
 
 
 def read_samples(run: Path) -> dict[Key, ScoredSample]:
@@ -125,9 +120,8 @@ def read_samples(run: Path) -> dict[Key, ScoredSample]:
                 identity = tuple(str(raw.get(name, "")) for name in ("doc_hash", "prompt_hash", "target_hash"))
                 samples[key] = ScoredSample(identity, {m: raw[m] for m in raw["metrics"] if m in raw})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise UsageError(
-                    f"{file}, line {number}: not a sample of lm-eval", "lm-eval --log_samples writes them"
-                ) from None
+                message = f"{file}, line {number}: not a sample of lm-eval"
+                raise UsageError(message, "lm-eval --log_samples writes them") from None
     if not samples:
         raise UsageError(f"{run} has no samples of lm-eval", "run lm-eval with --log_samples --output_path")
     return samples
@@ -141,81 +135,50 @@ def _task(file: Path) -> str:
 
 
 def compare_metric(
-    task: str, metric: str, name: str, pairs: Sequence[tuple[Any, Any]], seed: int
+    task: str, metric: str, name: str, pairs: Sequence[tuple[object, object]], seed: int
 ) -> RetentionRow | None:
     """Return the row of a metric's (bf16, quantized) values; None where they are not numbers."""
     import numpy as np
 
-    if metric == "bits_per_byte":
-        return None  # the logarithm of byte_perplexity, from the same values
-    if all(_is_weighted(v) for p in pairs for v in p):
-        sums = np.array([[*a, *b] for a, b in pairs], dtype=np.float64)
-        return _perplexity_row(task, metric, name, sums, seed)
-    if not all(isinstance(v, (int, float)) and math.isfinite(v) for p in pairs for v in p):
+    weighted = all(_is_weighted(value) for pair in pairs for value in pair)
+    # bits_per_byte is the logarithm of byte_perplexity, from the same values.
+    if metric == "bits_per_byte" or not (weighted or all(_is_number(value) for pair in pairs for value in pair)):
         return None
-    values = np.array(pairs, dtype=np.float64)
-    means = values.mean(0)
+    values = np.array(pairs, dtype=np.float64).reshape(len(pairs), -1)
+
+    def scores(means: Floats) -> Floats:
+        if not weighted:
+            return means
+        logarithms = np.stack([-means[..., 0] / means[..., 1], -means[..., 2] / means[..., 3]], -1)
+        return np.exp(np.minimum(logarithms, 700.0))
+
+    before, after = map(float, scores(values.mean(0)))
     row = RetentionRow(
-        task=task,
-        metric=metric,
-        filter=name,
-        n=len(pairs),
-        bf16=float(means[0]),
-        quantized=float(means[1]),
-        difference=float(means[1] - means[0]),
+        task=task, metric=metric, filter=name, n=len(pairs), bf16=before, quantized=after, difference=after - before
     )
-    resampled = _resampled(values, seed)
-    if set(np.unique(values)) <= {0.0, 1.0}:
+    means = _resampled(values, seed)
+    resampled = None if means is None else scores(means)
+    if not weighted and set(np.unique(values)) <= {0.0, 1.0}:
         row.lost, row.won = int((values[:, 0] > values[:, 1]).sum()), int((values[:, 0] < values[:, 1]).sum())
         row.low, row.high = score_interval(row.lost, row.won, row.n, 0.95)
         row.p = mcnemar(row.lost, row.won)
     elif resampled is not None:
         row.low, row.high = _quantiles(resampled[:, 1] - resampled[:, 0])
-    if means[0] > 0:
-        row.retention = float(means[1] / means[0])
+    if before > 0:
+        row.retention = before / after if weighted else after / before
         if resampled is not None and (resampled[:, 0] > 0).all():
-            row.retention_low, row.retention_high = _quantiles(resampled[:, 1] / resampled[:, 0])
+            ratio = resampled[:, 1] / resampled[:, 0]
+            row.retention_low, row.retention_high = _quantiles(1 / ratio if weighted else ratio)
     return row
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _is_weighted(value: object) -> bool:
     """Return whether a value is (log-likelihood, words or bytes), as lm-eval stores perplexities."""
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) == 2
-        and all(isinstance(v, (int, float)) and math.isfinite(v) for v in value)
-        and value[1] > 0
-    )
-
-
-def _perplexity_row(task: str, metric: str, name: str, sums: Floats, seed: int) -> RetentionRow:
-    def perplexities(part: Floats) -> tuple[Floats, Floats]:
-        return -part[..., 0] / part[..., 1], -part[..., 2] / part[..., 3]  # logarithms
-
-    import numpy as np
-
-    log_a, log_b = perplexities(sums.sum(0))
-    row = RetentionRow(
-        task=task,
-        metric=metric,
-        filter=name,
-        n=len(sums),
-        bf16=_exp(log_a),
-        quantized=_exp(log_b),
-        difference=_exp(log_b) - _exp(log_a),
-        retention=_exp(log_a - log_b),
-    )
-    resampled = _resampled(sums, seed)
-    if resampled is not None:
-        log_a, log_b = perplexities(resampled)
-        with np.errstate(over="ignore"):
-            row.low, row.high = _quantiles(np.exp(log_b) - np.exp(log_a))
-            row.retention_low, row.retention_high = _quantiles(np.exp(log_a - log_b))
-    return row
-
-
-def _exp(value: float | Floats) -> float:
-    return math.exp(min(float(value), 700.0))
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value)) and value[1] > 0
 
 
 def _resampled(values: Floats, seed: int) -> Floats | None:

@@ -35,15 +35,10 @@ def reference_notes(answers: Sequence[Judged], reference: Mapping[str, GateResul
         if r.verdict == "fail"
     ]
     called = {str(call.get("name")) for _, _, answer in answers for call in answer.tool_calls}
-    expected: dict[str, int] = {}
-    n_expected = n_called = 0
-    for _, case, answer in answers:
-        names = expected_tools(case)
-        n_expected += bool(names)
-        n_called += bool(names and answer.tool_calls)
-        for name in names:
-            expected[name] = expected.get(name, 0) + 1
-    if n_expected >= MIN_PROMPTS and not n_called:
+    with_tools = [(names, answer) for _, case, answer in answers if (names := expected_tools(case))]
+    expected = Counter(name for names, _ in with_tools for name in names)
+    n_expected = len(with_tools)
+    if n_expected >= MIN_PROMPTS and not any(answer.tool_calls for _, answer in with_tools):
         return [
             *lines,
             f"bf16 calls no tool in {n_expected} prompts that need one: is the reference the base model, or does its chat "
@@ -134,9 +129,8 @@ def applying(workload: Workload, case: Case) -> Counter[str]:
     gates: Counter[str] = Counter()
     for turn in range(case.n_turns):
         at_turn = case.at_turn(turn)
-        names = {
-            name for reference in REFERENCES for name in checks(ANSWER, replace(at_turn, reference=reference), workload)
-        }
+        cases = (replace(at_turn, reference=reference) for reference in REFERENCES)
+        names = {name for judged in cases for name in checks(ANSWER, judged, workload)}
         if "same_arguments" in names:  # the stand-in for bf16's call fits no schema, and is one call
             names |= {"same_validity", "same_several"} & {*workload.gates, *IMPLIED}
         gates.update(names)

@@ -44,10 +44,7 @@ def wilson(passes: float, n: int, confidence: float = 0.95) -> tuple[float, floa
 
 
 def median_interval(
-    values: Sequence[float] | Floats,
-    confidence: float = 0.95,
-    resamples: int = 4999,
-    seed: int = 0,
+    values: Sequence[float] | Floats, confidence: float = 0.95, resamples: int = 4999, seed: int = 0
 ) -> tuple[float, float] | tuple[None, None]:
     """Return the percentile bootstrap interval of the median of independent values; (None, None) for fewer than two.
 

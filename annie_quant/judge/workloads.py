@@ -27,20 +27,12 @@ BLOCK_WORDS = 400
 BLOCK_TOKENS = 512  # of a trace's blocks, as Mooncake's have
 
 
-def _words(text: str, separator: str = " ") -> list[str]:
-    return text.split(separator)
-
-
-_WHO = _words("Mara Jonas Ines Tomas Petra Luka Vera Oskar Nadia Emil Rosa Felix Hanna Milan Klara Anton")
-_DID = _words(
-    "moved counted painted sorted repaired borrowed measured carried cleaned packed opened stacked labelled returned"
-)
-_WHAT = _words("boxes chairs lamps ropes maps jars tiles bricks books cables plates coats tools crates shelves buckets")
-_KIND = _words("old blue heavy small wooden spare green broken round dusty narrow plain bright empty grey long")
-_WHERE = _words("garden cellar attic harbour workshop market station library kitchen barn office bridge yard tower")
-_WHEN = _words(
-    "on Monday; on Friday; before noon; after lunch; last week; in March; at dawn; in the rain; without help", "; "
-)
+_WHO = "Mara Jonas Ines Tomas Petra Luka Vera Oskar Nadia Emil Rosa Felix Hanna Milan Klara Anton"
+_DID = "moved counted painted sorted repaired borrowed measured carried cleaned packed opened stacked labelled returned"
+_WHAT = "boxes chairs lamps ropes maps jars tiles bricks books cables plates coats tools crates shelves buckets"
+_KIND = "old blue heavy small wooden spare green broken round dusty narrow plain bright empty grey long"
+_WHERE = "garden cellar attic harbour workshop market station library kitchen barn office bridge yard tower"
+_WHEN = "on Monday; on Friday; before noon; after lunch; last week; in March; at dawn; in the rain; without help"
 
 
 def context_text(words: int, unique: str = "") -> str:
@@ -72,12 +64,14 @@ def blocks_text(blocks: Sequence[str], tokens: int, words_per_token: float, uniq
 def _block(name: int | str, size: int = BLOCK_WORDS) -> str:
     """Return `size` words of sentences."""
     rng = random.Random(f"context/{name}")
+
+    def one_of(words: str) -> str:
+        return rng.choice(words.split("; " if ";" in words else " "))
+
     words: list[str] = []
     while len(words) < size:
-        count, thing = rng.randint(2, 99), f"{rng.choice(_KIND)} {rng.choice(_WHAT)}"
-        sentence = (
-            f"{rng.choice(_WHO)} {rng.choice(_DID)} {count} {thing} in the {rng.choice(_WHERE)} {rng.choice(_WHEN)}."
-        )
+        count, thing = rng.randint(2, 99), f"{one_of(_KIND)} {one_of(_WHAT)}"
+        sentence = f"{one_of(_WHO)} {one_of(_DID)} {count} {thing} in the {one_of(_WHERE)} {one_of(_WHEN)}."
         words += sentence.split(" ")
     return " ".join(words[:size])
 
@@ -85,9 +79,8 @@ def _block(name: int | str, size: int = BLOCK_WORDS) -> str:
 # ---- cases and workloads
 
 Message = Mapping[str, Any]  # of a conversation, as a chat completion has it
-Turn = (
-    str | Mapping[str, Any]
-)  # a user's text, or {"results": [...]}: what tools return to the calls of the answer before
+# A user's text, or {"results": [...]}: what tools return to the calls of the answer before.
+Turn = str | Mapping[str, Any]
 NO_RESULT = '{"error": "no result"}'
 
 # Fields of a request's body that a workload sets itself.
@@ -206,10 +199,8 @@ class Workload:
             own_system = bool(case.messages) and case.messages[0].get("role") == "system"
             return ([] if own_system else head) + [dict(m) for m in case.messages]
         if len(answers) < turn:
-            raise UsageError(
-                f"workload {self.name}, case {case.id}: turn {turn + 1} needs {turn} earlier answers, "
-                f"got {len(answers)}"
-            )
+            needed = f"turn {turn + 1} needs {turn} earlier answers, got {len(answers)}"
+            raise UsageError(f"workload {self.name}, case {case.id}: {needed}")
         history: list[JsonObject] = []
         for index in range(turn + 1):
             following = case.turns[index]
@@ -222,12 +213,7 @@ class Workload:
         return head + history
 
     def request(
-        self,
-        case: Case,
-        turn: int = 0,
-        answers: Sequence[Message] = (),
-        model: str | None = None,
-        unique: str = "",
+        self, case: Case, turn: int = 0, answers: Sequence[Message] = (), model: str | None = None, unique: str = ""
     ) -> JsonObject:
         """Return the body of one /v1/chat/completions request; `enable_thinking` is always set (R34).
 
@@ -333,10 +319,8 @@ def with_results(history: Sequence[Message], results: Sequence[Message]) -> list
     last = dict(history[-1])
     calls = [dict(call) for call in last.get("tool_calls") or ()]
     if not calls:
-        calls = [
-            {"type": "function", "function": {"name": r["name"], "arguments": _json_text(r.get("arguments") or {})}}
-            for r in results
-        ]
+        recorded = [{"name": r["name"], "arguments": _json_text(r.get("arguments") or {})} for r in results]
+        calls = [{"type": "function", "function": function} for function in recorded]
         last = {"role": "assistant", "content": ""}
     left = list(results)
     messages = []

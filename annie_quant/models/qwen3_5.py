@@ -166,7 +166,7 @@ MOE = replace(
 def tensor_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
     """Return the shapes that a config.json's fields determine: name without layer → (fields, shape). None: any size.
 
-    s: the typed fields of config.json, as in annie_quant.checkpoint.gguf.settings.GgufSettings.
+    s: the typed fields of config.json, as in annie_quant.checkpoint.gguf.layout.GgufSettings.
     """
     hidden, heads, kv = s.hidden_size, s.num_attention_heads, s.num_key_value_heads
     width, values = s.attention_head_dim, s.linear_num_value_heads * s.linear_value_head_dim

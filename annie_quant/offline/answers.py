@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from annie_quant.checkpoint.model_hash import model_sha256
+from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines

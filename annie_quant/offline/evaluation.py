@@ -18,7 +18,7 @@ from torch import nn
 
 from annie_quant import __version__, judge
 from annie_quant.checkpoint import ModelFolder, prompt_files
-from annie_quant.checkpoint.model_hash import model_sha256
+from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import (

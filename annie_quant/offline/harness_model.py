@@ -24,8 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from annie_quant.checkpoint.chat_template import ChatTemplate
-from annie_quant.checkpoint.remote_code import loading_tokenizer
+from annie_quant.checkpoint.chat_template import ChatTemplate, loading_tokenizer
 from annie_quant.core.errors import UsageError
 from annie_quant.offline.decoding import generate
 from annie_quant.offline.emulation import emulate

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from annie_quant.checkpoint.model_hash import model_sha256
+from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.core import files
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from annie_quant.checkpoint import ModelFolder, dialects
+from annie_quant.checkpoint.chat_template import refused
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8
 from annie_quant.checkpoint.linears import FP8_BLOCK
-from annie_quant.checkpoint.remote_code import refused
 from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.offline.experts import separate

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from annie_quant.checkpoint.chat_template import ChatTemplate
-from annie_quant.checkpoint.remote_code import loading_tokenizer
+from annie_quant.checkpoint.chat_template import ChatTemplate, loading_tokenizer
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import read_whole_json
 from annie_quant.core.untrusted import JsonObject, integer

@@ -27,7 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from annie_quant import checkpoint, models
 from annie_quant.checkpoint import Linear, ModelFolder
-from annie_quant.checkpoint.codes import DEADLY
+from annie_quant.checkpoint.checks import DEADLY
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.linears import (
     FP8_BLOCK,

@@ -16,8 +16,8 @@ import transformers
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from annie_quant.checkpoint.chat_template import refused
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
-from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.offline import codec

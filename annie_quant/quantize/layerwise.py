@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicCache
 
-from annie_quant.checkpoint.remote_code import refused
+from annie_quant.checkpoint.chat_template import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import SILENT, Progress

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
+from annie_quant.checkpoint.size import AttentionShape, caches_of
 from annie_quant.core.templates import render_text
 from annie_quant.documents import Identity, Outcome, Standing, salvage_or_default
 from annie_quant.judge import decision
@@ -27,22 +26,8 @@ CONTEXT = 32_768  # tokens, as the original plan configures
 ANSWERS = {"pass": "✓ yes", "fail": "✗ no", "undecided": "? open"}
 
 
-class TextConfig(msgspec.Struct):
-    """The part of config.json from which the size of the caches follows."""
-
-    layer_types: list[str] = []
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    max_position_embeddings: int | None = None
-    linear_num_key_heads: int = 0
-    linear_num_value_heads: int = 0
-    linear_key_head_dim: int = 0
-    linear_value_head_dim: int = 0
-    linear_conv_kernel_dim: int = 0
-
-
-class _ServedConfig(TextConfig):
-    text_config: TextConfig | None = None
+class _ServedConfig(AttentionShape):
+    text_config: AttentionShape | None = None
 
 
 def dimensions(run: LoadedRun) -> Table | None:
@@ -120,40 +105,23 @@ def _with_n(cell: Cell, n: int | None) -> Cell:
 
 def _cache(run: LoadedRun, side: ServedModel) -> Cell:
     """Size of the caches, computed from config.json."""
-    computed = cache_bytes(_config(run, side))
-    if computed is None:
+    config = _config(run, side)
+    caches, tokens = caches_of(config), min(CONTEXT, config.max_position_embeddings or CONTEXT)
+    if not caches.position:
         return Cell("unknown (no config.json of this model is at hand)")
-    tokens, size_bytes = computed
+    size_bytes = caches.stored(tokens)
     model = run.model(side.model).size_bytes
     limit = f" at {count(tokens)} tokens, its limit" if tokens < CONTEXT else ""
     total = f"with the model {size(size_bytes + model)}" if model else ""
     return Cell(f"{size(size_bytes)}{limit}", f"{total}, computed for 16-bit caches", f"cache|{side.model}")
 
 
-def _config(run: LoadedRun, side: ServedModel) -> TextConfig:
+def _config(run: LoadedRun, side: ServedModel) -> AttentionShape:
     """Return config.json of the model, or of another model of the run: all are forms of one model. Empty where there is none."""
     folders = (run.folder_of(name) for name in (side.model, *(m.name for m in run.models)))
     folder = next(filter(None, folders), None)
     config = salvage_or_default(_ServedConfig, folder / "config.json") if folder else _ServedConfig()
     return config.text_config or config
-
-
-def cache_bytes(config: TextConfig, tokens: int = CONTEXT) -> tuple[int, int] | None:
-    """Return (tokens, bytes) of one conversation's caches; None for a configuration without the sizes.
-
-    A full-attention layer has 16-bit keys and values per token. A linear-attention layer has one state: float32
-    [value heads, key dim, value dim], and 16-bit convolution columns.
-    """
-    c = config
-    if not (c.layer_types and c.num_key_value_heads and c.head_dim):
-        return None
-    tokens = min(tokens, c.max_position_embeddings or tokens)
-    full = c.layer_types.count("full_attention")
-    keys_and_values = 2 * full * c.num_key_value_heads * c.head_dim * 2 * tokens
-    state = 4 * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
-    columns = 2 * c.linear_num_key_heads * c.linear_key_head_dim + c.linear_num_value_heads * c.linear_value_head_dim
-    convolution = 2 * columns * c.linear_conv_kernel_dim
-    return tokens, keys_and_values + (len(c.layer_types) - full) * (state + convolution)
 
 
 def container(side: ServedModel) -> RecipeRuntime | None:

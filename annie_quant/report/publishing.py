@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from annie_quant.checkpoint.model_hash import model_sha256
+from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, ServerError, UsageError, need
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Progress, as_progress

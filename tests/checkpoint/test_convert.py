@@ -15,7 +15,8 @@ from paths import DATA
 import annie_quant as aq
 from annie_quant import models
 from annie_quant.checkpoint import ModelFolder
-from annie_quant.checkpoint.gguf import names, vocabulary
+from annie_quant.checkpoint.gguf import layout as names
+from annie_quant.checkpoint.gguf import vocabulary
 from annie_quant.core.errors import CheckpointError, UsageError
 
 pytest.importorskip("annie_quant.nvfp4", reason="the C codec is not built")

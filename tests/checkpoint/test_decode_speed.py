@@ -11,6 +11,7 @@ from paths import TINY_ANNIE
 
 from annie_quant.checkpoint import ModelFolder, decode_speed
 from annie_quant.checkpoint.decode_speed import DEVICES, TokenBytes
+from annie_quant.checkpoint.size import Caches
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import Device, write
 from annie_quant.quantize import estimates
@@ -59,7 +60,7 @@ def test_a_token_reads_the_weights_the_cache_and_the_states() -> None:
     linear = len(config["layer_types"]) - full
     assert 0 < full < read.layers == config["num_hidden_layers"]
     heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
-    assert read.state == linear * heads * width * config["linear_key_head_dim"] * 4 * 2
+    assert read.at(0) - read.weights == linear * heads * width * config["linear_key_head_dim"] * 4 * 2
     depth = read.at(1000) - read.at(0)
     assert depth == 1000 * full * config["num_key_value_heads"] * config["head_dim"] * 2 * 2
     device = Device(name="d", read_bytes_s=1e9, layer_s=1e-3)
@@ -68,12 +69,12 @@ def test_a_token_reads_the_weights_the_cache_and_the_states() -> None:
 
 
 def test_a_window_limits_the_keys_that_are_read() -> None:
-    read = TokenBytes(weights=10.0, layers=2, position=3.0, window_position=5.0, window=100)
+    read = TokenBytes(10.0, 2, Caches(position=3, window_position=5, window=100))
     assert read.at(40) == 10 + 40 * 8 and read.at(1000) == 10 + 3000 + 500
 
 
 def test_the_bytes_for_a_speed_are_the_inverse_of_the_prediction() -> None:
-    read = TokenBytes(weights=5e9, layers=32, state=1e8)
+    read = TokenBytes(5e9, 32, Caches(state=50_000_000))
     for device in DEVICES.values():
         speed = decode_speed.tok_s(read, device)
         assert decode_speed.largest_bytes(read, device, speed) == pytest.approx(read.weights)

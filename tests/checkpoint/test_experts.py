@@ -166,6 +166,21 @@ def test_a_comparison_has_every_expert(plain, sound, tmp_path, names):
         assert 4.4 < a.bits < 4.6 and 4.4 < b.bits < 4.6
 
 
+def test_gguf_has_the_same_tensors_from_either_layout(sound, tmp_path):
+    gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
+    other = aq.checkpoint.convert(sound["nvfp4"], "compressed-tensors", tmp_path / "other").path
+    files = [
+        aq.checkpoint.convert(f, "gguf", tmp_path / f"{i}.gguf").path for i, f in enumerate((sound["nvfp4"], other))
+    ]
+    ours, theirs = ({t.name: t for t in gguf.GGUFReader(file).tensors} for file in files)
+    assert set(ours) == set(theirs) and any(
+        "_exps" in name and t.tensor_type.name == "NVFP4" for name, t in ours.items()
+    )
+    for name, tensor in ours.items():
+        same = np.allclose if name.endswith("scale") else np.array_equal  # a divisor's last place
+        assert same(tensor.data, theirs[name].data), name
+
+
 def test_merged_experts_in_16_bits_stay_listed(sound, tmp_path):
     """A conversion and a repair list unquantized merged experts; those of the MTP head need no entry."""
 

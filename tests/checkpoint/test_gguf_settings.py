@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from annie_quant import checkpoint
-from annie_quant.checkpoint.gguf import settings
+from annie_quant.checkpoint.gguf import layout as settings
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 

@@ -463,7 +463,7 @@ def record_hash(folder: Path, model: str, checkpoint: Path) -> None:
 
 
 def model_sha256(folder: Path) -> str:
-    from annie_quant.checkpoint.model_hash import model_sha256
+    from annie_quant.checkpoint.shards import model_sha256
 
     return model_sha256(folder)
 

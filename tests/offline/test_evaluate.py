@@ -17,7 +17,7 @@ from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
-from annie_quant.checkpoint.model_hash import model_sha256  # noqa: E402
+from annie_quant.checkpoint.shards import model_sha256  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402

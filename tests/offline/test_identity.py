@@ -20,7 +20,7 @@ from paths import TINY_ANNIE  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from annie_quant import documents, quantize  # noqa: E402
-from annie_quant.checkpoint.model_hash import model_sha256  # noqa: E402
+from annie_quant.checkpoint.shards import model_sha256  # noqa: E402
 from annie_quant.cli import cli  # noqa: E402
 from annie_quant.judge import Case, Workload, distinct_prompts, evidence, judge_evaluation, prompt_sha256  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402

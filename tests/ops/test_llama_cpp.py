@@ -157,7 +157,7 @@ def test_greedy_answers_are_those_of_the_source(models, kind, typical):
 
 def test_wrong_head_order_changes_the_answers(models, tmp_path, monkeypatch):
     """Negative control of the test above: value heads in the checkpoint's order change the answers."""
-    from annie_quant.checkpoint.gguf import names
+    from annie_quant.checkpoint.gguf import layout as names
 
     monkeypatch.setattr(names.Heads, "order", lambda self, width: np.arange(self.values * width))
     wrong = aq.checkpoint.convert(models["folder"], "gguf", tmp_path / "wrong.gguf").path

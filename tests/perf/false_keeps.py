@@ -47,8 +47,8 @@ from annie_quant.data.workloads import resolve
 from annie_quant.documents import Evaluation, NumericsResult, PairedGate, PairedVerdict
 from annie_quant.judge import Workload, evidence, pairing
 from annie_quant.judge.decision import RULE
-from annie_quant.judge.decision.coverage import LEAST_ANSWERS
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
+from annie_quant.judge.pairing import LEAST_ANSWERS
 from annie_quant.offline.evaluation import evaluate_pair
 from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair
 

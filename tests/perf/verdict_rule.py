@@ -334,8 +334,8 @@ def main() -> None:
     cases += [(partial(calls, options.n), name, case) for name, case in CALL_CASES.items()]
     cases += [(same_answers, name, case) for name, case in SAME_CASES.items()]
     for unused in ("least_n", "detectable_loss", "detectable_excess"):  # no verdict depends on them, and they are slow
-        setattr(rule, unused, lambda *_: None)
-    rule.score_interval = lru_cache(None)(score_interval)
+        setattr(rule.stats, unused, lambda *_: None)
+    rule.stats.score_interval = lru_cache(None)(score_interval)
     functions = {name: partial(simulate, draw, case, options.alike) for draw, name, case in cases}
     functions |= {name: partial(leaks, case) for name, case in LEAK_CASES.items()}
     for name, function in functions.items():

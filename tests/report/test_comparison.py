@@ -8,6 +8,7 @@ import json
 import pytest
 import report_fixture
 
+from annie_quant.checkpoint.size import AttentionShape, caches_of
 from annie_quant.documents import salvage_or_default
 from annie_quant.report import comparison, compose
 from annie_quant.report.run import load
@@ -163,15 +164,14 @@ def test_every_dimension_of_the_original_plan_is_there(whole, tmp_path):
 
 
 def test_caches_by_hand(tmp_path):
-    tokens, size_bytes = comparison.cache_bytes(comparison.TextConfig(**QWEN))
-    keys = 8 * 32768 * 2 * 4 * 256 * 2  # layers, tokens, keys and values, heads, dimension, bytes
+    caches = caches_of(AttentionShape(**QWEN))
+    keys = 8 * 2 * 4 * 256 * 2  # layers, keys and values, heads, dimension, bytes
     states = 24 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 4 * 2)
-    assert (tokens, size_bytes) == (32768, keys + states) and 1.0e9 < size_bytes < 1.2e9
-    assert comparison.cache_bytes(comparison.TextConfig(**QWEN | {"max_position_embeddings": 4096}))[0] == 4096
-    assert comparison.cache_bytes(comparison.TextConfig()) is None
+    assert caches.stored(32768) == 32768 * keys + states and 1.0e9 < caches.stored(32768) < 1.2e9
+    assert caches.at(4096) == 4096 * keys and caches_of(AttentionShape(**QWEN), element=1).at(1) == keys // 2
+    assert caches_of(AttentionShape()).stored(32768) == 0
     (tmp_path / "config.json").write_text(json.dumps({"text_config": QWEN | {"head_dim": "x"}}))
-    config = salvage_or_default(comparison.TextConfig, tmp_path / "config.json")
-    assert comparison.cache_bytes(config) is None
+    assert caches_of(salvage_or_default(AttentionShape, tmp_path / "config.json")).position == 0
 
 
 def test_the_cache_is_computed_from_the_model_of_the_run(whole, tmp_path):

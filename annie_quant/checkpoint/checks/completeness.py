@@ -11,13 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from annie_quant import models
+from annie_quant.checkpoint.checks import fault
 from annie_quant.checkpoint.checks.source import same_tensor
 from annie_quant.checkpoint.checks.tensors import QUANTIZED_SUFFIXES
-from annie_quant.checkpoint.codes import fault
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import owned_tensors
-from annie_quant.checkpoint.runtime_names import is_multimodal
+from annie_quant.checkpoint.loader_support import is_multimodal
 from annie_quant.checkpoint.shards import INDEX, ModelFolder
 from annie_quant.documents import Finding
 
@@ -109,15 +109,13 @@ def check_outside(folder: ModelFolder) -> Iterator[Finding]:
 def check_source(folder: ModelFolder, source: ModelFolder) -> Iterator[Finding]:
     """Check that each tensor of the source's decoder is there, in its own or in a quantized form."""
     experts, tied = folder.family.experts, may_be_tied(folder)
-    lost = []
-    for name in source:
+
+    def is_expected(name: str) -> bool:
         optional = name.endswith(OPTIONAL) or (tied and models.short_name(name).startswith(HEAD))
         routed = experts is not None and models.in_layer(name).startswith(f"{experts.module}.")
-        if optional or routed or source.family.is_auxiliary(name):
-            continue
-        if folder.find(name) is None and not is_packed(folder, name):
-            lost.append(name)
-    if lost:
+        return not (optional or routed or source.family.is_auxiliary(name))
+
+    if lost := [name for name in source if is_expected(name) and is_missing(folder, name)]:
         yield fault("decoder_incomplete", lost[0], f"missing, as {len(lost)} tensors of the source are")
 
 
@@ -127,9 +125,10 @@ def may_be_tied(folder: ModelFolder) -> bool:
     return stated is not False
 
 
-def is_packed(folder: ModelFolder, name: str) -> bool:
-    """Return whether a weight is stored under compressed-tensors' name of codes."""
-    return any(f"{n}_packed" in folder for n in models.aliases(name) if n.endswith(".weight"))
+def is_missing(folder: ModelFolder, name: str) -> bool:
+    """Return whether a tensor is there in no form: neither by any of its names, nor under compressed-tensors' name of codes."""
+    packed = any(f"{n}_packed" in folder for n in models.aliases(name) if n.endswith(".weight"))
+    return folder.find(name) is None and not packed
 
 
 # ---- the head for multi-token prediction and the vision tower
@@ -153,7 +152,7 @@ def missing_tensors(folder: ModelFolder, source: ModelFolder) -> list[str]:
     names = mtp_tensors(source)
     if is_multimodal(folder):
         names += vision_tensors(source)
-    return sorted(n for n in names if folder.find(n) is None and not is_packed(folder, n))
+    return sorted(n for n in names if is_missing(folder, n))
 
 
 def describe_mtp(model: QuantizedFolder) -> str | None:
@@ -185,8 +184,7 @@ def check_auxiliary(model: QuantizedFolder, source: ModelFolder | None) -> Itera
     elif layers and not mtp_lost:
         head = f"there is no {folder.family.mtp}* tensor (audit --repair --source)"
         yield fault("mtp_missing", "config.json", f"mtp_num_hidden_layers is {layers} and {head}")
-    quantized = sorted(m for m, x in model.linears.items() if x.format == "nvfp4" and folder.family.in_mtp(m))
-    if quantized:
+    if quantized := sorted(x.name for x in model.nvfp4 if folder.family.in_mtp(x.name)):
         problem = f"{len(quantized)} linears of the MTP head are in NVFP4; drafts of such a head are not accepted"
         yield fault("mtp_quantized", quantized[0], problem)
 
@@ -216,7 +214,7 @@ def check_mtp_shapes(model: QuantizedFolder, complete: bool) -> Iterator[Finding
     for end, factors in family.mtp_shapes.items():
         name = f"{family.mtp}{end}"
         if name not in folder:
-            if not complete and not is_packed(folder, name):
+            if not complete and is_missing(folder, name):
                 complete = True
                 yield fault("mtp_missing", name, "the MTP head has other tensors and not this one")
             continue
@@ -246,16 +244,15 @@ def check_mtp_layers(folder: ModelFolder, decoder: set[str]) -> Iterator[Finding
     for name in mtp_tensors(folder):
         if layer := models.layer_of(name):
             inside[layer].add(module_in_layer(family, name))
-    names = (f"model.layers.0.{n}" for n in decoder)
+    names = {n: f"model.layers.0.{n}" for n in decoder}
     expected = {
-        module_in_layer(family, n) for n in names if models.in_layer(n).startswith("mlp.") or models.is_attention(n)
+        module_in_layer(family, full) for n, full in names.items() if n.startswith("mlp.") or models.is_attention(full)
     }
     for layer, modules in sorted(inside.items()):
         for module in sorted(m for m in expected - modules if not m.endswith(("k_scale", "v_scale"))):
             which = " of all experts" if experts and module == experts.module else ""
-            yield fault(
-                "mtp_missing", f"{layer}.{module}", f"the MTP head's layer lacks the tensors{which} of {module}"
-            )
+            problem = f"the MTP head's layer lacks the tensors{which} of {module}"
+            yield fault("mtp_missing", f"{layer}.{module}", problem)
             return
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.codes import fault
+from annie_quant.checkpoint.checks import fault
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import covering_pattern
@@ -104,10 +104,8 @@ def check_ranges(model: QuantizedFolder, module: str, experts: Experts) -> Itera
             median = float(np.median(list(values.values())))
             for name, value in values.items():
                 if not median / limit <= value <= median * limit:
-                    problem = (
-                        f"{kind} scale {value:.3g}, and the median of the layer's experts is {median:.3g}; {reason}"
-                    )
-                    yield fault("expert_scale_range", name, problem)
+                    others = f"the median of the layer's experts is {median:.3g}"
+                    yield fault("expert_scale_range", name, f"{kind} scale {value:.3g}, and {others}; {reason}")
 
 
 def check_router(folder: ModelFolder, name: str, experts: Experts, expected: object) -> Iterator[Finding]:
@@ -127,22 +125,20 @@ def check_merged(model: QuantizedFolder, name: str, base: str, expected: object)
     if isinstance(expected, int) and info.shape[0] != expected:
         yield fault("expert_count", name, f"{info.shape[0]} experts, and the configuration has {expected}")
     if info.dtype in PACKED:
-        scale = next((base + end for end in SCALES if base + end in folder), None)
+        scale, about, problem = next((base + end for end in SCALES if base + end in folder), None), name, ""
         if scale is None:
             problem = f"{info.dtype} codes of all experts, and their scales are missing"
-            yield fault("expert_scales_missing", name, problem)
         elif scale.endswith("_weight_scale") and info.dtype == "U8" and f"{scale}_2" not in folder:
-            yield fault("expert_scales_missing", name, f"{info.dtype} codes, and {scale}_2 is missing")
+            problem = f"{info.dtype} codes, and {scale}_2 is missing"
         elif folder.info(scale).shape[:1] != info.shape[:1]:
-            problem = f"shape {list(folder.info(scale).shape)} for {info.shape[0]} experts"
-            yield fault("expert_scales_missing", scale, problem)
+            about, problem = scale, f"shape {list(folder.info(scale).shape)} for {info.shape[0]} experts"
+        if problem:
+            yield fault("expert_scales_missing", about, problem)
         return
     listed = config.layers or any(covering_pattern(n, config.excluded) for n in (name, base, base.rpartition(".")[0]))
     if model.linears and not listed and not folder.family.is_auxiliary(name):
-        problem = (
-            f"experts in {info.dtype}, not listed as excluded; ModelOpt leaves merged experts out without a message"
-        )
-        yield fault("experts_unquantized", name, problem)
+        reason = "ModelOpt leaves merged experts out without a message"
+        yield fault("experts_unquantized", name, f"experts in {info.dtype}, not listed as excluded; {reason}")
 
 
 def codes_base(folder: ModelFolder, name: str, experts: Experts) -> str | None:

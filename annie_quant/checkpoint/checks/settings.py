@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.codes import fault, finding_of
+from annie_quant.checkpoint.checks import fault, finding_of
 from annie_quant.checkpoint.dialects import QuantizedFolder, modelopt
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, QuantConfig, covering_pattern, plain_linears
@@ -42,8 +42,7 @@ def check(model: QuantizedFolder) -> Iterator[Finding]:
         return
     inline = isinstance(folder.config.get("quantization_config"), dict)
     if not inline:
-        problem = "no quantization_config; a server would read the folder as plain weights"
-        yield fault("config_missing", "config.json", problem)
+        yield fault("config_missing", "config.json", "no quantization_config; a server would read plain weights")
     second = None
     try:
         second = modelopt.read_file(folder)
@@ -109,7 +108,7 @@ def check_kv_cache(model: QuantizedFolder) -> Iterator[Finding]:
         try:
             values[name] = float(folder.scalar(name))
         except ShardError as error:
-            yield Finding(error.code, name, error.message)
+            yield finding_of(error, name)
             continue
         if not np.isfinite(values[name]) or values[name] <= 0:
             yield fault("kv_scale_bad", name, f"{values[name]}; it multiplies every key or value")
@@ -132,10 +131,8 @@ def check_kv_complete(folder: ModelFolder, config: QuantConfig) -> Iterator[Find
     if not any(ends.values()):
         scheme = config.raw.get("kv_cache_scheme")
         if config.method == "compressed-tensors" and isinstance(scheme, dict) and not scheme.get("dynamic") and ends:
-            problem = (
-                "kv_cache_scheme asks for calibrated scales and none is stored; servers use 1.0 (sgl-cookbook #237)"
-            )
-            yield fault("kv_scale_missing", "config.json", problem)
+            problem = "kv_cache_scheme asks for calibrated scales and none is stored"
+            yield fault("kv_scale_missing", "config.json", f"{problem}; servers use 1.0 (sgl-cookbook #237)")
         return
     lacking = sorted(layer for layer, stored in ends.items() if len(stored) < len(KV_ENDS))
     if lacking:

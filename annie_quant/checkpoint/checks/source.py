@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.checks import folds
-from annie_quant.checkpoint.codes import fault, finding_of
+from annie_quant.checkpoint.checks import fault, finding_of, folds
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import Linear, is_linear, weight_name
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
@@ -98,18 +97,17 @@ def is_scaled(ours: np.ndarray, theirs: np.ndarray, error: float) -> bool:
 
 def plain_differences(model: QuantizedFolder, source: ModelFolder) -> SourceDifferences:
     """Compare the tensors that are not quantized: they equal the source's, or a fold scaled them."""
-    folder, result = model.folder, SourceDifferences()
-    family = folder.family
+    folder, family, result = model.folder, model.folder.family, SourceDifferences()
     biases = {f"{site.producer}.bias" for site in family.inputs if site.fold == "rows"}
     norms = {f"{norm}.weight" for norm in family.norms}
     for name in model.unowned:
         original = source.find(name)
         if original is None:
             continue
-        if folder.info(name).shape != source.info(original).shape:
-            ours_info, theirs_info = folder.info(name), source.info(original)
-            if ours_info.elements != theirs_info.elements and not family.is_auxiliary(name):
-                problem = f"{list(ours_info.shape)} here, {list(theirs_info.shape)} in the source"
+        here, there = folder.info(name), source.info(original)
+        if here.shape != there.shape:
+            if here.elements != there.elements and not family.is_auxiliary(name):
+                problem = f"{list(here.shape)} here, {list(there.shape)} in the source"
                 result.findings.append(fault("source_shape", name, problem))
             continue
         if family.in_vision(name) or same_bytes(folder, name, source, original):
@@ -120,9 +118,8 @@ def plain_differences(model: QuantizedFolder, source: ModelFolder) -> SourceDiff
             continue
         inside = models.in_layer(name)
         # Norms and biases are checked together with the linears that read them.
-        if inside in norms | biases or (
-            inside and is_linear(name, ours.shape) and is_scaled(ours, theirs, PLAIN_FOLD_ERROR)
-        ):
+        checked = inside in norms | biases
+        if checked or (inside and is_linear(name, ours.shape) and is_scaled(ours, theirs, PLAIN_FOLD_ERROR)):
             result.scaled.add(models.layer_of(name))
         else:
             problem = f"not quantized, and differs from the source by {error:.3g}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.codes import fault, finding_of
+from annie_quant.checkpoint.checks import fault, finding_of
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError, TensorInfo
 from annie_quant.checkpoint.linears import (
@@ -102,7 +102,7 @@ def layout_faults(config: QuantConfig, scales: TensorInfo, group: int | None) ->
         yield fault("group_size", scales.name, problem)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockCounts:
     """The block scales of one NVFP4 linear.
 
@@ -116,34 +116,30 @@ class BlockCounts:
     blocks: int
     nan: int
     negative: int
-    zero: int
-    small: int
-    empty: int
     scale_min: int
     scale_max: int
+    zero: int = 0
+    small: int = 0
+    empty: int = 0
 
 
 def count_blocks(folder: ModelFolder, x: Linear, group: int) -> BlockCounts:
     """Count the block scales of an NVFP4 linear by fault."""
     codes, scales = folder.tensor(x.weight), folder.tensor(x.block_scale or "").view(np.uint8)
     magnitude = scales & MAGNITUDE
-    zero = empty = small = 0
-    step = max(1, CHUNK_BYTES // max(1, codes[:1].nbytes))  # so that temporary arrays stay small
-    for start in range(0, len(codes), step):
-        filled, piece = filled_blocks(codes[start : start + step], group), magnitude[start : start + step]
-        zero += int((filled & (piece == 0)).sum())
-        small += int((filled & (piece > 0) & (piece < SMALLEST_NORMAL)).sum())
-        empty += int((~filled).sum())
     counts = BlockCounts(
         blocks=scales.size,
         nan=int((magnitude == NAN).sum()),
         negative=int(((scales > NAN) & (magnitude != NAN)).sum()),
-        zero=zero,
-        small=small,
-        empty=empty,
         scale_min=int(magnitude.min(initial=NAN)),
         scale_max=int(magnitude.max(initial=0)),
     )
+    step = max(1, CHUNK_BYTES // max(1, codes[:1].nbytes))  # so that temporary arrays stay small
+    for start in range(0, len(codes), step):
+        filled, piece = filled_blocks(codes[start : start + step], group), magnitude[start : start + step]
+        counts.zero += int((filled & (piece == 0)).sum())
+        counts.small += int((filled & (piece > 0) & (piece < SMALLEST_NORMAL)).sum())
+        counts.empty += int((~filled).sum())
     folder.release(x.weight)
     folder.release(x.block_scale or "")
     return counts
@@ -156,16 +152,15 @@ def filled_blocks(codes: np.ndarray, group: int) -> np.ndarray:
 
 def block_faults(counts: BlockCounts, x: Linear, scales: str, columns: int) -> Iterator[Finding]:
     """Yield the faults of block scales and codes. scales: the name of the block scales."""
-    of = f"of {counts.blocks} block scales"
-    if counts.nan:
-        yield fault("block_scale_nan", scales, f"{counts.nan} {of} are NaN")
-    if counts.negative:
-        yield fault("block_scale_negative", scales, f"{counts.negative} {of} are negative")
-    if counts.zero:
-        yield fault("block_scale_zero", scales, f"{counts.zero} {of} are 0 where the block has values")
-    if counts.small > SUBNORMAL_SHARE * (counts.blocks - counts.empty):
-        problem = "are below 2^-6, which vLLM's Marlin kernels read as 0; is the tensor scale too large?"
-        yield fault("block_scale_underflow", scales, f"{counts.small} {of} {problem}")
+    underflow = "are below 2^-6, which vLLM's Marlin kernels read as 0; is the tensor scale too large?"
+    for code, n, most, problem in (
+        ("block_scale_nan", counts.nan, 0, "are NaN"),
+        ("block_scale_negative", counts.negative, 0, "are negative"),
+        ("block_scale_zero", counts.zero, 0, "are 0 where the block has values"),
+        ("block_scale_underflow", counts.small, SUBNORMAL_SHARE * (counts.blocks - counts.empty), underflow),
+    ):
+        if n > most:
+            yield fault(code, scales, f"{n} of {counts.blocks} block scales {problem}")
     if columns % COLUMNS_PER_RANK:
         problem = f"{columns} columns, not a multiple of {COLUMNS_PER_RANK}; vLLM reads wrong block scales (#48898)"
         yield fault("columns_per_rank", x.name, problem)
@@ -204,14 +199,14 @@ def inspect_plain(folder: ModelFolder, name: str) -> tuple[TensorRow, list[Findi
     """Return the row of a tensor that is not part of a quantized linear, and its faults."""
     info = folder.info(name)
     row = TensorRow(name, info.dtype, list(info.shape))
+    findings: list[Finding] = []
     if name.endswith(QUANTIZED_SUFFIXES):
         problem = "belongs to a quantized linear, and that linear's other tensors are missing"
-        return row, [fault("orphan_scale", name, problem)]
-    if info.dtype == "U8" and name.endswith(".weight"):
-        return row, [fault("block_scale_missing", name, "packed codes, and their weight_scale is missing")]
-    if not info.elements or info.dtype not in EXPONENTS:
-        return row, []
-    findings = []
+        findings.append(fault("orphan_scale", name, problem))
+    elif info.dtype == "U8" and name.endswith(".weight"):
+        findings.append(fault("block_scale_missing", name, "packed codes, and their weight_scale is missing"))
+    if findings or not info.elements or info.dtype not in EXPONENTS:
+        return row, findings
     not_finite, nonzero = count_values(folder, info)
     if not_finite:
         findings.append(fault("not_finite", name, f"{not_finite} of {info.elements} values are NaN or infinite"))
@@ -249,9 +244,8 @@ def check_fused(model: QuantizedFolder) -> Iterator[Finding]:
         if not members:
             continue
         if len(members) < len(group) or len({x.format for x in members}) > 1:
-            formats = ", ".join(
-                f"{n.rpartition('.')[2]} {linears[n].format if n in linears else '16 bit'}" for n in group
-            )
+            kinds = {n: linears[n].format if n in linears else "16 bit" for n in group}
+            formats = ", ".join(f"{n.rpartition('.')[2]} {kind}" for n, kind in kinds.items())
             yield fault("fused_mixed", group[0], f"served as one matrix with different formats ({formats})")
             continue
         yield from unequal_scales(folder, "tensor", members, Linear.tensor_scale)
@@ -259,10 +253,7 @@ def check_fused(model: QuantizedFolder) -> Iterator[Finding]:
 
 
 def unequal_scales(
-    folder: ModelFolder,
-    kind: str,
-    members: list[Linear],
-    scale_of: Callable[[Linear, ModelFolder], TensorScale | None],
+    folder: ModelFolder, kind: str, members: list[Linear], scale_of: Callable[[Linear, ModelFolder], TensorScale | None]
 ) -> Iterator[Finding]:
     """Check that the scales of one fused group are equal."""
     try:

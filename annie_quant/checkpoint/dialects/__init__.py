@@ -80,6 +80,11 @@ class QuantizedFolder:
         return owned_tensors(self.linears.values())
 
     @property
+    def nvfp4(self) -> list[Linear]:
+        """The linears in NVFP4."""
+        return [x for x in self.linears.values() if x.format == "nvfp4"]
+
+    @property
     def unowned(self) -> list[str]:
         """The names of all other tensors, in file order."""
         return [name for name in self.folder if name not in self.owned]

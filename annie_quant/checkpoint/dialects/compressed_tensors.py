@@ -13,7 +13,19 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, Linear, QuantConfig, Size, kv_format, read_struct
+from annie_quant.checkpoint.linears import (
+    FP8_BLOCK,
+    FP8_DYNAMIC,
+    HEAD,
+    LINEAR_CLASS,
+    Linear,
+    QuantConfig,
+    Size,
+    existing,
+    kv_format,
+    names_dialect,
+    read_struct,
+)
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planned
 from annie_quant.core.untrusted import JsonObject
@@ -21,13 +33,7 @@ from annie_quant.models import attention_of
 
 NAME = "compressed-tensors"
 # A scale per tensor, as its settings describe an FP8 weight, its activations or the KV cache.
-FP8_TENSOR: dict[str, object] = {
-    "num_bits": 8,
-    "type": "float",
-    "strategy": "tensor",
-    "symmetric": True,
-    "dynamic": False,
-}
+FP8_TENSOR: JsonObject = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
 class Scheme(msgspec.Struct):
@@ -78,10 +84,7 @@ NVFP4_FORMAT, FP8_FORMAT = "nvfp4-pack-quantized", "float-quantized"
 
 def matches(folder: ModelFolder) -> bool:
     """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout."""
-    quant = folder.quantization
-    if quant.get("quant_method"):
-        return quant["quant_method"] == NAME
-    return any(n.endswith(".weight_packed") for n in folder)
+    return names_dialect(folder, NAME, ".weight_packed")
 
 
 def linears(folder: ModelFolder) -> dict[str, Linear]:
@@ -90,23 +93,13 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
     block = block_size(folder.quantization)
     for name in folder:
         module, _, suffix = name.rpartition(".")
-        existing = {
-            k: f"{module}.{k}" if f"{module}.{k}" in folder else None
-            for k in ("weight_scale", "weight_global_scale", "input_global_scale", "input_scale")
-        }
+        scale = existing(folder, f"{module}.weight_scale")
         if suffix == "weight_packed":
-            quantized[module] = Linear(
-                module,
-                "nvfp4",
-                name,
-                existing["weight_scale"],
-                existing["weight_global_scale"],
-                existing["input_global_scale"],
-                reciprocal=True,
-            )
+            ends = ("weight_global_scale", "input_global_scale")
+            tensor_scale, input_scale = (existing(folder, f"{module}.{end}") for end in ends)
+            quantized[module] = Linear(module, "nvfp4", name, scale, tensor_scale, input_scale, reciprocal=True)
         elif suffix == "weight" and folder.info(name).dtype == "F8_E4M3":
-            scale = existing["weight_scale"]
-            linear = Linear(module, "fp8", name, scale, None, existing["input_scale"])
+            linear = Linear(module, "fp8", name, scale, None, existing(folder, f"{module}.input_scale"))
             in_blocks = scale is None or (folder.info(scale).elements != 1 and not linear.per_channel(folder))
             quantized[module] = dataclasses.replace(linear, block=block) if in_blocks else linear
     return quantized
@@ -174,11 +167,11 @@ def kv_scale(layer: str, end: str, value: np.ndarray) -> Planned:
 def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> QuantSettings:
     """Return quantization_config for config.json. Parameters: those of WritableDialect."""
     kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8", "fp8_channel").index)
-    groups: dict[str, dict[str, object]] = {}
+    groups: JsonObject = {}
     for i, kind in enumerate(kinds):
-        # A head is not a Linear in vLLM.
-        all_of_them = ["Linear", *(m for m in formats if m == "lm_head")]
-        targets = all_of_them if len(kinds) == 1 else sorted(m for m, f in formats.items() if f == kind)
+        targets = sorted(m for m, f in formats.items() if f == kind)
+        if len(kinds) == 1:  # a head is not a Linear in vLLM
+            targets = [LINEAR_CLASS, *(m for m in formats if m == HEAD)]
         groups[f"group_{i}"] = scheme(kind, group) | {"targets": targets}
     stored = {g["format"] for g in groups.values()}
     inline = {
@@ -192,18 +185,16 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     return QuantSettings(inline, {})
 
 
-def scheme(kind: str, group: int) -> dict[str, object]:
+def scheme(kind: str, group: int) -> JsonObject:
     """Return one config group's settings: weights, activations, format."""
-    weights, activations = FP8_TENSOR, FP8_TENSOR
-    if kind == "fp8_channel":  # one scale per row; activations are scaled per token while serving
-        weights = FP8_TENSOR | {"strategy": "channel"}
-        activations = FP8_TENSOR | {"strategy": "token", "dynamic": True}
-    if kind in ("fp8", "fp8_channel"):
-        return {"weights": weights, "input_activations": activations, "format": FP8_FORMAT}
-    weights = FP8_TENSOR | {"num_bits": 4, "strategy": "tensor_group", "group_size": group}
-    activations = weights | {"dynamic": "local"}
-    return {
-        "weights": weights,
-        "input_activations": activations if kind == "nvfp4" else None,
-        "format": NVFP4_FORMAT,
-    }
+    nvfp4 = FP8_TENSOR | {"num_bits": 4, "strategy": "tensor_group", "group_size": group}
+    # fp8_channel: one scale per row; activations are scaled per token while serving.
+    weights, activations, form = {
+        "nvfp4": (nvfp4, nvfp4 | {"dynamic": "local"}, NVFP4_FORMAT),
+        "w4a16": (nvfp4, None, NVFP4_FORMAT),
+        "fp8": (FP8_TENSOR, FP8_TENSOR, FP8_FORMAT),
+        "fp8_channel": (
+            FP8_TENSOR | {"strategy": "channel"}, FP8_TENSOR | {"strategy": "token", "dynamic": True}, FP8_FORMAT,
+        ),
+    }[kind]  # fmt: skip
+    return {"weights": weights, "input_activations": activations, "format": form}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from annie_quant.checkpoint.linears import FP8_BLOCK, Linear, QuantConfig, Size, read_struct
+from annie_quant.checkpoint.linears import FP8_BLOCK, Linear, QuantConfig, Size, existing, names_dialect, read_struct
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.untrusted import JsonObject
 
@@ -23,9 +23,7 @@ def matches(folder: ModelFolder) -> bool:
     Settings without a block size are of another layout (one scale per tensor), which is not read here.
     """
     quant = folder.quantization
-    if quant.get("quant_method"):
-        return quant["quant_method"] == NAME and block_size(quant) is not None
-    return any(n.endswith(f".{SCALE}") for n in folder)
+    return names_dialect(folder, NAME, f".{SCALE}") and (not quant.get("quant_method") or block_size(quant) is not None)
 
 
 def linears(folder: ModelFolder) -> dict[str, Linear]:
@@ -35,14 +33,9 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
     for name in folder:
         module, _, suffix = name.rpartition(".")
         if suffix == "weight" and folder.info(name).dtype == "F8_E4M3":
-            scale = f"{module}.{SCALE}"
-            quantized[module] = Linear(module, "fp8", name, scale if scale in folder else None, None, None, block=block)
+            scale = existing(folder, f"{module}.{SCALE}")
+            quantized[module] = Linear(module, "fp8", name, scale, None, None, block=block)
     return quantized
-
-
-def config(folder: ModelFolder) -> QuantConfig:
-    """Return the settings of config.json's quantization_config."""
-    return read(folder.quantization)
 
 
 class Fp8Settings(msgspec.Struct):
@@ -51,6 +44,11 @@ class Fp8Settings(msgspec.Struct):
     modules_to_not_convert: list[str] = []
     weight_block_size: tuple[Size, Size] | None = None
     activation_scheme: object = "dynamic"
+
+
+def config(folder: ModelFolder) -> QuantConfig:
+    """Return the settings of config.json's quantization_config."""
+    return read(folder.quantization)
 
 
 def read(quant: JsonObject) -> QuantConfig:

@@ -16,7 +16,15 @@ import numpy as np
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, kv_format, read_struct
+from annie_quant.checkpoint.linears import (
+    FP8_DYNAMIC,
+    Linear,
+    QuantConfig,
+    existing,
+    kv_format,
+    names_dialect,
+    read_struct,
+)
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings, copied, planned
 from annie_quant.core.untrusted import JsonObject
@@ -33,36 +41,20 @@ ALGORITHMS = {"nvfp4": "NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8", "fp8_chann
 
 def matches(folder: ModelFolder) -> bool:
     """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout."""
-    quant = folder.quantization
-    if quant.get("quant_method"):
-        return quant["quant_method"] == NAME
-    return folder.json(HF_QUANT_CONFIG) is not None or any(n.endswith(".weight_scale_2") for n in folder)
+    named = bool(folder.quantization.get("quant_method"))
+    return names_dialect(folder, NAME, ".weight_scale_2") or (not named and folder.json(HF_QUANT_CONFIG) is not None)
 
 
 def linears(folder: ModelFolder) -> dict[str, Linear]:
     """Return the quantized linears on disk, whatever the configuration lists."""
-
-    def existing(name: str) -> str | None:
-        return name if name in folder else None
-
     quantized = {}
     for name in folder:
-        if not name.endswith(".weight"):
-            continue
-        module = name.removesuffix(".weight")
-        kind = {"U8": "nvfp4", "F8_E4M3": "fp8"}.get(folder.info(name).dtype)
-        scale = f"{module}.weight_scale"
-        if kind is None or (kind == "nvfp4" and scale not in folder):
-            continue
-        quantized[module] = Linear(
-            module,
-            kind,
-            name,
-            existing(scale),
-            existing(f"{module}.weight_scale_2"),
-            existing(f"{module}.input_scale"),
-            existing(f"{module}.pre_quant_scale"),
-        )
+        module, _, suffix = name.rpartition(".")
+        kind = {"U8": "nvfp4", "F8_E4M3": "fp8"}.get(folder.info(name).dtype) if suffix == "weight" else None
+        ends = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
+        scale, tensor_scale, input_scale, pre_quant = (existing(folder, f"{module}.{end}") for end in ends)
+        if kind == "fp8" or (kind and scale):
+            quantized[module] = Linear(module, kind, name, scale, tensor_scale, input_scale, pre_quant)
     return quantized
 
 
@@ -89,9 +81,8 @@ def read_file(folder: ModelFolder) -> QuantConfig | None:
         return None
     quant = file.get("quantization")
     if not isinstance(quant, dict):
-        raise ShardError(
-            "config_unreadable", f"{HF_QUANT_CONFIG}: it has no `quantization`", "export again, or --repair"
-        )
+        message = f"{HF_QUANT_CONFIG}: it has no `quantization`"
+        raise ShardError("config_unreadable", message, "export again, or --repair")
     return read(quant)
 
 
@@ -170,10 +161,7 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cac
     companion: JsonObject = {"kv_cache_quant_algo": kv_cache}
     if len(kinds) > 1 or kinds & {"FP8", FP8_DYNAMIC}:
         algo = "MIXED_PRECISION"
-        layers = {
-            m: {"quant_algo": a} | ({} if "FP8" in a and "NVFP4" not in a else {"group_size": group})
-            for m, a in algorithms.items()
-        }
+        layers = {m: {"quant_algo": a} | ({"group_size": group} if "NVFP4" in a else {}) for m, a in algorithms.items()}
         inline = {"quant_algo": algo, "quantized_layers": layers, **common}
         companion["quantized_layers"] = layers
     else:

@@ -98,6 +98,5 @@ def open_gguf(path: Path) -> dict[str, ReaderTensor]:
     try:
         return {t.name: t for t in gguf.GGUFReader(path).tensors}
     except Exception as error:  # the package's reader raises errors of many types
-        raise CheckpointError(
-            f"{path}: not a GGUF file that can be read ({str(error)[:80]})", "convert it again"
-        ) from None
+        message = f"{path}: not a GGUF file that can be read ({str(error)[:80]})"
+        raise CheckpointError(message, "convert it again") from None

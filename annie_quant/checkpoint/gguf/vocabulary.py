@@ -97,9 +97,8 @@ def add(writer: GGUFWriter, folder: ModelFolder, vocab_size: int) -> None:
         special_vocab(Path(folder.path), load_merges=scores is None, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 200)
-        raise ShardError(
-            "tokenizer_unknown", f"{folder.path}: its tokenizer cannot be stored ({reason})", HINT
-        ) from None
+        message = f"{folder.path}: its tokenizer cannot be stored ({reason})"
+        raise ShardError("tokenizer_unknown", message, HINT) from None
 
 
 def tokens_and_types(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
@@ -112,11 +111,8 @@ def tokens_and_types(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], 
         control = added.special or (text.startswith("<|") and text.endswith("|>"))
         by_id[added.id] = (text, CONTROL if control else USER_DEFINED)
     if by_id and max(by_id) >= vocab_size:
-        raise ShardError(
-            "vocab_size",
-            f"tokenizer.json has token id {max(by_id)} and config.json a vocabulary of {vocab_size}",
-            "are the tokenizer and the model of one checkpoint?",
-        )
+        message = f"tokenizer.json has token id {max(by_id)} and config.json a vocabulary of {vocab_size}"
+        raise ShardError("vocab_size", message, "are the tokenizer and the model of one checkpoint?")
     rows = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(vocab_size)]
     return [t for t, _ in rows], [k for _, k in rows]
 
@@ -152,8 +148,5 @@ def pre_tokenizer(tokenizer: Tokenizer) -> str:
     kinds = tuple(step.type for step in steps)
     if kinds in STEPS and steps[-1].use_regex and all(s.individual_digits for s in steps if s.type == "Digits"):
         return STEPS[kinds]
-    raise ShardError(
-        "tokenizer_unknown",
-        "tokenizer.json splits text in a way that llama.cpp has no name for",
-        f"expected the pre-tokenizer of {', '.join([*PRE_TOKENIZERS.values(), *STEPS.values()])}",
-    )
+    hint = f"expected the pre-tokenizer of {', '.join([*PRE_TOKENIZERS.values(), *STEPS.values()])}"
+    raise ShardError("tokenizer_unknown", "tokenizer.json splits text in a way that llama.cpp has no name for", hint)

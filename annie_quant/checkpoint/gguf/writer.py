@@ -8,10 +8,9 @@ larger than memory can be written.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,7 @@ import numpy as np
 from annie_quant import kquant, nvfp4
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.gguf import vocabulary
-from annie_quant.checkpoint.gguf.names import Heads, Layout, keeps_float32
-from annie_quant.checkpoint.gguf.settings import GgufSettings, check_settings, read_settings
+from annie_quant.checkpoint.gguf.layout import GgufSettings, Heads, Layout, check_settings, keeps_float32, read_settings
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import check_free_space
@@ -66,6 +64,39 @@ class GgufTensor:
         return int(np.prod(self.shape, dtype=object))
 
 
+def type_of(type: str | None, model: QuantizedFolder) -> str:
+    """Return the GGUF type to write: `type`, or NVFP4 where the folder has NVFP4 linears that llama.cpp serves, else BF16."""
+    family = model.folder.family.gguf
+    computed = family is None or family.computes_nvfp4(model.folder)
+    kind = (type or ("NVFP4" if model.nvfp4 and computed else "BF16")).upper()
+    if kind not in TYPES:
+        raise UsageError(f"{type!r} is not a type that is written here", f"choose one of: {', '.join(TYPES)}")
+    return kind
+
+
+def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
+    """Plan the file of a model folder. kind: one of TYPES."""
+    folder = model.folder
+    if kind == "NVFP4" and not model.nvfp4:
+        raise UsageError(f"{folder.path} holds no NVFP4", "quantize it first: annie-quant quantize --strategy direct")
+    if model.linears and kind not in ("NVFP4", "BF16", "F16"):
+        message = f"{folder.path} is quantized already, {kind} needs unquantized weights"
+        raise UsageError(message, "give the bf16 checkpoint it was made from")
+    settings = read_settings(folder)
+    check_settings(folder, settings, model.linears)
+    layout = Layout.of(folder.family, settings)
+    heads = layout.heads
+    if heads and heads.key_dim != heads.value_dim:
+        message = f"linear_key_head_dim {heads.key_dim} and linear_value_head_dim {heads.value_dim} differ"
+        raise CheckpointError(message, "llama.cpp serves Qwen3.5 with equal ones only")
+    has_mtp = any(map(folder.family.in_mtp, folder))
+    plan = GgufPlan(model, kind, layout, settings, settings.mtp_num_hidden_layers or 0 if has_mtp else 0)
+    plan.entries.extend(plan.tensors())
+    if (factors := settings.frequency_factors()) is not None:
+        plan.entries.append(GgufTensor("rope_freqs.weight", "F32", factors.shape, partial(iter, [factors])))
+    return plan
+
+
 @dataclass(frozen=True)
 class GgufPlan:
     """A GGUF file.
@@ -78,211 +109,112 @@ class GgufPlan:
     weight_only: the file's names of NVFP4 tensors whose activations stay in 16 bits.
     """
 
+    model: QuantizedFolder
     kind: str
     layout: Layout
     settings: GgufSettings
     mtp_layers: int
-    entries: list[GgufTensor]
-    left_out: list[str]
-    dequantized: list[str]
-    weight_only: list[str]
-
-
-def type_of(type: str | None, model: QuantizedFolder) -> str:
-    """Return the GGUF type to write: `type`, or NVFP4 where the folder has NVFP4 linears that llama.cpp serves, else BF16."""
-    family = model.folder.family.gguf
-    computed = family is None or family.computes_nvfp4(model.folder)
-    kind = (type or ("NVFP4" if has_nvfp4(model) and computed else "BF16")).upper()
-    if kind not in TYPES:
-        raise UsageError(f"{type!r} is not a type that is written here", f"choose one of: {', '.join(TYPES)}")
-    return kind
-
-
-def has_nvfp4(model: QuantizedFolder) -> bool:
-    return any(linear.format == "nvfp4" for linear in model.linears.values())
-
-
-def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
-    """Plan the file of a model folder. kind: one of TYPES."""
-    folder = model.folder
-    if kind == "NVFP4" and not has_nvfp4(model):
-        raise UsageError(f"{folder.path} holds no NVFP4", "quantize it first: annie-quant quantize --strategy direct")
-    if model.linears and kind not in ("NVFP4", "BF16", "F16"):
-        raise UsageError(
-            f"{folder.path} is quantized already, {kind} needs unquantized weights",
-            "give the bf16 checkpoint it was made from",
-        )
-    settings = read_settings(folder)
-    check_settings(folder, settings, model.linears)
-    layout = Layout.of(folder.family, settings)
-    heads = layout.heads
-    if heads and heads.key_dim != heads.value_dim:
-        raise CheckpointError(
-            f"linear_key_head_dim {heads.key_dim} and linear_value_head_dim {heads.value_dim} differ",
-            "llama.cpp serves Qwen3.5 with equal ones only",
-        )
-    has_mtp = any(map(folder.family.in_mtp, folder))
-    mtp_layers = settings.mtp_num_hidden_layers or 0 if has_mtp else 0
-    planner = _GgufPlanner(model, kind, layout, layout.layers + mtp_layers)
-    entries = list(planner.entries())
-    if (factors := settings.frequency_factors()) is not None:
-        entries.append(GgufTensor("rope_freqs.weight", "F32", factors.shape, partial(iter, [factors])))
-    lists = planner.left_out, planner.dequantized, planner.weight_only
-    return GgufPlan(kind, layout, settings, mtp_layers, entries, *lists)
-
-
-@dataclass(frozen=True)
-class _GgufPlanner:
-    """Collects the tensors of one file. blocks: number of llama.cpp's blocks, those of the MTP head included."""
-
-    model: QuantizedFolder
-    kind: str
-    layout: Layout
-    blocks: int
+    entries: list[GgufTensor] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     dequantized: list[str] = field(default_factory=list)
     weight_only: list[str] = field(default_factory=list)
 
     @property
-    def folder(self) -> ModelFolder:
-        return self.model.folder
+    def blocks(self) -> int:
+        """The number of llama.cpp's blocks, those of the MTP head included."""
+        return self.layout.layers + self.mtp_layers
 
-    def entries(self) -> Iterator[GgufTensor]:
-        """Yield the experts, the quantized linears and the other tensors."""
-        folder, linears, experts = self.folder, self.model.linears, self.layout.family.experts
-        weights = [x.weight for x in linears.values()]
-        weights += [part for name in self.model.unowned for part in folder.parts_of(name) or [name]]
-        of_experts = {n for n in weights if experts and experts.split(n)}
-        for stack in stacks(folder, self.layout, [n for n in weights if n in of_experts]):
-            yield from self._stack(stack)
-        for linear in linears.values():
-            if linear.weight not in of_experts:
-                yield from self._linear(linear)
-        for name in self.model.unowned:
-            if name in of_experts or folder.parts_of(name):
+    def tensors(self) -> Iterator[GgufTensor]:
+        """Yield the experts, the quantized linears and the other tensors, and note what is left out or becomes numbers."""
+        folder, experts = self.model.folder, self.layout.family.experts
+        names = [f"{module}.weight" for module in self.model.linears]
+        names += [part for name in self.model.unowned for part in folder.parts_of(name) or [name]]
+        of_experts = {n for n in names if experts and experts.split(n)}
+        for stored, stack in stacks(folder, self.layout, [n for n in names if n in of_experts]).items():
+            yield from self._tensor(stored, stack, stacked=True)
+        for name in names:
+            if name in of_experts:
                 continue
-            stored = self.layout.name(name)
-            if stored is None:
-                self.left_out.append(name)
+            if single := self.layout.name(name):
+                yield from self._tensor(single, [name])
             else:
-                yield self._plain(name, stored, folder.info(name).shape, partial(folder.tensor, name))
+                linear = self.model.linears.get(name.removesuffix(".weight"))
+                self.left_out.append(linear.weight if linear else name)
 
-    def _plain(
-        self, name: str, stored: str, shape: tuple[int, ...], read: Callable[[], np.ndarray], kind: str = ""
-    ) -> GgufTensor:
-        """Plan a tensor that is written as numbers or quantized here, in pieces where its rows keep their order.
+    def _tensor(self, stored: str, names: Sequence[str], stacked: bool = False) -> Iterator[GgufTensor]:
+        """Plan one tensor of the file and its scales: NVFP4 unchanged where ggml has its layout, else numbers.
 
-        kind: its type, by default that of an unquantized tensor.
+        names: the tensors that it is made of, "MODULE.weight" for a quantized linear.
+        stacked: they are the linears of all experts of a layer.
         """
-        if self.layout.is_convolution(name):
+        folder = self.model.folder
+        linears = [x for n in names if (x := self.model.linears.get(n.removesuffix(".weight")))]
+        shapes: set[tuple[int, ...]] = {x.shape(folder) for x in linears} or {folder.info(n).shape for n in names}
+        check_stack(stored, names, linears, len(shapes))
+        shape = shapes.pop()
+        if self.layout.is_convolution(names[0]):
             shape = (shape[0], int(np.prod(shape[1:])))
-        kind = kind or self._type(stored, shape)
-        reordered = self.layout.rows(name, shape[0]) is not None or len(shape) < 2
-        step = max(1, shape[0] if reordered else PIECE_ELEMENTS // shape[-1])
-
-        def load() -> Iterator[np.ndarray]:
-            array = read()
-            for start in range(0, shape[0], step):
-                piece = array if reordered else array[start : start + step]
-                yield encode(self.layout.transform(name, piece), kind, stored)
-                if name in self.folder and not reordered:
-                    self.folder.release(name, start * piece[0].nbytes, (start + len(piece)) * piece[0].nbytes)
-            if name in self.folder:
-                self.folder.release(name)
-
-        return GgufTensor(stored, kind, shape, load)
+        columns, shape = shape[-1], (len(names), *shape) if stacked else shape
+        if (
+            self.kind == "NVFP4"
+            and linears
+            and columns % NVFP4_BLOCK == 0
+            and all(x.format == "nvfp4" for x in linears)
+        ):
+            if all(x.input_global is None for x in linears):
+                self.weight_only.append(stored)
+            yield GgufTensor(stored, "NVFP4", shape, lambda: (piece for x in linears for piece in self._blocks(x)))
+            for suffix, scale_of in ((".scale", Linear.tensor_scale), (".input_scale", Linear.input_scale)):
+                scales = [scale_of(x, folder) for x in linears]
+                values = np.array([1 if s is None else s.multiplier for s in scales], np.float32)
+                # The converter's tests; llama.cpp's default is 1.
+                if not np.allclose(values, 1.0, rtol=1e-5 if stacked else 0.0, atol=1e-6):
+                    yield GgufTensor(
+                        stored.removesuffix(".weight") + suffix, "F32", values.shape, partial(iter, [values])
+                    )
+            return
+        self.dequantized.extend(x.name for x in linears)
+        # ggml has no FP8. Q8_0 has its size, and 16-bit numbers would double the bytes of a token.
+        eight_bit = (
+            linears and not stacked and linears[0].format == "fp8" and self.kind == "NVFP4" and columns % 32 == 0
+        )
+        kind = "Q8_0" if eight_bit else self._type(stored, shape)
+        yield GgufTensor(stored, kind, shape, partial(self._numbers, stored, kind, names))
 
     def _type(self, stored: str, shape: tuple[int, ...]) -> str:
-        """Return the ggml type of an unquantized tensor."""
+        """Return the ggml type of a tensor of plain numbers."""
         if keeps_float32(stored, len(shape)):
             return "F32"
         if self.kind in LARGER:
             layer = int(stored.split(".")[1]) if stored.startswith("blk.") else None
-            tied = "lm_head.weight" not in self.folder and "lm_head" not in self.model.linears
+            tied = "lm_head.weight" not in self.model.folder and "lm_head" not in self.model.linears
             kind = kquant.q4_k_m_type(stored, layer, self.blocks, shape, tied)
-            larger = LARGER[self.kind].get(kind, kind)
-            if larger is None:
-                raise CheckpointError(
-                    f"{stored}: rows of {shape[-1]}, {self.kind} needs a multiple of 256", "use Q4_K_M or Q8_0"
-                )
-            return larger
+            if larger := LARGER[self.kind].get(kind, kind):
+                return larger
+            problem = f"{stored}: rows of {shape[-1]}, {self.kind} needs a multiple of 256"
+            raise CheckpointError(problem, "use Q4_K_M or Q8_0")
         if self.kind == "Q8_0":
             return "Q8_0" if shape[-1] % 32 == 0 else "F16"
         return "F16" if self.kind == "F16" else "BF16"
 
-    def _linear(self, linear: Linear) -> Iterator[GgufTensor]:
-        """Plan a quantized linear: NVFP4 unchanged where ggml has its layout, else numbers."""
-        name = f"{linear.name}.weight"
-        stored = self.layout.name(name)
-        shape = linear.shape(self.folder)
-        if stored is None:
-            self.left_out.append(linear.weight)
-            return
-        if linear.pre_quant:
-            raise CheckpointError(
-                f"{linear.pre_quant}: llama.cpp has no activation scales (NVFP4_AWQ)",
-                "make it plain NVFP4 first: annie-quant audit --repair",
-            )
-        if linear.format != "nvfp4" or self.kind != "NVFP4" or shape[1] % NVFP4_BLOCK:
-            self.dequantized.append(linear.name)
-            # ggml has no FP8. Q8_0 has its size, and 16-bit numbers would double the bytes of a token.
-            eight_bit = linear.format == "fp8" and self.kind == "NVFP4" and shape[1] % 32 == 0
-            kind = "Q8_0" if eight_bit else ""
-            yield self._plain(name, stored, shape, lambda: linear.dequantize(self.folder), kind)
-            return
-        if linear.input_global is None:
-            self.weight_only.append(stored)
-        yield GgufTensor(stored, "NVFP4", shape, partial(self._blocks, linear))
-        for suffix, scale in (
-            (".scale", linear.tensor_scale(self.folder)),
-            (".input_scale", linear.input_scale(self.folder)),
-        ):
-            if scale is not None and abs(float(scale.multiplier) - 1.0) >= 1e-6:  # llama.cpp's default is 1
-                array = np.array([scale.multiplier], np.float32)
-                yield GgufTensor(stored.removesuffix(".weight") + suffix, "F32", (1,), partial(iter, [array]))
-
-    def _stack(self, stack: Stack) -> Iterator[GgufTensor]:
-        """Plan the experts of one layer and linear: NVFP4 unchanged where ggml has their layout, else numbers."""
-        linears = stack.linears(self.model.linears)
-        shapes: set[tuple[int, ...]] = {x.shape(self.folder) for x in linears}
-        shapes = shapes or {self.folder.info(f"{m}.weight").shape for m in stack.modules}
-        if len(shapes) > 1:
-            raise CheckpointError(
-                f"{stack.stored}: experts of {len(shapes)} shapes", "annie-quant audit the checkpoint"
-            )
-        shape = (len(stack.modules), *shapes.pop())
-        if (
-            self.kind == "NVFP4"
-            and shape[2] % NVFP4_BLOCK == 0
-            and linears
-            and all(x.format == "nvfp4" for x in linears)
-        ):
-            if all(x.input_global is None for x in linears):
-                self.weight_only.append(stack.stored)
-            yield GgufTensor(stack.stored, "NVFP4", shape, lambda: (part for x in linears for part in self._blocks(x)))
-            for suffix, of in ((".scale", Linear.tensor_scale), (".input_scale", Linear.input_scale)):
-                scales = [of(x, self.folder) for x in linears]
-                values = np.array([1 if s is None else s.multiplier for s in scales], np.float32)
-                if not np.allclose(values, 1.0, atol=1e-6):  # the converter's test; llama.cpp's default is 1
-                    yield GgufTensor(
-                        stack.stored.removesuffix(".weight") + suffix, "F32", values.shape, partial(iter, [values])
-                    )
-            return
-        kind = self._type(stack.stored, shape)
-        self.dequantized.extend(x.name for x in linears)
-
-        def load() -> Iterator[np.ndarray]:
-            for module, linear in zip_longest(stack.modules, linears):
-                name = f"{module}.weight"
-                matrix = linear.dequantize(self.folder) if linear else self.folder.tensor(name)
-                yield encode(matrix, kind, stack.stored)
-                self.folder.release(linear.weight if linear else name)
-
-        yield GgufTensor(stack.stored, kind, shape, load)
+    def _numbers(self, stored: str, kind: str, names: Sequence[str]) -> Iterator[np.ndarray]:
+        """Yield the values of tensors in one ggml type, in pieces where the rows keep their order."""
+        folder = self.model.folder
+        for name in names:
+            linear = self.model.linears.get(name.removesuffix(".weight"))
+            array = linear.dequantize(folder) if linear else folder.tensor(name)
+            whole = array.ndim < 2 or self.layout.rows(name, len(array)) is not None
+            step = max(1, len(array) if whole else PIECE_ELEMENTS // max(1, array[:1].size))
+            for start in range(0, len(array), step):
+                piece = array[start : start + step]
+                yield encode(self.layout.transform(name, piece), kind, stored)
+                if linear is None:
+                    folder.release(name, start * piece[0].nbytes, (start + len(piece)) * piece[0].nbytes)
+            folder.release(linear.weight if linear else name)
 
     def _blocks(self, linear: Linear) -> Iterator[np.ndarray]:
         """Yield an NVFP4 linear as ggml's blocks, in llama.cpp's order of heads."""
-        tensor = linear.load(self.folder)
+        tensor = linear.load(self.model.folder)
         codes, scale = tensor.codes, tensor.block_scale
         if tensor.group != 16:
             scale = np.repeat(scale, tensor.group // 16, axis=1)
@@ -296,12 +228,9 @@ class _GgufPlanner:
             if value_dim % 16:
                 raise CheckpointError(f"{linear.name}: value heads of {value_dim} columns, expected a multiple of 16")
             codes, scale = codes[:, columns[::2] // 2], scale[:, columns[::16] // 16]
-        yield nvfp4.to_ggml(
-            nvfp4.Tensor(
-                np.ascontiguousarray(codes), np.ascontiguousarray(scale), tensor.tensor_scale, tensor.shape, 16
-            )
-        )
-        self.folder.release(linear.weight)
+        codes, scale = np.ascontiguousarray(codes), np.ascontiguousarray(scale)
+        yield nvfp4.to_ggml(nvfp4.Tensor(codes, scale, tensor.tensor_scale, tensor.shape, 16))
+        self.model.folder.release(linear.weight)
 
 
 def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
@@ -321,24 +250,8 @@ def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
 # ---- experts: llama.cpp has one tensor [experts, out, in] per linear, gate and up apart (conversion/qwen.py, Qwen2MoeModel)
 
 
-@dataclass(frozen=True)
-class Stack:
-    """One tensor of the file. stored: its name.  modules: the linear of every expert, in order."""
-
-    stored: str
-    modules: list[str]
-
-    def linears(self, linears: Mapping[str, Linear]) -> list[Linear]:
-        """Return the quantized linears of all experts; [] where they are plain. Raises CheckpointError for a mixture."""
-        quantized = [linears[m] for m in self.modules if m in linears]
-        if quantized and len(quantized) < len(self.modules):
-            plain = next(m for m in self.modules if m not in linears)
-            raise CheckpointError(f"{plain} is not quantized, and other experts of its layer are", "annie-quant audit")
-        return quantized
-
-
-def stacks(folder: ModelFolder, layout: Layout, names: Iterable[str]) -> list[Stack]:
-    """Return the tensors that hold the experts with these weights, in file order.
+def stacks(folder: ModelFolder, layout: Layout, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return name in the file → the weights of all experts that it holds, in order.
 
     names: of weights of single experts, those inside merged tensors included.
     Raises CheckpointError where a layer has other experts than 0 to the configuration's number.
@@ -348,14 +261,25 @@ def stacks(folder: ModelFolder, layout: Layout, names: Iterable[str]) -> list[St
     for name in names:
         expert, stored = experts.split(name) if experts else None, layout.name(name)
         if expert and stored:
-            by_name.setdefault(stored, {})[expert[1]] = name.removesuffix(".weight")
+            by_name.setdefault(stored, {})[expert[1]] = name
     count = folder.text_config.get(experts.count) if experts else None
-    for stored, modules in by_name.items():
-        if sorted(modules) != list(range(count if isinstance(count, int) and count < 1 << 20 else len(modules))):
-            raise CheckpointError(
-                f"{stored}: {len(modules)} experts, and config.json has {count}", "annie-quant audit the checkpoint"
-            )
-    return [Stack(stored, [m for _, m in sorted(modules.items())]) for stored, modules in by_name.items()]
+    for stored, weights in by_name.items():
+        if sorted(weights) != list(range(count if isinstance(count, int) and count < 1 << 20 else len(weights))):
+            problem = f"{stored}: {len(weights)} experts, and config.json has {count}"
+            raise CheckpointError(problem, "annie-quant audit the checkpoint")
+    return {stored: [name for _, name in sorted(weights.items())] for stored, weights in by_name.items()}
+
+
+def check_stack(stored: str, names: Sequence[str], linears: Sequence[Linear], shapes: int) -> None:
+    """Raise CheckpointError for tensors that one tensor of the file cannot hold. shapes: how many different ones they have."""
+    if linears and len(linears) < len(names):
+        plain = next(n for n in names if n.removesuffix(".weight") not in {x.name for x in linears})
+        raise CheckpointError(f"{plain} is not quantized, and other experts of its layer are", "annie-quant audit")
+    if shapes > 1:
+        raise CheckpointError(f"{stored}: experts of {shapes} shapes", "annie-quant audit the checkpoint")
+    if awq := next((x.pre_quant for x in linears if x.pre_quant), None):
+        problem = f"{awq}: llama.cpp has no activation scales (NVFP4_AWQ)"
+        raise CheckpointError(problem, "make it plain NVFP4 first: annie-quant audit --repair")
 
 
 # ---- writing
@@ -372,9 +296,8 @@ def write_gguf(model: QuantizedFolder, output: Path, kind: str, progress: Progre
         output.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
     except OSError as error:
-        raise EnvironmentFault(
-            f"{output.parent}: cannot be written to ({error.strerror})", "choose another --output"
-        ) from None
+        problem = f"{output.parent}: cannot be written to ({error.strerror})"
+        raise EnvironmentFault(problem, "choose another --output") from None
     writer = gguf.GGUFWriter(part, plan.layout.names.architecture)
     try:
         add_metadata(writer, plan, model.folder.path.resolve().name)
@@ -429,12 +352,11 @@ def write_data(writer: GGUFWriter, tensor: GgufTensor) -> int:
 def add_metadata(writer: GGUFWriter, plan: GgufPlan, name: str) -> None:
     """Add the keys that llama.cpp's converter writes, under its names."""
     gguf = need("gguf", "serve")
-    settings, heads = plan.settings, plan.layout.heads
-    rope, head_dim = settings.rope, settings.attention_head_dim
+    settings, rope, head_dim = plan.settings, plan.settings.rope, plan.settings.attention_head_dim
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
     writer.add_size_label(gguf.size_label(sum(e.elements for e in plan.entries), 0, 0, 0))
-    writer.add_block_count(plan.layout.layers + plan.mtp_layers)
+    writer.add_block_count(plan.blocks)
     writer.add_context_length(settings.max_position_embeddings)
     writer.add_embedding_length(settings.hidden_size)
     if settings.intermediate_size is not None:
@@ -456,8 +378,8 @@ def add_metadata(writer: GGUFWriter, plan: GgufPlan, name: str) -> None:
     if plan.layout.interleaved:
         writer.add_rope_dimension_count(head_dim)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{plan.kind}"])
-    if heads:
-        add_hybrid_metadata(writer, plan, heads)
+    if plan.layout.heads:
+        add_hybrid_metadata(writer, plan, plan.layout.heads)
     if plan.layout.family.experts:
         add_expert_metadata(writer, settings)
     if weight_only := sorted(plan.weight_only):  # llama.cpp may round the activations of the others to 4 bits

@@ -19,7 +19,7 @@ import msgspec
 
 from annie_quant import bench, checkpoint, data, documents, judge, report
 from annie_quant.checkpoint import decode_speed
-from annie_quant.checkpoint.model_hash import model_sha256
+from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline import DemoSettings
 from annie_quant.cli.pipeline.demo_summary import summary_lines

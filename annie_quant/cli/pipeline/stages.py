@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from annie_quant import __version__, checkpoint, documents, judge, quantize
-from annie_quant.checkpoint.model_hash import model_sha256
+from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Console, Progress

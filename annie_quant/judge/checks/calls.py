@@ -7,8 +7,8 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 
+from annie_quant.core.text import printable
 from annie_quant.documents import ToolCall
-from annie_quant.documents.tool_schema import mismatch
 from annie_quant.judge.answers import Answer, Tools, raw_view
 from annie_quant.judge.workloads import Case, Workload
 
@@ -203,6 +203,29 @@ def _schema_fault(call: ToolCall, tools: Tools) -> str:
         return f"{name!r} has no argument {unknown[0]!r}"
     misfit = mismatch(arguments, schema)
     return f"the arguments of {name!r} do not fit its schema: {misfit}" if misfit else ""
+
+
+def mismatch(arguments: object, schema: Mapping[str, object]) -> str | None:
+    """Return how arguments do not match a schema, in one line, or None.
+
+    A schema may come from elsewhere: one that cannot be used is a mismatch, and a `$ref` to another document is never fetched
+    (jsonschema would open any URL, and files).
+    """
+    import jsonschema
+    import referencing
+
+    try:
+        # An empty registry retrieves nothing.
+        validator = jsonschema.Draft202012Validator(schema, registry=referencing.Registry())
+        first = next(iter(validator.iter_errors(arguments)), None)
+    except RecursionError:
+        return "the tool's schema refers to itself without end"
+    except Exception as error:  # an invalid schema raises errors of many types: of types, of patterns, of references
+        return f"the tool's schema cannot be used: {printable(f'{type(error).__name__}: {error}', 200)}"
+    if first is None:
+        return None
+    where = ".".join(str(part) for part in first.path)
+    return printable(f"{f'at {where}: ' if where else ''}{first.message}", 300)
 
 
 def _matches(value: object, choice: object) -> bool:

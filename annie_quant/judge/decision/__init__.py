@@ -1,6 +1,5 @@
 """The decision about a checkpoint or a run.
 
-coverage      which behaviours were tested, and which were not
 rule          keeps, loses, undecided or fragile, against the reference on the same prompts
 roles         candidate, reference, incumbent
 run           which side of a run is the candidate, what it would replace, whether it passes, and why

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from annie_quant.documents import (
     Aggregates,
@@ -62,8 +62,7 @@ class Recommendation:
     badge: str = ""
 
 
-@dataclass(frozen=True)
-class GainOrLoss:
+class GainOrLoss(NamedTuple):
     """What a switch changes.
 
     short: the same in a word, for the badge.
@@ -71,9 +70,6 @@ class GainOrLoss:
 
     text: str
     short: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True)
@@ -96,9 +92,8 @@ def pair_answers(
     sampled: workloads with a temperature, whose repeats are separate answers.
     """
     greedy = {r.workload for r in records} - set(sampled)
-    ours, theirs = (
-        deciding_by_prompt([r for r in records if r.backend == name], greedy) for name in (candidate, incumbent)
-    )
+    sides = ([r for r in records if r.backend == name] for name in (candidate, incumbent))
+    ours, theirs = (deciding_by_prompt(rows, greedy) for rows in sides)
     (worse, pooled), (better, _) = pair_by_prompt(theirs, ours, bf16=False), pair_by_prompt(ours, theirs, bf16=False)
     return AnswerPairs(
         rule.judge_gates({"served": worse}, {"served": pooled})[0]["served"],
@@ -223,10 +218,9 @@ def _quality(answers: AnswerPairs | None) -> ChecklistItem:
     item = "answers no worse"
     if answers is None or not rule.deciding(answers.worse):
         return ChecklistItem(item, "undecided", "the answers of the two were not compared prompt by prompt")
-    n = len(rule.deciding(answers.worse))
-    outcomes: tuple[tuple[GateVerdict, Outcome], ...] = (("loses", "fail"), ("undecided", "undecided"))
-    for verdict, outcome in outcomes:
-        if names := answers.named(verdict):
+    n, bad = len(rule.deciding(answers.worse)), ("loses", "undecided")
+    for verdict, outcome in rule.OUTCOMES.items():
+        if verdict in bad and (names := answers.named(verdict)):
             return ChecklistItem(item, outcome, f"{verdict} {', '.join(names)} on the same prompts, of {n} gates")
     return ChecklistItem(item, "pass", f"{n} gates kept on the same prompts")
 
@@ -262,11 +256,10 @@ def recommendation(
         return Recommendation("wait", sentence, evidence, opening)
     other = label_of(aggregates, incumbent)
     gains, losses, speed = gains_and_losses(aggregates, candidate, incumbent, answers)
-    reasons = [*(f"gain: {g}" for g in gains), *(f"loss: {x}" for x in losses), *speed, *evidence]
+    reasons = [*(f"gain: {g.text}" for g in gains), *(f"loss: {x.text}" for x in losses), *speed, *evidence]
     if undecided:
-        sentence = (
-            f"Wait: {name} fails nothing, but {', '.join(undecided[:SHOWN])} cannot be decided with so few answers."
-        )
+        open_gates = ", ".join(undecided[:SHOWN])
+        sentence = f"Wait: {name} fails nothing, but {open_gates} cannot be decided with so few answers."
         return Recommendation("wait", sentence, reasons, "undecided: too few answers")
     verb = opening.split()[1].replace("kept", "keeps").replace("passed", "passes")
     lost = [item.item for item in items if item.verdict == "fail"]
@@ -292,9 +285,7 @@ def gains_and_losses(
 
     Decode speed is separate: it is neither a gain nor a loss by itself.
     """
-    gains: list[GainOrLoss] = []
-    losses: list[GainOrLoss] = []
-    speed: list[str] = []
+    gains, losses, speed = list[GainOrLoss](), list[GainOrLoss](), list[str]()
     for row in _compared(aggregates, candidate, incumbent):
         metric = METRICS.get(row.metric)
         if metric is None or not row.significant:

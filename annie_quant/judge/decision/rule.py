@@ -31,7 +31,7 @@ gates: they lose by the same rule, with a margin of 2 points of the answers.
 A member loses if a gate or the pooled verdict loses, keeps if all gates keep and one of them tests a behaviour, and is undecided
 otherwise. A gate with fewer than LEAST_ANSWERS does not stand in the way if it lost no more than the margin and its behaviour is
 tested by another gate, or if the reference shows it in fewer than RARE_ANSWERS and none was lost; a behaviour that no gate tests
-is named in the verdict (coverage.py). A checkpoint is fragile if a gate keeps under one member and loses under another; else it
+is named in the verdict (pairing.py). A checkpoint is fragile if a gate keeps under one member and loses under another; else it
 loses if a member loses, keeps if all keep, else it is undecided.
 
 The functions change none of their arguments.
@@ -39,6 +39,7 @@ The functions change none of their arguments.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -54,31 +55,21 @@ from annie_quant.documents import (
     NumericsResult,
     OfflineSide,
     Outcome,
+    PairedCounts,
     PairedGate,
     PairedVerdict,
     PooledGates,
     Standing,
 )
-from annie_quant.judge.decision.coverage import (
+from annie_quant.judge import statistics as stats
+from annie_quant.judge.gates import GATES, LARGE_N, decides
+from annie_quant.judge.pairing import (
     LEAST_ANSWERS,
     RARE_ANSWERS,
     answers_per_behaviour,
     describe_coverage,
     is_tested,
     unmet_labels,
-)
-from annie_quant.judge.gates import GATES, LARGE_N, decides
-from annie_quant.judge.statistics import (
-    LEVEL,
-    detectable_excess,
-    detectable_loss,
-    excess_loss,
-    hommel,
-    least_n,
-    mcnemar,
-    mid_p,
-    score_interval,
-    two_sided,
 )
 
 LEAST_CHANGES = 5  # fewer changed answers give no exact p below 5 %: 1 / 2^4 = 6.25 %
@@ -92,7 +83,7 @@ OUTCOMES: dict[GateVerdict, Outcome] = {"keeps": "pass", "loses": "fail", "undec
 SHOWN = 4
 NOTHING_TESTED = "no gate tests anything that the reference does"
 Gates = Mapping[str, PairedGate]
-Side = TypeVar("Side", NumericsResult, Member, OfflineSide)
+Side = TypeVar("Side", bound=NumericsResult | Member | OfflineSide)
 
 
 def judge_members(
@@ -109,17 +100,18 @@ def judge_gates(
     members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | None] | None = None
 ) -> tuple[dict[str, dict[str, PairedGate]], dict[str, PooledGates | None]]:
     """Return copies of the counts with interval, p, verdict and n_to_decide."""
-    gates = {name: {gate: msgspec.structs.replace(row) for gate, row in rows.items()} for name, rows in members.items()}
-    together = {
-        name: None if (row := (pooled or {}).get(name)) is None else msgspec.structs.replace(row) for name in members
-    }
+    gates = {name: {gate: copy.copy(row) for gate, row in rows.items()} for name, rows in members.items()}
+    together = {name: copy.copy((pooled or {}).get(name)) for name in members}
     for name, rows in gates.items():
         _measure(rows, together[name])
     family = [row for name, rows in gates.items() for row in _testable(rows, together[name])]
-    for tested, p_holm in zip(family, hommel([row.p for row in family]), strict=True):
+    for tested, p_holm in zip(family, stats.hommel([row.p for row in family]), strict=True):
         tested.p_holm = p_holm
     for name, rows in gates.items():
-        _judge(rows, together[name], len(family) or 1)
+        for gate, row in deciding(rows).items():
+            _judge_gate(gate, row, len(family) or 1)
+        if (row_of_all := together[name]) is not None:
+            row_of_all.verdict = _by_interval(row_of_all, POOLED_MARGIN)
     return gates, together
 
 
@@ -127,25 +119,22 @@ def verdict_of(members: Mapping[str, Gates], pooled: Mapping[str, PooledGates | 
     """Return the verdict over gates that were judged."""
     verdicts = {name: member_verdict(gates, pooled.get(name)) for name, gates in members.items()}
     by_gate = {name: _verdicts(gates, pooled.get(name)) for name, gates in members.items()}
-    profiles: dict[str, list[str]] = {name.partition("+")[0]: [] for name in members}
+    profiles: dict[str, list[str]] = {}
     for name in members:
-        profiles[name.partition("+")[0]].append(name)
-    standing = _standing(list(members), verdicts, by_gate)
+        profiles.setdefault(name.partition("+")[0], []).append(name)
+    standing = _standing(members, verdicts, by_gate)
     answers, unmet = answers_per_behaviour(members.values()), unmet_labels(members.values())
+    reasons = [
+        f"{name}: {describe(gate, members[name][gate])}"
+        for name, result in verdicts.items()
+        for gate in (*result.loses, *result.undecided)
+        if gate in members[name] and not _same_as_profile(name, gate, by_gate)
+    ]
+    lost_together = {name: row for name, row in pooled.items() if row is not None and POOLED in verdicts[name].loses}
     return PairedVerdict(
         verdict=standing,
         sentence=_sentence(standing, verdicts, by_gate, describe_coverage(answers, unmet)),
-        reasons=[
-            f"{name}: {describe(gate, members[name][gate])}"
-            for name, result in verdicts.items()
-            for gate in (*result.loses, *result.undecided)
-            if gate in members[name] and not _same_as_profile(name, gate, by_gate)
-        ]
-        + [
-            f"{name}: {describe_pooled(row)}"
-            for name, row in pooled.items()
-            if row is not None and POOLED in verdicts[name].loses
-        ],
+        reasons=[*reasons, *(f"{name}: {describe_pooled(row)}" for name, row in lost_together.items())],
         profiles={profile: _standing(names, verdicts, by_gate) for profile, names in profiles.items()},
         members=verdicts,
         coverage=answers,
@@ -163,17 +152,16 @@ def _measure(gates: Gates, pooled: PooledGates | None) -> None:
     """Set what follows from the counts alone."""
     for name, gate in gates.items():
         gate.p, gate.p_holm = p_of_loss(name, gate), None
-    rows: list[PairedGate | PooledGates] = [*gates.values()]
-    for row in [*rows, pooled] if pooled is not None else rows:
+    for row in [*gates.values(), *([pooled] if pooled else [])]:
         row.difference = (row.won - row.lost) / row.n if row.n else 0.0
-        row.low, row.high = score_interval(row.lost, row.won, row.n, CONFIDENCE)
+        row.low, row.high = stats.score_interval(row.lost, row.won, row.n, CONFIDENCE)
 
 
 def p_of_loss(name: str, gate: PairedGate) -> float:
     """Return McNemar's mid-p, or the p of a loss above the margin where the gate compares with the reference's answer."""
     if compares_with_reference(name):
-        return excess_loss(gate.lost, gate.n, GATES[name].margin, gate.won)
-    return two_sided(gate.lost, gate.won) if is_two_sided(name) else mid_p(gate.lost, gate.won)
+        return stats.excess_loss(gate.lost, gate.n, GATES[name].margin, gate.won)
+    return stats.two_sided(gate.lost, gate.won) if is_two_sided(name) else stats.mid_p(gate.lost, gate.won)
 
 
 def compares_with_reference(name: str) -> bool:
@@ -189,20 +177,10 @@ def loss_limit(name: str) -> float:
     return -GATES[name].margin if compares_with_reference(name) else 0.0
 
 
-def _testable(gates: Gates, pooled: PooledGates | None) -> list[PairedGate | PooledGates]:
-    rows: list[PairedGate | PooledGates] = [
-        gate
-        for name, gate in deciding(gates).items()
-        if gate.lost + gate.won >= LEAST_CHANGES or compares_with_reference(name)
-    ]
-    return [*rows, pooled] if pooled is not None else rows
-
-
-def _judge(gates: Gates, pooled: PooledGates | None, n_tests: int) -> None:
-    for name, gate in deciding(gates).items():
-        _judge_gate(name, gate, n_tests)
-    if pooled is not None:
-        pooled.verdict = _by_interval(pooled, POOLED_MARGIN)
+def _testable(gates: Gates, pooled: PooledGates | None) -> list[PairedCounts]:
+    rows = deciding(gates).items()
+    tested = [row for name, row in rows if row.lost + row.won >= LEAST_CHANGES or compares_with_reference(name)]
+    return [*tested, *([pooled] if pooled else [])]
 
 
 def deciding(gates: Gates) -> dict[str, PairedGate]:
@@ -256,12 +234,12 @@ def answers_of(gate: PairedGate) -> int:
 
 
 def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
-    margin, level = GATES[name].margin, LEVEL / n_tests
+    margin, level = GATES[name].margin, stats.LEVEL / n_tests
     gate.margin, gate.n_to_decide = margin, None
     if compares_with_reference(name):
-        gate.detectable = detectable_excess(gate.n, margin, level)
+        gate.detectable = stats.detectable_excess(gate.n, margin, level)
     else:
-        gate.detectable = detectable_loss(gate.n, round(gate.won / gate.n, 3), level)
+        gate.detectable = stats.detectable_loss(gate.n, round(gate.won / gate.n, 3), level)
     if is_two_sided(name):
         gate.verdict = _two_sided(gate, margin)
     elif _has_margin(name, gate):
@@ -269,21 +247,21 @@ def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
     elif not gate.lost:
         gate.verdict = "keeps"
     else:
-        gate.verdict = "loses" if is_loss(gate, 0.0, LEVEL) else "undecided"
+        gate.verdict = "loses" if is_loss(gate, 0.0, stats.LEVEL) else "undecided"
     answers = gate.n if is_two_sided(name) else answers_of(gate)
     if gate.verdict == "keeps" and answers < LEAST_ANSWERS:
         gate.verdict = "undecided"
         gate.n_to_decide = math.ceil(gate.n * LEAST_ANSWERS / max(1, answers))
     elif gate.verdict == "undecided":
         lost, won = gate.lost / gate.n, gate.won / gate.n
-        gate.n_to_decide = least_n(lambda n: _decided(name, lost * n, won * n, n, level), gate.n)
+        gate.n_to_decide = stats.least_n(lambda n: _decided(name, lost * n, won * n, n, level), gate.n)
 
 
 def _two_sided(gate: PairedGate, margin: float) -> GateVerdict:
     if -margin < gate.low and gate.high < margin:
         return "keeps"
     changed = gate.high < 0 or gate.low > 0
-    return "loses" if changed and gate.p_holm is not None and gate.p_holm < LEVEL else "undecided"
+    return "loses" if changed and gate.p_holm is not None and gate.p_holm < stats.LEVEL else "undecided"
 
 
 def _has_margin(name: str, gate: PairedGate) -> bool:
@@ -291,13 +269,13 @@ def _has_margin(name: str, gate: PairedGate) -> bool:
     return GATES[name].margin > 0 or gate.won > 0
 
 
-def _by_interval(row: PairedGate | PooledGates, margin: float, limit: float = 0.0) -> GateVerdict:
+def _by_interval(row: PairedCounts, margin: float, limit: float = 0.0) -> GateVerdict:
     if row.low > -margin:
         return "keeps"
-    return "loses" if is_loss(row, limit, LEVEL) else "undecided"
+    return "loses" if is_loss(row, limit, stats.LEVEL) else "undecided"
 
 
-def is_loss(row: PairedGate | PooledGates, limit: float, level: float) -> bool:
+def is_loss(row: PairedCounts, limit: float, level: float) -> bool:
     """Return whether the upper bound is below the limit (loss_limit) and the adjusted p below the level."""
     return row.high < limit and row.p_holm is not None and row.p_holm < level
 
@@ -309,7 +287,7 @@ def decided_at(name: str, gate: PairedGate, level: float) -> bool:
     """
     if answers_of(gate) < LEAST_ANSWERS and not is_two_sided(name):
         return False
-    low, high = score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
+    low, high = stats.score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
     sure = gate.p_holm is not None and gate.p_holm < level
     if is_two_sided(name):
         return (-GATES[name].margin < low and high < GATES[name].margin) or (sure and (high < 0 or low > 0))
@@ -321,7 +299,7 @@ def decided_at(name: str, gate: PairedGate, level: float) -> bool:
 
 def _decided(name: str, lost: float, won: float, n: int, level: float) -> bool:
     """Whether n prompts with these counts would keep or lose."""
-    low, high = score_interval(lost, won, n, CONFIDENCE)
+    low, high = stats.score_interval(lost, won, n, CONFIDENCE)
     if is_two_sided(name):
         low, high, lost, won = min(low, -high), max(high, -low), max(lost, won), min(lost, won)
     if low > -(GATES[name].margin or (MARGIN if won else 0.0)):
@@ -329,9 +307,9 @@ def _decided(name: str, lost: float, won: float, n: int, level: float) -> bool:
     if high >= loss_limit(name) and not is_two_sided(name):
         return False
     if compares_with_reference(name):
-        return excess_loss(int(lost), n, GATES[name].margin, math.ceil(won)) < level
+        return stats.excess_loss(int(lost), n, GATES[name].margin, math.ceil(won)) < level
     if lost + won < MOST_EXACT:
-        return mcnemar(int(lost), math.ceil(won)) < level
+        return stats.mcnemar(int(lost), math.ceil(won)) < level
     return math.erfc((lost - won) / math.sqrt(2 * (lost + won))) / 2 < level
 
 
@@ -365,11 +343,7 @@ def changing_gates(by_gate: Mapping[str, Mapping[str, GateVerdict]]) -> list[str
     The pooled verdict is not a gate: it never makes a checkpoint fragile.
     """
     gates = dict.fromkeys(gate for verdicts in by_gate.values() for gate in verdicts if gate != POOLED)
-    return [
-        gate
-        for gate in gates
-        if {"keeps", "loses"} <= {verdicts[gate] for verdicts in by_gate.values() if gate in verdicts}
-    ]
+    return [gate for gate in gates if {"keeps", "loses"} <= {verdicts.get(gate) for verdicts in by_gate.values()}]
 
 
 # ---- as text
@@ -387,20 +361,19 @@ def points(value: float) -> str:
 
 def describe(name: str, gate: PairedGate) -> str:
     """Return a gate's counts, difference, interval, p and verdict."""
-    text = (
-        f"{title(name)} {gate.verdict}: {gate.lost} lost and {gate.won} won of {gate.n}, {points(gate.difference)} points "
-        f"(90 % {points(gate.low)} to {points(gate.high)}, p {gate.p:.2g})"
-    )
+    text = f"{title(name)} {gate.verdict}: {gate.lost} lost and {gate.won} won of {gate.n}, {describe_interval(gate)}"
     if gate.verdict != "undecided":
         return text
     return f"{text}; " + (f"n = {gate.n_to_decide} would decide" if gate.n_to_decide else "no n decides at this rate")
 
 
 def describe_pooled(pooled: PooledGates) -> str:
-    return (
-        f"all gates together: {pooled.lost} right answers lost and {pooled.won} won of {pooled.n}, "
-        f"{points(pooled.difference)} points (90 % {points(pooled.low)} to {points(pooled.high)}, p {pooled.p:.2g})"
-    )
+    counts = f"{pooled.lost} right answers lost and {pooled.won} won of {pooled.n}"
+    return f"{title(POOLED)}: {counts}, {describe_interval(pooled)}"
+
+
+def describe_interval(row: PairedCounts) -> str:
+    return f"{points(row.difference)} points (90 % {points(row.low)} to {points(row.high)}, p {row.p:.2g})"
 
 
 def _sentence(
@@ -421,14 +394,11 @@ def _claim(
         return f"Keeps every gate under {', '.join(verdicts)}"
     if verdict == "fragile":
         changing = changing_gates(by_gate)
-        loses = [name for name, gates in by_gate.items() if any(gates.get(g) == "loses" for g in changing)]
-        keeps = [
-            name
-            for name, gates in by_gate.items()
-            if name not in loses and any(gates.get(g) == "keeps" for g in changing)
-        ]
+        lost = [name for name, gates in by_gate.items() if any(gates.get(g) == "loses" for g in changing)]
+        kept = [name for name, gates in by_gate.items() if any(gates.get(g) == "keeps" for g in changing)]
+        keeps = [name for name in kept if name not in lost]
         end = f", keeps under {', '.join(keeps)}" if keeps else " in part of the arithmetics"
-        return f"Fragile: loses {_titles(changing)} under {', '.join(loses)}{end}"
+        return f"Fragile: loses {_titles(changing)} under {', '.join(lost)}{end}"
     names = {
         gate: [m for m, gates in by_gate.items() if gates.get(gate) == verdict] for gate in _gates(verdicts, verdict)
     }
@@ -469,18 +439,22 @@ def _with_verdict(name: str, result: GateResult, gate: PairedGate | None) -> Gat
         result.rule = f"it tests nothing: the reference passes {gate.passed} of {gate.n}"
         return result
     result.verdict, result.n_to_decide = OUTCOMES[gate.verdict], gate.n_to_decide
-    result.rule = (
-        f"paired with the reference: {gate.lost} lost, {gate.won} won; {points(gate.difference)} points, 90 % "
-        f"{points(gate.low)} to {points(gate.high)}, margin {100 * gate.margin:g}"
-    )
+    interval = f"{points(gate.difference)} points, 90 % {points(gate.low)} to {points(gate.high)}"
+    counts = f"{gate.lost} lost, {gate.won} won; {interval}, margin {100 * gate.margin:g}"
+    result.rule = f"paired with the reference: {counts}"
     return result
 
 
 def judge_evaluation(evaluation: Evaluation) -> Evaluation:
     """Return an evaluation with its verdict over all members of its ensembles, and each gate's."""
-    numerics, members, verdict = _judge_both(evaluation.numerics, evaluation.members)
-    verdict = blocked(verdict, evaluation.blocking)
-    return msgspec.structs.replace(evaluation, numerics=numerics, members=members, verdict=verdict)
+    sides: dict[str, NumericsResult | Member] = {**evaluation.numerics, **evaluation.members}
+    judged, verdict = judge_sides(sides)
+    return msgspec.structs.replace(
+        evaluation,
+        numerics={name: side for name, side in judged.items() if isinstance(side, NumericsResult)},
+        members={name: side for name, side in judged.items() if isinstance(side, Member)},
+        verdict=blocked(verdict, evaluation.blocking),
+    )
 
 
 def blocked(verdict: PairedVerdict, blocking: Sequence[str]) -> PairedVerdict:
@@ -497,23 +471,13 @@ def blocked(verdict: PairedVerdict, blocking: Sequence[str]) -> PairedVerdict:
     )
 
 
-def _judge_both(
-    numerics: Mapping[str, NumericsResult], members: Mapping[str, Member]
-) -> tuple[dict[str, NumericsResult], dict[str, Member], PairedVerdict]:
-    sides: dict[str, NumericsResult | Member] = {**numerics, **members}
-    gates, pooled = judge_gates({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
-    return (
-        {k: _judged(v, gates[k], pooled[k]) for k, v in numerics.items()},
-        {k: _judged(v, gates[k], pooled[k]) for k, v in members.items()},
-        verdict_of(gates, pooled),
-    )
-
-
-def judge_sides(sides: Mapping[str, OfflineSide]) -> tuple[dict[str, OfflineSide], PairedVerdict]:
+def judge_sides(sides: Mapping[str, Side]) -> tuple[dict[str, Side], PairedVerdict]:
     """Judge a checkpoint's arithmetics together: return them with the verdicts of their gates, and the verdict."""
     gates, pooled = judge_gates({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
-    return {k: _judged(v, gates[k], pooled[k]) for k, v in sides.items()}, verdict_of(gates, pooled)
-
-
-def _judged(side: Side, paired: dict[str, PairedGate], pooled: PooledGates | None) -> Side:
-    return msgspec.structs.replace(side, gates=apply(side.gates, paired), paired=paired, pooled=pooled)
+    judged = {
+        name: msgspec.structs.replace(
+            side, gates=apply(side.gates, gates[name]), paired=gates[name], pooled=pooled[name]
+        )
+        for name, side in sides.items()
+    }
+    return judged, verdict_of(gates, pooled)

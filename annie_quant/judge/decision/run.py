@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -33,23 +32,13 @@ from annie_quant.documents import (
     Verdict,
 )
 from annie_quant.judge.decision import rule
-from annie_quant.judge.decision.coverage import LEAST_ANSWERS, answers_per_behaviour, describe_coverage, unmet_labels
 from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, roles_of, sides
-from annie_quant.judge.decision.rule import (
-    FAILING,
-    NOTHING_TESTED,
-    OUTCOMES,
-    POOLED,
-    changing_gates,
-    describe_pooled,
-    points,
-    title,
-)
 from annie_quant.judge.gates import Threshold, decide, tabulate
 from annie_quant.judge.metrics import METRICS, three_digits
+from annie_quant.judge.pairing import LEAST_ANSWERS, answers_per_behaviour, describe_coverage, unmet_labels
 
 SHOWN = 4  # failing gates that a sentence names
-VERDICTS: dict[Outcome, GateVerdict] = {outcome: by_gate for by_gate, outcome in OUTCOMES.items()}
+VERDICTS: dict[Outcome, GateVerdict] = {outcome: by_gate for by_gate, outcome in rule.OUTCOMES.items()}
 _SEVERITIES = ("confound", "fault", "note")
 
 
@@ -68,7 +57,7 @@ class JudgedGate:
 
     @property
     def outcome(self) -> Outcome:
-        return OUTCOMES[self.result.verdict] if isinstance(self.result, PooledGates) else self.result.verdict
+        return rule.OUTCOMES[self.result.verdict] if isinstance(self.result, PooledGates) else self.result.verdict
 
     @property
     def verdict(self) -> GateVerdict | Outcome:
@@ -83,11 +72,10 @@ class JudgedGate:
     def __str__(self) -> str:
         result = self.result
         if isinstance(result, PooledGates):
-            return f"{self.title} {points(result.difference)} points ({self.where})"
+            return f"{self.title} {rule.points(result.difference)} points ({self.where})"
         if isinstance(result, SpeedGate):
-            return (
-                f"{self.title} {result.value:.4g} {METRICS[result.metric].unit}, limit {result.limit:g} ({self.where})"
-            )
+            value = f"{result.value:.4g} {METRICS[result.metric].unit}"
+            return f"{self.title} {value}, limit {result.limit:g} ({self.where})"
         if not result.n:
             return f"{self.title} ({self.where})"
         text = f"{self.title} {result.passes} of {result.n}"
@@ -100,7 +88,7 @@ class JudgedGate:
         """The interval, and the rule that was applied to it."""
         result = self.result
         if isinstance(result, PooledGates):
-            return describe_pooled(result)
+            return rule.describe_pooled(result)
         if self.compared:
             return result.rule if isinstance(result, GateResult) else ""
         interval = "too few answers for an interval"
@@ -150,7 +138,7 @@ def standing(gates: Sequence[JudgedGate]) -> Standing:
     by_gate: dict[str, dict[str, GateVerdict]] = {}
     for gate in gates:
         by_gate.setdefault(gate.where, {})[gate.title] = VERDICTS[gate.outcome]
-    if changing_gates(by_gate):
+    if rule.changing_gates(by_gate):
         return "fragile"
     return rule.combined([verdict for titles in by_gate.values() for verdict in titles.values()])
 
@@ -166,15 +154,13 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
     candidate: a backend or a model, instead of the run's.
     """
     roles = roles_of(aggregates, candidate)
-    if (
-        roles.assumed
-        and roles.incumbent
-        and _fails(aggregates, roles.incumbent)
-        and not _fails(aggregates, roles.candidate)
-    ):
-        roles = replace(roles, candidate=roles.incumbent, incumbent=roles.candidate)
     if roles.candidate is None:
         return None
+    if roles.assumed and roles.incumbent:
+        fail = [standing_of(aggregates, name) in rule.FAILING for name in (roles.candidate, roles.incumbent)]
+        if fail == [False, True]:
+            roles = replace(roles, candidate=roles.incumbent, incumbent=roles.candidate)
+    assert roles.candidate is not None
     gates: dict[Outcome, list[JudgedGate]] = {"pass": [], "fail": [], "undecided": []}
     for gate in deciding_gates(aggregates, roles.candidate):
         gates[gate.outcome].append(gate)
@@ -184,18 +170,13 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
     return Decision(roles.candidate, roles, gates, confounds, not_tested)
 
 
-def _fails(aggregates: Aggregates, name: str | None) -> bool:
-    return name is not None and standing_of(aggregates, name) in FAILING
-
-
 def standing_of(aggregates: Aggregates, name: str, with_speed: bool = True) -> Standing:
     """Return the verdict of a backend or model over its server and all of its arithmetics.
 
     with_speed: also its speed limits.
     """
-    result = standing(
-        [g for g in deciding_gates(aggregates, name) if with_speed or not isinstance(g.result, SpeedGate)]
-    )
+    gates = deciding_gates(aggregates, name)
+    result = standing([g for g in gates if with_speed or not isinstance(g.result, SpeedGate)])
     return "undecided" if result == "keeps" and blocking_of(aggregates, name) else result
 
 
@@ -206,7 +187,7 @@ def blocking_of(aggregates: Aggregates, name: str) -> list[str]:
 
 
 def verdict(
-    aggregates: Aggregates | Mapping[str, Any],
+    aggregates: Aggregates | Mapping[str, object],
     candidate: str | None = None,
     *,
     reference: str | None = None,
@@ -243,9 +224,9 @@ def _verdict(aggregates: Aggregates, chosen: Decision) -> Verdict:
     return Verdict(
         rule=RULE,
         sentence=_sentence(aggregates, chosen),
-        passed=chosen.standing not in FAILING and not chosen.confounded,
+        passed=chosen.standing not in rule.FAILING and not chosen.confounded,
         outcome=chosen.standing,
-        badge=badge(chosen) + ("" if chosen.standing in FAILING else _not_tested(chosen)),
+        badge=badge(chosen) + ("" if chosen.standing in rule.FAILING else _not_tested(chosen)),
         candidate=chosen.candidate,
         incumbent=chosen.incumbent,
         comparable=chosen.comparable,
@@ -297,10 +278,7 @@ def _tables(aggregates: Aggregates, name: str) -> Iterator[Table]:
 
 
 def _judged(
-    where: str,
-    gates: Mapping[str, GateResult],
-    pairs: Mapping[str, PairedGate] | None,
-    side: ServedSide | OfflineSide,
+    where: str, gates: Mapping[str, GateResult], pairs: Mapping[str, PairedGate] | None, side: ServedSide | OfflineSide
 ) -> Iterator[JudgedGate]:
     """Without a reference the absolute requirements decide; with one, the gates that decide in rule.py.
 
@@ -319,14 +297,11 @@ def _judged(
         if result.verdict != "undecided" or not kept or rule.stands_in_the_way(gate, deciding[gate], answers):
             shown |= result.verdict != "pass"
             yield JudgedGate(where, result.title or gate, result, deciding[gate])
-    if (
-        side.pooled is not None
-        and side.pooled.verdict == "loses"
-        and not any(r.verdict == "fail" for r in rows.values())
-    ):
-        yield JudgedGate(where, title(POOLED), side.pooled)
+    lost = any(result.verdict == "fail" for result in rows.values())
+    if side.pooled is not None and side.pooled.verdict == "loses" and not lost:
+        yield JudgedGate(where, rule.title(rule.POOLED), side.pooled)
     elif not shown and not rule.tests_a_behaviour(kept, pairs):
-        yield JudgedGate(where, NOTHING_TESTED, decide(0, 0, Threshold("all", LEAST_ANSWERS)), PairedGate(0, 0, 0))
+        yield JudgedGate(where, rule.NOTHING_TESTED, decide(0, 0, Threshold("all", LEAST_ANSWERS)), PairedGate(0, 0, 0))
 
 
 def _unanswered(gate: str, pair: PairedGate) -> GateResult:
@@ -358,17 +333,16 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
     elif undecided:
         verb = "loses" if chosen.compared else "fails"
         head = f"{label} {verb} no gate, but "
-        if {gate.title for gate in undecided} == {NOTHING_TESTED}:
-            head += f"{NOTHING_TESTED} (annie-quant init makes prompts that do)"
+        if {gate.title for gate in undecided} == {rule.NOTHING_TESTED}:
+            head += f"{rule.NOTHING_TESTED} (annie-quant init makes prompts that do)"
         else:
             head += f"{_count(len(by_title(undecided)), 'gate')} cannot be decided with so few answers"
     else:
         head = f"{label} {'keeps' if chosen.compared else 'passes'} every gate"
     head += _not_tested(chosen)
     if chosen.confounded:
-        effect = (
-            "the sides cannot be compared" if chosen.roles.incumbent or chosen.roles.reference else "nothing is decided"
-        )
+        other = chosen.roles.incumbent or chosen.roles.reference
+        effect = "the sides cannot be compared" if other else "nothing is decided"
         return f"CONFOUNDED ({', '.join(chosen.confounded)}): {effect}." + (f" {head}{end}" if failing else "")
     return f"{head}{'' if failing else _speed(aggregates, chosen)}{end}"
 
@@ -388,9 +362,8 @@ def _other_places(chosen: Decision) -> str:
     """Where a fragile side keeps what it loses elsewhere: arithmetics that lose none of these gates, if there are any."""
     lost = {gate.title for gate in chosen.gates["fail"]}
     losing = {gate.where for gate in chosen.gates["fail"]}
-    places = dict.fromkeys(
-        gate.where for gate in chosen.gates["pass"] if gate.title in lost and gate.where not in losing
-    )
+    kept = [gate for gate in chosen.gates["pass"] if gate.title in lost and gate.where not in losing]
+    places = dict.fromkeys(gate.where for gate in kept)
     if not places:
         return f"keeps {'part of them' if len(lost) > 1 else 'it'} in other arithmetics"
     return f"keeps {'them' if len(lost) > 1 else 'it'} ({', '.join(places)})"
@@ -412,7 +385,7 @@ def _not_tested(chosen: Decision) -> str:
 
 def badge(chosen: Decision) -> str:
     """Return the decision in a few words."""
-    if chosen.standing in FAILING:
+    if chosen.standing in rule.FAILING:
         lost = list(dict.fromkeys(gate.title for gate in chosen.gates["fail"]))
         verb = "fragile:" if chosen.standing == "fragile" else "loses" if chosen.compared else "fails"
         return f"{verb} {', '.join(lost[:2])}" + (f" and {len(lost) - 2} more" if len(lost) > 2 else "")
@@ -495,9 +468,8 @@ def _operation(aggregates: Aggregates, candidate: str, incumbent: str) -> list[s
     changes = []
     ours, theirs = (aggregates.served.get(name) or ServedSide() for name in (candidate, incumbent))
     if ours.runtime and theirs.runtime and ours.runtime != theirs.runtime:
-        changes.append(
-            f"operational change: {theirs.runtime} → {ours.runtime} (another server to install, start and monitor)"
-        )
+        runtimes = f"{theirs.runtime} → {ours.runtime}"
+        changes.append(f"operational change: {runtimes} (another server to install, start and monitor)")
     sizes = [model_row(aggregates, name).size_bytes for name in (candidate, incumbent)]
     if sizes[0] and sizes[1]:
         changes.append(f"size {sizes[0] / 1e6:.3g} MB against {sizes[1] / 1e6:.3g} MB")
@@ -510,17 +482,15 @@ def _operation(aggregates: Aggregates, candidate: str, incumbent: str) -> list[s
 def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
     caveats = [c.message for c in sorted(chosen.confounds, key=lambda c: _SEVERITIES.index(c.severity))]
     if chosen.roles.assumed:
-        caveats.insert(
-            0, f"nobody stated which side is new: {chosen.candidate} was judged; choose with --candidate NAME"
-        )
+        judged = f"{chosen.candidate} was judged; choose with --candidate NAME"
+        caveats.insert(0, f"nobody stated which side is new: {judged}")
     caveats += _missed(aggregates, chosen)
     for gate in chosen.gates["undecided"]:
         advice = ""
         if isinstance(gate.result, GateResult):
             needed = gate.result.n_to_decide
-            advice = (
-                f"; about {needed} answers would decide it" if needed else "; no number of answers decides this rate"
-            )
+            advice = f"about {needed} answers would decide it" if needed else "no number of answers decides this rate"
+            advice = f"; {advice}"
         caveats.append(f"undecided: {gate}{advice}")
     rows = [r for r in aggregates.comparisons if {r.a, r.b} == {chosen.candidate, chosen.incumbent}]
     few = sorted({r.workload for r in rows} - {r.workload for r in rows if not r.too_few})
@@ -531,13 +501,11 @@ def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
 
 def _missed(aggregates: Aggregates, chosen: Decision) -> list[str]:
     """Absolute requirements that a compared candidate misses: they inform."""
-    if not chosen.compared:
-        return []
-    rows = [g for gates in chosen.gates.values() for g in gates if isinstance(g.result, GateResult)]
     return [
-        f"misses {g.result.requirement} by itself: {g}"
-        for g in rows
-        if isinstance(g.result, GateResult) and g.result.requirement and g.result.meets == "fail"
+        f"misses {result.requirement} by itself: {gate}"
+        for gates in (chosen.gates.values() if chosen.compared else ())
+        for gate in gates
+        if isinstance(result := gate.result, GateResult) and result.requirement and result.meets == "fail"
     ]
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from annie_quant import documents, judge
-from annie_quant.bench import endpoints, memory, run_folder, sequential
+from annie_quant.bench import endpoints, memory, run_folder
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import (
@@ -146,7 +146,7 @@ class Session:
         names = list(self.backends)
         visits = planning.planned_visits(names, self.workloads, self.config)
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
-        looks = sequential.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
+        looks = planning.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
         done_before = len(visits) - len(left)
         # Only at a planned look, even where a run is resumed: the levels allow for no further look.
         if done_before in looks and self._decided():
@@ -206,12 +206,12 @@ class Session:
 
     def _decided(self) -> bool:
         self.compare_with_reference()
-        return not sequential.open_questions(
+        return not planning.open_questions(
             list(self.done.values()), list(self.backends), self.config.greedy, self.roles
         )
 
     def _stopped(self, unasked: int, done: int, looks: Sequence[int]) -> Ended:
-        stopped = EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=sequential.LEVEL)
+        stopped = EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=planning.LEVEL)
         return Ended(unasked=unasked, stopped=stopped, prefix_cache=self.config.prefix_cache)
 
     def _identify(self, smoke: bool) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -86,16 +87,12 @@ def quantize(options: QuantizeOptions) -> None:
     if device and strategy == "best":
         own["device"] = str(options.device)
     if options.dry_run or estimates.is_large(model):
-        try:
-            lines = estimates.estimate(
+        with contextlib.nullcontext() if options.dry_run else contextlib.suppress(CheckpointError):
+            estimate = estimates.estimate(
                 model, strategy, samples, options=own, calib_data=options.calib_data, device=device
-            ).lines()
-        except CheckpointError:
-            if options.dry_run:
-                raise
-            lines = []
-        for line in lines:
-            echo(line, err=not options.dry_run)
+            )
+            for line in estimate.lines():
+                echo(line, err=not options.dry_run)
     if options.dry_run:
         return
     quiet_engines()
@@ -176,21 +173,17 @@ NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  
 def search(settings: SearchSettings) -> None:
     """Try the strategies, cheapest first, and stop at the first that keeps every gate of bf16. Exit code 1 if none does."""
     from annie_quant.cli.pipeline.search import run
-    from annie_quant.cli.pipeline.search_table import outcome, tree
 
     result = run(settings, console)
     if settings.as_json:
         emit(result)
     else:
-        sides = [
-            tables.Column.of(f"{row.strategy} {kind}", side)
-            for row in result.strategies
-            for kind, side in row.numerics.items()
-        ]
+        rows = [(row.strategy, *side) for row in result.strategies for side in row.numerics.items()]
+        sides = [tables.Column.of(f"{strategy} {kind}", side) for strategy, kind, side in rows]
         console.print_lines(tables.side_lines(sides, tables.Column("bf16", result.reference), console.width))
-        for line in tree(result):
+        for line in tables.search_tree(result):
             console.print_lines(tables.wrap_tree(line, console.width))
-        console.note(outcome(result))
+        console.note(tables.search_outcome(result))
         console.note(f"table: {settings.output / 'search.md'}")
     sys.exit(0 if result.chosen else 1)
 

@@ -22,6 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -73,9 +74,7 @@ def value_text(key: str, value: object) -> str:
         return str(value)
     if key.endswith("bytes") and value >= 1000:
         unit, scale = next(item for item in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if value >= item[1])
-        return (
-            f"{value / scale:.4g} {unit} ({value:,} bytes)" if isinstance(value, int) else f"{value / scale:.4g} {unit}"
-        )
+        return f"{value / scale:.4g} {unit}" + (f" ({value:,} bytes)" if isinstance(value, int) else "")
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -96,63 +95,51 @@ class TerminalTask:
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
         share = f"{done:g} of {total:g}" if total else f"{done:g}"
-        self.state = ", ".join(filter(None, (share, text)))
-        if self._bar is not None and self._task is not None:
-            description = f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
-            self._bar.update(self._task, completed=done, total=total, description=description)
+        self._show(", ".join(filter(None, (share, text))), text, completed=done, total=total)
 
     def message(self, text: str) -> None:
-        self.state = text
+        self._show(text, text)
+
+    def _show(self, state: str, text: str, **figures: float | None) -> None:
+        self.state = state
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=f"{literal(self._title)} [dim]{literal(text)}[/]")
+            description = f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
+            self._bar.update(self._task, description=description, **figures)
 
 
-class Heartbeat:
-    """A context manager that writes a line every HEARTBEAT_S while the block runs, for a log or a pipe."""
+@contextlib.contextmanager
+def heartbeat(write: Callable[[float], None]) -> Iterator[None]:
+    """Write a line every HEARTBEAT_S while the block runs, for a log or a pipe. write: gets the seconds since the start."""
+    start, end = time.monotonic(), threading.Event()
 
-    def __init__(self, write: Callable[[float], None]) -> None:
-        """write: gets the seconds since the start."""
-        self._write, self._start, self._end = write, time.monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="annie-quant heartbeat", daemon=True)
+    def beat() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the pipe's reader has ended, or stderr is closed
+            while not end.wait(HEARTBEAT_S):
+                write(time.monotonic() - start)
 
-    def _run(self) -> None:
-        while not self._end.wait(HEARTBEAT_S):
-            try:
-                self._write(time.monotonic() - self._start)
-            except (OSError, ValueError):  # the pipe's reader has ended, or stderr is closed
-                return
-
-    def __enter__(self) -> Heartbeat:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
+    thread = threading.Thread(target=beat, name="annie-quant heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 class TerminalConsole:
     """Two rich consoles, created when they are first used."""
 
-    def __init__(self) -> None:
-        self._err: RichConsole | None = None
-        self._out: RichConsole | None = None
-
-    @property
+    @cached_property
     def err(self) -> RichConsole:
-        if self._err is None:
-            from rich.console import Console as Rich
+        from rich.console import Console as Rich
 
-            self._err = Rich(stderr=True, highlight=False)
-        return self._err
+        return Rich(stderr=True, highlight=False)
 
-    @property
+    @cached_property
     def out(self) -> RichConsole:
-        if self._out is None:
-            from rich.console import Console as Rich
+        from rich.console import Console as Rich
 
-            self._out = Rich(highlight=False)
-        return self._out
+        return Rich(highlight=False)
 
     def note(self, text: str) -> None:
         """Print a line on stderr."""
@@ -199,7 +186,7 @@ class TerminalConsole:
                 line = f"… {title}, {elapsed_s:.0f} s" + (f": {step.state}" if step.state else "")
                 print(shown(line), file=sys.stderr, flush=True)
 
-            with Heartbeat(beat):
+            with heartbeat(beat):
                 yield step
         self.err.print(f"[green]✓[/] {literal(title)} [dim]{time.monotonic() - start:.1f} s[/]")
 

@@ -20,7 +20,7 @@ from annie_quant.core import native
 from annie_quant.core.errors import UsageError
 from annie_quant.core.secrets import Redactor, safe_url, secrets_of
 from annie_quant.core.untrusted import decode_json
-from annie_quant.stream.errors import RequestError
+from annie_quant.stream.answer import RequestError
 from annie_quant.stream.timings import PlannedRequest, Timings, transport_fault
 
 HTTP_VERSIONS = {"1.1": 0, "2": 1, "2-prior-knowledge": 2}

@@ -19,11 +19,12 @@ from typing import Literal, Protocol
 import msgspec
 
 from annie_quant.core.untrusted import JsonObject, decode_json, integer, limited
-from annie_quant.stream import errors
 from annie_quant.stream.answer import (
     MAX_NAME,
     Frame,
     StreamedAnswer,
+    error_in,
+    message_of,
     name_field,
     object_field,
     object_list,
@@ -129,9 +130,9 @@ def _event(answer: StreamedAnswer, frame: Frame, number: int) -> None:
         answer.fail("not_json", f"{named}event {number} is not JSON: {frame.data[:80]!r}")
         return
     named_error = frame.flags & NAMED and event_name(frame.raw) == "error"
-    message = errors.error_in(chunk)
+    message = error_in(chunk)
     if named_error or (message is not None and not (isinstance(chunk, dict) and chunk.get("choices"))):
-        answer.fail("server_error", f"error in the stream: {message or errors.message_of(frame.data)}")
+        answer.fail("server_error", f"error in the stream: {message or message_of(frame.data)}")
         return
     if not isinstance(chunk, dict):
         answer.fail("not_json", f"event {number} is not a JSON object: {frame.data[:80]!r}")
@@ -401,7 +402,7 @@ class ResponsesApi:
         answer.add_usage(limited(object_field(response, "usage")))
         answer.server_timings = limited(object_field(response, "timings")) or answer.server_timings
         if kind == "response.failed":
-            message = errors.error_in({"error": response.get("error") or "response.failed"})
+            message = error_in({"error": response.get("error") or "response.failed"})
             answer.fail("server_error", f"error in the stream: {message}")
         if kind in _RESPONSES_ENDS:
             answer.done_ns = stamp

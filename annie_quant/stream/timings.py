@@ -19,7 +19,8 @@ from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.secrets import Redactor, safe_url
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.stream import decode, errors
+from annie_quant.stream import answer as answers
+from annie_quant.stream import decode
 from annie_quant.stream.answer import MAX_NAME, Frame, StreamedAnswer
 
 SCHEMA_VERSION = 1
@@ -54,7 +55,7 @@ class Record(decode.TokenTimes, kw_only=True):
     """One request and its answer; `decode.TokenTimes` has the times of its tokens.
 
     Times ending in _ms count from the moment the request was handed to its connection. `error` is one line, `cause` its
-    short form (annie_quant.stream.errors); both are None where nothing failed.
+    short form (annie_quant.stream.answer); both are None where nothing failed.
     """
 
     tag: Any
@@ -356,7 +357,7 @@ def transport_fault(timings: Timings, request: int) -> tuple[str, str] | None:
     row, info = timings.requests[request], timings.plan[request]
     start = int(row["error_offset"])
     text = timings.notes[start : start + int(row["error_size"])].tobytes().decode("utf-8", "replace")
-    return errors.transport(
+    return answers.transport_fault_of(
         int(row["cause"]), int(row["curl_code"]), int(row["os_errno"]), text, info.timeout_s, info.idle_timeout_s
     )
 
@@ -396,15 +397,15 @@ def _find_fault(timings: Timings, answer: StreamedAnswer, request: int, body: by
     if fault:
         answer.fail(*fault)
     elif status >= 400:
-        answer.fail("http", errors.http(status, body))
+        answer.fail("http", answers.error_page(status, body))
     elif status >= 300:
         target = safe_url(timings.headers(request).get("location", "nowhere"))
-        answer.fail("redirect", f"HTTP {status} redirects to {errors.one_line(target)}: redirects are not followed")
+        answer.fail("redirect", f"HTTP {status} redirects to {answers.one_line(target)}: redirects are not followed")
     elif encoding := _content_encoding(timings.headers(request)):
         answer.fail("encoded", f"HTTP {status} has Content-Encoding {encoding}, which the request does not accept")
     elif not row["event_stream"] and body:  # the mark is set with the first byte of the body
         kind = _header(timings.headers(request), "content-type") or "no content type"
-        answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {errors.message_of(body)}")
+        answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {answers.message_of(body)}")
     elif "event" not in answer.first:
         answer.fail("no_events", f"the stream has no event ({len(body)} bytes)")
     elif not ended and answer.finish_reason is None:

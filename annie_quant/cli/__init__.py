@@ -42,9 +42,9 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
 
 for each in (
     quantize.demo, data.record_command, data.init, data.data, quantize.quantize, checkpoint.audit, checkpoint.convert,
-    checkpoint.compare, checkpoint.evaluate, checkpoint.lm_eval, checkpoint.retention, quantize.search, quantize.serve, doctor.doctor,
-    doctor.validate_gpu, bench.bench, bench.attribute, report.report,
-    report.export, report.publish, report.explain,
+    checkpoint.compare, checkpoint.evaluate, checkpoint.lm_eval, checkpoint.retention, quantize.search, quantize.serve,
+    doctor.doctor, doctor.validate_gpu, bench.bench, bench.attribute, report.report, report.export, report.publish,
+    report.explain,
 ):  # fmt: skip
     cli.add_command(each)
 

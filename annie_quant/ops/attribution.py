@@ -27,9 +27,8 @@ from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.pairing import deciding_by_prompt, has_label
 from annie_quant.judge.statistics import excess_loss, mcnemar
 from annie_quant.judge.workloads import Workload
-from annie_quant.ops.attribution_factors import Varied, ineffective, request_settings, title
 from annie_quant.ops.attribution_plan import ArmResult, Conclusion, Effect, Factors, NextArm, plan, untested_factors
-from annie_quant.ops.attribution_servers import Target
+from annie_quant.ops.attribution_servers import Target, Varied, ineffective, request_settings, title
 
 FILE = "attribution.json"
 MARGIN = (
@@ -208,16 +207,15 @@ def sentence(end: Conclusion, results: Sequence[ArmResult]) -> str:
     """Return the result in one sentence."""
     effects = {r.factors: r.effect for r in results if r.valid and r.effect and r.factors}
     noise = next((f"{r.effect.lost} when the base is repeated" for r in results if r.again and r.effect), "unknown")
-    parts = [f"{blamed(cause)} {broke(cause, effects[cause])}" for cause in end.causes]
     worst = max(effects.values(), key=lambda e: e.lost, default=None)
+    either = ", or ".join(" and ".join(map(blamed, causes)) for causes in end.open)
+    start = f"not decided between {either}" if either else "not decided" if end.unfinished else "nobody is to blame"
+    parts = [f"{blamed(cause)} {broke(cause, effects[cause])}" for cause in end.causes]
     if worst is None:
         parts = ["nothing could be tested"]
-    elif end.open and not end.causes:
-        either = ", or ".join(" and ".join(map(blamed, causes)) for causes in end.open)
-        parts = [f"not decided between {either}: all factors together break {worst.lost} of {worst.n} answers"]
-    elif not end.causes:
-        start = "not decided" if end.unfinished else "nobody is to blame"
-        parts = [f"{start}: all factors together break {worst.lost} of {worst.n} answers and fix {worst.won} ({noise})"]
+    elif not parts:
+        rest = "" if either else f" and fix {worst.won} ({noise})"
+        parts = [f"{start}: all factors together break {worst.lost} of {worst.n} answers{rest}"]
     innocent = [f for f, e in effects.items() if len(f) == 1 and not e.broken and f[0] not in {*sum(end.causes, ())}]
     return "; ".join([*parts, *(f"{blamed(f)} {broke(f, effects[f])} (within noise)" for f in innocent)])
 

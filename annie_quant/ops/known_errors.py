@@ -1,7 +1,7 @@
 """Known errors of serving runtimes, recognised in a server's log and reported with their fix (R20), and its start phases.
 
-assets/known_errors.json has both: [pattern, cause, fix] and [pattern, title]; patterns ignore case. Errors of SM121's kernels are in
-annie_quant/gemm/known_failures.py.
+assets/known_errors.json has both: [pattern, cause, fix] and [pattern, title]; patterns ignore case. Errors of SM121's kernels
+are in annie_quant/gemm/known_failures.py.
 """
 
 from __future__ import annotations

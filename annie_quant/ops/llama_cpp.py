@@ -18,7 +18,6 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.ops import server as process
 
 NAME = "llama.cpp"
-HEALTH = "/health"
 # A server of such a model has one thread by default: per layer there is so little work that a second thread mostly waits for the
 # first. tiny-annie's NVFP4 file (5 MB), 2026-11-22, two cores: 110 ms per request with a tool call with one thread, 385 with two.
 SMALL_FILE_BYTES = 64_000_000
@@ -76,7 +75,7 @@ class LlamaCpp:
             [sys.executable, "-m", "annie_quant.ops.llama_cpp_child", json.dumps(options)], log, NAME, environment()
         )
         try:
-            process.wait_ready(server, lambda: address.read_text() or None, HEALTH, timeout_s, progress)
+            process.wait_ready(server, lambda: address.read_text() or None, timeout_s, progress)
         finally:
             address.unlink(missing_ok=True)
         return server

@@ -21,7 +21,7 @@ from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 from annie_quant.report.tables import Cell, Table, metric_cell, speed_cell
 
 if TYPE_CHECKING:
-    from annie_quant.ops.recipes import RecipeRuntime
+    from annie_quant.ops.serving import RecipeRuntime
 
 CONTEXT = 32_768  # tokens, as the original plan configures
 ANSWERS = {"pass": "✓ yes", "fail": "✗ no", "undecided": "? open"}

@@ -133,22 +133,11 @@ def growth(trace: Trace, seed: int = 0) -> MemoryGrowth | None:
     if hours <= 0:
         return None
     rng = np.random.default_rng(seed)
-    slopes = [slope(points)]
-    for _ in range(RESAMPLES):
-        picked = points[np.unique(rng.integers(0, bins, bins))]
-        slopes.append(slope(picked))
-    low, high = np.quantile(slopes[1:], [0.025, 0.975])
-    total = slopes[0] * hours
-    level = float(np.median(points[:, 1]))
-    grows = bool(low > 0 and total > max(LEAST_BYTES, LEAST_SHARE * level))
-    return MemoryGrowth(
-        bytes_per_hour=float(slopes[0]),
-        low=float(low),
-        high=float(high),
-        hours=float(hours),
-        samples=len(data),
-        grows=grows,
-    )
+    rate, picked = slope(points), (np.unique(rng.integers(0, bins, bins)) for _ in range(RESAMPLES))
+    low, high = np.quantile([slope(points[places]) for places in picked], [0.025, 0.975]).tolist()
+    least = max(LEAST_BYTES, LEAST_SHARE * float(np.median(points[:, 1])))
+    grows = bool(low > 0 and rate * hours > least)
+    return MemoryGrowth(bytes_per_hour=rate, low=low, high=high, hours=float(hours), samples=len(data), grows=grows)
 
 
 def slope(points: object) -> float:

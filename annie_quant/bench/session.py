@@ -175,18 +175,12 @@ class Session:
     def _budget_ended(self, unasked: Sequence[planning.Visit]) -> Ended:
         """Return how the run ended. What a backend that hung was still to answer counts as failed answers of this backend."""
         rows: list[RequestRecord] = []
-        for visit in (v for v in unasked if v.backend == self.hung):
-            for case, repeat in visit.cases:
-                for turn in range(case.n_turns):
-                    record = self._new_record(visit, case, repeat, turn, cold=False)
-                    if record.id in self.done or (rows and self.config.sustained):
-                        continue
-                    record.cause = run_folder.NOT_SENT if rows else run_folder.HUNG
-                    record.error = (
-                        "it was not sent: an earlier request had no answer when the time budget ended"
-                        if rows
-                        else "it had no answer when the time budget ended"
-                    )
+        hung = [(visit, *case) for visit in unasked if visit.backend == self.hung for case in visit.cases]
+        for visit, case, repeat in hung:
+            for turn in range(case.n_turns):
+                record = self._new_record(visit, case, repeat, turn, cold=False)
+                if record.id not in self.done and not (rows and self.config.sustained):
+                    record.cause, record.error = run_folder.UNANSWERED_CAUSES[bool(rows)]
                     _judge(record, Answer(error=record.error), case, visit.workload)
                     rows.append(record)
         run_folder.write_unanswered(self.folder, rows)
@@ -226,10 +220,8 @@ class Session:
                     "start it, then run the same command: finished requests are kept",
                 ) from error
             if smoke:
-                self._visit(
-                    planning.Visit(-1, name, workload, ((workload.cases[0], self.session),), warmup=True), cold=True
-                )
-
+                question = planning.Visit(-1, name, workload, ((workload.cases[0], self.session),), warmup=True)
+                self._visit(question, cold=True)
         if smoke:
             self.sized = {w.name: w for w in planning.sized(self.workloads, self.folder, self._prompt_tokens)}
 
@@ -247,9 +239,8 @@ class Session:
         histories: list[list[ChatMessage]] = [[] for _ in visit.cases]
         for turn in range(max(case.n_turns for case, _ in visit.cases)):
             turns = []
-            for history, (case, repeat) in zip(histories, visit.cases, strict=True):
-                if turn >= case.n_turns:
-                    continue
+            parts = [part for part in zip(histories, visit.cases, strict=True) if turn < part[1][0].n_turns]
+            for history, (case, repeat) in parts:
                 record = self._new_record(visit, case, repeat, turn, cold)
                 before = None if visit.warmup else self.done.get(record.id)
                 if before is not None:
@@ -347,22 +338,22 @@ class Session:
         left_s = self._left_s()
         models, probe_s = f"{backend.root}/v1/models", min(timeout_s, PROBE_TIMEOUT_S)
         opening = [stream.Request(models, headers=headers, timeout_s=probe_s) for _ in requests]
+        begins = {tag: None if starts is None else CONNECT_S + starts[i] for i, (tag, _) in enumerate(requests)}
         measured = [
             stream.Request(
                 backend.completions_url,
                 json=endpoints.request_body(backend.endpoint, body | self._cache_fields(backend.name, tag)),
                 headers=headers,
                 timeout_s=timeout_s,
-                start_s=None if starts is None else CONNECT_S + starts[index],
+                start_s=begins[tag],
                 tag=tag,
             )
-            for index, (tag, body) in enumerate(requests)
+            for tag, body in requests
         ]
-        concurrency = None if starts is not None else len(measured)
         sent_s = time.monotonic()
         timings = stream.run(
             [*opening, *measured],
-            concurrency=concurrency,
+            concurrency=None if starts is not None else len(measured),
             deadline_s=left_s,
             max_answer_bytes=MAX_ANSWER_BYTES,
             max_answer_events=MAX_ANSWER_EVENTS,
@@ -371,8 +362,9 @@ class Session:
             cut = {a["tag"]: a["cause"] for a in timings.records() if a["cause"] in ("deadline", "not_started")}
             cut.pop(None, None)  # the openings of connections
             if cut:
-                begins = {tag: 0.0 if starts is None else CONNECT_S + starts[i] for i, (tag, _) in enumerate(requests)}
-                first_s = min((begins[tag] for tag, cause in cut.items() if cause == "deadline"), default=math.inf)
+                first_s = min(
+                    (begins[tag] or 0.0 for tag, cause in cut.items() if cause == "deadline"), default=math.inf
+                )
                 answered = [r for r in self.done.values() if r.backend == backend.name]
                 self.hung = backend.name if _hangs(time.monotonic() - sent_s - first_s, answered) else ""
                 raise BudgetEnded

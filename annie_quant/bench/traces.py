@@ -148,15 +148,16 @@ def _tools(conversation: Conversation, scanner: Scanner) -> tuple[Tool, ...]:
     return tuple(scanner.masked(conversation.tools or []))
 
 
-def _workload(name: str, description: str, cases: Sequence[Case], tokens: int, **more: Any) -> Workload:
+def _workload(name: str, description: str, cases: Sequence[Case], tokens: int, **more: object) -> Workload:
     gates = ("non_empty", "thinking_leak", *REFERENCE_GATES)
     with_tools = any(case.tools for case in cases)
-    fields: dict[str, Any] = {"gates": (*gates, "logged_tool") if with_tools else gates, **more}
     content = [[c.id, c.system, [*c.turns], [*c.messages], [*(c.tools or ())], c.arrival_s, c.blocks] for c in cases]
-    return Workload(
+    workload = Workload(
         name=name, description=description, persona=None, system=None, tools=None, thinking=False, max_tokens=tokens,
-        temperature=0.0, cases=tuple(cases), default=False, sha256=sha256_text(msgspec.json.encode(content).decode()), **fields,
+        temperature=0.0, cases=tuple(cases), default=False, sha256=sha256_text(msgspec.json.encode(content).decode()),
+        gates=(*gates, "logged_tool") if with_tools else gates,
     )  # fmt: skip
+    return dataclasses.replace(workload, **more)
 
 
 # ---- traces

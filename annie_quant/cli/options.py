@@ -54,17 +54,17 @@ class Argument:
     """A field that is given by its position."""
 
 
-class CommaSeparated(click.ParamType[tuple[Any, ...]]):
+class CommaSeparated(click.ParamType[tuple[object, ...]]):
     """Values of one type, separated by commas."""
 
     name = "text"
 
-    def __init__(self, kind: Callable[[str], Any]) -> None:
+    def __init__(self, kind: Callable[[str], object]) -> None:
         self.kind = kind
 
     def convert(
-        self, value: str | tuple[Any, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Any, ...]:
+        self, value: str | tuple[object, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[object, ...]:
         if isinstance(value, tuple):
             return value
         try:

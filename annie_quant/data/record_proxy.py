@@ -39,7 +39,7 @@ from annie_quant.data.log_records import Unusable
 from annie_quant.data.masking import Scanner
 
 if TYPE_CHECKING:
-    from aiohttp import ClientSession, web
+    from aiohttp import ClientResponse, ClientSession, web
 
 MAX_HELD_BYTES = 256_000_000
 MAX_CLIENTS = 512
@@ -417,7 +417,7 @@ class _Passed:
         finally:
             timer.cancel()
 
-    async def _return(self, answer: Any) -> web.StreamResponse:
+    async def _return(self, answer: ClientResponse) -> web.StreamResponse:
         import aiohttp
         from aiohttp import web
 
@@ -452,7 +452,7 @@ class _Passed:
         return response
 
 
-def _fail_when_closed(answer: Any) -> None:
+def _fail_when_closed(answer: ClientResponse) -> None:
     """Make reading an answer fail when its connection is closed. aiohttp's parser does not after an invalid chunk size."""
     import aiohttp
 

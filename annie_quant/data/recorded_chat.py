@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.resume import JsonLines
@@ -28,6 +28,8 @@ from annie_quant.data.masking import MASK, Scanner
 from annie_quant.documents import ChatMessage, LoggedChat
 from annie_quant.stream import decode
 from annie_quant.stream.answer import MAX_NAME, Frame
+
+T = TypeVar("T")
 
 MAX_REQUEST_BYTES = 8_000_000
 MAX_ANSWER_BYTES = 16_000_000  # also after decompression
@@ -191,7 +193,7 @@ def _reason(value: object) -> str | None:
     return value[:MAX_NAME] if isinstance(value, str) else None
 
 
-def without(value: object, secrets: Redactor) -> Any:
+def without(value: T, secrets: Redactor) -> T:
     """Return a JSON value without the given secrets, also where they are encoded or spread over texts, and in names."""
     if not secrets:
         return value
@@ -205,7 +207,7 @@ def without(value: object, secrets: Redactor) -> Any:
         i = next(positions)
         return _cut(texts[i], spans[i]) if i in spans else text
 
-    return _changed(value, masked)
+    return cast("T", _changed(value, masked))
 
 
 def _texts(value: object) -> Iterator[str]:

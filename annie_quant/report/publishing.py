@@ -15,7 +15,8 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -344,7 +345,7 @@ def _send(api: HfApi, plan: UploadPlan) -> None:
         )
 
 
-def _check_visibility(errors: Any, api: HfApi, plan: UploadPlan) -> None:
+def _check_visibility(errors: ModuleType, api: HfApi, plan: UploadPlan) -> None:
     try:
         repository = api.repo_info(plan.repo_id, repo_type="model")
     except errors.RepositoryNotFoundError:

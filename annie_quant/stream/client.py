@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Request:
 
 
 def chat(
-    url: str, model: str | None, messages: Sequence[Mapping[str, object]], tag: object = None, **fields: Any
+    url: str, model: str | None, messages: Sequence[Mapping[str, object]], tag: object = None, **fields: object
 ) -> Request:
     """Return a request for a streamed chat completion that includes usage.
 
@@ -71,7 +71,7 @@ def chat(
     url = url.rstrip("/")
     if not url.endswith("/chat/completions"):
         url += "/chat/completions" if url.endswith("/v1") else "/v1/chat/completions"
-    return Request(url, json=body, tag=tag, **options)
+    return replace(Request(url, json=body, tag=tag), **options)
 
 
 class Cancel:
@@ -214,7 +214,7 @@ class _Plan:
             raise RequestError(str(error)) from None
 
 
-def _run(plan: _Plan, concurrency: int | None, cancel: Cancel, options: Mapping[str, Any]) -> Timings:
+def _run(plan: _Plan, concurrency: int | None, cancel: Cancel, options: Mapping[str, object]) -> Timings:
     module = native.load("_stream")
     requests = plan.requests
     if concurrency is None:
@@ -252,7 +252,7 @@ def _run(plan: _Plan, concurrency: int | None, cancel: Cancel, options: Mapping[
     return timings
 
 
-def _row(r: Request) -> tuple[Any, ...]:
+def _row(r: Request) -> tuple[object, ...]:
     body, headers = r.body, [(str(name), str(value)) for name, value in (r.headers or {}).items()]
     if r.json is not None:
         if body is not None:

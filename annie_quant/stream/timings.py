@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -22,6 +22,9 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.stream import answer as answers
 from annie_quant.stream import decode
 from annie_quant.stream.answer import MAX_NAME, Frame, StreamedAnswer
+
+if TYPE_CHECKING:
+    import pandas
 
 SCHEMA_VERSION = 1
 _MASK = ord("*")
@@ -197,12 +200,10 @@ class Timings:
         array = {"requests": self.requests, "events": self.events, "reads": self.reads}[table]
         return {name: array[name] for name in array.dtype.names or ()}
 
-    def to_pandas(self, table: str = "events") -> Any:
+    def to_pandas(self, table: str = "events") -> pandas.DataFrame:
         """Return a DataFrame over the same memory (`table`: events, reads, requests), or of the records."""
-        pandas = need("pandas", "notebooks")
-        if table == "records":
-            return pandas.DataFrame(self.records())
-        return pandas.DataFrame(self.columns(table), copy=False)
+        frame = need("pandas", "notebooks").DataFrame
+        return frame(self.records()) if table == "records" else frame(self.columns(table), copy=False)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write folder/timings.npz: raw frames, stamps, response headers. The requests' secrets are not in it."""

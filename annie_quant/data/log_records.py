@@ -207,16 +207,16 @@ def _answer(record: Record) -> object:
         value = _object_in(record, key)
         if isinstance(value, Mapping):
             body = inner if isinstance(inner := value.get("body"), Mapping) else value
-            if (choice := _first_choice(body)) is not None:
+            if (choice := first_choice(body)) is not None:
                 return choice.get("message")
             if body.get("role") == "assistant":
                 return body
         elif isinstance(value, str) and value.strip() and key != "completion":
             return {"role": "assistant", "content": value}
-    return (_first_choice(record) or {}).get("message")
+    return (first_choice(record) or {}).get("message")
 
 
-def _first_choice(body: Record) -> Record | None:
+def first_choice(body: Record) -> Record | None:
     choices = body.get("choices")
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else None
 

@@ -222,11 +222,9 @@ def transport_fault_of(
     if cause in _STOPPED:
         return _STOPPED[cause]
     if os_errno in (errno.EMFILE, errno.ENFILE):
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return (
-            "file_descriptors",
-            f"no file descriptor left for a connection (limit {limit}): raise ulimit -n, or lower the concurrency",
-        )
+        limit = f"limit {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+        message = f"no file descriptor left for a connection ({limit}): raise ulimit -n, or lower the concurrency"
+        return "file_descriptors", message
     if os_errno == errno.ECONNREFUSED:
         return "refused", f"connection refused: {text}"
     if os_errno == errno.ECONNRESET:

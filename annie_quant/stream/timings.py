@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,16 @@ class PlannedRequest:
     url: str
     timeout_s: float | None = None
     idle_timeout_s: float | None = None
+
+
+class RecordedPlan(msgspec.Struct):
+    """The plan of a recording, with what `Timings` has besides arrays."""
+
+    schema_version: int
+    origin_ns: int
+    origin_realtime_ns: int
+    asked: list[PlannedRequest]
+    realtime: bool = False
 
 
 HTTP_NAMES = {1: "1.0", 2: "1.1", 3: "2"}  # libcurl's CURL_HTTP_VERSION_*
@@ -210,13 +220,7 @@ class Timings:
         from annie_quant.core.files import replacing  # imports hashlib: 3 MB that a run does not need
 
         path = Path(folder) / FILE_NAME
-        plan = {
-            "schema_version": SCHEMA_VERSION,
-            "origin_ns": self.origin_ns,
-            "origin_realtime_ns": self.origin_realtime_ns,
-            "realtime": self.realtime,
-            "asked": [asdict(p) for p in self.plan],
-        }
+        plan = RecordedPlan(SCHEMA_VERSION, self.origin_ns, self.origin_realtime_ns, self.plan, self.realtime)
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         plan_bytes = np.frombuffer(msgspec.json.encode(plan), dtype=np.uint8)
         # As numpy.savez_compressed, in a third of its time: the content is text and stamps, and runs have many files.
@@ -233,22 +237,19 @@ class Timings:
         path = path / FILE_NAME if path.is_dir() else path
         try:
             with np.load(path, allow_pickle=False) as archive:
-                plan = msgspec.json.decode(archive["plan"].tobytes())
+                content = archive["plan"].tobytes()
                 arrays = [np.asarray(archive[name]) for name in _ARRAYS]  # a member that is not .npy is bytes
-            version = plan["schema_version"]
+            version = msgspec.json.decode(content)["schema_version"]
+            if version == SCHEMA_VERSION:
+                plan = msgspec.json.decode(content, type=RecordedPlan)
+                _check_arrays(len(plan.asked), *arrays)
         except Exception as error:  # numpy and zipfile raise many types
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             raise EnvironmentFault(f"{path} is not a recording of a run: {reason}") from error
         if version != SCHEMA_VERSION:
             raise EnvironmentFault(f"{path} has schema_version {version}, expected {SCHEMA_VERSION}")
-        try:
-            planned = msgspec.convert(plan["asked"], list[PlannedRequest])
-            origin_ns, origin_realtime_ns = (msgspec.convert(plan[k], int) for k in ("origin_ns", "origin_realtime_ns"))
-            _check_arrays(len(planned), *arrays)
-        except (KeyError, ValueError) as error:
-            raise EnvironmentFault(f"{path} is not a recording of a run: {error}") from error
-        realtime = plan.get("realtime", False)
-        return cls(planned, *arrays, origin_ns=origin_ns, origin_realtime_ns=origin_realtime_ns, realtime=realtime)
+        origins = {"origin_ns": plan.origin_ns, "origin_realtime_ns": plan.origin_realtime_ns}
+        return cls(plan.asked, *arrays, realtime=plan.realtime, **origins)
 
 
 # ---- a recording's arrays

@@ -111,10 +111,8 @@ class Demo:
     def __init__(self, directory: RunDirectory, settings: DemoSettings, console: Console) -> None:
         persona, workloads = settings.persona, settings.workloads
         ours = persona is None and workloads is None
-        self.persona, self.served = (
-            data.load_persona(persona or "annie"),
-            resolve(persona, SERVED if ours else workloads),
-        )
+        self.persona = data.load_persona(persona or "annie")
+        self.served = resolve(persona, SERVED if ours else workloads)
         self.dir, self.n_served = directory, settings.n_served
         self.answers = ProcessJob(
             reference=str(MODEL),
@@ -183,19 +181,9 @@ class Demo:
                 bench.Backend(name, server.url, meta={"model": name, "source": source, "pid": server.pid})
                 for name, server in zip(BACKENDS, servers, strict=True)
             ]
-            resume = self.same_bench_settings()
-            result = bench.run(
-                backends,
-                workloads,
-                self.dir.path,
-                warmup=1,
-                runs=1,
-                progress=progress,
-                resume=resume,
-                candidate=CANDIDATE,
-                reference="bf16",
-                incumbent=INCUMBENT,
-            )
+            roles = {"candidate": CANDIDATE, "reference": "bf16", "incumbent": INCUMBENT}
+            once = {"warmup": 1, "runs": 1, "resume": self.same_bench_settings()}
+            result = bench.run(backends, workloads, self.dir.path, progress=progress, **once, **roles)
         finally:
             for server in servers:
                 server.stop()
@@ -299,15 +287,12 @@ def _counted(gates: Sequence[JudgedGate]) -> str:
     for gate in sorted(gates, key=lambda g: g.pair.p if g.pair else 1.0):
         first.setdefault(gate.title, gate)
     texts = [
-        f"{title} ({gate.pair.lost} of {gate.pair.n} lost and {gate.pair.won} won, {gate.where})"
-        if gate.pair
-        else title
-        for title, gate in first.items()
+        f"{t} ({g.pair.lost} of {g.pair.n} lost and {g.pair.won} won, {g.where})" if g.pair else t
+        for t, g in first.items()
     ]
     if len(texts) > SHOWN + 1:
         texts = [*texts[:SHOWN], f"{len(texts) - SHOWN} more gates"]
-    *first_texts, last = texts
-    return f"{', '.join(first_texts)} and {last}" if first_texts else last
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 
 
 def speed(aggregates: Aggregates, candidate: ModelRow, incumbent: ModelRow) -> list[str]:
@@ -315,10 +300,8 @@ def speed(aggregates: Aggregates, candidate: ModelRow, incumbent: ModelRow) -> l
     parts = []
     for metric, text in (("decode_tok_s", "writes {} tokens/s"), ("ttft_content_ms", "begins after {} ms")):
         row = compared_with(aggregates, candidate.name, incumbent.name, metric)
-        if row is None or row.median_a is None or row.median_b is None:
-            continue
-        same = "" if row.significant else ", no significant difference"
-        parts.append(
-            f"{text.format(three_digits(row.median_b))} ({incumbent.label}: {three_digits(row.median_a)}{same})"
-        )
+        if row is not None and row.median_a is not None and row.median_b is not None:
+            ours, theirs = map(three_digits, (row.median_b, row.median_a))
+            same = "" if row.significant else ", no significant difference"
+            parts.append(f"{text.format(ours)} ({incumbent.label}: {theirs}{same})")
     return [f"In llama.cpp on this CPU {candidate.label} {' and '.join(parts)}."] if parts else []

@@ -188,10 +188,10 @@ def original_plan(bench: Bench, records: Records) -> Json:
 
 def _original_test(records: Records) -> Json:
     """Return the medians of the requests without an error, and all requests."""
-    medians = {}
+    medians: Json = {}
     for key, field in _ORIGINAL.items():
-        if values := [v for r in records if (v := getattr(r, field)) is not None and not r.error]:
-            medians[f"{key}_p50"] = float(statistics.median(values))
+        values = [v for r in records if (v := getattr(r, field)) is not None and not r.error]
+        medians |= _figures(values, {f"{key}_p50": "median"})
     runs = [
         {key: getattr(r, field) for key, field in _ORIGINAL.items()}
         | {"cold_start": r.cold, "error": r.error or None, "response": r.text}

@@ -127,11 +127,8 @@ def bench(options: BenchOptions) -> None:
         settings["trace_speeds"] = options.trace_speed
     if options.sustain_s:
         requests = sum(max(1, len(w.cases)) for w in workloads) * len(backends)
-        settings |= {
-            "budget_s": options.sustain_s,
-            "sustained": True,
-            "runs": max(2, math.ceil(SUSTAINED_PER_S * options.sustain_s / requests)),
-        }
+        runs = max(2, math.ceil(SUSTAINED_PER_S * options.sustain_s / requests))
+        settings |= {"budget_s": options.sustain_s, "sustained": True, "runs": runs}
     directory = RunDirectory(output)
     with directory.locked():
         with console.task("bench") as step:
@@ -149,14 +146,10 @@ def bench(options: BenchOptions) -> None:
         console.print_lines(tables.served_lines(done.aggregates.served, console.width))
         console.print_verdict(result)
     if compared:
-        if compared.left_out:
-            console.note(
-                f"{len(compared.left_out)} prompts have another content than in {stored} and are left out: "
-                + ", ".join(compared.left_out[:3])
-            )
-        for line in timing.losses(compared):
+        left_out = f"{len(compared.left_out)} prompts have another content than in {stored} and are left out: "
+        notes = [left_out + ", ".join(compared.left_out[:3])] if compared.left_out else []
+        for line in (*notes, *timing.losses(compared), f"against {stored}: {compared.outcome}"):
             console.note(line)
-        console.note(f"against {stored}: {compared.outcome}")
     sys.exit(0 if verdict.passed and not (compared and compared.lost) else 1)
 
 

@@ -146,24 +146,21 @@ def serve(options: ServeOptions) -> None:
 
     Before a command is printed or a recipe written the checkpoint is audited: one that the runtime does not load is refused.
     """
-    model, serving = options.model, annie_quant.serve
+    model, runtime, port, serving = options.model, options.runtime, options.port, annie_quant.serve
     chosen: dict[str, Any] = {"recipe": options.use} if options.use else {}
     if options.write_recipe or options.dry_run:
-        for note in serving.check(model, runtime=options.runtime, **chosen):
+        for note in serving.check(model, runtime=runtime, **chosen):
             console.note(note)
-        runtime, port = options.runtime, options.port
         if options.write_recipe:
             echo(str(serving.write_recipe(model, options.write_recipe, runtime, port, **chosen)))
         if options.dry_run:
             echo(serving.command(model, runtime, port, **chosen))
         return
-    with console.task(f"{options.runtime} on port {options.port}") as step:
-        server = serving.start(model, runtime=options.runtime, port=options.port, progress=step, **chosen)
-    console.note(f"ready: {server.url}/v1   (Ctrl-C stops it)")
-    try:
+    with console.task(f"{runtime} on port {port}") as step:
+        server = serving.start(model, runtime=runtime, port=port, progress=step, **chosen)
+    with server:
+        console.note(f"ready: {server.url}/v1   (Ctrl-C stops it)")
         server.wait()
-    finally:
-        server.stop()
 
 
 NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  # then what it prints

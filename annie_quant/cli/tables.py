@@ -10,20 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from annie_quant import documents
 from annie_quant.core.templates import render_markdown
-from annie_quant.documents import (
-    Evaluation,
-    GateResult,
-    NumericsResult,
-    OfflineSide,
-    Outcome,
-    PairedGate,
-    PairedVerdict,
-    PooledGates,
-    SearchNumerics,
-    SearchResult,
-    ServedSide,
-)  # fmt: skip
 from annie_quant.judge.decision import POOLED, member_verdict
 from annie_quant.judge.decision.rule import points, title
 
@@ -34,7 +22,10 @@ AGAINST = {
     "label": "with the workload's labels",
     "rule": "with a rule alone",
 }
-ABSOLUTE: dict[Outcome, str] = {"pass": "meets", "fail": "misses", "undecided": "undecided"}
+ABSOLUTE: dict[documents.Outcome, str] = {"pass": "meets", "fail": "misses", "undecided": "undecided"}
+
+
+JudgedSide = documents.ServedSide | documents.OfflineSide | documents.NumericsResult | documents.SearchNumerics
 
 
 @dataclass(frozen=True)
@@ -42,12 +33,12 @@ class Column:
     """One side: its gates, and its answers paired with the reference's (empty where there is none)."""
 
     name: str
-    gates: Mapping[str, GateResult]
-    paired: Mapping[str, PairedGate] = field(default_factory=dict)
-    pooled: PooledGates | None = None
+    gates: Mapping[str, documents.GateResult]
+    paired: Mapping[str, documents.PairedGate] = field(default_factory=dict)
+    pooled: documents.PooledGates | None = None
 
     @classmethod
-    def of(cls, name: str, side: ServedSide | OfflineSide | NumericsResult | SearchNumerics) -> Column:
+    def of(cls, name: str, side: JudgedSide) -> Column:
         return cls(name, side.gates, side.paired, side.pooled)
 
     @property
@@ -56,7 +47,10 @@ class Column:
 
 
 def gate_lines(
-    reference: Mapping[str, GateResult] | None, columns: Sequence[Column], width: int = WIDTH, name: str = "bf16"
+    reference: Mapping[str, documents.GateResult] | None,
+    columns: Sequence[Column],
+    width: int = WIDTH,
+    name: str = "bf16",
 ) -> list[str]:
     """Return one row per gate and one column per side, in as many tables as the width needs.
 
@@ -101,14 +95,14 @@ def _tables(head: Sequence[list[str]], cells: Sequence[list[str]], width: int) -
     return tables
 
 
-def _basis_note(gates: Mapping[str, GateResult]) -> str:
+def _basis_note(gates: Mapping[str, documents.GateResult]) -> str:
     names = {basis: [r.title or title(gate) for gate, r in gates.items() if r.basis == basis] for basis in AGAINST}
     return "; ".join(f"{text}: {', '.join(names[basis])}" for basis, text in AGAINST.items() if names[basis])
 
 
-def _ordered(tables: Sequence[Mapping[str, GateResult]]) -> dict[str, GateResult]:
+def _ordered(tables: Sequence[Mapping[str, documents.GateResult]]) -> dict[str, documents.GateResult]:
     """Return the gates of all tables, deciding ones first."""
-    first: dict[str, GateResult] = {}
+    first: dict[str, documents.GateResult] = {}
     for table in tables:
         for gate, result in table.items():
             if gate not in first or (first[gate].advisory and not result.advisory):
@@ -122,13 +116,13 @@ def _finds(columns: Sequence[Column], gate: str) -> str:
     return f"{100 * max(known):.1f}" if known else ""
 
 
-def _passes(result: GateResult | None, n: int) -> str:
+def _passes(result: documents.GateResult | None, n: int) -> str:
     if result is None:
         return "–"
     return str(result.passes) if result.n == n else f"{result.passes}/{result.n}"
 
 
-def _column(column: Column, gates: Mapping[str, GateResult], n: Mapping[str, int]) -> list[str]:
+def _column(column: Column, gates: Mapping[str, documents.GateResult], n: Mapping[str, int]) -> list[str]:
     cells = [column.name]
     for gate in gates:
         result, pair = column.gates.get(gate), column.paired.get(gate)
@@ -160,11 +154,11 @@ def _rows(columns: Sequence[Sequence[str]], advisory: Sequence[bool]) -> list[st
     return lines
 
 
-def evaluation_lines(evaluation: Evaluation, name: str, width: int = WIDTH) -> list[str]:
+def evaluation_lines(evaluation: documents.Evaluation, name: str, width: int = WIDTH) -> list[str]:
     """Return an evaluation's verdict, its gates next to the reference's, and the absolute requirements."""
     columns = [Column.of(kind, side) for kind, side in evaluation.numerics.items()]
     tables = {"bf16": evaluation.reference_gates, **{c.name: c.gates for c in columns}}
-    verdict = evaluation.verdict or PairedVerdict()
+    verdict = evaluation.verdict or documents.PairedVerdict()
     return [
         *wrap(f"{name} against {Path(evaluation.reference).name}: {verdict.verdict}", width),
         "",
@@ -175,7 +169,7 @@ def evaluation_lines(evaluation: Evaluation, name: str, width: int = WIDTH) -> l
     ]
 
 
-def served_lines(served: Mapping[str, ServedSide], width: int = WIDTH) -> list[str]:
+def served_lines(served: Mapping[str, documents.ServedSide], width: int = WIDTH) -> list[str]:
     """Return the gates of a benchmark's sides next to their reference's, and the absolute requirements."""
     judged = {name: side for name, side in served.items() if side.judged_by}
     references = dict.fromkeys(str(side.judged_by) for side in judged.values())
@@ -219,11 +213,11 @@ def _missed(column: Column) -> str:
     return "; ".join(f"misses {r.requirement or r.title or gate} ({r.passes} of {r.n})" for gate, r in rows)
 
 
-def _absolute(result: GateResult) -> Outcome:
+def _absolute(result: documents.GateResult) -> documents.Outcome:
     return result.meets if result.meets is not None else result.verdict
 
 
-def requirement_lines(columns: Mapping[str, Mapping[str, GateResult]], width: int = WIDTH) -> list[str]:
+def requirement_lines(columns: Mapping[str, Mapping[str, documents.GateResult]], width: int = WIDTH) -> list[str]:
     """Return per side which absolute requirements it meets, misses or leaves undecided. columns: by side."""
     lines = []
     for name, gates in columns.items():
@@ -235,7 +229,7 @@ def requirement_lines(columns: Mapping[str, Mapping[str, GateResult]], width: in
     return lines
 
 
-def verdict_lines(verdict: PairedVerdict, width: int = WIDTH) -> list[str]:
+def verdict_lines(verdict: documents.PairedVerdict, width: int = WIDTH) -> list[str]:
     """Return the decision and its reasons."""
     texts = (verdict.sentence, *(f"- {reason}" for reason in verdict.reasons))
     return [line for text in texts for line in wrap(text, width)]
@@ -257,9 +251,9 @@ def wrap_tree(line: str, width: int = WIDTH) -> list[str]:
 # ---- a search
 
 
-def search_page(result: SearchResult) -> str:
+def search_page(result: documents.SearchResult) -> str:
     """Return search.json as Markdown."""
-    models = [("bf16", result.reference, dict[str, PairedGate]())] if result.reference else []
+    models = [("bf16", result.reference, dict[str, documents.PairedGate]())] if result.reference else []
     for row in result.strategies:
         models += [(f"{row.strategy} {kind.upper()}", side.gates, side.paired) for kind, side in row.numerics.items()]
     return render_markdown(
@@ -271,7 +265,7 @@ def search_page(result: SearchResult) -> str:
     )
 
 
-def search_outcome(result: SearchResult) -> str:
+def search_outcome(result: documents.SearchResult) -> str:
     """Return the search's outcome as one sentence."""
     required = " and ".join(n.upper() for n in result.required)
     if result.chosen:
@@ -280,7 +274,7 @@ def search_outcome(result: SearchResult) -> str:
     return result.stopped or f"None of {len(result.strategies)} strategies keeps every gate under {required}."
 
 
-def search_tree(result: SearchResult) -> list[str]:
+def search_tree(result: documents.SearchResult) -> list[str]:
     """Return the path through the decision tree, one line per step."""
     lines = ["Does the bf16 model have the manners itself?"]
     if result.stopped:

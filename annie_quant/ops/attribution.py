@@ -9,7 +9,7 @@ which the base's second measurement is the base: what changes there is noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from annie_quant.bench.run_folder import read_records, workload_settings
 from annie_quant.core.errors import CheckpointError, ServerError, UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import keyed_folder
+from annie_quant.core.templates import render_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import RequestRecord
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
@@ -31,9 +32,8 @@ from annie_quant.ops.attribution_plan import ArmResult, Conclusion, Effect, Fact
 from annie_quant.ops.attribution_servers import Target, Varied, ineffective, request_settings, title
 
 FILE = "attribution.json"
-MARGIN = (
-    0.05  # of answers without a label that may differ from the base's: a harmless change of the arithmetic changes some
-)
+# Of answers without a label that may differ from the base's: a harmless change of the arithmetic changes some.
+MARGIN = 0.05
 HANGS = 3  # requests without an answer in a row after which a server counts as hanging
 
 
@@ -240,15 +240,7 @@ def outcome(result: ArmResult) -> str:
     return f"lost {result.effect.lost}, won {result.effect.won} of {result.effect.n}, p {result.effect.p:.2g}"
 
 
-def lines(result: Attribution) -> Iterator[str]:
-    """Yield what was measured: each arm, what could not be tested, and what cannot be changed."""
-    for arm in result.arms:
-        yield f"{arm_name(arm)}: {outcome(arm)}" + (" (worse)" if is_broken(arm) else "")
-    for name, why in result.conclusion.untested.items():
-        yield f"not tested: {title(name)}: {why}"
-    for why in sorted({*result.fixed.values()}):
-        yield f"cannot be changed: {', '.join(title(n) for n, w in result.fixed.items() if w == why)} ({why})"
-    if result.in_text:
-        yield f"{result.in_text} answers have a tool call in their text: the server's tool parser did not read it"
-    if result.conclusion.unfinished:
-        yield f"ended early: {result.conclusion.unfinished}"
+def lines(result: Attribution) -> list[str]:
+    """Return what was measured: each arm, what could not be tested, and what cannot be changed."""
+    words = {"arm_name": arm_name, "outcome": outcome, "is_broken": is_broken, "title": title}
+    return render_text("attribution.txt", result=result, **words).splitlines()

@@ -104,10 +104,8 @@ def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:
     if not config.workloads:
         raise UsageError("no workload to measure", "name one: --workloads greeting")
     if config.runs < 1 or config.warmup < 0 or (config.n is not None and config.n < 1):
-        raise UsageError(
-            "runs and n must be 1 or more and warmup 0 or more; "
-            f"got runs={config.runs}, n={config.n}, warmup={config.warmup}"
-        )
+        got = f"runs={config.runs}, n={config.n}, warmup={config.warmup}"
+        raise UsageError(f"runs and n must be 1 or more and warmup 0 or more; got {got}")
     if not config.loads:
         raise UsageError("no load to measure under", "give a concurrency or a rate")
     for backend in config.backends:
@@ -160,9 +158,7 @@ def _plan_load(backends: Sequence[str], workloads: Sequence[Workload], config: B
     rng = random.Random(f"{config.seed}/{load.label}")
     together = requests_together(load)
     groups: list[tuple[Workload, tuple[tuple[Case, int], ...]]] = []
-    for workload in workloads:
-        if not applies(load, workload):
-            continue
+    for workload in (w for w in workloads if applies(load, w)):
         chosen = choose(workload, config.n, config.seed)
         requests = [(case, repeat) for repeat in range(config.runs) for case in chosen]
         if load.trace_speed is None:
@@ -246,25 +242,15 @@ def sized(
     if not any(w.context is not None and (w.context.tokens or any(c.blocks for c in w.cases)) for w in workloads):
         return list(workloads)
     path = folder / "context.json"
-    if path.exists():
-        measured = documents.decode(ContextSize, path).words_per_token
-    else:
-        tokens = prompt_tokens(_sample())
+    if not path.exists():
+        case = {"id": "words", "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}]}
+        sample = build_workload({"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]})
+        tokens = prompt_tokens(sample.request(sample.cases[0]))
         if not tokens:
             return list(workloads)
-        measured = min(HIGHEST, max(LOWEST, SAMPLE_WORDS / tokens))
-        documents.write(path, ContextSize(words_per_token=measured))
-    return [
-        w if w.context is None else replace(w, context=msgspec.structs.replace(w.context, words_per_token=measured))
-        for w in workloads
-    ]
-
-
-def _sample() -> JsonObject:
-    """Return the request whose prompt is SAMPLE_WORDS words of the context text."""
-    case = {"id": "words", "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}]}
-    workload = build_workload({"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]})
-    return workload.request(workload.cases[0])
+        documents.write(path, ContextSize(words_per_token=min(HIGHEST, max(LOWEST, SAMPLE_WORDS / tokens))))
+    size = {"words_per_token": documents.decode(ContextSize, path).words_per_token}
+    return [replace(w, context=msgspec.structs.replace(w.context, **size)) if w.context else w for w in workloads]
 
 
 # ---- when to stop early without more false findings: interim looks (group-sequential), of which the early ones use little alpha
@@ -295,13 +281,10 @@ def open_questions(
     roles: None: those that follow from the order of the backends.
     """
     undecided = [*_open_gates(records, backends, greedy, roles)]
-    pairs = [
-        (f"{a} against {b}: {metric}", result)
-        for a, b, metric, result in compared_times(records, backends, confidence=1 - LEVEL)
-    ]
-    for (title, result), p in zip(pairs, holm([result.p for _, result in pairs]), strict=True):
+    times = [*compared_times(records, backends, confidence=1 - LEVEL)]
+    for (a, b, metric, result), p in zip(times, holm([result.p for *_, result in times]), strict=True):
         if not (p is not None and p < LEVEL) and not _equivalent(result):
-            undecided.append(title)
+            undecided.append(f"{a} against {b}: {metric}")
     return undecided
 
 

@@ -67,14 +67,9 @@ def replay(paths: Iterable[PathLike], n: int, seed: int = 0, problems: Problems 
     """Return a workload of at most n logged conversations, a seeded sample. Raises UsageError where the logs have none."""
     problems, rng = problems or Problems(), random.Random(f"{seed}/replay")
     chosen: list[tuple[int, Conversation, list[LoggedTurn]]] = []
-    usable = 0
     for number, conversation in enumerate(read_logs(paths, problems, MAX_CHARACTERS)):
-        turns = turns_of(conversation.messages)
-        if not turns:
-            problems.add("a conversation without a user's message", conversation.source)
-            continue
-        usable += 1
-        at = len(chosen) if len(chosen) < n else rng.randrange(usable)
+        turns = turns_of(conversation.messages)  # every conversation that is read has a user's message
+        at = len(chosen) if len(chosen) < n else rng.randrange(number + 1)
         if at < n:
             chosen[at : at + 1] = [(number, conversation, turns)]
     if not chosen:

@@ -37,7 +37,6 @@ from annie_quant.core.untrusted import JsonObject
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
 
 MAX_CELL = 2000  # characters of a table's cell
 MAX_LINE = 20_000  # of an error or a note
@@ -89,8 +88,9 @@ def is_secondary_process() -> bool:
 class TerminalTask:
     """Progress of one task (annie_quant.core.progress.Progress) as a bar on a terminal; `state` is its last report as a line."""
 
-    def __init__(self, bar: RichProgress | None, task: TaskID | None, title: str) -> None:
-        self._bar, self._task, self._title = bar, task, title
+    def __init__(self, title: str, bar: RichProgress | None = None) -> None:
+        self._title, self._bar = title, bar
+        self._task = bar.add_task(literal(title), total=None) if bar else None
         self.state = ""
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
@@ -164,7 +164,7 @@ class TerminalConsole:
         from rich import progress
 
         if is_secondary_process():
-            yield TerminalTask(None, None, title)
+            yield TerminalTask(title)
             return
         start = time.monotonic()
         if self.err.is_terminal:
@@ -177,9 +177,9 @@ class TerminalConsole:
                 progress.TimeRemainingColumn(),
             )
             with progress.Progress(*columns, console=self.err, transient=True) as bar:
-                yield TerminalTask(bar, bar.add_task(literal(title), total=None), title)
+                yield TerminalTask(title, bar)
         else:
-            step = TerminalTask(None, None, title)
+            step = TerminalTask(title)
 
             def beat(elapsed_s: float) -> None:
                 # Not through rich, which on a broken pipe closes stdout, too.

@@ -196,7 +196,6 @@ def _columns(path: Path, suffix: str) -> Iterator[tuple[int, object]]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
     try:
         if suffix == ".parquet":
             batches: Any = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=BATCH_ROWS)
@@ -207,11 +206,9 @@ def _columns(path: Path, suffix: str) -> Iterator[tuple[int, object]]:
             except pyarrow.ArrowInvalid:
                 reader = pyarrow.ipc.open_file(source)
                 batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        for batch in batches:
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                for row in batch.slice(start, BATCH_ROWS).to_pylist():
-                    number += 1
-                    yield number, _without_none(row)
+        slices = (batch.slice(at, BATCH_ROWS) for batch in batches for at in range(0, batch.num_rows, BATCH_ROWS))
+        for number, row in enumerate(itertools.chain.from_iterable(part.to_pylist() for part in slices), 1):
+            yield number, _without_none(row)
     except pyarrow.ArrowException as error:
         raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
 

@@ -66,14 +66,12 @@ def fitted(words: list[str], model: Path, parsers: Mapping[Form, str]) -> list[s
     tools gets no tool parser.
     """
     template, words = template_of(model), list(words)
-    if not template:
-        return words
-    if THINK not in template:
+    if template and THINK not in template:
         remove(words, "--reasoning-parser", 2)
-    if "tools" not in template:
+    if template and "tools" not in template:
         remove(words, "--tool-call-parser", 2)
         remove(words, "--enable-auto-tool-choice", 1)
-    elif "--tool-call-parser" in words and (parser := parsers.get(form_of(template))):
+    elif template and "--tool-call-parser" in words and (parser := parsers.get(form_of(template))):
         words[words.index("--tool-call-parser") + 1] = parser
     return words
 
@@ -225,8 +223,7 @@ class RecipeRuntime:
         command = self.words_for(model, chosen)
         words = [shlex.quote(fill.get(word, word)) if word != "{port}" else word for word in command]
         words = [word.replace("{", "{{").replace("}", "}}") if word.startswith("'{") else word for word in words]
-        start = " ".join(self.program)
-        line = " ".join([start, *(_model_first(words) if start else words)]).strip()
+        line = " ".join([*self.program, *_model_first(words)] if self.program else words)
         fields: dict[str, object] = {
             "recipe_version": "1",
             "name": f"{model.name}-{self.name}",

@@ -234,22 +234,18 @@ class Search:
 
 def try_draws(stages: Stages, row: documents.StrategyRow, prompts: Sequence[Workload], seeds: int) -> None:
     """Make and evaluate a strategy again from `seeds` - 1 further draws of calibration rows. It passes if it keeps in each."""
-
-    def reject(reason: str) -> None:
-        row.passed = False
-        row.why.append(reason)
-
     for seed in range(1, seeds):
+        fault = ""
         try:
             stages.quantize(row.strategy, seed)
             audit = stages.audit(row.strategy, seed)
+            fault = "" if audit.ok else f"calibration draw {seed}: {audit.summary}"
         except DiskFull:
             raise
         except AnnieError as error:
-            reject(f"calibration draw {seed} could not be made: {error.message}")
-            return
-        if not audit.ok:
-            reject(f"calibration draw {seed}: {audit.summary}")
+            fault = f"calibration draw {seed} could not be made: {error.message}"
+        if fault:
+            row.passed, row.why = False, [*row.why, fault]
             return
         folder = stages.checkpoint(row.strategy, seed)
         evaluation = stages.evaluate(drawn(row.strategy, seed), folder, prompts, ensemble=True)
@@ -261,7 +257,7 @@ def try_draws(stages: Stages, row: documents.StrategyRow, prompts: Sequence[Work
         row.draws.append(documents.CalibrationDraw(seed, verdict, gates))
         row.path.append(f"calibration draw {seed} → {verdict.sentence}")
         if verdict.verdict != "keeps":
-            reject(f"calibration draw {seed}: {verdict.sentence}")
+            row.passed, row.why = False, [*row.why, f"calibration draw {seed}: {verdict.sentence}"]
 
 
 def where(n: int) -> str:
@@ -346,38 +342,26 @@ def hardened_prompt(persona: Persona) -> str:
 def hardened(
     stages: Stages, strategy: str, workloads: Sequence[Workload], tables: Mapping[str, documents.GateTable]
 ) -> documents.Hardened | None:
-    """Evaluate the failing gates' prompts again under a hardened prompt.
-
-    tables: gates per numerics.
+    """Evaluate the failing gates' prompts again under a hardened prompt. tables: gates per numerics.
 
     Returns None if no gate fails that a prompt may restore.
     """
-    lost = {kind: [g for g in failing(table) if g in PROMPT_GATES] for kind, table in tables.items()}
-    lost = {kind: gates for kind, gates in lost.items() if gates}
-    lost_gates = {g for gates in lost.values() for g in gates}
-    plain = [w for w in workloads if lost_gates & set(w.gates) and w.persona and not w.system]
+    lost = [(kind, gate) for kind, table in tables.items() for gate in failing(table) if gate in PROMPT_GATES]
+    plain = [w for w in workloads if {gate for _, gate in lost} & {*w.gates} and w.persona and not w.system]
     prompts = [
         replace(w, system=hardened_prompt(load_persona(str(w.persona)))) for w in judge.sample(plain, HARDENED_N)
     ]
     if not prompts:
         return None
-    result = stages.evaluate(f"{strategy}-hardened", stages.checkpoint(strategy), prompts, numerics=tuple(lost))
+    numerics = tuple(dict.fromkeys(kind for kind, _ in lost))
+    result = stages.evaluate(f"{strategy}-hardened", stages.checkpoint(strategy), prompts, numerics=numerics)
     rows: dict[str, documents.HardenedGate] = {}
-    for kind, gates in lost.items():
-        for gate in gates:
-            after, reference = result.numerics[kind].gates.get(gate), result.reference_gates.get(gate)
-            if after is not None and reference is not None:
-                rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(
-                    before=counts(tables[kind][gate]),
-                    after=counts(after),
-                    reference=counts(reference),
-                    restored=restored(after, reference),
-                )
+    for kind, gate in lost:
+        after, reference = result.numerics[kind].gates.get(gate), result.reference_gates.get(gate)
+        if after is not None and reference is not None:
+            passes = [[r.passes, r.n] for r in (tables[kind][gate], after, reference)]
+            rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(*passes, restored=restored(after, reference))
     return documents.Hardened(rows, reading([row.restored for row in rows.values()]))
-
-
-def counts(gate: documents.GateResult) -> list[int]:
-    return [gate.passes, gate.n]
 
 
 def restored(after: documents.GateResult, reference: documents.GateResult) -> bool | None:

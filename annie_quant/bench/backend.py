@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -11,7 +12,7 @@ import re
 import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -211,13 +212,9 @@ def served_format(url: str, props: Mapping[str, object], model: Mapping[str, obj
     named = props.get("model_path") or model.get("root")
     if not isinstance(named, str) or not is_local(urllib.parse.urlsplit(url).hostname or ""):
         return None
-    path = Path(named)
-    try:
-        if path.is_dir():
-            return folder_format(path)
-        return gguf_format(path) if path.is_file() else None
-    except (AnnieError, OSError, ValueError):
-        return None
+    with contextlib.suppress(AnnieError, OSError, ValueError):
+        return folder_format(Path(named)) if Path(named).is_dir() else gguf_format(Path(named))
+    return None
 
 
 def folder_format(folder: Path) -> str | None:
@@ -232,24 +229,21 @@ def folder_format(folder: Path) -> str | None:
         return next((name[:100].upper() for name in names if isinstance(name, str) and name), "quantized")
     if (folder / "hf_quant_config.json").exists():
         return "quantized"
-    sizes: Counter[str] = Counter()
-    for tensor in ModelFolder(folder).tensors.values():
-        sizes[tensor.dtype] += tensor.size_bytes
-    return most(sizes)
+    return most((tensor.dtype, tensor.size_bytes) for tensor in ModelFolder(folder).tensors.values())
 
 
 def gguf_format(path: Path) -> str | None:
     """Return the type of most of a GGUF file's quantized values, else of most of its values: "Q4_K", "BF16"."""
     from annie_quant.checkpoint.gguf.reader import open_gguf
 
+    return most((tensor.tensor_type.name, int(tensor.n_elements)) for tensor in open_gguf(path).values())
+
+
+def most(tensors: Iterable[tuple[str, int]]) -> str | None:
+    """Return the format of most, from (format, size) of each tensor: of the quantized ones, if there are any."""
     sizes: Counter[str] = Counter()
-    for tensor in open_gguf(path).values():
-        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
-    return most(sizes)
-
-
-def most(sizes: Mapping[str, int]) -> str | None:
-    """Return the largest format: of the quantized ones, if there are any."""
+    for name, size in tensors:
+        sizes[name] += size
     quantized = {name: size for name, size in sizes.items() if name not in PLAIN}
     return max(quantized or sizes, key=lambda name: sizes[name], default=None)
 

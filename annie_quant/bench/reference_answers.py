@@ -43,10 +43,7 @@ def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], refere
     }
     before = [(dict(r.checks), dict(r.faults)) for r in records]
     own = keyed([r for r in reference if (r.workload, r.case) in cases])
-    answers: dict[Key, Answer] = {}
-    for record, key in own:
-        if not record.fault:
-            answers.setdefault(key, from_record(record))
+    answers = {key: from_record(record) for record, key in reversed(own) if not record.fault}  # the first of each
     unstable: set[tuple[Key, str]] = set()
     for record, key in own:
         _check(record, key, cases, answers, unstable=())

@@ -20,12 +20,11 @@ import msgspec
 
 from annie_quant import __version__
 from annie_quant.core.errors import UsageError
-from annie_quant.core.files import write_text
 from annie_quant.core.templates import render_html, render_markdown
 from annie_quant.core.text import visible
 from annie_quant.documents import Environment
 from annie_quant.judge.metrics import METRICS
-from annie_quant.report import comparison, format
+from annie_quant.report import comparison, format, write_files
 from annie_quant.report.format import CSS, DASH, SIGNS, count, interval, significant
 from annie_quant.report.pages import grid
 from annie_quant.report.run import LoadedRun, OfflineModel, ServedModel, load
@@ -104,11 +103,7 @@ class FigureChange:
 
 def build(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLike) -> list[Path]:
     """Write trends.html and trends.md into `output`; return their paths. Raises UsageError for fewer than two runs."""
-    files = compose(run_dirs)
-    folder = Path(output)
-    for name, text in files.items():
-        write_text(folder / name, text)
-    return [folder / name for name in files]
+    return write_files(Path(output), compose(run_dirs))
 
 
 def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:

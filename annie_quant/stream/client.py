@@ -340,23 +340,16 @@ def fetch(
 
     Redirects are not followed and the environment's proxies are not used, so a key is sent to the named origin only.
     """
-    timings = run(
-        [Request(url, headers=headers, timeout_s=timeout_s)],
-        kernel_stamps=False,
-        realtime=False,
-        max_event_bytes=max_bytes,
-        max_answer_bytes=max_bytes,
-    )
-    fault = transport_fault(timings, 0)
-    return HttpReply(
-        int(timings.requests["status"][0]), timings.headers(0), timings.body(0), fault[1] if fault else None
-    )
+    limits = {"max_event_bytes": max_bytes, "max_answer_bytes": max_bytes}
+    request = Request(url, headers=headers, timeout_s=timeout_s)
+    timings = run([request], kernel_stamps=False, realtime=False, **limits)
+    fault, status = transport_fault(timings, 0), int(timings.requests["status"][0])
+    return HttpReply(status, timings.headers(0), timings.body(0), fault[1] if fault else None)
 
 
 def first_model(body: bytes) -> str | None:
     """Return the name of the first model in an answer of /v1/models; None where there is none."""
     try:
-        name = decode_json(body)["data"][0]["id"]
-    except (ValueError, LookupError, TypeError):
+        return msgspec.convert(decode_json(body)["data"][0]["id"], str)
+    except (ValueError, LookupError, TypeError):  # also ValidationError
         return None
-    return name if isinstance(name, str) else None

@@ -34,7 +34,7 @@ def sample(pid: int) -> MemoryFigures:
     pids = host.process_tree(pid)
     return MemoryFigures(
         process_rss_bytes=host.resident_bytes(pids),
-        system_used_bytes=system_used(),
+        system_used_bytes=memory.used_bytes if (memory := host.memory()) else None,
         gpu_process_bytes=_gpu(pids),
     )
 
@@ -79,12 +79,6 @@ def highest(*samples: MemoryFigures) -> MemoryFigures:
     names = MemoryFigures.__struct_fields__
     values = {name: [v for s in samples if (v := getattr(s, name)) is not None] for name in names}
     return MemoryFigures(**{name: max(sizes, default=None) for name, sizes in values.items()})
-
-
-def system_used() -> int | None:
-    """Return MemTotal - MemAvailable in bytes; None where the kernel does not report them."""
-    memory = host.memory()
-    return memory.used_bytes if memory else None
 
 
 _gpu_bytes: dict[int, int] = {}

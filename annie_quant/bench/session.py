@@ -13,7 +13,7 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,21 +76,12 @@ def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload
     """Set the checks and faults of a record. An answer that is not complete fails each gate that applies to the case."""
     faults = judge.faults(answer, case.at_turn(record.turn), workload)
     if reason := incomplete(answer.error, answer.finish_reason):
-        applying = [gate for gate, fault in faults.items() if fault is not None or _is_of_each(gate)]
+        # A rule about the text, not a rate, applies to every answer.
+        rules = {gate for gate in faults if GATES[gate].basis == "rule" and not GATES[gate].two_sided}
+        applying = [gate for gate, fault in faults.items() if fault is not None or gate in rules]
         faults = {gate: faults[gate] or reason for gate in applying}
     record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
     record.faults = {gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided}
-
-
-def _is_of_each(gate: str) -> bool:
-    """Return whether a gate applies to every answer: a rule about the text, not a rate."""
-    return GATES[gate].basis == "rule" and not GATES[gate].two_sided
-
-
-def _hangs(elapsed_s: float, answered: Iterable[RequestRecord]) -> bool:
-    """Return whether a request that was stopped after elapsed_s was slow against the median of its backend's others."""
-    times = [r.e2e_ms for r in answered if r.e2e_ms is not None and not r.error]
-    return is_slow(1000 * elapsed_s, statistics.median(times) if times else 0.0)
 
 
 class Session:
@@ -365,8 +356,10 @@ class Session:
                 first_s = min(
                     (begins[tag] or 0.0 for tag, cause in cut.items() if cause == "deadline"), default=math.inf
                 )
-                answered = [r for r in self.done.values() if r.backend == backend.name]
-                self.hung = backend.name if _hangs(time.monotonic() - sent_s - first_s, answered) else ""
+                # A request that was stopped hangs where it was slow against the median of its backend's others.
+                others = [r.e2e_ms for r in self.done.values() if r.backend == backend.name and not r.error]
+                usual_ms = statistics.median([ms for ms in others if ms is not None] or [0.0])
+                self.hung = backend.name if is_slow(1000 * (time.monotonic() - sent_s - first_s), usual_ms) else ""
                 raise BudgetEnded
         return timings
 

@@ -64,7 +64,7 @@ class LlamaCpp:
             "port": port,
             "context": context,
             "parallel": parallel,
-            "threads": threads or default_threads(model),
+            "threads": threads or int(model.stat().st_size < SMALL_FILE_BYTES),
             "drafts": drafts,
             "kv_type": kv_type,
             "template": template.read_text(encoding="utf-8") if template else "",
@@ -94,11 +94,6 @@ class LlamaCpp:
 
     def write(self, model: Path, path: Path, port: int = 8000, recipe: str | None = None) -> Path:
         raise UsageError("llama.cpp has no recipe files", "choose vllm or sglang")
-
-
-def default_threads(model: Path) -> int:
-    """Return 1 for a small file; 0, llama.cpp's own default, for others."""
-    return 1 if model.stat().st_size < SMALL_FILE_BYTES else 0
 
 
 def environment() -> dict[str, str]:

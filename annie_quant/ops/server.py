@@ -141,7 +141,7 @@ def wait_ready(
         while time.monotonic() < deadline:
             if not server.alive:
                 raise ServerError(f"{server.name} stopped while starting: {cause_line(server.log)}", hint(server.log))
-            if (url := address()) and is_ready(url):
+            if (url := address()) and fetch(url.rstrip("/") + HEALTH, timeout_s=PROBE_S).status == 200:
                 server.url = url
                 return
             if time.monotonic() - checked > PHASE_S:
@@ -178,11 +178,6 @@ def start_at(
     server = spawn(words, log, name, env, container_file)
     wait_ready(server, lambda: f"http://127.0.0.1:{port}", timeout_s, progress)
     return server
-
-
-def is_ready(url: str) -> bool:
-    """Return whether GET url/health answers 200 now."""
-    return fetch(url.rstrip("/") + HEALTH, timeout_s=PROBE_S).status == 200
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> None:

@@ -273,13 +273,10 @@ def operation_changes(run: LoadedRun) -> list[str]:
 def decision_tree(run: LoadedRun) -> list[DecisionStep]:
     """Return the NVFP4 models with their questions, in a search's order, else in that of run.json."""
     order = {strategy: index for index, strategy in enumerate(run.tried)}
-    models = [m.name for m in run.models if m.format == "NVFP4" or _four_bits(run, m.name)]
+    four_bits = {s.model for s in run.sides if s.how in ("W4A4", "W4A16")}
+    models = [m.name for m in run.models if m.format == "NVFP4" or m.name in four_bits]
     chosen = run.candidate.model if run.candidate else run.verdict.candidate
     return [_model(run, m, m == chosen) for m in sorted(models, key=lambda m: order.get(m, len(order)))]
-
-
-def _four_bits(run: LoadedRun, model: str) -> bool:
-    return any(s.how in ("W4A4", "W4A16") for s in run.sides_of(model))
 
 
 def _model(run: LoadedRun, model: str, chosen: bool) -> DecisionStep:

@@ -121,7 +121,9 @@ def side_by_side(run: LoadedRun) -> Table:
         sides = run.sides_of(model.name)
         columns += sides or [None]
         table.groups.append((run.label(model.name), max(1, len(sides)), model.name))
-        table.header += [_column_title(s) for s in sides] or ["not measured"]
+        # Two lines: the arithmetic or "served", then "offline" or the server.
+        places = {s.key: s.title.removesuffix(" served") if s.kind == "served" else "offline" for s in sides}
+        table.header += [f"{s.how}\n{places[s.key]}" for s in sides] or ["not measured"]
 
     def add_model_row(title: str, cell: Callable[[ModelRow], Cell]) -> None:
         cells = [cell(m) for m in models]
@@ -152,11 +154,6 @@ def side_by_side(run: LoadedRun) -> Table:
 def predicted_cell(model: ModelRow) -> str:
     """Return the predicted speed of one stream and the device."""
     return f"{format.significant(model.predicted.tok_s)} ({model.predicted.device})" if model.predicted else format.DASH
-
-
-def _column_title(side: MeasuredSide) -> str:
-    """Return two lines: the arithmetic or "served", then "offline" or the server."""
-    return f"served\n{side.title.removesuffix(' served')}" if side.kind == "served" else f"{side.how}\noffline"
 
 
 MEETS = {"pass": "meets {}", "fail": "misses {}", "undecided": "{} undecided"}

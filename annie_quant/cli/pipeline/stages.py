@@ -74,7 +74,7 @@ class Stages:
     ) -> None:
         self.dir, self.console = directory, console
         self.model, self.conversations, self.samples = model, conversations, samples
-        self.base = {"version": __version__, "model": model_key(model)}  # inputs of every stage
+        self.base = {"version": __version__, "model": model_sha256(model)[:16]}  # inputs of every stage
         self.rows: list[documents.Stage] = []
         self._text_key: str | None = None
 
@@ -253,8 +253,3 @@ def silence_transformers() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-
-
-def model_key(folder: Path) -> str:
-    """Return a hash of the checkpoint's content, independent of its path."""
-    return model_sha256(folder)[:16]

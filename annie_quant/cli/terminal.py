@@ -95,16 +95,16 @@ class TerminalTask:
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
         share = f"{done:g} of {total:g}" if total else f"{done:g}"
-        self._show(", ".join(filter(None, (share, text))), text, completed=done, total=total)
+        self._show(", ".join(filter(None, (share, text))), text, done, total)
 
     def message(self, text: str) -> None:
         self._show(text, text)
 
-    def _show(self, state: str, text: str, **figures: float | None) -> None:
+    def _show(self, state: str, text: str, done: float | None = None, total: float | None = None) -> None:
         self.state = state
         if self._bar is not None and self._task is not None:
             description = f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
-            self._bar.update(self._task, description=description, **figures)
+            self._bar.update(self._task, description=description, completed=done, total=total)
 
 
 @contextlib.contextmanager

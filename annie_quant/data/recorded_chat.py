@@ -192,7 +192,12 @@ def without(value: T, secrets: Redactor) -> T:
     if not secrets:
         return value
     texts: list[bytes] = []
-    _changed(value, lambda text: texts.append(text.encode("utf-8", "surrogatepass")) or "")
+
+    def collected(text: str) -> str:
+        texts.append(text.encode("utf-8", "surrogatepass"))
+        return text
+
+    _changed(value, collected)
     spans: dict[int, list[tuple[int, int]]] = {}
     for index, start, end in secrets.spans_in(texts):
         spans.setdefault(index, []).append((start, end))

@@ -340,9 +340,8 @@ def fetch(
 
     Redirects are not followed and the environment's proxies are not used, so a key is sent to the named origin only.
     """
-    limits = {"max_event_bytes": max_bytes, "max_answer_bytes": max_bytes}
     request = Request(url, headers=headers, timeout_s=timeout_s)
-    timings = run([request], kernel_stamps=False, realtime=False, **limits)
+    timings = run([request], kernel_stamps=False, realtime=False, max_event_bytes=max_bytes, max_answer_bytes=max_bytes)
     fault, status = transport_fault(timings, 0), int(timings.requests["status"][0])
     return HttpReply(status, timings.headers(0), timings.body(0), fault[1] if fault else None)
 

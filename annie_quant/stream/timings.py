@@ -248,8 +248,8 @@ class Timings:
             raise EnvironmentFault(f"{path} is not a recording of a run: {reason}") from error
         if version != SCHEMA_VERSION:
             raise EnvironmentFault(f"{path} has schema_version {version}, expected {SCHEMA_VERSION}")
-        origins = {"origin_ns": plan.origin_ns, "origin_realtime_ns": plan.origin_realtime_ns}
-        return cls(plan.asked, *arrays, realtime=plan.realtime, **origins)
+        origin_ns, realtime_ns = plan.origin_ns, plan.origin_realtime_ns
+        return cls(plan.asked, *arrays, origin_ns=origin_ns, origin_realtime_ns=realtime_ns, realtime=plan.realtime)
 
 
 # ---- a recording's arrays

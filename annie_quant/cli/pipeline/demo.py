@@ -14,7 +14,7 @@ import importlib.util
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -181,9 +181,9 @@ class Demo:
                 bench.Backend(name, server.url, meta={"model": name, "source": source, "pid": server.pid})
                 for name, server in zip(BACKENDS, servers, strict=True)
             ]
-            roles = {"candidate": CANDIDATE, "reference": "bf16", "incumbent": INCUMBENT}
-            once = {"warmup": 1, "runs": 1, "resume": self.same_bench_settings()}
-            result = bench.run(backends, workloads, self.dir.path, progress=progress, **once, **roles)
+            settings: dict[str, Any] = {"warmup": 1, "runs": 1, "resume": self.same_bench_settings()}
+            settings |= {"candidate": CANDIDATE, "reference": "bf16", "incumbent": INCUMBENT}
+            result = bench.run(backends, workloads, self.dir.path, progress=progress, **settings)
         finally:
             for server in servers:
                 server.stop()

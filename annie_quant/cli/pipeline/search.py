@@ -196,8 +196,10 @@ class Search:
                 self.explain(row)
                 return
             row.path.append(f"gates at n = {look} → still open")
-        rows = {"conversations": self.stages.conversations, "n_conversations": KL_CONVERSATIONS}
-        final = self.stages.evaluate(row.strategy, folder, self.prompts, ensemble=True, **rows)
+        rows, n_rows = self.stages.conversations, KL_CONVERSATIONS
+        final = self.stages.evaluate(
+            row.strategy, folder, self.prompts, conversations=rows, n_conversations=n_rows, ensemble=True
+        )
         keep_numerics(row, final)
         assert final.verdict is not None  # Stages.evaluate sets it
         row.why = failed_smoke + decision.final_reasons(final.verdict, row.numerics, settings.required)
@@ -359,8 +361,8 @@ def hardened(
     for kind, gate in lost:
         after, reference = result.numerics[kind].gates.get(gate), result.reference_gates.get(gate)
         if after is not None and reference is not None:
-            passes = [[r.passes, r.n] for r in (tables[kind][gate], after, reference)]
-            rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(*passes, restored=restored(after, reference))
+            before, under, bf16 = ([r.passes, r.n] for r in (tables[kind][gate], after, reference))
+            rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(before, under, bf16, restored(after, reference))
     return documents.Hardened(rows, reading([row.restored for row in rows.values()]))
 
 

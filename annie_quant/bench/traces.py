@@ -143,16 +143,15 @@ def _tools(conversation: Conversation, scanner: Scanner) -> tuple[Tool, ...]:
     return tuple(scanner.masked(conversation.tools or []))
 
 
-def _workload(name: str, description: str, cases: Sequence[Case], tokens: int, **more: object) -> Workload:
+def _workload(name: str, description: str, cases: Sequence[Case], tokens: int) -> Workload:
     gates = ("non_empty", "thinking_leak", *REFERENCE_GATES)
     with_tools = any(case.tools for case in cases)
     content = [[c.id, c.system, [*c.turns], [*c.messages], [*(c.tools or ())], c.arrival_s, c.blocks] for c in cases]
-    workload = Workload(
+    return Workload(
         name=name, description=description, persona=None, system=None, tools=None, thinking=False, max_tokens=tokens,
         temperature=0.0, cases=tuple(cases), default=False, sha256=sha256_text(msgspec.json.encode(content).decode()),
         gates=(*gates, "logged_tool") if with_tools else gates,
     )  # fmt: skip
-    return dataclasses.replace(workload, **more)
 
 
 # ---- traces
@@ -208,10 +207,10 @@ def _mooncake_workload(rows: Sequence[MooncakeRow]) -> Workload:
                 arrival_s=(row.timestamp - first) / 1e3,
             )
         )
-    more = {"gates": ("non_empty",), "extra": {"ignore_eos": True}, "context": ContextFile(tokens=0)}
-    return _workload(
-        "trace", "Requests of a Mooncake trace: its lengths, shared prefixes and arrivals", cases, 256, **more
-    )
+    text = "Requests of a Mooncake trace: its lengths, shared prefixes and arrivals"
+    workload = _workload("trace", text, cases, 256)
+    extra, context = {"ignore_eos": True}, ContextFile(tokens=0)
+    return dataclasses.replace(workload, gates=("non_empty",), extra=extra, context=context)
 
 
 def _log_trace(path: PathLike, n: int, problems: Problems) -> Workload:

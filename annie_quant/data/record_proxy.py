@@ -265,8 +265,8 @@ class Recorder:
         self.result.requests += 1
         is_chat = request.method == "POST" and request.path.rstrip("/").endswith(PATH)
         limits = {"a request": recorded_chat.MAX_REQUEST_BYTES, "an answer": recorded_chat.MAX_ANSWER_BYTES}
-        copies = [Copy(self._held, most if is_chat else 0, name) for name, most in limits.items()]
-        passed = _Passed(request, *copies)
+        question, answer = (Copy(self._held, most if is_chat else 0, name) for name, most in limits.items())
+        passed = _Passed(request, question, answer)
         self._passed[passed] = None
         try:
             return await passed.on(self._session, self.upstream)
@@ -275,8 +275,8 @@ class Recorder:
             if is_chat:
                 self._keep(passed)
             else:
-                for copy in copies:
-                    copy.drop()
+                question.drop()
+                answer.drop()
 
     def _drop_a_late_one(self) -> bool:
         """End the request whose body the proxy has waited for longest. Return False where none is late."""

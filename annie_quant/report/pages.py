@@ -169,7 +169,7 @@ def _questions(run: LoadedRun) -> dict[PromptKey, str]:
     for workload in run.inputs:
         for case in workload.cases:
             texts = [m.get("content") for m in case.messages if m.get("role") == "user"]
-            user = [text for text in texts if isinstance(text, str)]
+            user = [each for each in texts if isinstance(each, str)]
             for turn, text in enumerate(case.turns or user[-1:]):
                 questions[workload.name, case.id, turn] = text
     return questions

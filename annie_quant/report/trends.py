@@ -166,8 +166,9 @@ def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, int, RunFigure]]:
                 point = RunFigure(result.rate, result.low, result.high, result.n, result.verdict, context)
                 better = 0 if result.advisory else 1
                 yield f"gate|{side.key}|{gate}", run.gate_title(gate), where, better, point
-        for gate, (title, better) in SPEEDS.items() if isinstance(side, ServedModel) else ():
-            if row := side.data.speed_gates.get(gate):
+        speeds = side.data.speed_gates if isinstance(side, ServedModel) else {}
+        for gate, (title, better) in SPEEDS.items():
+            if row := speeds.get(gate):
                 point = RunFigure(row.value, row.low, row.high, row.n, row.verdict, machine)
                 yield f"speed|{side.key}|{gate}", title, where, better, point
         if isinstance(side, OfflineModel) and (kl := side.data.kl):

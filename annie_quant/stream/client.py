@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,16 @@ def chat(
     url     of the server, with or without /v1/chat/completions
     fields  max_tokens, temperature, tools ... of the body; headers, timeout_s, idle_timeout_s, start_s of the Request
     """
-    options = {k: fields.pop(k) for k in ("headers", "timeout_s", "idle_timeout_s", "start_s") if k in fields}
+    options: dict[str, Any] = {
+        k: fields.pop(k) for k in ("headers", "timeout_s", "idle_timeout_s", "start_s") if k in fields
+    }
     body = {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}, **fields}
     if model is not None:
         body["model"] = model
     url = url.rstrip("/")
     if not url.endswith("/chat/completions"):
         url += "/chat/completions" if url.endswith("/v1") else "/v1/chat/completions"
-    return replace(Request(url, json=body, tag=tag), **options)
+    return Request(url, json=body, tag=tag, **options)
 
 
 class Cancel:

@@ -171,7 +171,7 @@ def _questions(run: LoadedRun) -> dict[PromptKey, str]:
             texts = [m.get("content") for m in case.messages if m.get("role") == "user"]
             user = [each for each in texts if isinstance(each, str)]
             for turn, text in enumerate(case.turns or user[-1:]):
-                questions[workload.name, case.id, turn] = text
+                questions[workload.name, case.id, turn] = str(text)  # a turn of results is an object
     return questions
 
 

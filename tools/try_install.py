@@ -89,7 +89,7 @@ def main() -> None:
     )
     assert info["version"] == importlib.metadata.version("annie-quant"), info["version"]
     print(subprocess.run([*command, "--version", "--verbose"], capture_output=True, text=True, check=True).stdout)
-    if info["python"]["free_threaded"]:
+    if "free-threaded" in info["python"]:
         aq.nvfp4, aq.stream.run([])
         assert not sys._is_gil_enabled(), "a C module enabled the GIL"
     for check in (codec, client, *((wheel,) if "--wheel" in sys.argv[1:] else ())):

@@ -33,7 +33,10 @@ Values = dict[Hashable, list[float]]
 CheckedPrompts = Mapping[Hashable, Mapping[str, bool]]  # prompt → gate → passed
 
 # R28 and R29: on the median of requests with no other in flight, thinking off.
-TTFT_LIMIT_MS, DECODE_LEAST_TOK_S = 120.0, 25.0
+SPEED_LIMITS: dict[str, tuple[LimitedMetric, float]] = {
+    "ttft": ("ttft_content_ms", 120.0),
+    "decode": ("decode_tok_s", 25.0),
+}
 MEMORY_SOURCES = ("gpu_process_bytes", "process_rss_bytes", "system_used_bytes")  # the first that a server has
 
 
@@ -186,21 +189,20 @@ def _speed_gates(
     """Compare the median content TTFT and decode speed with their limits: one request in flight, thinking off."""
     single = [r for r in records if r.workload not in thinking and r.alone]
     gates = {}
-    limits: dict[str, tuple[LimitedMetric, float]] = {
-        "ttft": ("ttft_content_ms", TTFT_LIMIT_MS),
-        "decode": ("decode_tok_s", DECODE_LEAST_TOK_S),
-    }
-    for gate, (metric, limit) in limits.items():
-        median = summary(values_by_prompt(single, metric), seed)
-        if median is None:
-            continue
-        low = median.p50 if median.low is None else median.low
-        high = median.p50 if median.high is None else median.high
-        passes, fails = (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
-        verdict: documents.Outcome = "pass" if passes else "fail" if fails else "undecided"
-        gates[gate] = documents.SpeedGate(
-            metric=metric, value=median.p50, low=median.low, high=median.high, n=median.n, limit=limit, verdict=verdict
-        )
+    for gate, (metric, limit) in SPEED_LIMITS.items():
+        if median := summary(values_by_prompt(single, metric), seed):
+            low, high = (median.p50 if end is None else end for end in (median.low, median.high))
+            passes, fails = (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
+            verdict: documents.Outcome = "pass" if passes else "fail" if fails else "undecided"
+            gates[gate] = documents.SpeedGate(
+                metric=metric,
+                value=median.p50,
+                low=median.low,
+                high=median.high,
+                n=median.n,
+                limit=limit,
+                verdict=verdict,
+            )
     return gates
 
 
@@ -270,13 +272,12 @@ def labelled(records: Iterable[documents.RequestRecord]) -> dict[str, list[docum
 
 def _memory_bytes(levels: documents.MemoryLevels | None) -> documents.MemoryBytes | None:
     """Return the figures for the report: NVML's per process, else resident memory, else what the whole machine uses."""
-    if levels is None:
-        return None
-    source = next((name for name in MEMORY_SOURCES if getattr(levels.idle, name) is not None), None)
-    if source is None:
+    sources = [name for name in MEMORY_SOURCES if levels and getattr(levels.idle, name) is not None]
+    if not sources:
         return None
     figures = {name: getattr(levels, name) for name in ("idle", "one", "five", "peak")}
-    return documents.MemoryBytes(source=source, **{k: getattr(v, source) for k, v in figures.items() if v is not None})
+    sizes = {name: getattr(figure, sources[0]) for name, figure in figures.items() if figure is not None}
+    return documents.MemoryBytes(source=sources[0], **sizes)
 
 
 # ---- two backends
@@ -293,10 +294,9 @@ def _comparisons(records: Sequence[documents.RequestRecord], a: str, b: str, see
     for label, ours, theirs in groups:
         for metric in COMPARED:
             result = compare(values_by_prompt(ours, metric), values_by_prompt(theirs, metric), seed=seed)
+            figures = msgspec.structs.asdict(result)
             if result.n_prompts:
-                rows.append(
-                    documents.Comparison(a=a, b=b, workload=label, metric=metric, **msgspec.structs.asdict(result))
-                )
+                rows.append(documents.Comparison(a=a, b=b, workload=label, metric=metric, **figures))
     adjust(rows)
     return rows
 
@@ -324,12 +324,10 @@ def _turns(records: Sequence[documents.RequestRecord], seed: int) -> list[docume
             by_turn[record.turn].append(record)
     points = []
     for turn, group in sorted(by_turn.items()):
-        ttft = summary(values_by_prompt(group, "ttft_content_ms"), seed)
-        total = summary(values_by_prompt(group, "e2e_ms"), seed)
-        point = documents.TurnPoint(turn=turn + 1, n=len(group), e2e_ms=total.p50 if total else None)
-        if ttft:
-            point.ttft_content_ms, point.low, point.high = ttft.p50, ttft.low, ttft.high
-        points.append(point)
+        ttft, total = (summary(values_by_prompt(group, metric), seed) for metric in ("ttft_content_ms", "e2e_ms"))
+        figures = {"ttft_content_ms": ttft.p50, "low": ttft.low, "high": ttft.high} if ttft else {}
+        e2e_ms = total.p50 if total else None
+        points.append(documents.TurnPoint(turn=turn + 1, n=len(group), e2e_ms=e2e_ms, **figures))
     return points
 
 

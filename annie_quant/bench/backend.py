@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -10,7 +12,7 @@ import re
 import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,16 +56,13 @@ class Backend:
 
     def __post_init__(self) -> None:
         endpoints.check(self.endpoint, f"backend {self.name!r}")
+        hint = "write it as http://127.0.0.1:8000"
         try:
             parts = urllib.parse.urlsplit(self.url)
         except ValueError:
-            raise UsageError(
-                f"backend {self.name!r}: the URL cannot be read", "write it as http://127.0.0.1:8000"
-            ) from None
+            raise UsageError(f"backend {self.name!r}: the URL cannot be read", hint) from None
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UsageError(
-                f"backend {self.name!r}: {safe_url(self.url)!r} is not an HTTP URL", "write it as http://127.0.0.1:8000"
-            )
+            raise UsageError(f"backend {self.name!r}: {safe_url(self.url)!r} is not an HTTP URL", hint)
         refuse_secrets_in(self.url, f"backend {self.name!r}")
         if not self.name or "/" in self.name:
             raise UsageError(f"a backend's name must not be empty or contain a slash, got {self.name!r}")
@@ -87,10 +86,8 @@ class Backend:
     def public_url(self) -> str:
         """The URL without user, password or query."""
         parts = urllib.parse.urlsplit(self.root)
-        host = parts.hostname or ""
-        return urllib.parse.urlunsplit(
-            (parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path, "", "")
-        )
+        port = f":{parts.port}" if parts.port else ""
+        return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
 
 
 def key_headers(variable: str | None) -> dict[str, str]:
@@ -215,13 +212,9 @@ def served_format(url: str, props: Mapping[str, object], model: Mapping[str, obj
     named = props.get("model_path") or model.get("root")
     if not isinstance(named, str) or not is_local(urllib.parse.urlsplit(url).hostname or ""):
         return None
-    path = Path(named)
-    try:
-        if path.is_dir():
-            return folder_format(path)
-        return gguf_format(path) if path.is_file() else None
-    except (AnnieError, OSError, ValueError):
-        return None
+    with contextlib.suppress(AnnieError, OSError, ValueError):
+        return folder_format(Path(named)) if Path(named).is_dir() else gguf_format(Path(named))
+    return None
 
 
 def folder_format(folder: Path) -> str | None:
@@ -236,24 +229,21 @@ def folder_format(folder: Path) -> str | None:
         return next((name[:100].upper() for name in names if isinstance(name, str) and name), "quantized")
     if (folder / "hf_quant_config.json").exists():
         return "quantized"
-    sizes: Counter[str] = Counter()
-    for tensor in ModelFolder(folder).tensors.values():
-        sizes[tensor.dtype] += tensor.size_bytes
-    return most(sizes)
+    return most((tensor.dtype, tensor.size_bytes) for tensor in ModelFolder(folder).tensors.values())
 
 
 def gguf_format(path: Path) -> str | None:
     """Return the type of most of a GGUF file's quantized values, else of most of its values: "Q4_K", "BF16"."""
     from annie_quant.checkpoint.gguf.reader import open_gguf
 
+    return most((tensor.tensor_type.name, int(tensor.n_elements)) for tensor in open_gguf(path).values())
+
+
+def most(tensors: Iterable[tuple[str, int]]) -> str | None:
+    """Return the format of most, from (format, size) of each tensor: of the quantized ones, if there are any."""
     sizes: Counter[str] = Counter()
-    for tensor in open_gguf(path).values():
-        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
-    return most(sizes)
-
-
-def most(sizes: Mapping[str, int]) -> str | None:
-    """Return the largest format: of the quantized ones, if there are any."""
+    for name, size in tensors:
+        sizes[name] += size
     quantized = {name: size for name, size in sizes.items() if name not in PLAIN}
     return max(quantized or sizes, key=lambda name: sizes[name], default=None)
 
@@ -296,14 +286,9 @@ def _metric_lines(page: str) -> Iterator[tuple[str, str, float]]:
 
 def parse_metrics(page: str) -> Samples:
     """Return the samples of a page; buckets of histograms and names of more than 200 characters are left out."""
-    samples: Samples = {}
-    for name, labels, value in _metric_lines(page):
-        key = name + labels
-        if not name.endswith(("_bucket", "_created")) and len(key) <= 200:
-            samples[key] = value
-        if len(samples) >= MAX_SAMPLES:
-            break
-    return samples
+    lines = (line for line in _metric_lines(page) if not line[0].endswith(("_bucket", "_created")))
+    samples = ((name + labels, value) for name, labels, value in lines if len(name + labels) <= 200)
+    return dict(itertools.islice(samples, MAX_SAMPLES))
 
 
 def metrics_page(backend: Backend) -> str | None:
@@ -357,20 +342,15 @@ class Counters:
 
 def draft_counters(page: str) -> Counters | None:
     """Return the counters in Prometheus text, summed over their labels; None where the server does not draft."""
-    sums: dict[str, float] = {}
+    values = {counter: list[float]() for counter in _COUNTERS}
     for counter, _, value in _metric_lines(page):
-        name = counter.removesuffix("_total")
-        if name in _COUNTERS:
-            sums[name] = sums.get(name, 0.0) + value
-    if any(name not in sums for name in _COUNTERS):
-        return None
-    return Counters(*(sums[name] for name in _COUNTERS))
+        values.get(counter.removesuffix("_total"), []).append(value)
+    return Counters(*map(sum, values.values())) if all(values.values()) else None
 
 
 def read_counters(backend: Backend) -> Counters | None:
     """Read a vLLM server's counters; None where it has none."""
-    page = metrics_page(backend)
-    return None if page is None else draft_counters(page)
+    return draft_counters(metrics_page(backend) or "")
 
 
 class Acceptance:
@@ -398,16 +378,9 @@ class Acceptance:
             time.sleep(wait_s)
             now = read_counters(backend)
             if now is not None and abs(now.generated - before.generated - received) <= OTHERS_TOKENS * len(records):
-                _split(before, now, records, received)
+                drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
+                for record in records if 0 <= accepted <= drafted else ():  # else the server was restarted
+                    share = (record.completion_tokens or 0) / received
+                    record.drafted_tokens, record.accepted_tokens = drafted * share, accepted * share
+                    record.acceptance_source = "metrics"
                 return
-
-
-def _split(before: Counters, now: Counters, records: Sequence[RequestRecord], received: int) -> None:
-    """Give each record its share of the counters' growth, by completion tokens."""
-    drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
-    if not 0 <= accepted <= drafted:  # the server was restarted
-        return
-    for record in records:
-        share = (record.completion_tokens or 0) / received
-        record.drafted_tokens, record.accepted_tokens = drafted * share, accepted * share
-        record.acceptance_source = "metrics"

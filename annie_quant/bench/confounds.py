@@ -50,12 +50,8 @@ def find_confounds(
     findings += [*_different_answers(names, measured, config), *_busy(names, measured), *_priority(names, measured)]
     findings += _incomplete(names, ended if not config.sustained else Ended())
     for name, rows in good.items():
-        findings += [
-            *_events(name, rows),
-            *_prefix_cache(name, rows),
-            *_depth(name, rows),
-            *_acceptance_falls(name, rows),
-        ]
+        findings += [*_events(name, rows), *_prefix_cache(name, rows), *_depth(name, rows)]
+        findings += _acceptance_falls(name, rows)
     findings += _different_acceptance(good)
     for name, identity in identities.items():
         rows = [r for r in measured if r.backend == name]
@@ -342,10 +338,8 @@ def _depth(name: str, rows: Records) -> Findings:
 
 
 def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]:
-    groups: dict[str, list[RequestRecord]] = defaultdict(list)
-    for row in rows:
-        groups[row.workload].append(row)
-    return dict(sorted(groups.items()))
+    ordered = sorted(rows, key=lambda row: row.workload)
+    return {name: list(group) for name, group in itertools.groupby(ordered, key=lambda row: row.workload)}
 
 
 # ---- speculative decoding

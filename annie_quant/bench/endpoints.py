@@ -62,11 +62,8 @@ def _functions(chat: Body) -> list[Body]:
 
 def _calls(message: Body, at: int) -> list[tuple[str, str, object]]:
     """Return (id, name, arguments) of a message's calls. A call without an id gets a generated one, and so does its result."""
-    calls = message.get("tool_calls") or ()
-    return [
-        (c.get("id") or f"call_{at}_{i}", c["function"]["name"], c["function"].get("arguments") or {})
-        for i, c in enumerate(calls)
-    ]
+    calls = [(c.get("id"), c["function"]) for c in message.get("tool_calls") or ()]
+    return [(own or f"call_{at}_{i}", f["name"], f.get("arguments") or {}) for i, (own, f) in enumerate(calls)]
 
 
 def _result_id(messages: Sequence[Body], at: int) -> str:
@@ -124,10 +121,8 @@ def _responses(chat: Body) -> Body:
     if (instructions := _system(chat)) is not None:
         body["instructions"] = instructions
     if functions := _functions(chat):
-        body |= {
-            "tools": [{"type": "function", **f} for f in functions],
-            "tool_choice": chat.get("tool_choice", "auto"),
-        }
+        body["tools"] = [{"type": "function", **f} for f in functions]
+        body["tool_choice"] = chat.get("tool_choice", "auto")
     return body
 
 

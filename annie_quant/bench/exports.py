@@ -14,9 +14,8 @@ import os
 import statistics
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,11 +23,11 @@ from annie_quant import documents
 from annie_quant.bench.aggregates import values_by_prompt
 from annie_quant.bench.run_folder import read_records
 from annie_quant.core.files import ASSETS
-from annie_quant.core.untrusted import decode_json
+from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.documents import Bench, RequestRecord, read_bench
 
 Records = Sequence[RequestRecord]
-Json = dict[str, Any]
+Json = JsonObject
 
 _VLLM = {"ttft": "ttft_content_ms", "tpot": "tpot_ms", "itl": "itl_ms", "e2el": "e2e_ms"}
 _ORIGINAL = {
@@ -37,7 +36,19 @@ _ORIGINAL = {
 }  # fmt: skip
 # The parts of each form that are the same for all runs.
 _FORMS: Json = decode_json((ASSETS / "exports.json").read_bytes())
-_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+# What a form says about a series of values: its name → a function of NumPy, or a percentile.
+Figures = Mapping[str, str | float]
+_VLLM_FIGURES: Figures = {"mean": "mean", "median": "median", "std": "std", "p99": 99}
+_AIPERF_FIGURES: Figures = {
+    "avg": "mean", "min": "min", "max": "max", "std": "std", "sum": "sum",
+    **{f"p{at}": at for at in (1, 5, 10, 25, 50, 75, 90, 95, 99)},
+}  # fmt: skip
+_GUIDELLM_FIGURES: Figures = {
+    "mean": "mean", "median": "median", "variance": "var", "std_dev": "std", "min": "min", "max": "max", "total_sum": "sum",
+}  # fmt: skip
+_GUIDELLM_PERCENTILES: Figures = {
+    "p001": 0.1, "p01": 1, "p05": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95, "p99": 99, "p999": 99.9,
+}  # fmt: skip
 
 
 def export(folder: str | os.PathLike[str]) -> list[Path]:
@@ -62,78 +73,90 @@ def filled(form: Json, values: Json) -> Json:
     return form | values | inner
 
 
-def _alone(records: Records) -> tuple[list[RequestRecord], list[RequestRecord], float]:
-    """Return (the requests that were alone, those of them without an error, the seconds that these took)."""
-    alone = [r for r in records if r.alone and not r.cold]
-    good = [r for r in alone if not r.error]
-    return alone, good, sum(r.e2e_ms for r in good if r.e2e_ms) / 1e3
+def _figures(values: Iterable[float], figures: Figures) -> dict[str, float]:
+    """Return a form's figures of values; {} without any."""
+    data = np.asarray([*values], dtype=np.float64)
+    if not data.size:
+        return {}
+    return {
+        k: float(getattr(np, f)(data) if isinstance(f, str) else np.percentile(data, f)) for k, f in figures.items()
+    }
 
 
-def _per_second(amount: float, seconds: float) -> float | None:
-    return amount / seconds if seconds else None
+class _Alone:
+    """The requests of one backend that were alone at it.
+
+    good: those without an error.
+    seconds: the time that these took.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self.records = [r for r in records if r.alone and not r.cold]
+        self.good = [r for r in self.records if not r.error]
+        self.failed = len(self.records) - len(self.good)
+        self.seconds = sum(r.e2e_ms for r in self.good if r.e2e_ms) / 1e3
+        self.tokens_in = sum(r.prompt_tokens for r in self.good)
+        self.tokens_out = sum(r.completion_tokens or 0 for r in self.good)
+
+    def per_second(self, amount: float) -> float | None:
+        return amount / self.seconds if self.seconds else None
 
 
 def vllm(bench: Bench, records: Records, name: str) -> Json:
     """Return vLLM's flat result of one backend, over all its workloads. Times in ms, duration in s."""
-    alone, good, duration_s = _alone(records)
-    tokens_in, tokens_out = sum(r.prompt_tokens for r in good), sum(r.completion_tokens or 0 for r in good)
-    times: dict[str, float | None] = {}
+    alone, times = _Alone(records), dict[str, float | None]()
     for key, metric in _VLLM.items():
-        data = np.asarray([v for values in values_by_prompt(good, metric).values() for v in values], dtype=np.float64)
-        figures = (data.mean(), np.median(data), data.std(), np.percentile(data, 99)) if data.size else (None,) * 4
-        for label, figure in zip(("mean", "median", "std", "p99"), figures, strict=True):
-            times[f"{label}_{key}_ms"] = None if figure is None else float(figure)
+        values = [v for values in values_by_prompt(alone.good, metric).values() for v in values]
+        figures = _figures(values, _VLLM_FIGURES)
+        times |= {f"{label}_{key}_ms": figures.get(label) for label in _VLLM_FIGURES}
     return _FORMS["vllm"] | {
         "date": bench.environment.time,
         "label": name,
         "model_id": bench.backends[name].model,
         "tokenizer_id": bench.backends[name].model,
-        "num_prompts": len(alone),
-        "duration": duration_s,
-        "completed": len(good),
-        "failed": len(alone) - len(good),
-        "total_input_tokens": tokens_in,
-        "total_output_tokens": tokens_out,
-        "request_throughput": _per_second(len(good), duration_s),
-        "output_throughput": _per_second(tokens_out, duration_s),
-        "total_token_throughput": _per_second(tokens_in + tokens_out, duration_s),
+        "num_prompts": len(alone.records),
+        "duration": alone.seconds,
+        "completed": len(alone.good),
+        "failed": alone.failed,
+        "total_input_tokens": alone.tokens_in,
+        "total_output_tokens": alone.tokens_out,
+        "request_throughput": alone.per_second(len(alone.good)),
+        "output_throughput": alone.per_second(alone.tokens_out),
+        "total_token_throughput": alone.per_second(alone.tokens_in + alone.tokens_out),
         **times,
     }
 
 
 def aiperf(records: Records) -> Json:
     """Return AIPerf's metrics of one backend."""
-    alone, good, seconds = _alone(records)
-    tokens_in, tokens_out = sum(r.prompt_tokens for r in good), sum(r.completion_tokens or 0 for r in good)
-    speeds = [1e3 / r.tpot_ms for r in good if r.tpot_ms and not r.tokens_estimated]
-    series: dict[str, tuple[str, Sequence[float | None]]] = {
-        "time_to_first_token": ("ms", [r.first_token_ms for r in good]),
-        "time_to_second_token": ("ms", [r.itl_ms[0] for r in good if r.itl_ms]),
-        "inter_token_latency": ("ms", [r.tpot_ms for r in good]),
-        "inter_chunk_latency": ("ms", [gap for r in good for gap in r.itl_ms]),
-        "request_latency": ("ms", [r.e2e_ms for r in good]),
-        "output_sequence_length": ("tokens", [r.completion_tokens or None for r in good]),
-        "input_sequence_length": ("tokens", [r.prompt_tokens or None for r in good]),
-        "output_token_throughput_per_user": ("tokens/sec/user", speeds),
+    alone = _Alone(records)
+    good = alone.good
+    series: dict[tuple[str, str], Sequence[float | None]] = {
+        ("time_to_first_token", "ms"): [r.first_token_ms for r in good],
+        ("time_to_second_token", "ms"): [r.itl_ms[0] for r in good if r.itl_ms],
+        ("inter_token_latency", "ms"): [r.tpot_ms for r in good],
+        ("inter_chunk_latency", "ms"): [gap for r in good for gap in r.itl_ms],
+        ("request_latency", "ms"): [r.e2e_ms for r in good],
+        ("output_sequence_length", "tokens"): [r.completion_tokens or None for r in good],
+        ("input_sequence_length", "tokens"): [r.prompt_tokens or None for r in good],
+        ("output_token_throughput_per_user", "tokens/sec/user"): [
+            1e3 / r.tpot_ms for r in good if r.tpot_ms and not r.tokens_estimated
+        ],
+    }
+    totals: dict[tuple[str, str], float | None] = {
+        ("output_token_throughput", "tokens/sec"): alone.per_second(alone.tokens_out),
+        ("request_throughput", "requests/sec"): alone.per_second(len(good)),
+        ("request_count", "requests"): float(len(good)),
+        ("error_request_count", "requests"): float(alone.failed),
+        ("total_osl", "tokens"): float(alone.tokens_out),
+        ("total_isl", "tokens"): float(alone.tokens_in),
+        ("benchmark_duration", "sec"): alone.seconds,
     }
     rows: Json = {}
-    for name, (unit, every) in series.items():
+    for (name, unit), every in series.items():
         if values := [v for v in every if v is not None]:
-            data = np.asarray(values, dtype=np.float64)
-            figures = {"avg": data.mean(), "min": data.min(), "max": data.max(), "std": data.std(), "sum": data.sum()}
-            shares = np.percentile(data, _PERCENTILES)
-            figures |= {f"p{at}": value for at, value in zip(_PERCENTILES, shares, strict=True)}
-            rows[name] = {"unit": unit, "count": len(values), **{key: float(value) for key, value in figures.items()}}
-    totals: dict[str, tuple[str, float | None]] = {
-        "output_token_throughput": ("tokens/sec", _per_second(tokens_out, seconds)),
-        "request_throughput": ("requests/sec", _per_second(len(good), seconds)),
-        "request_count": ("requests", float(len(good))),
-        "error_request_count": ("requests", float(len(alone) - len(good))),
-        "total_osl": ("tokens", float(tokens_out)),
-        "total_isl": ("tokens", float(tokens_in)),
-        "benchmark_duration": ("sec", seconds),
-    }
-    return rows | {name: {"unit": unit, "avg": amount} for name, (unit, amount) in totals.items()}
+            rows[name] = {"unit": unit, "count": len(values)} | _figures(values, _AIPERF_FIGURES)
+    return rows | {name: {"unit": unit, "avg": amount} for (name, unit), amount in totals.items()}
 
 
 def original_plan(bench: Bench, records: Records) -> Json:
@@ -165,10 +188,10 @@ def original_plan(bench: Bench, records: Records) -> Json:
 
 def _original_test(records: Records) -> Json:
     """Return the medians of the requests without an error, and all requests."""
-    medians = {}
+    medians: Json = {}
     for key, field in _ORIGINAL.items():
-        if values := [v for r in records if (v := getattr(r, field)) is not None and not r.error]:
-            medians[f"{key}_p50"] = float(statistics.median(values))
+        values = [v for r in records if (v := getattr(r, field)) is not None and not r.error]
+        medians |= _figures(values, {f"{key}_p50": "median"})
     runs = [
         {key: getattr(r, field) for key, field in _ORIGINAL.items()}
         | {"cold_start": r.cold, "error": r.error or None, "response": r.text}
@@ -185,8 +208,6 @@ def _original_test(records: Records) -> Json:
 # a time of the record.
 
 
-_GUIDELLM_PERCENTILES = {"p001": 0.1, "p01": 1, "p05": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95,
-                         "p99": 99, "p999": 99.9}  # fmt: skip
 _IDS = uuid.UUID("6d1cf9a2-6e0b-4b4c-9f55-0c6a3c1f2b77")  # so that the same run gives the same ids
 
 
@@ -227,20 +248,13 @@ def guidellm(bench: Bench, records: Records, name: str) -> Json:
 
 def _distribution(values: Sequence[float]) -> Json:
     """Return GuideLLM's summary of values; zeros without any."""
-    data = np.asarray(values or [0.0], dtype=np.float64)
-    percentiles = np.percentile(data, [*_GUIDELLM_PERCENTILES.values()]).tolist()
-    return {
-        "mean": float(data.mean()),
-        "median": float(np.median(data)),
-        "mode": float(statistics.mode(values or [0.0])),
-        "variance": float(data.var()),
-        "std_dev": float(data.std()),
-        "min": float(data.min()),
-        "max": float(data.max()),
-        "count": len(values),
-        "total_sum": float(data.sum()),
-        "percentiles": dict(zip(_GUIDELLM_PERCENTILES, percentiles, strict=True)),
+    values, n = values or [0.0], len(values)
+    figures = {
+        "mode": float(statistics.mode(values)),
+        "count": n,
+        "percentiles": _figures(values, _GUIDELLM_PERCENTILES),
     }
+    return _figures(values, _GUIDELLM_FIGURES) | figures
 
 
 def _by_status(values: Sequence[float | None]) -> Json:
@@ -252,19 +266,19 @@ def _guidellm_metrics(good: Records, totals: Json, seconds: float) -> Json:
     counted = [r for r in good if r.completion_tokens and not r.tokens_estimated]
     timed = [(r, r.completion_tokens or 0, r.e2e_ms) for r in counted if r.e2e_ms]
     events = [(r, r.completion_tokens or 0, len(r.itl_ms) + 1) for r in counted if r.itl_ms]
-    prompt = [r.prompt_tokens or None for r in good]
-    output = [r.completion_tokens for r in counted]
-    total = [r.prompt_tokens + (r.completion_tokens or 0) for r in counted]
     per_event = [tokens / n for _, tokens, n in events]
     busy_s = sum(r.e2e_ms or 0 for r in good) / 1e3
+    counts: dict[str, Sequence[float | None]] = {
+        "prompt": [r.prompt_tokens or None for r in good],
+        "output": [r.completion_tokens for r in counted],
+        "total": [r.prompt_tokens + (r.completion_tokens or 0) for r in counted],
+    }
     series: dict[str, Sequence[float | None]] = {
         "requests_per_second": [len(good) / seconds if seconds else 0.0] if good else [],
         "request_concurrency": [busy_s / seconds if seconds else 0.0] if good else [],
         "request_latency": [None if r.e2e_ms is None else r.e2e_ms / 1e3 for r in good],
         "request_streaming_iterations_count": [len(r.itl_ms) + 1 for r in good if r.itl_ms],
-        "prompt_token_count": prompt,
-        "output_token_count": output,
-        "total_token_count": total,
+        **{f"{side}_token_count": values for side, values in counts.items()},
         "time_to_first_token_ms": [r.first_token_ms for r in good],
         "time_to_first_output_token_ms": [r.first_content_ms for r in good],
         "time_per_output_token_ms": [ms / tokens for _, tokens, ms in timed],
@@ -274,15 +288,11 @@ def _guidellm_metrics(good: Records, totals: Json, seconds: float) -> Json:
         "prompt_tokens_per_second": [1e3 * r.prompt_tokens / first for r in good if (first := r.first_token_ms)],
         "output_tokens_per_second": [1e3 * tokens / ms for _, tokens, ms in timed],
         "tokens_per_second": [1e3 * (r.prompt_tokens + tokens) / ms for r, tokens, ms in timed],
-        "output_tokens_per_iteration": per_event,
-        "iter_tokens_per_iteration": per_event,
+        **dict.fromkeys(("output_tokens_per_iteration", "iter_tokens_per_iteration"), per_event),
     }
-    text = {"input": _by_status(prompt), "output": _by_status(output), "total": _by_status(total)}
-    return {
-        "request_totals": totals,
-        **{name: _by_status(values) for name, values in series.items()},
-        "text": {"tokens": text},
-    }
+    text = {"input" if side == "prompt" else side: _by_status(values) for side, values in counts.items()}
+    rows = {name: _by_status(values) for name, values in series.items()}
+    return {"request_totals": totals, **rows, "text": {"tokens": text}}
 
 
 def _guidellm_request(record: RequestRecord) -> Json:

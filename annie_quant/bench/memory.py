@@ -34,7 +34,7 @@ def sample(pid: int) -> MemoryFigures:
     pids = host.process_tree(pid)
     return MemoryFigures(
         process_rss_bytes=host.resident_bytes(pids),
-        system_used_bytes=system_used(),
+        system_used_bytes=memory.used_bytes if (memory := host.memory()) else None,
         gpu_process_bytes=_gpu(pids),
     )
 
@@ -79,12 +79,6 @@ def highest(*samples: MemoryFigures) -> MemoryFigures:
     names = MemoryFigures.__struct_fields__
     values = {name: [v for s in samples if (v := getattr(s, name)) is not None] for name in names}
     return MemoryFigures(**{name: max(sizes, default=None) for name, sizes in values.items()})
-
-
-def system_used() -> int | None:
-    """Return MemTotal - MemAvailable in bytes; None where the kernel does not report them."""
-    memory = host.memory()
-    return memory.used_bytes if memory else None
 
 
 _gpu_bytes: dict[int, int] = {}
@@ -133,22 +127,11 @@ def growth(trace: Trace, seed: int = 0) -> MemoryGrowth | None:
     if hours <= 0:
         return None
     rng = np.random.default_rng(seed)
-    slopes = [slope(points)]
-    for _ in range(RESAMPLES):
-        picked = points[np.unique(rng.integers(0, bins, bins))]
-        slopes.append(slope(picked))
-    low, high = np.quantile(slopes[1:], [0.025, 0.975])
-    total = slopes[0] * hours
-    level = float(np.median(points[:, 1]))
-    grows = bool(low > 0 and total > max(LEAST_BYTES, LEAST_SHARE * level))
-    return MemoryGrowth(
-        bytes_per_hour=float(slopes[0]),
-        low=float(low),
-        high=float(high),
-        hours=float(hours),
-        samples=len(data),
-        grows=grows,
-    )
+    rate, picked = slope(points), (np.unique(rng.integers(0, bins, bins)) for _ in range(RESAMPLES))
+    low, high = np.quantile([slope(points[places]) for places in picked], [0.025, 0.975]).tolist()
+    least = max(LEAST_BYTES, LEAST_SHARE * float(np.median(points[:, 1])))
+    grows = bool(low > 0 and rate * hours > least)
+    return MemoryGrowth(bytes_per_hour=rate, low=low, high=high, hours=float(hours), samples=len(data), grows=grows)
 
 
 def slope(points: object) -> float:

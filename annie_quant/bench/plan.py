@@ -8,9 +8,10 @@ for two backends), so that a slow drift of the machine affects all of them alike
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,18 @@ import msgspec
 
 from annie_quant import documents
 from annie_quant.bench import endpoints
+from annie_quant.bench.aggregates import gate_counts, judged_pairs, timed, values_by_prompt
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.run_folder import workload_settings
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents import BenchConfig, Load, Roles
+from annie_quant.documents import BenchConfig, Load, PairedGate, PairedResult, RequestRecord, Roles
 from annie_quant.judge import decision
+from annie_quant.judge.gates import GATES, LARGE_N, Threshold, decides
 from annie_quant.judge.library import build_workload, load_workloads
+from annie_quant.judge.pairing import deciding_by_prompt
+from annie_quant.judge.statistics import compare, holm, wilson
 from annie_quant.judge.workloads import Case, Workload, context_text
 
 PathLike = str | os.PathLike[str]
@@ -99,10 +104,8 @@ def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:
     if not config.workloads:
         raise UsageError("no workload to measure", "name one: --workloads greeting")
     if config.runs < 1 or config.warmup < 0 or (config.n is not None and config.n < 1):
-        raise UsageError(
-            "runs and n must be 1 or more and warmup 0 or more; "
-            f"got runs={config.runs}, n={config.n}, warmup={config.warmup}"
-        )
+        got = f"runs={config.runs}, n={config.n}, warmup={config.warmup}"
+        raise UsageError(f"runs and n must be 1 or more and warmup 0 or more; got {got}")
     if not config.loads:
         raise UsageError("no load to measure under", "give a concurrency or a rate")
     for backend in config.backends:
@@ -155,9 +158,7 @@ def _plan_load(backends: Sequence[str], workloads: Sequence[Workload], config: B
     rng = random.Random(f"{config.seed}/{load.label}")
     together = requests_together(load)
     groups: list[tuple[Workload, tuple[tuple[Case, int], ...]]] = []
-    for workload in workloads:
-        if not applies(load, workload):
-            continue
+    for workload in (w for w in workloads if applies(load, w)):
         chosen = choose(workload, config.n, config.seed)
         requests = [(case, repeat) for repeat in range(config.runs) for case in chosen]
         if load.trace_speed is None:
@@ -241,22 +242,101 @@ def sized(
     if not any(w.context is not None and (w.context.tokens or any(c.blocks for c in w.cases)) for w in workloads):
         return list(workloads)
     path = folder / "context.json"
-    if path.exists():
-        measured = documents.decode(ContextSize, path).words_per_token
-    else:
-        tokens = prompt_tokens(_sample())
+    if not path.exists():
+        case = {"id": "words", "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}]}
+        sample = build_workload({"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]})
+        tokens = prompt_tokens(sample.request(sample.cases[0]))
         if not tokens:
             return list(workloads)
-        measured = min(HIGHEST, max(LOWEST, SAMPLE_WORDS / tokens))
-        documents.write(path, ContextSize(words_per_token=measured))
-    return [
-        w if w.context is None else replace(w, context=msgspec.structs.replace(w.context, words_per_token=measured))
-        for w in workloads
-    ]
+        documents.write(path, ContextSize(words_per_token=min(HIGHEST, max(LOWEST, SAMPLE_WORDS / tokens))))
+    size = {"words_per_token": documents.decode(ContextSize, path).words_per_token}
+    return [replace(w, context=msgspec.structs.replace(w.context, **size)) if w.context else w for w in workloads]
 
 
-def _sample() -> JsonObject:
-    """Return the request whose prompt is SAMPLE_WORDS words of the context text."""
-    case = {"id": "words", "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}]}
-    workload = build_workload({"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]})
-    return workload.request(workload.cases[0])
+# ---- when to stop early without more false findings: interim looks (group-sequential), of which the early ones use little alpha
+#
+# LOOKS looks at the 5 % level would report chance as a difference in far more than 5 of 100 runs. Each of the LOOKS - 1 early looks
+# is made at LEVEL, 1 % together, and the end at the usual 5 % (Haybittle-Peto; tests/perf/verdict_rule.py --looks simulates it). A
+# run stops when everything is decided: each deciding gate keeps or loses by the paired rule (judge/decision/rule.py) at LEVEL,
+# and each compared time differs significantly or is equivalent (its interval is within EQUIVALENT of the other side's median). The
+# gates of a single backend are compared with their absolute requirements.
+
+LOOKS = 5
+LEVEL = 0.0025  # of each early look; 1 % for all of them
+EQUIVALENT = 0.03
+METRICS = ("ttft_content_ms", "tpot_ms")
+
+
+def looks(visits: int, block: int) -> list[int]:
+    """Return after how many visits to look, in whole blocks: LOOKS - 1 times (the last look is the end)."""
+    marks = {visits * k // LOOKS // block * block for k in range(1, LOOKS)}
+    return sorted(mark for mark in marks if 0 < mark < visits)
+
+
+def open_questions(
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None = None
+) -> list[str]:
+    """Return what the records cannot decide yet; empty when everything is decided.
+
+    roles: None: those that follow from the order of the backends.
+    """
+    undecided = [*_open_gates(records, backends, greedy, roles)]
+    times = [*compared_times(records, backends, confidence=1 - LEVEL)]
+    for (a, b, metric, result), p in zip(times, holm([result.p for *_, result in times]), strict=True):
+        if not (p is not None and p < LEVEL) and not _equivalent(result):
+            undecided.append(f"{a} against {b}: {metric}")
+    return undecided
+
+
+def compared_times(
+    records: Sequence[RequestRecord], backends: Sequence[str], confidence: float = 0.95
+) -> Iterator[tuple[str, str, str, PairedResult]]:
+    """Yield (a, b, metric, result) of each compared time that both backends have, one request in flight."""
+    fit = [r for r in timed(records) if r.alone]
+    for a, b in itertools.combinations(backends, 2):
+        for metric in METRICS:
+            x, y = (values_by_prompt((r for r in fit if r.backend == name), metric) for name in (a, b))
+            if x and y:
+                yield a, b, metric, compare(x, y, confidence=confidence)
+
+
+def paired_gates(
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None
+) -> Iterator[tuple[str, Mapping[str, PairedGate]]]:
+    """Yield each backend that has a reference, with its judged gates that decide."""
+    roles = roles or decision.assign(backends, {})
+    own = {name: [r for r in records if r.backend == name] for name in backends}
+    for name in backends:
+        reference = decision.other_side(roles, name)
+        if reference is not None:
+            before, after = (deciding_by_prompt(own[side], greedy) for side in (reference, name))
+            gates, _ = judged_pairs(before, after, bf16=reference == roles.reference)
+            yield name, decision.deciding(gates)
+
+
+def _open_gates(
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None
+) -> Iterator[str]:
+    for name, gates in paired_gates(records, backends, greedy, roles):
+        for gate, pair in gates.items():
+            if not decision.decided_at(gate, pair, LEVEL):
+                yield f"{name}: {gate} (lost {pair.lost} and won {pair.won} of {pair.n})"
+    if len(backends) == 1:
+        name = backends[0]
+        for gate, (passes, n) in gate_counts([r for r in records if r.backend == name], greedy).items():
+            if decides(gate) and not _gate_decided(passes, n, GATES[gate].threshold):
+                yield f"{name}: {gate} ({passes} of {n})"
+
+
+def _gate_decided(passes: int, n: int, threshold: Threshold) -> bool:
+    if threshold.kind == "zero":
+        return passes < n or n >= LARGE_N
+    low, high = wilson(passes, n, 1 - LEVEL)
+    return low >= threshold.limit or high < threshold.limit
+
+
+def _equivalent(result: PairedResult) -> bool:
+    if result.low is None or result.high is None or not result.median_a:
+        return False
+    margin = EQUIVALENT * result.median_a
+    return -margin <= result.low and result.high <= margin

@@ -43,10 +43,7 @@ def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], refere
     }
     before = [(dict(r.checks), dict(r.faults)) for r in records]
     own = keyed([r for r in reference if (r.workload, r.case) in cases])
-    answers: dict[Key, Answer] = {}
-    for record, key in own:
-        if not record.fault:
-            answers.setdefault(key, from_record(record))
+    answers = {key: from_record(record) for record, key in reversed(own) if not record.fault}  # the first of each
     unstable: set[tuple[Key, str]] = set()
     for record, key in own:
         _check(record, key, cases, answers, unstable=())
@@ -117,11 +114,9 @@ def store_reference(run: Path, folder: Path, workloads: Sequence[Workload], stat
         )
     now = dict(contents(complete_workload(w) for w in workloads))
     same = {key for key, content in contents(inputs.workloads) if now.get(key) == content}
-    try:
-        records = [r for r in read_records(run / "records.jsonl") if r.backend == name and (r.workload, r.case) in same]
-    except FileNotFoundError:
-        records = []
-    records = [r for r in records if not r.warmup]
+    path = run / "records.jsonl"
+    measured = [r for r in read_records(path) if not r.warmup] if path.is_file() else []
+    records = [r for r in measured if r.backend == name and (r.workload, r.case) in same]
     if not records:
         raise UsageError(
             f"--reference-run {run}: it has no bf16 answers to the prompts of this benchmark",

@@ -91,17 +91,16 @@ def regression(
     rows = [row for backend in shared for row in _changes(records, backend)]
     adjust(rows)
     significant = [row for row in rows if row.significant and abs(row.change) > least_loss]
-    up = {"lower": "worse", "higher": "better", "neither": ""}
-    down = {"lower": "better", "higher": "worse", "neither": ""}
-    kinds = [(up if row.change > 0 else down)[METRICS[row.metric].better] for row in significant]
+    signs = {"lower": -1, "higher": 1, "neither": 0}
+    gains = [row.change * signs[METRICS[row.metric].better] for row in significant]
     checks = [
         {name: deciding_by_prompt(side[name], names) for name in shared}
         for side, names in zip(by_side, greedy, strict=True)
     ]
     gates_lost, standing = _gates_lost(*checks)
     result = Regression(
-        worse=[row for row, kind in zip(significant, kinds, strict=True) if kind == "worse"],
-        better=[row for row, kind in zip(significant, kinds, strict=True) if kind == "better"],
+        worse=[row for row, gain in zip(significant, gains, strict=True) if gain < 0],
+        better=[row for row, gain in zip(significant, gains, strict=True) if gain > 0],
         gates_lost=gates_lost,
         rows=rows,
         outcome=standing,
@@ -150,15 +149,8 @@ def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[M
         for metric in COMPARED if label in after else ():
             result = compare(values_by_prompt(before[label], metric), values_by_prompt(after[label], metric))
             if result.median_a and result.median_difference is not None:
-                changes.append(
-                    MetricChange(
-                        backend=backend,
-                        workload=label,
-                        metric=metric,
-                        change=result.median_difference / result.median_a,
-                        **msgspec.structs.asdict(result),
-                    )
-                )
+                figures = msgspec.structs.asdict(result) | {"change": result.median_difference / result.median_a}
+                changes.append(MetricChange(backend=backend, workload=label, metric=metric, **figures))
     return changes
 
 
@@ -170,12 +162,12 @@ def _gates_lost(
     gates, pooled = decision.judge_gates(
         {name: own for name, (own, _) in pairs.items()}, {name: together for name, (_, together) in pairs.items()}
     )
-    lost = []
-    for name, own in gates.items():
-        for gate in decision.member_verdict(own, pooled[name]).loses:
-            pair = pooled[name] if gate == decision.POOLED else own[gate]
-            if pair is not None:
-                lost.append(LostGate(backend=name, gate=gate, pair=pair))
+    lost = [
+        LostGate(backend=name, gate=gate, pair=pair)
+        for name, own in gates.items()
+        for gate in decision.member_verdict(own, pooled[name]).loses
+        if (pair := pooled[name] if gate == decision.POOLED else own[gate]) is not None
+    ]
     return lost, decision.verdict_of(gates, pooled).verdict
 
 

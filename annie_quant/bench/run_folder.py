@@ -124,7 +124,10 @@ def _decode(path: Path, lines: Iterable[tuple[int, bytes]]) -> list[RequestRecor
 
 
 UNANSWERED = "unanswered.jsonl"
-HUNG, NOT_SENT = "hung", "not_sent"  # RequestRecord.cause
+UNANSWERED_CAUSES = (  # RequestRecord.cause and .error: of the request that hung, and of those that were not sent
+    ("hung", "it had no answer when the time budget ended"),
+    ("not_sent", "it was not sent: an earlier request had no answer when the time budget ended"),
+)
 
 
 def write_unanswered(folder: Path, records: Iterable[RequestRecord]) -> None:

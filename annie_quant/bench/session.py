@@ -13,12 +13,12 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from annie_quant import documents, judge
-from annie_quant.bench import endpoints, memory, run_folder, sequential
+from annie_quant.bench import endpoints, memory, run_folder
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import (
@@ -76,21 +76,12 @@ def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload
     """Set the checks and faults of a record. An answer that is not complete fails each gate that applies to the case."""
     faults = judge.faults(answer, case.at_turn(record.turn), workload)
     if reason := incomplete(answer.error, answer.finish_reason):
-        applying = [gate for gate, fault in faults.items() if fault is not None or _is_of_each(gate)]
+        # A rule about the text, not a rate, applies to every answer.
+        rules = {gate for gate in faults if GATES[gate].basis == "rule" and not GATES[gate].two_sided}
+        applying = [gate for gate, fault in faults.items() if fault is not None or gate in rules]
         faults = {gate: faults[gate] or reason for gate in applying}
     record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
     record.faults = {gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided}
-
-
-def _is_of_each(gate: str) -> bool:
-    """Return whether a gate applies to every answer: a rule about the text, not a rate."""
-    return GATES[gate].basis == "rule" and not GATES[gate].two_sided
-
-
-def _hangs(elapsed_s: float, answered: Iterable[RequestRecord]) -> bool:
-    """Return whether a request that was stopped after elapsed_s was slow against the median of its backend's others."""
-    times = [r.e2e_ms for r in answered if r.e2e_ms is not None and not r.error]
-    return is_slow(1000 * elapsed_s, statistics.median(times) if times else 0.0)
 
 
 class Session:
@@ -146,7 +137,7 @@ class Session:
         names = list(self.backends)
         visits = planning.planned_visits(names, self.workloads, self.config)
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
-        looks = sequential.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
+        looks = planning.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
         done_before = len(visits) - len(left)
         # Only at a planned look, even where a run is resumed: the levels allow for no further look.
         if done_before in looks and self._decided():
@@ -175,18 +166,12 @@ class Session:
     def _budget_ended(self, unasked: Sequence[planning.Visit]) -> Ended:
         """Return how the run ended. What a backend that hung was still to answer counts as failed answers of this backend."""
         rows: list[RequestRecord] = []
-        for visit in (v for v in unasked if v.backend == self.hung):
-            for case, repeat in visit.cases:
-                for turn in range(case.n_turns):
-                    record = self._new_record(visit, case, repeat, turn, cold=False)
-                    if record.id in self.done or (rows and self.config.sustained):
-                        continue
-                    record.cause = run_folder.NOT_SENT if rows else run_folder.HUNG
-                    record.error = (
-                        "it was not sent: an earlier request had no answer when the time budget ended"
-                        if rows
-                        else "it had no answer when the time budget ended"
-                    )
+        hung = [(visit, *case) for visit in unasked if visit.backend == self.hung for case in visit.cases]
+        for visit, case, repeat in hung:
+            for turn in range(case.n_turns):
+                record = self._new_record(visit, case, repeat, turn, cold=False)
+                if record.id not in self.done and not (rows and self.config.sustained):
+                    record.cause, record.error = run_folder.UNANSWERED_CAUSES[bool(rows)]
                     _judge(record, Answer(error=record.error), case, visit.workload)
                     rows.append(record)
         run_folder.write_unanswered(self.folder, rows)
@@ -206,12 +191,12 @@ class Session:
 
     def _decided(self) -> bool:
         self.compare_with_reference()
-        return not sequential.open_questions(
+        return not planning.open_questions(
             list(self.done.values()), list(self.backends), self.config.greedy, self.roles
         )
 
     def _stopped(self, unasked: int, done: int, looks: Sequence[int]) -> Ended:
-        stopped = EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=sequential.LEVEL)
+        stopped = EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=planning.LEVEL)
         return Ended(unasked=unasked, stopped=stopped, prefix_cache=self.config.prefix_cache)
 
     def _identify(self, smoke: bool) -> None:
@@ -226,10 +211,8 @@ class Session:
                     "start it, then run the same command: finished requests are kept",
                 ) from error
             if smoke:
-                self._visit(
-                    planning.Visit(-1, name, workload, ((workload.cases[0], self.session),), warmup=True), cold=True
-                )
-
+                question = planning.Visit(-1, name, workload, ((workload.cases[0], self.session),), warmup=True)
+                self._visit(question, cold=True)
         if smoke:
             self.sized = {w.name: w for w in planning.sized(self.workloads, self.folder, self._prompt_tokens)}
 
@@ -247,9 +230,8 @@ class Session:
         histories: list[list[ChatMessage]] = [[] for _ in visit.cases]
         for turn in range(max(case.n_turns for case, _ in visit.cases)):
             turns = []
-            for history, (case, repeat) in zip(histories, visit.cases, strict=True):
-                if turn >= case.n_turns:
-                    continue
+            parts = [part for part in zip(histories, visit.cases, strict=True) if turn < part[1][0].n_turns]
+            for history, (case, repeat) in parts:
                 record = self._new_record(visit, case, repeat, turn, cold)
                 before = None if visit.warmup else self.done.get(record.id)
                 if before is not None:
@@ -347,22 +329,22 @@ class Session:
         left_s = self._left_s()
         models, probe_s = f"{backend.root}/v1/models", min(timeout_s, PROBE_TIMEOUT_S)
         opening = [stream.Request(models, headers=headers, timeout_s=probe_s) for _ in requests]
+        begins = {tag: None if starts is None else CONNECT_S + starts[i] for i, (tag, _) in enumerate(requests)}
         measured = [
             stream.Request(
                 backend.completions_url,
                 json=endpoints.request_body(backend.endpoint, body | self._cache_fields(backend.name, tag)),
                 headers=headers,
                 timeout_s=timeout_s,
-                start_s=None if starts is None else CONNECT_S + starts[index],
+                start_s=begins[tag],
                 tag=tag,
             )
-            for index, (tag, body) in enumerate(requests)
+            for tag, body in requests
         ]
-        concurrency = None if starts is not None else len(measured)
         sent_s = time.monotonic()
         timings = stream.run(
             [*opening, *measured],
-            concurrency=concurrency,
+            concurrency=None if starts is not None else len(measured),
             deadline_s=left_s,
             max_answer_bytes=MAX_ANSWER_BYTES,
             max_answer_events=MAX_ANSWER_EVENTS,
@@ -371,10 +353,13 @@ class Session:
             cut = {a["tag"]: a["cause"] for a in timings.records() if a["cause"] in ("deadline", "not_started")}
             cut.pop(None, None)  # the openings of connections
             if cut:
-                begins = {tag: 0.0 if starts is None else CONNECT_S + starts[i] for i, (tag, _) in enumerate(requests)}
-                first_s = min((begins[tag] for tag, cause in cut.items() if cause == "deadline"), default=math.inf)
-                answered = [r for r in self.done.values() if r.backend == backend.name]
-                self.hung = backend.name if _hangs(time.monotonic() - sent_s - first_s, answered) else ""
+                first_s = min(
+                    (begins[tag] or 0.0 for tag, cause in cut.items() if cause == "deadline"), default=math.inf
+                )
+                # A request that was stopped hangs where it was slow against the median of its backend's others.
+                others = [r.e2e_ms for r in self.done.values() if r.backend == backend.name and not r.error]
+                usual_ms = statistics.median([ms for ms in others if ms is not None] or [0.0])
+                self.hung = backend.name if is_slow(1000 * (time.monotonic() - sent_s - first_s), usual_ms) else ""
                 raise BudgetEnded
         return timings
 

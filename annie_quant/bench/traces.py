@@ -67,14 +67,9 @@ def replay(paths: Iterable[PathLike], n: int, seed: int = 0, problems: Problems 
     """Return a workload of at most n logged conversations, a seeded sample. Raises UsageError where the logs have none."""
     problems, rng = problems or Problems(), random.Random(f"{seed}/replay")
     chosen: list[tuple[int, Conversation, list[LoggedTurn]]] = []
-    usable = 0
     for number, conversation in enumerate(read_logs(paths, problems, MAX_CHARACTERS)):
-        turns = turns_of(conversation.messages)
-        if not turns:
-            problems.add("a conversation without a user's message", conversation.source)
-            continue
-        usable += 1
-        at = len(chosen) if len(chosen) < n else rng.randrange(usable)
+        turns = turns_of(conversation.messages)  # every conversation that is read has a user's message
+        at = len(chosen) if len(chosen) < n else rng.randrange(number + 1)
         if at < n:
             chosen[at : at + 1] = [(number, conversation, turns)]
     if not chosen:
@@ -148,14 +143,14 @@ def _tools(conversation: Conversation, scanner: Scanner) -> tuple[Tool, ...]:
     return tuple(scanner.masked(conversation.tools or []))
 
 
-def _workload(name: str, description: str, cases: Sequence[Case], tokens: int, **more: Any) -> Workload:
+def _workload(name: str, description: str, cases: Sequence[Case], tokens: int) -> Workload:
     gates = ("non_empty", "thinking_leak", *REFERENCE_GATES)
     with_tools = any(case.tools for case in cases)
-    fields: dict[str, Any] = {"gates": (*gates, "logged_tool") if with_tools else gates, **more}
     content = [[c.id, c.system, [*c.turns], [*c.messages], [*(c.tools or ())], c.arrival_s, c.blocks] for c in cases]
     return Workload(
         name=name, description=description, persona=None, system=None, tools=None, thinking=False, max_tokens=tokens,
-        temperature=0.0, cases=tuple(cases), default=False, sha256=sha256_text(msgspec.json.encode(content).decode()), **fields,
+        temperature=0.0, cases=tuple(cases), default=False, sha256=sha256_text(msgspec.json.encode(content).decode()),
+        gates=(*gates, "logged_tool") if with_tools else gates,
     )  # fmt: skip
 
 
@@ -212,10 +207,10 @@ def _mooncake_workload(rows: Sequence[MooncakeRow]) -> Workload:
                 arrival_s=(row.timestamp - first) / 1e3,
             )
         )
-    more = {"gates": ("non_empty",), "extra": {"ignore_eos": True}, "context": ContextFile(tokens=0)}
-    return _workload(
-        "trace", "Requests of a Mooncake trace: its lengths, shared prefixes and arrivals", cases, 256, **more
-    )
+    text = "Requests of a Mooncake trace: its lengths, shared prefixes and arrivals"
+    workload = _workload("trace", text, cases, 256)
+    extra, context = {"ignore_eos": True}, ContextFile(tokens=0)
+    return dataclasses.replace(workload, gates=("non_empty",), extra=extra, context=context)
 
 
 def _log_trace(path: PathLike, n: int, problems: Problems) -> Workload:

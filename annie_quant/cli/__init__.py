@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import click
 
-from annie_quant.cli import attribute, bench, checkpoint, data, doctor, evaluate, quantize, report
+from annie_quant.cli import bench, checkpoint, data, doctor, quantize, report
 from annie_quant.cli.terminal import Stopped, clean_library_messages, console, describe, stop_signals_raise
 from annie_quant.core.errors import AnnieError
 
@@ -21,9 +21,7 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, command.get_short_help_str(limit=500)) for name, command in self.commands.items()]
-            )
+            formatter.write_dl([(name, each.get_short_help_str(limit=500)) for name, each in self.commands.items()])
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
@@ -44,9 +42,9 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
 
 for each in (
     quantize.demo, data.record_command, data.init, data.data, quantize.quantize, checkpoint.audit, checkpoint.convert,
-    checkpoint.compare, evaluate.evaluate, evaluate.lm_eval, evaluate.retention, quantize.search, quantize.serve, doctor.doctor,
-    doctor.validate_gpu, bench.bench, attribute.attribute, report.report,
-    report.export, report.publish, report.explain,
+    checkpoint.compare, checkpoint.evaluate, checkpoint.lm_eval, checkpoint.retention, quantize.search, quantize.serve,
+    doctor.doctor, doctor.validate_gpu, bench.bench, bench.attribute, report.report, report.export, report.publish,
+    report.explain,
 ):  # fmt: skip
     cli.add_command(each)
 

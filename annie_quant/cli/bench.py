@@ -1,10 +1,15 @@
-"""`annie-quant bench`: time one or two servers with the same prompts."""
+"""`annie-quant bench`: time one or two servers with the same prompts.
+
+`annie-quant attribute`: find out which setting of a served model breaks its answers.
+"""
 
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import urllib.parse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from annie_quant.bench.regressions import Regression
     from annie_quant.documents import Aggregates, Verdict
     from annie_quant.judge import Workload
+    from annie_quant.ops.attribution_servers import Target
 
 SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 MOST_CONVERSATIONS = 10_000
@@ -121,11 +127,8 @@ def bench(options: BenchOptions) -> None:
         settings["trace_speeds"] = options.trace_speed
     if options.sustain_s:
         requests = sum(max(1, len(w.cases)) for w in workloads) * len(backends)
-        settings |= {
-            "budget_s": options.sustain_s,
-            "sustained": True,
-            "runs": max(2, math.ceil(SUSTAINED_PER_S * options.sustain_s / requests)),
-        }
+        runs = max(2, math.ceil(SUSTAINED_PER_S * options.sustain_s / requests))
+        settings |= {"budget_s": options.sustain_s, "sustained": True, "runs": runs}
     directory = RunDirectory(output)
     with directory.locked():
         with console.task("bench") as step:
@@ -143,14 +146,10 @@ def bench(options: BenchOptions) -> None:
         console.print_lines(tables.served_lines(done.aggregates.served, console.width))
         console.print_verdict(result)
     if compared:
-        if compared.left_out:
-            console.note(
-                f"{len(compared.left_out)} prompts have another content than in {stored} and are left out: "
-                + ", ".join(compared.left_out[:3])
-            )
-        for line in timing.losses(compared):
+        left_out = f"{len(compared.left_out)} prompts have another content than in {stored} and are left out: "
+        notes = [left_out + ", ".join(compared.left_out[:3])] if compared.left_out else []
+        for line in (*notes, *timing.losses(compared), f"against {stored}: {compared.outcome}"):
             console.note(line)
-        console.note(f"against {stored}: {compared.outcome}")
     sys.exit(0 if verdict.passed and not (compared and compared.lost) else 1)
 
 
@@ -208,3 +207,87 @@ def local_process(url: str) -> dict[str, int]:
         return {}
     pid = listening_pid(parts.port or 80)
     return {} if pid is None else {"pid": pid}
+
+
+class AttributeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: Annotated[Path | None, opt.Option("The suspect's weights: a folder, or a GGUF file for llama.cpp.")] = (
+        None
+    )
+    reference: Annotated[Path | None, opt.Option("Weights that are taken for right: bf16.")] = None
+    runtime: Annotated[str, opt.Option("vllm, sglang or llama.cpp.")] = "llama.cpp"
+    use: Annotated[str | None, opt.Option("Recipe of vLLM or SGLang. Default: the newest.", metavar="RECIPE")] = None
+    server_cmd: Annotated[
+        str | None, opt.Option("Starts a server; {port} and {FACTOR} are replaced.", metavar="CMD")
+    ] = None
+    urls: Annotated[tuple[str, str] | None, opt.Option("Two running servers.", metavar="TRUSTED SUSPECT")] = None
+    suspect: Annotated[
+        tuple[str, ...], opt.Option("A value that is suspected; repeatable.", metavar="FACTOR=VALUE")
+    ] = ()
+    trusted: Annotated[
+        tuple[str, ...], opt.Option("The value to compare with; repeatable.", metavar="FACTOR=VALUE")
+    ] = ()
+    persona: opt.PersonaName = None
+    workloads: opt.WorkloadNames = None
+    n: Annotated[int, opt.Option("Prompts per gate; 0: all.", least=0)] = 25
+    arms: Annotated[int, opt.Option("Settings to measure at most.", least=4)] = 12
+    timeout_s: Annotated[float, opt.Option("Limit of one request, in seconds.", least=1)] = 120.0
+    key_env: opt.KeyVariable = None
+    seed: Annotated[int, opt.Option("Of the choice and order of the prompts.")] = 0
+    output: Annotated[Path, opt.Option("Run directory; the same command resumes from it.")]
+    as_json: opt.AsJson = False
+
+
+@opt.command(AttributeOptions)
+def attribute(options: AttributeOptions) -> None:
+    """Find out which setting breaks a served model's answers.
+
+    Servers that differ in some factors (weights, activations, template, parser, kv, mtp, prefix, graphs, batch, sampling) get the
+    same prompts, at most --arms times: first halves of the factors, then pairs. They are started here, by --checkpoint and
+    --runtime or by --server-cmd, or run already (--urls). Exit code 1 if something is to blame or open.
+    """
+    from annie_quant.bench import key_headers
+    from annie_quant.cli.pipeline.run_directory import RunDirectory
+    from annie_quant.data.workloads import resolve
+    from annie_quant.ops import attribution
+
+    target = target_of(options)
+    workloads = resolve(options.persona, options.workloads)
+    if options.n:
+        workloads = annie_quant.judge.sample(workloads, options.n, options.seed)
+    with RunDirectory(options.output).locked(), console.task("attribute") as step:
+        headers, limits = key_headers(options.key_env), (options.arms, options.timeout_s, options.seed)
+        result = attribution.AttributionRun(target, workloads, options.output, headers, *limits, step).run()
+    if options.as_json:
+        emit(result)
+    else:
+        for line in (*(f"- {line}" for line in attribution.lines(result)), result.sentence):
+            console.print_lines(tables.wrap(line, console.width))
+    sys.exit(1 if result.guilty or result.conclusion.unfinished else 0)
+
+
+def target_of(options: AttributeOptions) -> Target:
+    """Return the servers that the options name. Raises UsageError unless they name one kind."""
+    from annie_quant.ops import attribution_servers as servers
+
+    trusted, suspect = choices("--trusted", options.trusted), choices("--suspect", options.suspect)
+    if (options.checkpoint is not None) + (options.server_cmd is not None) + (options.urls is not None) != 1:
+        raise click.UsageError("give one of --checkpoint, --server-cmd and --urls")
+    if options.server_cmd is not None:
+        return servers.CommandTarget(options.server_cmd, trusted, suspect)
+    if options.urls is not None:
+        return servers.UrlTarget(*options.urls, trusted, suspect)
+    assert options.checkpoint is not None
+    models = options.checkpoint, options.reference
+    return servers.RuntimeTarget(options.runtime, models, (trusted, suspect), options.output, options.use)
+
+
+def choices(option: str, values: Sequence[str]) -> dict[str, str]:
+    """Return {factor: value}. Raises UsageError for what is not FACTOR=VALUE, or repeats a factor."""
+    result: dict[str, str] = {}
+    for item in values:
+        name, separator, value = item.partition("=")
+        if not separator or name in result:
+            problem = "is repeated" if separator else "has no value"
+            raise UsageError(f"{option} {item}: {name!r} {problem}", f"write it as {option} {shlex.quote(name)}=VALUE")
+        result[name] = value
+    return result

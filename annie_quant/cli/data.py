@@ -81,8 +81,7 @@ def data(options: DataOptions) -> None:
                 options=conversations.Options(options.teacher_model, options.url, *limits),
                 **picked(options, "persona", "teacher", "n", "output", "seed", "split", "apart_from", "force"),
             )
-    document = msgspec.to_builtins(result)
-    emit(document) if options.as_json else console.print_mapping(str(options.output), document)
+    emit(result) if options.as_json else console.print_mapping(str(options.output), msgspec.to_builtins(result))
     sys.exit(0 if result.ok else 1)
 
 
@@ -132,16 +131,20 @@ def init(options: InitOptions) -> None:
     )
     with console.task("init") as step:
         result = initialize(sources, output, options.force, step)
-    document = msgspec.to_builtins(result)
     if options.as_json:
-        emit(document)
+        emit(result)
         return
-    console.print_mapping(str(output), {k: v for k, v in document.items() if k not in ("lines", "output")})
+    console.print_mapping(str(output), without(result, "lines", "output"))
     for line in result.lines:
         console.note(line)
     console.note(
         f"next: annie-quant search --model BF16 --persona {output} --calib-data {output}/calibration.jsonl --output RUN"
     )
+
+
+def without(result: msgspec.Struct, *names: str) -> JsonObject:
+    """Return a result's fields for a table, without some of them."""
+    return {name: value for name, value in msgspec.to_builtins(result).items() if name not in names}
 
 
 def read_text(path: Path) -> str:
@@ -227,13 +230,10 @@ def record_command(options: RecordOptions) -> None:
 
     with console.task("record") as step:
         result = record(settings, step, ready)
-    document = msgspec.to_builtins(result)
     if options.as_json:
-        emit(document)
+        emit(result)
     else:
-        console.print_mapping(
-            str(options.output), {k: v for k, v in document.items() if k not in ("output", "left_out", "masked")}
-        )
+        console.print_mapping(str(options.output), without(result, "output", "left_out", "masked"))
         for reason, n in sorted(result.left_out.items(), key=lambda item: -item[1]):
             console.note(f"{n:,} × {reason if reason.startswith('answer ') else f'not recorded: {reason}'}")
         for kind, n in sorted(result.masked.items()):

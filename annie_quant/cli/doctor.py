@@ -198,10 +198,9 @@ _EXTRA = re.compile(r"""^([A-Za-z0-9._-]+).*;.*\bextra\s*==\s*['"]([A-Za-z0-9._-
 def show_version(verbose: bool, as_json: bool) -> None:
     if as_json:
         emit(inspect_installation())
-    else:
-        click.echo(
-            "\n".join(version_lines(inspect_installation())) if verbose else f"annie-quant, version {__version__}"
-        )
+        return
+    lines = version_lines(inspect_installation()) if verbose else [f"annie-quant, version {__version__}"]
+    click.echo("\n".join(lines))
 
 
 def inspect_installation() -> JsonObject:
@@ -213,25 +212,11 @@ def inspect_installation() -> JsonObject:
     extras = inspect_extras(declared_requirements())
     fixes = {name: module["fix"] for name, module in modules.items() if not module["loaded"]}
     fixes |= {f"extra {name}": f'pip install "{DISTRIBUTION}[{name}]"' for name, e in extras.items() if e["missing"]}
-    return {
-        "version": __version__,
-        "python": {
-            "version": platform.python_version(),
-            "implementation": platform.python_implementation(),
-            "executable": sys.executable,
-            "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-        },
-        "platform": {
-            "system": platform.system(),
-            "release": platform.release(),
-            "machine": platform.machine(),
-            "libc": " ".join(platform.libc_ver()).strip(),
-            "processors": os.cpu_count(),
-        },
-        "modules": modules,
-        "extras": extras,
-        "fixes": fixes,
-    }
+    threads = " free-threaded" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
+    python = f"{platform.python_implementation()} {platform.python_version()}{threads} ({sys.executable})"
+    machine = f"{platform.platform()}, {os.cpu_count()} processors"
+    return {"version": __version__, "python": python, "platform": machine, "modules": modules, "extras": extras,
+            "fixes": fixes}  # fmt: skip
 
 
 def inspect_module(name: str) -> JsonObject:

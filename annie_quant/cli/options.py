@@ -54,17 +54,17 @@ class Argument:
     """A field that is given by its position."""
 
 
-class CommaSeparated(click.ParamType[tuple[Any, ...]]):
+class CommaSeparated(click.ParamType[tuple[object, ...]]):
     """Values of one type, separated by commas."""
 
     name = "text"
 
-    def __init__(self, kind: Callable[[str], Any]) -> None:
+    def __init__(self, kind: Callable[[str], object]) -> None:
         self.kind = kind
 
     def convert(
-        self, value: str | tuple[Any, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Any, ...]:
+        self, value: str | tuple[object, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[object, ...]:
         if isinstance(value, tuple):
             return value
         try:
@@ -154,24 +154,12 @@ def _click_type(kind: object, least: float | None = None) -> click.ParamType[Any
 AsJson = Annotated[bool, Option("Print one JSON object on stdout and nothing else.", name="json")]
 Force = Annotated[bool, Option("Replace an existing output.")]
 PersonaName = Annotated[
-    str | None, Option("A built-in persona, a JSON file, or a folder from annie-quant init. Default: annie.")
+    str | None, Option("Built-in persona, JSON file, or folder of annie-quant init. Default: annie.")
 ]
-WorkloadNames = Annotated[
-    str | None, Option("Names (also bfcl), JSON files or folders, comma-separated. Default: those of the persona.")
-]
+WorkloadNames = Annotated[str | None, Option("Names (also bfcl), files, folders, by commas. Default: the persona's.")]
 AllowMismatch = Annotated[bool, Option("Accept data that was made for another system prompt.")]
 PerGate = Annotated[int, Option("Prompts per gate.", least=1)]
 KeyVariable = Annotated[str | None, Option("Environment variable with the API key of the servers.", metavar="NAME")]
-Candidate = Annotated[
-    str | None,
-    Option("The side that is judged. Default: backend A; of two sides of one format, the second.", metavar="NAME"),
-]
-Reference = Annotated[
-    str | None,
-    Option(
-        "The bf16 side that all are compared with. Default: the one whose weights are known to be bf16.", metavar="NAME"
-    ),
-]
-Incumbent = Annotated[
-    str | None, Option("The side that the candidate would replace. Default: the other one.", metavar="NAME")
-]
+Candidate = Annotated[str | None, Option("Side that is judged. Default: A; of two of one format, B.", metavar="NAME")]
+Reference = Annotated[str | None, Option("The bf16 side. Default: the one whose weights are bf16.", metavar="NAME")]
+Incumbent = Annotated[str | None, Option("Side that would be replaced. Default: the other one.", metavar="NAME")]

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -86,16 +87,12 @@ def quantize(options: QuantizeOptions) -> None:
     if device and strategy == "best":
         own["device"] = str(options.device)
     if options.dry_run or estimates.is_large(model):
-        try:
-            lines = estimates.estimate(
+        with contextlib.nullcontext() if options.dry_run else contextlib.suppress(CheckpointError):
+            estimate = estimates.estimate(
                 model, strategy, samples, options=own, calib_data=options.calib_data, device=device
-            ).lines()
-        except CheckpointError:
-            if options.dry_run:
-                raise
-            lines = []
-        for line in lines:
-            echo(line, err=not options.dry_run)
+            )
+            for line in estimate.lines():
+                echo(line, err=not options.dry_run)
     if options.dry_run:
         return
     quiet_engines()
@@ -149,24 +146,21 @@ def serve(options: ServeOptions) -> None:
 
     Before a command is printed or a recipe written the checkpoint is audited: one that the runtime does not load is refused.
     """
-    model, serving = options.model, annie_quant.serve
+    model, runtime, port, serving = options.model, options.runtime, options.port, annie_quant.serve
     chosen: dict[str, Any] = {"recipe": options.use} if options.use else {}
     if options.write_recipe or options.dry_run:
-        for note in serving.check(model, runtime=options.runtime, **chosen):
+        for note in serving.check(model, runtime=runtime, **chosen):
             console.note(note)
-        runtime, port = options.runtime, options.port
         if options.write_recipe:
             echo(str(serving.write_recipe(model, options.write_recipe, runtime, port, **chosen)))
         if options.dry_run:
             echo(serving.command(model, runtime, port, **chosen))
         return
-    with console.task(f"{options.runtime} on port {options.port}") as step:
-        server = serving.start(model, runtime=options.runtime, port=options.port, progress=step, **chosen)
-    console.note(f"ready: {server.url}/v1   (Ctrl-C stops it)")
-    try:
+    with console.task(f"{runtime} on port {port}") as step:
+        server = serving.start(model, runtime=runtime, port=port, progress=step, **chosen)
+    with server:
+        console.note(f"ready: {server.url}/v1   (Ctrl-C stops it)")
         server.wait()
-    finally:
-        server.stop()
 
 
 NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  # then what it prints
@@ -176,21 +170,17 @@ NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  
 def search(settings: SearchSettings) -> None:
     """Try the strategies, cheapest first, and stop at the first that keeps every gate of bf16. Exit code 1 if none does."""
     from annie_quant.cli.pipeline.search import run
-    from annie_quant.cli.pipeline.search_table import outcome, tree
 
     result = run(settings, console)
     if settings.as_json:
         emit(result)
     else:
-        sides = [
-            tables.Column.of(f"{row.strategy} {kind}", side)
-            for row in result.strategies
-            for kind, side in row.numerics.items()
-        ]
+        rows = [(row.strategy, *side) for row in result.strategies for side in row.numerics.items()]
+        sides = [tables.Column.of(f"{strategy} {kind}", side) for strategy, kind, side in rows]
         console.print_lines(tables.side_lines(sides, tables.Column("bf16", result.reference), console.width))
-        for line in tree(result):
+        for line in tables.search_tree(result):
             console.print_lines(tables.wrap_tree(line, console.width))
-        console.note(outcome(result))
+        console.note(tables.search_outcome(result))
         console.note(f"table: {settings.output / 'search.md'}")
     sys.exit(0 if result.chosen else 1)
 

@@ -61,8 +61,11 @@ def report(options: ReportOptions) -> None:
             "--output is for the trends of several runs; the report of one run is written into its folder"
         )
     if options.verify:
-        _verify(folders)
-        return
+        checks = {folder: annie_quant.report.verify(folder) for folder in folders}
+        for folder, check in checks.items():
+            for line in (f"{folder}: {check.summary}", *(f"  {d.message}" for d in check.differences)):
+                echo(line)
+        sys.exit(1 if any(check.differences for check in checks.values()) else 0)
     several = len(folders) > 1
     paths = trends.build(folders, options.output or Path("trends")) if several else annie_quant.report.build(folders[0])
     for path in paths:
@@ -71,16 +74,6 @@ def report(options: ReportOptions) -> None:
 
 def stated_roles(options: ReportOptions | PublishOptions) -> Roles:
     return Roles(candidate=options.candidate, reference=options.reference, incumbent=options.incumbent)
-
-
-def _verify(run_dirs: tuple[Path, ...]) -> None:
-    checks = [(folder, annie_quant.report.verify(folder)) for folder in run_dirs]
-    for folder, check in checks:
-        echo(f"{folder}: {check.summary}")
-        for difference in check.differences:
-            echo(f"  {difference.message}")
-    if any(check.differences for _, check in checks):
-        sys.exit(1)
 
 
 class ExportOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,14 +172,13 @@ def explain(options: ExplainOptions) -> None:
     exits = {str(number): {"meaning": f"Exit code {number}: {text}."} for number, text in EXIT_CODES.items()}
     codes = {name: explanation._asdict() for name, explanation in CODES.items()}
     code = options.code
+    if code is None and options.as_json:
+        emit({**codes, **{str(number): text for number, text in EXIT_CODES.items()}})
+        return
     if code is None:
-        if options.as_json:
-            emit({**codes, **{str(number): text for number, text in EXIT_CODES.items()}})
-            return
-        for number, text in EXIT_CODES.items():
-            console.line(f"exit code {number}: {text}")
-        for name, explanation in CODES.items():
-            console.line(f"{name}: {explanation.meaning}")
+        meanings = {f"exit code {number}": text for number, text in EXIT_CODES.items()}
+        for name, text in (meanings | {name: explanation.meaning for name, explanation in CODES.items()}).items():
+            console.line(f"{name}: {text}")
         return
     if code not in exits | codes:
         near = difflib.get_close_matches(code, CODES, 3)
@@ -198,7 +190,5 @@ def explain(options: ExplainOptions) -> None:
     if options.as_json:
         emit(result)
         return
-    console.line(result["meaning"])
-    for key in ("servers", "fix"):
-        if key in result:
-            console.line(f"{key}: {result[key]}")
+    for line in (result["meaning"], *(f"{key}: {result[key]}" for key in ("servers", "fix") if key in result)):
+        console.line(line)

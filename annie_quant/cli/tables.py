@@ -1,4 +1,7 @@
-"""Tables of gates as plain text that fits a terminal: the reference first, one column group per side, or one row per side."""
+"""Tables of gates as plain text that fits a terminal: the reference first, one column group per side, or one row per side.
+
+The page of a search is a template: search.md.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from annie_quant.documents import (
-    Evaluation,
-    GateResult,
-    NumericsResult,
-    OfflineSide,
-    Outcome,
-    PairedGate,
-    PairedVerdict,
-    PooledGates,
-    SearchNumerics,
-    ServedSide,
-)
+from annie_quant import documents
+from annie_quant.core.templates import render_markdown
 from annie_quant.judge.decision import POOLED, member_verdict
 from annie_quant.judge.decision.rule import points, title
 
@@ -29,7 +22,10 @@ AGAINST = {
     "label": "with the workload's labels",
     "rule": "with a rule alone",
 }
-ABSOLUTE: dict[Outcome, str] = {"pass": "meets", "fail": "misses", "undecided": "undecided"}
+ABSOLUTE: dict[documents.Outcome, str] = {"pass": "meets", "fail": "misses", "undecided": "undecided"}
+
+
+JudgedSide = documents.ServedSide | documents.OfflineSide | documents.NumericsResult | documents.SearchNumerics
 
 
 @dataclass(frozen=True)
@@ -37,12 +33,12 @@ class Column:
     """One side: its gates, and its answers paired with the reference's (empty where there is none)."""
 
     name: str
-    gates: Mapping[str, GateResult]
-    paired: Mapping[str, PairedGate] = field(default_factory=dict)
-    pooled: PooledGates | None = None
+    gates: Mapping[str, documents.GateResult]
+    paired: Mapping[str, documents.PairedGate] = field(default_factory=dict)
+    pooled: documents.PooledGates | None = None
 
     @classmethod
-    def of(cls, name: str, side: ServedSide | OfflineSide | NumericsResult | SearchNumerics) -> Column:
+    def of(cls, name: str, side: JudgedSide) -> Column:
         return cls(name, side.gates, side.paired, side.pooled)
 
     @property
@@ -51,7 +47,10 @@ class Column:
 
 
 def gate_lines(
-    reference: Mapping[str, GateResult] | None, columns: Sequence[Column], width: int = WIDTH, name: str = "bf16"
+    reference: Mapping[str, documents.GateResult] | None,
+    columns: Sequence[Column],
+    width: int = WIDTH,
+    name: str = "bf16",
 ) -> list[str]:
     """Return one row per gate and one column per side, in as many tables as the width needs.
 
@@ -60,21 +59,24 @@ def gate_lines(
     answers are compared with (bf16's own answers, labels, or a rule that needs neither); a footnote where the width has no room.
     """
     gates = _ordered([*([reference] if reference else []), *(c.gates for c in columns)])
-    head = _head(reference, columns, gates, name)
-    cells = [_column(column, gates, head) for column in columns]
-    tables = _tables(head.columns, cells, width)
-    against = ["against", *(BASES.get(result.basis, "–") for result in gates.values())]
-    notes: list[str] = []
+    n = {g: max((c.gates[g].n for c in columns if g in c.gates), default=result.n) for g, result in gates.items()}
+    titles = [result.title or title(gate) for gate, result in gates.items()]
+    head = [["gate", *titles], ["n", *map(str, n.values())]]
+    if any(losses := [_finds(columns, gate) for gate in gates]):
+        head.append(["finds", *losses])
+    own = [[name, *(_passes(reference.get(gate), n[gate]) for gate in gates)]] if reference else []
+    cells = [_column(column, gates, n) for column in columns]
+    tables, notes = _tables([*head, *own], cells, width), list[str]()
     if any(result.basis for result in gates.values()):
-        at = len(head.columns) - bool(reference)
-        wider = _tables([*head.columns[:at], against, *head.columns[at:]], cells, width)
+        against = ["against", *(BASES.get(result.basis, "–") for result in gates.values())]
+        wider = _tables([*head, against, *own], cells, width)
         if len(wider) == len(tables) and all(sum(map(_width, t)) + len(t) - 1 <= width for t in wider):
             tables = wider
         else:
             notes = wrap(_basis_note(gates), width)
     lines: list[str] = []
     for table in tables:
-        lines += ([""] if lines else []) + _rows(table, head.advisory)
+        lines += ([""] if lines else []) + _rows(table, [result.advisory for result in gates.values()])
     return [line[:width].rstrip() for line in [*lines, *notes]]
 
 
@@ -93,46 +95,19 @@ def _tables(head: Sequence[list[str]], cells: Sequence[list[str]], width: int) -
     return tables
 
 
-def _basis_note(gates: Mapping[str, GateResult]) -> str:
-    parts = []
-    for basis, text in AGAINST.items():
-        if names := [r.title or title(gate) for gate, r in gates.items() if r.basis == basis]:
-            parts.append(f"{text}: {', '.join(names)}")
-    return "; ".join(parts)
+def _basis_note(gates: Mapping[str, documents.GateResult]) -> str:
+    names = {basis: [r.title or title(gate) for gate, r in gates.items() if r.basis == basis] for basis in AGAINST}
+    return "; ".join(f"{text}: {', '.join(names[basis])}" for basis, text in AGAINST.items() if names[basis])
 
 
-@dataclass(frozen=True)
-class _Head:
-    columns: list[list[str]]
-    n: dict[str, int]
-    advisory: list[bool]
-
-
-def _ordered(tables: Sequence[Mapping[str, GateResult]]) -> dict[str, GateResult]:
+def _ordered(tables: Sequence[Mapping[str, documents.GateResult]]) -> dict[str, documents.GateResult]:
     """Return the gates of all tables, deciding ones first."""
-    first: dict[str, GateResult] = {}
+    first: dict[str, documents.GateResult] = {}
     for table in tables:
         for gate, result in table.items():
             if gate not in first or (first[gate].advisory and not result.advisory):
                 first[gate] = result
     return dict(sorted(first.items(), key=lambda item: item[1].advisory))
-
-
-def _head(
-    reference: Mapping[str, GateResult] | None, columns: Sequence[Column], gates: Mapping[str, GateResult], name: str
-) -> _Head:
-    n = {
-        gate: max((c.gates[gate].n for c in columns if gate in c.gates), default=result.n)
-        for gate, result in gates.items()
-    }
-    head = [["gate", *(result.title or title(gate) for gate, result in gates.items())], ["n", *map(str, n.values())]]
-    losses = {gate: _finds(columns, gate) for gate in gates}
-    if any(losses.values()):
-        head.append(["finds", *losses.values()])
-    if reference:
-        rows = [reference.get(gate) for gate in gates]
-        head.append([name, *("–" if r is None else _passes(r, n[g]) for g, r in zip(gates, rows, strict=True))])
-    return _Head(head, n, [result.advisory for result in gates.values()])
 
 
 def _finds(columns: Sequence[Column], gate: str) -> str:
@@ -141,21 +116,20 @@ def _finds(columns: Sequence[Column], gate: str) -> str:
     return f"{100 * max(known):.1f}" if known else ""
 
 
-def _passes(result: GateResult, n: int) -> str:
+def _passes(result: documents.GateResult | None, n: int) -> str:
+    if result is None:
+        return "–"
     return str(result.passes) if result.n == n else f"{result.passes}/{result.n}"
 
 
-def _column(column: Column, gates: Mapping[str, GateResult], head: _Head) -> list[str]:
+def _column(column: Column, gates: Mapping[str, documents.GateResult], n: Mapping[str, int]) -> list[str]:
     cells = [column.name]
     for gate in gates:
         result, pair = column.gates.get(gate), column.paired.get(gate)
-        if result is None:
-            cells.append("–")
-            continue
-        text = _passes(result, head.n[gate])
-        if pair is not None:
+        text = _passes(result, n[gate])
+        if result is not None and pair is not None:
             text += f" {points(pair.difference)}"
-        if not result.advisory:
+        if result is not None and not result.advisory:
             text += f" {pair.verdict if pair else ABSOLUTE[result.verdict]}"
         cells.append(text)
     return cells
@@ -180,11 +154,11 @@ def _rows(columns: Sequence[Sequence[str]], advisory: Sequence[bool]) -> list[st
     return lines
 
 
-def evaluation_lines(evaluation: Evaluation, name: str, width: int = WIDTH) -> list[str]:
+def evaluation_lines(evaluation: documents.Evaluation, name: str, width: int = WIDTH) -> list[str]:
     """Return an evaluation's verdict, its gates next to the reference's, and the absolute requirements."""
     columns = [Column.of(kind, side) for kind, side in evaluation.numerics.items()]
     tables = {"bf16": evaluation.reference_gates, **{c.name: c.gates for c in columns}}
-    verdict = evaluation.verdict or PairedVerdict()
+    verdict = evaluation.verdict or documents.PairedVerdict()
     return [
         *wrap(f"{name} against {Path(evaluation.reference).name}: {verdict.verdict}", width),
         "",
@@ -195,7 +169,7 @@ def evaluation_lines(evaluation: Evaluation, name: str, width: int = WIDTH) -> l
     ]
 
 
-def served_lines(served: Mapping[str, ServedSide], width: int = WIDTH) -> list[str]:
+def served_lines(served: Mapping[str, documents.ServedSide], width: int = WIDTH) -> list[str]:
     """Return the gates of a benchmark's sides next to their reference's, and the absolute requirements."""
     judged = {name: side for name, side in served.items() if side.judged_by}
     references = dict.fromkeys(str(side.judged_by) for side in judged.values())
@@ -226,12 +200,12 @@ def side_lines(columns: Sequence[Column], reference: Column | None = None, width
 
 def _not_kept(column: Column) -> str:
     judged = member_verdict(column.paired, column.pooled)
-    parts = []
-    for gate in (*judged.loses, *judged.undecided):
-        pair = column.paired.get(gate) if gate != POOLED else column.pooled
-        if pair is not None:
-            parts.append(f"{title(gate)} {points(pair.difference)} {pair.verdict}")
-    return "; ".join(parts)
+    pairs = {**column.paired, POOLED: column.pooled}
+    return "; ".join(
+        f"{title(gate)} {points(pair.difference)} {pair.verdict}"
+        for gate in (*judged.loses, *judged.undecided)
+        if (pair := pairs.get(gate)) is not None
+    )
 
 
 def _missed(column: Column) -> str:
@@ -239,33 +213,26 @@ def _missed(column: Column) -> str:
     return "; ".join(f"misses {r.requirement or r.title or gate} ({r.passes} of {r.n})" for gate, r in rows)
 
 
-def _absolute(result: GateResult) -> Outcome:
+def _absolute(result: documents.GateResult) -> documents.Outcome:
     return result.meets if result.meets is not None else result.verdict
 
 
-def requirement_lines(columns: Mapping[str, Mapping[str, GateResult]], width: int = WIDTH) -> list[str]:
-    """Return per side which absolute requirements it meets, misses or leaves undecided.
-
-    columns: by side.
-    """
+def requirement_lines(columns: Mapping[str, Mapping[str, documents.GateResult]], width: int = WIDTH) -> list[str]:
+    """Return per side which absolute requirements it meets, misses or leaves undecided. columns: by side."""
     lines = []
     for name, gates in columns.items():
-        parts = []
-        for outcome, word in ABSOLUTE.items():
-            numbers = [r.requirement for r in gates.values() if r.requirement and _absolute(r) == outcome]
-            if numbers:
-                parts.append(f"{word} {' '.join(sorted(numbers))}")
-        if parts:
+        numbers = {
+            o: sorted(r.requirement for r in gates.values() if r.requirement and _absolute(r) == o) for o in ABSOLUTE
+        }
+        if parts := [f"{word} {' '.join(numbers[o])}" for o, word in ABSOLUTE.items() if numbers[o]]:
             lines += wrap(f"{name} {'; '.join(parts)}", width)
     return lines
 
 
-def verdict_lines(verdict: PairedVerdict, width: int = WIDTH) -> list[str]:
+def verdict_lines(verdict: documents.PairedVerdict, width: int = WIDTH) -> list[str]:
     """Return the decision and its reasons."""
-    lines = wrap(verdict.sentence, width)
-    for reason in verdict.reasons:
-        lines += wrap(f"- {reason}", width)
-    return lines
+    texts = (verdict.sentence, *(f"- {reason}" for reason in verdict.reasons))
+    return [line for text in texts for line in wrap(text, width)]
 
 
 def wrap(text: str, width: int = WIDTH) -> list[str]:
@@ -279,3 +246,42 @@ def wrap_tree(line: str, width: int = WIDTH) -> list[str]:
     return textwrap.wrap(
         line[at:], width, initial_indent=line[:at], subsequent_indent=" " * at, break_on_hyphens=False
     ) or [line]
+
+
+# ---- a search
+
+
+def search_page(result: documents.SearchResult) -> str:
+    """Return search.json as Markdown."""
+    models = [("bf16", result.reference, dict[str, documents.PairedGate]())] if result.reference else []
+    for row in result.strategies:
+        models += [(f"{row.strategy} {kind.upper()}", side.gates, side.paired) for kind, side in row.numerics.items()]
+    return render_markdown(
+        "search.md",
+        **{"result": result, "outcome": search_outcome(result), "path": search_tree(result), "models": models},
+        **{"title": title, "points": points, "marks": {"pass": "✓", "fail": "✗", "undecided": "?"}},
+        gates=list(dict.fromkeys(gate for _, table, _ in models for gate in table)),
+        failed=[row for row in result.strategies if not row.passed],
+    )
+
+
+def search_outcome(result: documents.SearchResult) -> str:
+    """Return the search's outcome as one sentence."""
+    required = " and ".join(n.upper() for n in result.required)
+    if result.chosen:
+        time = f"{result.seconds:.0f} s" if result.seconds < 90 else f"{result.seconds / 60:.1f} minutes"
+        return f"{result.chosen} is the first to keep every gate under {required}, after {time}."
+    return result.stopped or f"None of {len(result.strategies)} strategies keeps every gate under {required}."
+
+
+def search_tree(result: documents.SearchResult) -> list[str]:
+    """Return the path through the decision tree, one line per step."""
+    lines = ["Does the bf16 model have the manners itself?"]
+    if result.stopped:
+        return [*lines, f"└── NO → {result.stopped}"]
+    lines += ["└── YES → strategies, cheapest first:"]
+    for i, row in enumerate(result.strategies):
+        branch, indent = ("└──", "   ") if i == len(result.strategies) - 1 else ("├──", "│  ")
+        lines.append(f"    {branch} {row.strategy}")
+        lines += [f"    {indent} {'├──' if j < len(row.path) else '└──'} {step}" for j, step in enumerate(row.path, 1)]
+    return lines

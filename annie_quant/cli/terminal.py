@@ -22,6 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,7 +38,6 @@ from annie_quant.core.untrusted import JsonObject
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
 
 MAX_CELL = 2000  # characters of a table's cell
 MAX_LINE = 20_000  # of an error or a note
@@ -74,78 +74,65 @@ def value_text(key: str, value: object) -> str:
         return str(value)
     if key.endswith("bytes") and value >= 1000:
         unit, scale = next(item for item in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if value >= item[1])
-        return (
-            f"{value / scale:.4g} {unit} ({value:,} bytes)" if isinstance(value, int) else f"{value / scale:.4g} {unit}"
-        )
+        return f"{value / scale:.4g} {unit}" + (f" ({value:,} bytes)" if isinstance(value, int) else "")
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class TerminalTask:
     """Progress of one task (annie_quant.core.progress.Progress) as a bar on a terminal; `state` is its last report as a line."""
 
-    def __init__(self, bar: RichProgress | None, task: TaskID | None, title: str) -> None:
-        self._bar, self._task, self._title = bar, task, title
+    def __init__(self, title: str, bar: RichProgress | None = None) -> None:
+        self._title, self._bar = title, bar
+        self._task = bar.add_task(literal(title), total=None) if bar else None
         self.state = ""
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
         share = f"{done:g} of {total:g}" if total else f"{done:g}"
-        self.state = ", ".join(filter(None, (share, text)))
-        if self._bar is not None and self._task is not None:
-            description = f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
-            self._bar.update(self._task, completed=done, total=total, description=description)
+        self._show(", ".join(filter(None, (share, text))), text, done, total)
 
     def message(self, text: str) -> None:
-        self.state = text
+        self._show(text, text)
+
+    def _show(self, state: str, text: str, done: float | None = None, total: float | None = None) -> None:
+        self.state = state
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=f"{literal(self._title)} [dim]{literal(text)}[/]")
+            description = f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
+            self._bar.update(self._task, description=description, completed=done, total=total)
 
 
-class Heartbeat:
-    """A context manager that writes a line every HEARTBEAT_S while the block runs, for a log or a pipe."""
+@contextlib.contextmanager
+def heartbeat(write: Callable[[float], None]) -> Iterator[None]:
+    """Write a line every HEARTBEAT_S while the block runs, for a log or a pipe. write: gets the seconds since the start."""
+    start, end = time.monotonic(), threading.Event()
 
-    def __init__(self, write: Callable[[float], None]) -> None:
-        """write: gets the seconds since the start."""
-        self._write, self._start, self._end = write, time.monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="annie-quant heartbeat", daemon=True)
+    def beat() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the pipe's reader has ended, or stderr is closed
+            while not end.wait(HEARTBEAT_S):
+                write(time.monotonic() - start)
 
-    def _run(self) -> None:
-        while not self._end.wait(HEARTBEAT_S):
-            try:
-                self._write(time.monotonic() - self._start)
-            except (OSError, ValueError):  # the pipe's reader has ended, or stderr is closed
-                return
-
-    def __enter__(self) -> Heartbeat:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
+    thread = threading.Thread(target=beat, name="annie-quant heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 class TerminalConsole:
     """Two rich consoles, created when they are first used."""
 
-    def __init__(self) -> None:
-        self._err: RichConsole | None = None
-        self._out: RichConsole | None = None
-
-    @property
+    @cached_property
     def err(self) -> RichConsole:
-        if self._err is None:
-            from rich.console import Console as Rich
+        from rich.console import Console as Rich
 
-            self._err = Rich(stderr=True, highlight=False)
-        return self._err
+        return Rich(stderr=True, highlight=False)
 
-    @property
+    @cached_property
     def out(self) -> RichConsole:
-        if self._out is None:
-            from rich.console import Console as Rich
+        from rich.console import Console as Rich
 
-            self._out = Rich(highlight=False)
-        return self._out
+        return Rich(highlight=False)
 
     def note(self, text: str) -> None:
         """Print a line on stderr."""
@@ -170,7 +157,7 @@ class TerminalConsole:
         from rich import progress
 
         if launcher_rank():
-            yield TerminalTask(None, None, title)
+            yield TerminalTask(title)
             return
         start = time.monotonic()
         if self.err.is_terminal:
@@ -183,16 +170,16 @@ class TerminalConsole:
                 progress.TimeRemainingColumn(),
             )
             with progress.Progress(*columns, console=self.err, transient=True) as bar:
-                yield TerminalTask(bar, bar.add_task(literal(title), total=None), title)
+                yield TerminalTask(title, bar)
         else:
-            step = TerminalTask(None, None, title)
+            step = TerminalTask(title)
 
             def beat(elapsed_s: float) -> None:
                 # Not through rich, which on a broken pipe closes stdout, too.
                 line = f"… {title}, {elapsed_s:.0f} s" + (f": {step.state}" if step.state else "")
                 print(shown(line), file=sys.stderr, flush=True)
 
-            with Heartbeat(beat):
+            with heartbeat(beat):
                 yield step
         self.err.print(f"[green]✓[/] {literal(title)} [dim]{time.monotonic() - start:.1f} s[/]")
 

@@ -11,14 +11,14 @@ import datetime
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import sleep
 
 import msgspec
 
-from annie_quant import __version__
+from annie_quant import __version__, documents
 from annie_quant.core import registry
 from annie_quant.core.errors import AnnieError, ServerError, UsageError
 from annie_quant.core.files import write_text
@@ -40,21 +40,19 @@ from annie_quant.data.teachers import BatchFailed, Options, RateLimited, Teacher
 from annie_quant.documents.persona import Category, Persona, load_persona
 
 
-class JournalBatch(msgspec.Struct):
-    """A requested batch. failed: why it failed, or ""."""
+class JournalLine(msgspec.Struct, omit_defaults=True):
+    """One line: the run's settings (the first line), or a batch.
 
-    category: str
+    rows: those of the batch that are kept.
+    failed: why the batch failed, or "".
+    """
+
+    key: dict[str, object] | None = None
+    category: str = ""
+    rows: list[JsonObject] = []
     cost_usd: float | None = None
     tokens: int = 0
     failed: str = ""
-
-
-class JournalLine(msgspec.Struct, omit_defaults=True):
-    """One line: the run's settings (the first line), or a batch and the rows of it that were kept."""
-
-    key: dict[str, object] | None = None
-    batch: JournalBatch | None = None
-    rows: list[JsonObject] = []
 
 
 def journal_path(output: Path) -> Path:
@@ -88,40 +86,33 @@ class Journal:
 
     def _continue(self, log: JsonLines, key: dict[str, object]) -> None:
         """Take over what an earlier run of the same settings stored."""
-        lines = list(self._decoded(log))
-        if not lines:
-            log.append(msgspec.json.encode(JournalLine(key=key)))
-        elif lines[0].key != key:
-            different = [k for k in key if (lines[0].key or {}).get(k) != key[k]]
+        hint = "add --force to start again without its conversations"
+        first, *lines = [
+            documents.decode(JournalLine, line, f"{log.path}, line {number}", error=UsageError, hint=hint)
+            for number, line in log.lines()
+        ] or [JournalLine(key=key)]
+        if not log.size_bytes:
+            log.append(msgspec.json.encode(first))
+        elif first.key != key:
+            different = [k for k in key if (first.key or {}).get(k) != key[k]]
             raise UsageError(
                 f"{log.path}: an unfinished run with another {', '.join(different)} is stored there",
                 "repeat that run's command, or add --force to start again",
             )
-        for line in lines[1:]:
-            if line.batch is not None:
-                self._count(line.batch, line.rows)
+        for line in lines:
+            self._count(line)
 
-    def _decoded(self, log: JsonLines) -> Iterator[JournalLine]:
-        for number, line in log.lines():
-            try:
-                yield msgspec.json.decode(line, type=JournalLine)
-            except msgspec.DecodeError as error:
-                raise UsageError(
-                    f"{log.path}, line {number}: {error}", "add --force to start again without its conversations"
-                ) from error
-
-    def add(self, category: str, rows: list[JsonObject], cost_usd: float | None, tokens: int, failed: str = "") -> None:
-        """Record one batch: the rows of it that are kept, and its cost."""
-        batch = JournalBatch(category, cost_usd, tokens, failed)
+    def add(self, line: JournalLine) -> None:
+        """Record one batch."""
         if self._log is not None:
-            self._log.append(msgspec.json.encode(JournalLine(batch=batch, rows=rows)))
-        self._count(batch, rows)
+            self._log.append(msgspec.json.encode(line))
+        self._count(line)
 
-    def _count(self, batch: JournalBatch, rows: list[JsonObject]) -> None:
-        self.rows += rows
-        self.batches[batch.category] += 1
-        self.cost_usd += batch.cost_usd or 0.0
-        self.tokens += batch.tokens
+    def _count(self, line: JournalLine) -> None:
+        self.rows += line.rows
+        self.batches[line.category] += 1
+        self.cost_usd += line.cost_usd or 0.0
+        self.tokens += line.tokens
 
     def close(self, finished: bool) -> None:
         """Close the log, and delete it if the run has finished."""
@@ -188,63 +179,64 @@ def generate(
     if finished is not None:
         return finished
     options = options or Options()
-    job = _Job(who, module.NAME, n, target, seed, split, options.max_usd)
     opened: Teacher = module.open_teacher(options, split)
     opened.check(who)
     texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
     forbidden = DuplicateFinder([*texts, *(gate_texts(who) if split != "gate" else ())])
-    journal = Journal(target, job.key(opened.model), restart=force)
-    return _Run(job, opened, journal, forbidden).run(progress or SILENT)
+    key: dict[str, object] = {
+        "version": __version__,
+        "teacher": module.NAME,
+        "model": opened.model,
+    }  # the rows depend on it
+    key |= {"persona": who.sha256, "n": n, "seed": seed, "split": split}
+    journal = Journal(target, key, restart=force)
+    run = _Run(
+        who, module.NAME, opened, n, target, seed, split, options.max_usd, journal, forbidden, progress or SILENT
+    )
+    return run.run()
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What is to be made. max_usd: budget of the whole run, including resumed runs."""
+@dataclass
+class _Run:
+    """What is to be made, continued from the journal.
+
+    max_usd: budget of the whole run, including resumed runs.
+    forbidden: texts that no row may repeat.
+    finders: category → user texts of its rows.
+    exhausted: category → number of its rows, where the offline teacher has no more.
+    """
 
     persona: Persona
     teacher_name: str
+    teacher: Teacher
     n: int
     output: Path | None
     seed: int
     split: str
     max_usd: float | None
+    journal: Journal
+    forbidden: DuplicateFinder
+    progress: Progress
+    finders: dict[str, DuplicateFinder] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
+    exhausted: dict[str, int] = field(default_factory=dict)
+    n_missing: int = 0
 
-    def key(self, model: str) -> dict[str, object]:
-        """Return the settings on which the rows depend. model: the teacher's."""
-        return {
-            "version": __version__,
-            "teacher": self.teacher_name,
-            "model": model,
-            "persona": self.persona.sha256,
-            "n": self.n,
-            "seed": self.seed,
-            "split": self.split,
-        }
-
-
-class _Run:
-    """A run, continued from its journal. forbidden: texts that no row may repeat."""
-
-    def __init__(self, job: _Job, teacher: Teacher, journal: Journal, forbidden: DuplicateFinder) -> None:
-        self.job, self.teacher, self.journal, self.forbidden = job, teacher, journal, forbidden
-        self.finders: dict[str, DuplicateFinder] = {}  # category → user texts of its rows
-        self.dropped: Counter[str] = Counter()
-        self.failed: list[str] = []
-        self.exhausted: dict[str, int] = {}  # category → number of its rows, where the offline teacher has no more
-        self.n_missing = 0
-        for row in journal.rows:
+    def __post_init__(self) -> None:
+        for row in self.journal.rows:
             self.finder(row["category"]).add(row["id"], user_text(row))
 
     def finder(self, category: str) -> DuplicateFinder:
         return self.finders.setdefault(category, DuplicateFinder())
 
-    def run(self, progress: Progress) -> GenerationResult:
+    def run(self) -> GenerationResult:
         finished = False
-        base, remainder = divmod(self.job.n, len(self.job.persona.categories))
+        base, remainder = divmod(self.n, len(self.persona.categories))
         try:
-            for index, category in enumerate(self.job.persona.categories):
+            for index, category in enumerate(self.persona.categories):
                 count = base + (index < remainder)
-                self.fill(category, count, progress)
+                self.fill(category, count)
                 self.check_exhausted(category, count)
             result = self.write()
             finished = True
@@ -255,31 +247,31 @@ class _Run:
     def check_exhausted(self, category: Category, count: int) -> None:
         """Raise UsageError as soon as the offline teacher's templates cannot give enough conversations in all."""
         have = len(self.rows_of(category))
-        if self.job.teacher_name != "offline" or have >= count:
+        if self.teacher_name != "offline" or have >= count:
             return
         self.exhausted[category.name] = have
         self.n_missing += count - have
-        if self.n_missing > (1 - MIN_VALID) * self.job.n:
+        if self.n_missing > (1 - MIN_VALID) * self.n:
             self.journal.close(True)  # the same command would fail again
             counts = ", ".join(f"{name} {n}" for name, n in self.exhausted.items())
             raise UsageError(
-                f"the offline teacher has not enough different conversations for {self.job.persona.name}: {counts}, "
-                f"and --n {self.job.n} needs {count} of each category",
-                f"--n {len(self.job.persona.categories) * min(self.exhausted.values())}, or --teacher claude-cli or openai",
+                f"the offline teacher has not enough different conversations for {self.persona.name}: {counts}, "
+                f"and --n {self.n} needs {count} of each category",
+                f"--n {len(self.persona.categories) * min(self.exhausted.values())}, or --teacher claude-cli or openai",
             )
 
     def rows_of(self, category: Category) -> list[JsonObject]:
         return [row for row in self.journal.rows if row["category"] == category.name]
 
-    def fill(self, category: Category, count: int, progress: Progress) -> None:
+    def fill(self, category: Category, count: int) -> None:
         """Request batches until the category has `count` conversations, or until several in a row bring nothing new."""
         fruitless = 0
         while (have := len(self.rows_of(category))) < count and fruitless < MAX_FRUITLESS:
-            progress.update(len(self.journal.rows), self.job.n, category.name)
+            self.progress.update(len(self.journal.rows), self.n, category.name)
             batch = self.request(category, min(self.teacher.batch_size, count - have))
             if batch is None:
                 return
-            fruitless = 0 if self.keep_new(category, batch, progress) else fruitless + 1
+            fruitless = 0 if self.keep_new(category, batch) else fruitless + 1
 
     def request(self, category: Category, count: int) -> TeacherBatch | None:
         """Return one batch, repeated if it fails and after a wait if the teacher is limited; None after the last retry."""
@@ -288,9 +280,9 @@ class _Run:
         while True:
             self.check_budget()
             number = self.journal.batches[category.name]
-            seed = f"{self.job.seed}:{category.name}" + (f":{number}" if number else "")
+            seed = f"{self.seed}:{category.name}" + (f":{number}" if number else "")
             try:
-                return self.teacher.batch(self.job.persona, category, count, seed, avoid)
+                return self.teacher.batch(self.persona, category, count, seed, avoid)
             except RateLimited as limit:
                 wait_s = limit.wait_s if limit.wait_s is not None else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries)
                 if waited_s + wait_s > MAX_WAIT_S:
@@ -299,31 +291,31 @@ class _Run:
                 waited_s, tries = waited_s + wait_s, tries + 1
             except BatchFailed as failure:
                 tries += 1
-                self.journal.add(category.name, [], failure.cost_usd, failure.tokens, str(failure))
+                self.journal.add(JournalLine(None, category.name, [], failure.cost_usd, failure.tokens, str(failure)))
                 if tries > MAX_RETRIES:
                     self.failed.append(f"{category.name}: {failure}")
                     return None
 
     def check_budget(self) -> None:
-        most, spent = self.job.max_usd, self.journal.cost_usd
+        most, spent = self.max_usd, self.journal.cost_usd
         if most is not None and most - spent < MIN_BUDGET_USD:
             raise self.stopped(f"the budget of {most:.2f} USD is spent ({spent:.2f})")
 
     def stopped(self, reason: str, kind: type[AnnieError] = AnnieError) -> AnnieError:
-        stored = f"{len(self.journal.rows)} of {self.job.n} conversations are kept"
+        stored = f"{len(self.journal.rows)} of {self.n} conversations are kept"
         return kind(f"{reason}; {stored}", "run the same command again to resume")
 
-    def keep_new(self, category: Category, batch: TeacherBatch, progress: Progress) -> int:
+    def keep_new(self, category: Category, batch: TeacherBatch) -> int:
         """Record the batch's valid, new conversations in the journal, and return their number."""
-        if self.job.max_usd is not None and batch.cost_usd is None:
-            raise UsageError(f"{self.job.teacher_name} does not report its costs", "leave --max-budget-usd out")
+        if self.max_usd is not None and batch.cost_usd is None:
+            raise UsageError(f"{self.teacher_name} does not report its costs", "leave --max-budget-usd out")
         provenance = {
-            "teacher": self.job.teacher_name,
+            "teacher": self.teacher_name,
             "model": self.teacher.model,
-            "persona": self.job.persona.source,
-            "prompt_sha256": self.job.persona.prompt_sha256,
-            "persona_sha256": self.job.persona.sha256,
-            "seed": self.job.seed,
+            "persona": self.persona.source,
+            "prompt_sha256": self.persona.prompt_sha256,
+            "persona_sha256": self.persona.sha256,
+            "seed": self.seed,
             "time": _now(),
         }
         finder = self.finder(category.name)
@@ -335,19 +327,18 @@ class _Run:
                 "category": category.name,
                 **conversation,
             }
-            row |= {"provenance": provenance, "split": self.job.split}
-            reason = self.drop_reason(row, finder)
-            if reason:
+            row |= {"provenance": provenance, "split": self.split}
+            if reason := self.drop_reason(row, finder):
                 self.dropped[reason] += 1
                 continue
             finder.add(row["id"], user_text(row))
             rows.append(row)
-            progress.update(len(self.journal.rows) + len(rows), self.job.n, category.name)
-        self.journal.add(category.name, rows, batch.cost_usd, batch.tokens)
+            self.progress.update(len(self.journal.rows) + len(rows), self.n, category.name)
+        self.journal.add(JournalLine(None, category.name, rows, batch.cost_usd, batch.tokens))
         return len(rows)
 
     def drop_reason(self, row: JsonObject, finder: DuplicateFinder) -> str | None:
-        if row_faults := faults(row, self.job.persona):
+        if row_faults := faults(row, self.persona):
             return row_faults[0]
         text = user_text(row)
         if finder.find(text) is not None:
@@ -355,21 +346,21 @@ class _Run:
         return "it repeats a prompt of another split" if self.forbidden.find(text) is not None else None
 
     def write(self) -> GenerationResult:
-        order = {c.name: i for i, c in enumerate(self.job.persona.categories)}
+        order = {c.name: i for i, c in enumerate(self.persona.categories)}
         rows = sorted(self.journal.rows, key=lambda r: (order[r["category"]], r["id"]))
         result = GenerationResult(
-            **msgspec.structs.asdict(validate(rows, self.job.persona, self.job.n)),
+            **msgspec.structs.asdict(validate(rows, self.persona, self.n)),
             dropped=dict(self.dropped),
             failed=self.failed,
             cost_usd=round(self.journal.cost_usd, 4),
             tokens=self.journal.tokens,
-            output=str(self.job.output) if self.job.output is not None else None,
+            output=str(self.output) if self.output is not None else None,
         )
         if not result.ok:
             failure = f" (last failure: {self.failed[-1]})" if self.failed else ""
             raise self.stopped(f"too few valid conversations, expected four in five{failure}")
-        if self.job.output is not None:
-            write_text(self.job.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        if self.output is not None:
+            write_text(self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         return result
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import write_json, write_text
@@ -24,7 +25,7 @@ from annie_quant.data.log_records import Tool
 from annie_quant.data.log_sample import LogSample, inferred_tools, read_sample, split_conversations
 from annie_quant.data.masking import Scanner
 from annie_quant.data.workloads import WORKLOADS, gate_documents
-from annie_quant.documents import CaseFile, ChatRow, RowProvenance, WorkloadFile
+from annie_quant.documents import CaseFile, ChatRow, RowProvenance
 from annie_quant.documents.persona import PERSONA_FILE, Persona, load_persona
 from annie_quant.judge.library import build_workload
 
@@ -99,8 +100,9 @@ def initialize(sources: Sources, output: Path, force: bool = False, progress: Pr
     lines += logged.notes
     rows, workloads, behaviours = logged.rows, list(logged.gates.documents()), Counter(logged.gates.behaviours)
     if sources.fill or not sources.logs:
-        generated = generated_workloads(persona, sources.seed)
-        behaviours.update(name for workload in generated for case in workload.cases for name in _behaviours_of(case))
+        documents = gate_documents(persona, N_GENERATED_CASES, sources.seed)
+        generated = [replace(document, name=f"generated_{document.name}", persona="..") for document in documents]
+        behaviours.update(filter(None, (_behaviour_of(case) for workload in generated for case in workload.cases)))
         source = "from the tools' schemas" if persona.tools else "by the offline teacher, without tools"
         lines.append(f"{sum(len(w.cases) for w in generated)} gate prompts are made {source} (generated_*)")
         workloads += generated
@@ -109,7 +111,7 @@ def initialize(sources: Sources, output: Path, force: bool = False, progress: Pr
             lines.append(f"{len(generated_rows)} calibration conversations are made by the offline teacher")
             rows += generated_rows
     for workload in workloads:
-        alone = msgspec.structs.replace(workload, persona=None, tools=None)
+        alone = replace(workload, persona=None, tools=None)
         build_workload(msgspec.to_builtins(alone), workload.name)  # checked before it is written
         write_json(output / WORKLOADS / f"{workload.name}.json", msgspec.to_builtins(workload))
     write_text(output / CALIBRATION_FILE, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -179,25 +181,14 @@ def _store_persona(persona: Persona, output: Path) -> Persona:
     for old in (output / WORKLOADS).glob("*.json"):
         old.unlink()
     write_json(output / PERSONA_FILE, {name: getattr(persona, name) for name in PERSONA_FIELDS})
-    return msgspec.structs.replace(load_persona(output / PERSONA_FILE), source=str(output))
+    return replace(load_persona(output / PERSONA_FILE), source=str(output))
 
 
-def generated_workloads(persona: Persona, seed: int) -> list[WorkloadFile]:
-    """Return gate workloads made from the tools' schemas."""
-    return [
-        msgspec.structs.replace(document, name=f"generated_{document.name}", persona="..")
-        for document in gate_documents(persona, N_GENERATED_CASES, seed)
-    ]
-
-
-def _behaviours_of(case: CaseFile) -> Iterable[str]:
+def _behaviour_of(case: CaseFile) -> str:
     expect = case.expect or {}
-    if expect.get("tool"):
-        yield f"calls {expect['tool']}"
-    elif expect.get("no_tool"):
-        yield "answers in words"
-    elif expect.get("turns"):
-        yield "answers from a result"
+    if tool := expect.get("tool"):
+        return f"calls {tool}"
+    return "answers in words" if expect.get("no_tool") else "answers from a result" if expect.get("turns") else ""
 
 
 def teacher_rows(persona: Persona, seed: int) -> list[ChatRow]:
@@ -205,19 +196,14 @@ def teacher_rows(persona: Persona, seed: int) -> list[ChatRow]:
     from annie_quant.data.teachers import offline
 
     teacher = offline.Offline("calibration")
-    per_category = max(1, N_GENERATED_ROWS // len(persona.categories))
-    rows = []
-    provenance: RowProvenance = {
-        "teacher": "offline",
-        "model": offline.MODEL,
-        "persona": persona.source,
-        "prompt_sha256": persona.prompt_sha256,
-    }
-    for category in persona.categories:
-        for i, row in enumerate(teacher.conversations(persona, category, per_category, f"{seed}:{category.name}")):
-            row |= {"id": f"{category.name}-{i:04d}", "category": category.name, "provenance": provenance}
-            rows.append(row)
-    return rows
+    n = max(1, N_GENERATED_ROWS // len(persona.categories))
+    provenance: RowProvenance = {"teacher": "offline", "model": offline.MODEL, "persona": persona.source}
+    provenance["prompt_sha256"] = persona.prompt_sha256
+    return [
+        row | {"id": f"{category.name}-{i:04d}", "category": category.name, "provenance": provenance}
+        for category in persona.categories
+        for i, row in enumerate(teacher.conversations(persona, category, n, f"{seed}:{category.name}"))
+    ]
 
 
 def _shortcomings(persona: Persona, behaviours: Counter[str], short: dict[str, int]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import datetime
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -190,12 +191,14 @@ def _request(record: Record, depth: int) -> tuple[Record, str]:
 def _object_in(record: Record, key: str) -> object:
     """Return a field's value, decoded where it is the text of a JSON object; None where such text cannot be decoded."""
     value = record.get(key)
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    return value
+    return _json_or_none(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+
+
+def _json_or_none(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _answer(record: Record) -> object:
@@ -203,16 +206,19 @@ def _answer(record: Record) -> object:
     for key in ("response", "response_body", "output", "completion", "result"):
         value = _object_in(record, key)
         if isinstance(value, Mapping):
-            body = value.get("body") if isinstance(value.get("body"), Mapping) else value
-            choices = body.get("choices") if isinstance(body, Mapping) else None
-            if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
-                return choices[0].get("message")
-            if isinstance(body, Mapping) and body.get("role") == "assistant":
+            body = inner if isinstance(inner := value.get("body"), Mapping) else value
+            if (choice := first_choice(body)) is not None:
+                return choice.get("message")
+            if body.get("role") == "assistant":
                 return body
         elif isinstance(value, str) and value.strip() and key != "completion":
             return {"role": "assistant", "content": value}
-    choices = record.get("choices")
-    return choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+    return (first_choice(record) or {}).get("message")
+
+
+def first_choice(body: Record) -> Record | None:
+    choices = body.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else None
 
 
 def parsed_message(raw: object) -> Iterator[ChatMessage]:
@@ -293,9 +299,10 @@ def _parsed(text: str) -> tuple[str, str, list[ChatCall]]:
     return text.strip(), thoughts, calls
 
 
-def _call(raw: Record) -> ChatCall:
-    function = raw.get("function") if isinstance(raw.get("function"), Mapping) else raw
-    assert isinstance(function, Mapping)
+def _call(raw: object) -> ChatCall:
+    if not isinstance(raw, Mapping):
+        raise Unusable("a tool call that is not an object")
+    function = inner if isinstance(inner := raw.get("function"), Mapping) else raw
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         arguments = _decoded(arguments) if arguments.strip() else {}
@@ -310,7 +317,7 @@ def _call(raw: Record) -> ChatCall:
     return {"id": str(raw["id"]), **call} if raw.get("id") else call
 
 
-def _decoded(text: str) -> Any:
+def _decoded(text: str) -> object:
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
     try:
@@ -319,17 +326,11 @@ def _decoded(text: str) -> Any:
         raise Unusable("tool arguments that are not JSON") from None
 
 
-def tools_of(raw: Any) -> list[Tool] | None:
+def tools_of(raw: object) -> list[Tool] | None:
     """Return tools in OpenAI's form; None where there are none, or none that can be read."""
     if isinstance(raw, str):
-        try:
-            raw = json.loads(raw)
-        except (ValueError, RecursionError):
-            lines = [line for line in raw.splitlines() if line.strip()]
-            try:
-                raw = [json.loads(line) for line in lines]
-            except (ValueError, RecursionError):
-                return None
+        lines = [_json_or_none(line) for line in raw.splitlines() if line.strip()]
+        raw = _json_or_none(raw) or (None if None in lines else lines)
     if isinstance(raw, Mapping):
         raw = [raw]
     if not isinstance(raw, list):
@@ -369,13 +370,12 @@ def _linked(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return the messages with calls and results numbered call_1, call_2, ... in place of the log's ids."""
     numbers: dict[str, str] = {}
     waiting: list[str] = []
-    n = 0
+    names = (f"call_{n}" for n in itertools.count(1))
     for message in messages:
         for call in message.get("tool_calls") or ():
-            n += 1
-            numbers[str(call.get("id"))] = f"call_{n}"
-            call["id"] = f"call_{n}"
-            waiting.append(f"call_{n}")
+            numbers[str(call.get("id"))] = name = next(names)
+            call["id"] = name
+            waiting.append(name)
         if message["role"] == "tool":
             call_id = numbers.get(str(message.get("tool_call_id"))) or next(iter(waiting), None)
             if call_id is None:

@@ -134,29 +134,19 @@ def inferred_tools(sample: LogSample) -> list[Tool]:
         for message in conversation.messages:
             for call in message.get("tool_calls") or ():
                 calls_by_tool.setdefault(str(call["function"]["name"]), []).append(call["function"]["arguments"])
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": name.replace("_", " "),
-                "parameters": {
-                    "type": "object",
-                    "properties": {k: _schema([a[k] for a in calls if k in a]) for k in sorted(set().union(*calls))},
-                    "required": sorted(set(calls[0]).intersection(*calls)),
-                },
-            },
-        }
-        for name, calls in sorted(calls_by_tool.items())
-    ]
+    tools = []
+    for name, calls in sorted(calls_by_tool.items()):
+        properties = {k: _schema([a[k] for a in calls if k in a]) for k in sorted(set().union(*calls))}
+        required = sorted(set(calls[0]).intersection(*calls))
+        parameters = {"type": "object", "properties": properties, "required": required}
+        function = {"name": name, "description": name.replace("_", " "), "parameters": parameters}
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
 def _schema(values: Sequence[object]) -> JsonObject:
-    kinds = {
-        "boolean" if isinstance(v, bool) else "integer" if isinstance(v, int) else "number" if isinstance(v, float)
-        else "string" if isinstance(v, str) else "array" if isinstance(v, list) else "object"
-        for v in values
-    }  # fmt: skip
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    kinds = {names.get(type(value), "object") for value in values}
     return {"type": kinds.pop()} if len(kinds) == 1 else {}
 
 
@@ -203,18 +193,13 @@ class GateCases:
         for at in answer_positions(conversation):
             prompt = conversation.messages[:at]
             logged = conversation.messages[at] if at < len(conversation.messages) else None
-            if prompt[-1]["role"] == "tool":
-                kind = "results"
-            else:
-                kind = "calls" if logged is not None and logged.get("tool_calls") else "answers"
-            text = prompt_text(prompt)
+            kind = "calls" if logged is not None and logged.get("tool_calls") else "answers"
+            kind, text = "results" if prompt[-1]["role"] == "tool" else kind, prompt_text(prompt)
             if self._calibration.find(text) is not None:
                 self.shared += 1
-                continue
-            if self._prompts[kind].find(text) is not None:
-                continue
-            self._prompts[kind].add("", text)
-            self._store(kind, conversation, prompt, logged)
+            elif self._prompts[kind].find(text) is None:
+                self._prompts[kind].add("", text)
+                self._store(kind, conversation, prompt, logged)
 
     def _store(
         self, kind: str, conversation: Conversation, prompt: Sequence[ChatMessage], logged: ChatMessage | None

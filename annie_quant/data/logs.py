@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import codecs
 import contextlib
+import dataclasses
 import gzip
 import itertools
 import json
@@ -147,33 +148,26 @@ def _lines(path: Path, problems: Problems) -> Iterator[log_records.Conversation]
                 continue
             try:
                 if line[:1] not in (b"{", b"["):
-                    completed = list(server.add(line.decode("utf-8", "replace")))
                     text_lines, first_text = text_lines + 1, first_text or where
-                    for conversation in completed:
-                        conversation.format = server.format
-                        yield conversation
+                    yield from server.add(line.decode("utf-8", "replace"))
                     continue
                 record = _decoded(line)
                 if isinstance(record, dict) and transcript.takes(record):
                     yield from transcript.add(record)
-                    continue
-                conversation = log_records.conversation_of(record)
-                conversation.format, conversation.source = _format(record), where
-                yield conversation
+                else:
+                    yield from _records([(where, record)], problems)
             except log_records.Unusable as reason:
                 problems.add(str(reason), where)
     for rest in (server.rest(), transcript.rest()):
         try:
-            for conversation in rest:
-                conversation.format = conversation.format or server.format
-                yield conversation
+            yield from rest
         except log_records.Unusable as reason:
             problems.add(str(reason), path.name)
     if text_lines and not server.format:
         problems.add("a line that is not JSON", first_text, text_lines)
 
 
-def _decoded(line: bytes) -> Any:
+def _decoded(line: bytes) -> object:
     with contextlib.suppress(ValueError):
         return decode_json(line)
     try:
@@ -202,7 +196,6 @@ def _columns(path: Path, suffix: str) -> Iterator[tuple[int, object]]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
     try:
         if suffix == ".parquet":
             batches: Any = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=BATCH_ROWS)
@@ -213,11 +206,9 @@ def _columns(path: Path, suffix: str) -> Iterator[tuple[int, object]]:
             except pyarrow.ArrowInvalid:
                 reader = pyarrow.ipc.open_file(source)
                 batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        for batch in batches:
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                for row in batch.slice(start, BATCH_ROWS).to_pylist():
-                    number += 1
-                    yield number, _without_none(row)
+        slices = (batch.slice(at, BATCH_ROWS) for batch in batches for at in range(0, batch.num_rows, BATCH_ROWS))
+        for number, row in enumerate(itertools.chain.from_iterable(part.to_pylist() for part in slices), 1):
+            yield number, _without_none(row)
     except pyarrow.ArrowException as error:
         raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
 
@@ -273,9 +264,7 @@ class Transcript:
         if fault:
             raise log_records.Unusable(fault)
         if messages:
-            conversation = log_records.finished(messages, None)
-            conversation.format = "transcript"
-            yield conversation
+            yield dataclasses.replace(log_records.finished(messages, None), format="transcript")
 
 
 _LITERAL = r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")"
@@ -319,16 +308,19 @@ class ServerLog:
                 self._request = body if "messages" in body else None
             elif self._request is not None:
                 request, self._request = self._request, None
-                yield log_records.conversation_of({**request, "response": body})
+                yield self._conversation({**request, "response": body})
 
     def rest(self) -> Iterator[log_records.Conversation]:
         """Yield the requests whose answer was not logged."""
         prompts, self._prompts = self._prompts, OrderedDict()
         request, self._request = self._request, None
         if request is not None:
-            yield log_records.conversation_of(request)
+            yield self._conversation(request)
         for prompt in prompts.values():
             yield chatml(prompt, "")
+
+    def _conversation(self, request: JsonObject) -> log_records.Conversation:
+        return dataclasses.replace(log_records.conversation_of(request), format=self.format)
 
 
 def chatml(prompt: str, answer: str) -> log_records.Conversation:
@@ -350,9 +342,7 @@ def chatml(prompt: str, answer: str) -> log_records.Conversation:
         text = answer.split("<|im_end|>")[0]
         text = "<think>\n" + text if thinking and "</think>" in text else text
         messages += log_records.parsed_message({"role": "assistant", "content": text})
-    conversation = log_records.finished(messages, tools)
-    conversation.thinking = thinking
-    return conversation
+    return dataclasses.replace(log_records.finished(messages, tools), thinking=thinking, format="vLLM log")
 
 
 def _system(text: str) -> tuple[str, list[log_records.Tool] | None]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar, cast
 
 from annie_quant.core.secrets import FORMS, is_secret_name
 from annie_quant.documents import ChatMessage
+
+T = TypeVar("T")
 
 MASK = "[masked]"
 MIN_SECRET = 8  # characters of an environment variable's value
@@ -52,29 +55,37 @@ class Scanner:
         self._personal = personal
         self.counts: Counter[str] = Counter()
 
-    def masked(self, value: object) -> Any:
+    def masked(self, value: T) -> T:
         """Return a JSON value without the secrets in its texts and property names."""
+        return cast("T", self._masked(value))
+
+    def _masked(self, value: object) -> object:
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping):
-            result: dict[Any, Any] = {}
+            result: dict[object, object] = {}
             for key, item in value.items():
                 name = self._text(key) if isinstance(key, str) else key
                 while name in result:  # two masked names would be one
                     name += "'"
                 result[name] = self._field(key, item)
             return result
-        return [self.masked(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return [self._masked(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def conversation(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         """Return the messages without secrets, and without the names that users state, if `personal`."""
-        result: list[ChatMessage] = self.masked(messages)
+        result = self.masked(messages)
         if not self._personal:
             return result
         names = {n for m in messages if m["role"] == "user" for n in _NAME.findall(m["content"])}
-        for name in sorted({part for n in names for part in (n, *n.split())}, key=len, reverse=True):
-            result = _without_name(result, re.compile(rf"\b{re.escape(name)}\b"), self.counts)
-        return result
+        parts = sorted({part for n in names for part in (n, *n.split())}, key=len, reverse=True)
+        return cast("list[ChatMessage]", _changed(result, partial(self._without_names, parts)))
+
+    def _without_names(self, names: Sequence[str], text: str) -> str:
+        for name in names:
+            text, n = re.subn(rf"\b{re.escape(name)}\b", MASK, text)
+            self.counts["name"] += n
+        return text
 
     def _field(self, name: str, value: object) -> object:
         if isinstance(value, str) and len(value) >= 6 and re.search(r"passw|secret|api_?key|token$", str(name), re.I):
@@ -102,14 +113,11 @@ def _luhn(text: str) -> bool:
     return sum(sum(divmod(2 * d, 10)) if i % 2 else d for i, d in enumerate(reversed(digits))) % 10 == 0
 
 
-def _without_name(value: object, pattern: re.Pattern[str], counts: Counter[str]) -> Any:
+def _changed(value: object, change: Callable[[str], str]) -> object:
+    """Return messages with the texts changed, but not their roles, ids and names of functions."""
     if isinstance(value, str):
-        text, n = pattern.subn(MASK, value)
-        counts["name"] += n
-        return text
+        return change(value)
     if isinstance(value, dict):
-        return {
-            k: v if k in ("role", "name", "id", "tool_call_id") else _without_name(v, pattern, counts)
-            for k, v in value.items()
-        }
-    return [_without_name(v, pattern, counts) for v in value] if isinstance(value, list) else value
+        kept = ("role", "name", "id", "tool_call_id")
+        return {key: item if key in kept else _changed(item, change) for key, item in value.items()}
+    return [_changed(item, change) for item in value] if isinstance(value, list) else value

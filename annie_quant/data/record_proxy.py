@@ -39,7 +39,7 @@ from annie_quant.data.log_records import Unusable
 from annie_quant.data.masking import Scanner
 
 if TYPE_CHECKING:
-    from aiohttp import ClientSession, web
+    from aiohttp import ClientResponse, ClientSession, web
 
 MAX_HELD_BYTES = 256_000_000
 MAX_CLIENTS = 512
@@ -250,14 +250,11 @@ class Recorder:
         if self._session is not None:
             await self._session.close()
         await asyncio.get_running_loop().run_in_executor(None, functools.partial(self._writer.shutdown, wait=True))
-        self.close()
-        return self.result
-
-    def close(self) -> None:
         self.log.close()
         self.result.left_out = dict(self._left_out)
         self.result.masked = {kind: n for kind, n in self._scanner.counts.items() if n}
         self.result.size_bytes, self.result.stopped = self.log.size_bytes, self.log.stopped
+        return self.result
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self._silent.pop(request.protocol, None)
@@ -267,11 +264,9 @@ class Recorder:
             return error_page(400, "the path must begin with /")
         self.result.requests += 1
         is_chat = request.method == "POST" and request.path.rstrip("/").endswith(PATH)
-        copies = (
-            Copy(self._held, recorded_chat.MAX_REQUEST_BYTES if is_chat else 0, "a request"),
-            Copy(self._held, recorded_chat.MAX_ANSWER_BYTES if is_chat else 0, "an answer"),
-        )
-        passed = _Passed(request, *copies)
+        limits = {"a request": recorded_chat.MAX_REQUEST_BYTES, "an answer": recorded_chat.MAX_ANSWER_BYTES}
+        question, answer = (Copy(self._held, most if is_chat else 0, name) for name, most in limits.items())
+        passed = _Passed(request, question, answer)
         self._passed[passed] = None
         try:
             return await passed.on(self._session, self.upstream)
@@ -280,8 +275,8 @@ class Recorder:
             if is_chat:
                 self._keep(passed)
             else:
-                for copy in copies:
-                    copy.drop()
+                question.drop()
+                answer.drop()
 
     def _drop_a_late_one(self) -> bool:
         """End the request whose body the proxy has waited for longest. Return False where none is late."""
@@ -294,21 +289,19 @@ class Recorder:
 
     def _keep(self, passed: _Passed) -> None:
         """Hand a chat to the writer's thread. Its bytes count as held until it is written."""
-        request, answer, size = passed.question.body(), passed.answer.body(), passed.question.size + passed.answer.size
-        fault = passed.fault or passed.answer.fault
-        refused = passed.refused or passed.question.fault or ("the file's limit" if self.log.stopped else "")
+        fault, size = passed.fault or passed.answer.fault, passed.question.size + passed.answer.size
+        if refused := passed.refused or passed.question.fault or ("the file's limit" if self.log.stopped else ""):
+            self._left_out[refused] += 1
+            self._held.now -= size
+            return
         exchange = recorded_chat.CopiedExchange(
-            request=request,
-            answer=None if fault else answer,
+            request=passed.question.body(),
+            answer=None if fault else passed.answer.body(),
             is_stream=passed.is_stream,
             coding=passed.coding,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             secrets=Redactor(secrets_of(str(passed.request.rel_url), passed.request.headers)),
         )
-        if refused:
-            self._left_out[refused] += 1
-            self._held.now -= size
-            return
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._writer, self._write, exchange, fault)
         work.add_done_callback(lambda _: setattr(self._held, "now", self._held.now - size))
@@ -317,11 +310,9 @@ class Recorder:
         """Write one chat; in the writer's thread."""
         try:
             line = recorded_chat.line_of(exchange, self._scanner)
-        except Unusable as reason:
-            self._left_out[str(reason)] += 1
-            return
-        except Exception as error:  # a record that no rule expects must not end the recording
-            self._left_out[f"a chat that cannot be read ({type(error).__name__})"] += 1
+        except Exception as error:  # also a record that no rule expects must not end the recording
+            known = isinstance(error, Unusable)
+            self._left_out[str(error) if known else f"a chat that cannot be read ({type(error).__name__})"] += 1
             return
         if not self.log.keep(line.data):
             self._left_out["the file's limit"] += 1
@@ -417,7 +408,7 @@ class _Passed:
         finally:
             timer.cancel()
 
-    async def _return(self, answer: Any) -> web.StreamResponse:
+    async def _return(self, answer: ClientResponse) -> web.StreamResponse:
         import aiohttp
         from aiohttp import web
 
@@ -452,7 +443,7 @@ class _Passed:
         return response
 
 
-def _fail_when_closed(answer: Any) -> None:
+def _fail_when_closed(answer: ClientResponse) -> None:
     """Make reading an answer fail when its connection is closed. aiohttp's parser does not after an invalid chunk size."""
     import aiohttp
 
@@ -472,22 +463,16 @@ def forwarded(headers: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def returned(headers: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return an answer's headers as they are passed back: those of one connection are left out."""
-    hop_by_hop = _of_connection(headers)
-    return [(name, value) for name, value in headers.items() if name.lower() not in hop_by_hop]
-
-
-def _of_connection(headers: Mapping[str, str]) -> set[str]:
     named = ",".join(v for k, v in headers.items() if k.lower() == "connection")
-    return {name.strip().lower() for name in named.split(",")} | HOP_BY_HOP
+    hop_by_hop = {name.strip().lower() for name in named.split(",")} | HOP_BY_HOP
+    return [(name, value) for name, value in headers.items() if name.lower() not in hop_by_hop]
 
 
 def _codings(value: str) -> str:
     """Return Accept-Encoding with only those codings that can be read here."""
     names = [item.strip() for item in value.split(",")]
-    return (
-        ", ".join(n for n in names if n.partition(";")[0].strip().lower() in recorded_chat.READABLE_CODINGS[1:])
-        or "identity"
-    )
+    readable = [n for n in names if n.partition(";")[0].strip().lower() in recorded_chat.READABLE_CODINGS[1:]]
+    return ", ".join(readable) or "identity"
 
 
 def error_page(status: int, message: str) -> web.Response:

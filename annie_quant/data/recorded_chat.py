@@ -17,17 +17,19 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.resume import JsonLines
 from annie_quant.core.secrets import Redactor
 from annie_quant.core.untrusted import JsonObject, decode_json
-from annie_quant.data.log_records import Unusable, conversation_of, with_text_arguments
+from annie_quant.data.log_records import Unusable, conversation_of, first_choice, with_text_arguments
 from annie_quant.data.masking import MASK, Scanner
 from annie_quant.documents import ChatMessage, LoggedChat
 from annie_quant.stream import decode
 from annie_quant.stream.answer import MAX_NAME, Frame
+
+T = TypeVar("T")
 
 MAX_REQUEST_BYTES = 8_000_000
 MAX_ANSWER_BYTES = 16_000_000  # also after decompression
@@ -102,8 +104,8 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
 
 def masked_row(parts: JsonObject, time: str, scanner: Scanner) -> LoggedChat:
     """Return a chat's row without secrets, and without personal data where the scanner masks it."""
-    row: LoggedChat = {"time": time, "model": scanner.masked(parts["model"])}
-    row["messages"] = [with_text_arguments(m) for m in scanner.conversation(parts["messages"])]
+    messages = [with_text_arguments(m) for m in scanner.conversation(parts["messages"])]
+    row: LoggedChat = {"time": time, "model": scanner.masked(parts["model"]), "messages": messages}
     if parts["tools"]:
         row["tools"] = scanner.masked(parts["tools"])
     if parts["reason"]:
@@ -147,13 +149,11 @@ def decompressed(body: bytes, coding: str) -> bytes:
 
 def answer_of_body(body: bytes) -> tuple[JsonObject, str | None]:
     """Return message and finish reason of a chat completion. Raises Unusable where there is none."""
-    document = _object(body)
-    choices = document.get("choices") if document is not None else None
-    first = choices[0] if isinstance(choices, list) and choices else None
-    message = first.get("message") if isinstance(first, dict) else None
-    if not isinstance(first, dict) or not isinstance(message, dict):
+    first = first_choice(_object(body) or {}) or {}
+    message, reason = first.get("message"), first.get("finish_reason")
+    if not isinstance(message, dict):
         raise Unusable("an answer that is not a chat completion")
-    return {**message, "role": "assistant"}, _reason(first.get("finish_reason"))
+    return {**message, "role": "assistant"}, reason[:MAX_NAME] if isinstance(reason, str) else None
 
 
 def answer_of_events(body: bytes) -> tuple[JsonObject, str | None]:
@@ -187,15 +187,17 @@ def frames(body: bytes) -> Iterator[Frame]:
         yield Frame(0, kind, flags, 0, raw, data)
 
 
-def _reason(value: object) -> str | None:
-    return value[:MAX_NAME] if isinstance(value, str) else None
-
-
-def without(value: object, secrets: Redactor) -> Any:
+def without(value: T, secrets: Redactor) -> T:
     """Return a JSON value without the given secrets, also where they are encoded or spread over texts, and in names."""
     if not secrets:
         return value
-    texts = [text.encode("utf-8", "surrogatepass") for text in _texts(value)]
+    texts: list[bytes] = []
+
+    def collected(text: str) -> str:
+        texts.append(text.encode("utf-8", "surrogatepass"))
+        return text
+
+    _changed(value, collected)
     spans: dict[int, list[tuple[int, int]]] = {}
     for index, start, end in secrets.spans_in(texts):
         spans.setdefault(index, []).append((start, end))
@@ -205,24 +207,11 @@ def without(value: object, secrets: Redactor) -> Any:
         i = next(positions)
         return _cut(texts[i], spans[i]) if i in spans else text
 
-    return _changed(value, masked)
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Yield the names and texts of a JSON value in the order in which they are written."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
+    return cast("T", _changed(value, masked))
 
 
 def _changed(value: object, change: Callable[[str], str]) -> object:
-    """Return a JSON value with its names and texts changed, in the order of `_texts`."""
+    """Return a JSON value with its names and texts changed, in the order in which they are written."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -331,12 +331,10 @@ def faults(row: Row, persona: Persona | None = None) -> list[str]:
     if result and (not isinstance(row.get("messages"), list) or "unknown role" in result[0] or not row["messages"]):
         return result
     messages = row["messages"]
-    limited = teacher_of(row) not in (None, "log")  # the limits of length are for what a teacher wrote
-    if (
-        teacher_of(row) != "log"
-        and messages[0]["role"] == "system"
-        and messages[0].get("content") != persona.system_prompt
-    ):
+    teacher = teacher_of(row)
+    limited = teacher not in (None, "log")  # the limits of length are for what a teacher wrote
+    other_prompt = messages[0]["role"] == "system" and messages[0].get("content") != persona.system_prompt
+    if teacher != "log" and other_prompt:
         result.append("the system prompt is not the persona's")
     for message in messages:
         if message["role"] == "assistant":
@@ -345,7 +343,7 @@ def faults(row: Row, persona: Persona | None = None) -> list[str]:
         result.append(f"a user message is longer than {MAX_USER} characters")
     if limited and sum(len(text_of(m.get("content"))) for m in messages) > MAX_TOTAL:
         result.append(f"longer than {MAX_TOTAL} characters")
-    return result + ([] if row.get("category") is None or teacher_of(row) == "log" else _category_faults(row, persona))
+    return result + ([] if row.get("category") is None or teacher == "log" else _category_faults(row, persona))
 
 
 def teacher_of(row: Row) -> str | None:
@@ -384,13 +382,10 @@ def form_faults(row: Row, tools: Sequence[Tool] | None = ()) -> list[str]:
 
 
 def _tools_faults(tools: object) -> list[str]:
-    valid = isinstance(tools, Sequence) and all(
-        isinstance(t, Mapping)
-        and isinstance(t.get("function"), Mapping)
-        and isinstance(t["function"].get("name"), str)
-        and t["function"]["name"]
-        for t in tools
-    )
+    try:
+        valid = all(tool.function.name for tool in msgspec.convert(tools, list[_RowTool]))
+    except msgspec.ValidationError:
+        valid = False
     return [] if valid else ['tools are not a list of {"type": "function", "function": {"name": ...}}']
 
 
@@ -402,9 +397,8 @@ def _category_faults(row: Row, persona: Persona) -> list[str]:
     turns = sum(m["role"] == "user" for m in row["messages"])
     if turns != category.turns:
         result.append(f"{turns} user turns, expected {category.turns}")
-    called = [
-        c["function"].get("name") for m in row["messages"] for c in m.get("tool_calls") or () if c.get("function")
-    ]
+    calls = [c["function"] for m in row["messages"] for c in m.get("tool_calls") or () if c.get("function")]
+    called = [function.get("name") for function in calls]
     if category.tool and category.tool not in called:
         result.append(f"{category.tool} is not called")
     other = next((name for name in called if name != category.tool), None)
@@ -452,9 +446,8 @@ def validate(rows: Iterable[Row], persona: Persona | None = None, requested: int
     requested: number of conversations that were requested, if that is more than there are.
     """
     persona = persona or load_persona("annie")
-    total = valid = tools = 0
-    by_category: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    total = tools = 0
+    by_category, counts = Counter[str](), Counter[str]()
     finders: dict[str, DuplicateFinder] = {}
     categorized = False
     for row in rows:
@@ -468,12 +461,10 @@ def validate(rows: Iterable[Row], persona: Persona | None = None, requested: int
                 row_faults = ["nearly the same user text as in another conversation"]
             finder.add(str(row.get("id", total)), text)
         counts.update(row_faults)
-        if row_faults:
-            continue
-        valid += 1
-        tools += any(m.get("tool_calls") for m in row["messages"])
-        by_category[category] += 1
-    expected = max(total, requested or 0)
+        if not row_faults:
+            tools += any(m.get("tool_calls") for m in row["messages"])
+            by_category[category] += 1
+    expected, valid = max(total, requested or 0), by_category.total()
     share = sum(c.tool is not None for c in persona.categories) / len(persona.categories) if categorized else 0.0
     enough = total > 0 and valid >= MIN_VALID * expected and tools >= MIN_TOOLS * expected * share
     return ValidatedRows(total, valid, tools, dict(by_category), dict(counts), bool(enough))
@@ -481,14 +472,9 @@ def validate(rows: Iterable[Row], persona: Persona | None = None, requested: int
 
 def form_report(rows: Iterable[Row], persona: Persona | None = None) -> str | None:
     """Return one line about the rows whose form is invalid; None where all are valid."""
-    counts: Counter[str] = Counter()
-    total = invalid = 0
-    for row in rows:
-        total += 1
-        row_faults = form_faults(row, persona.tools if persona else None)
-        invalid += bool(row_faults)
-        counts.update(row_faults[:1])
-    if not invalid:
+    found = [form_faults(row, persona.tools if persona else None) for row in rows]
+    counts = Counter(row_faults[0] for row_faults in found if row_faults)
+    if not counts:
         return None
     most, n = counts.most_common(1)[0]
-    return f"{invalid} of {total} conversations break a rule of the row form, {n} of them: {most}"
+    return f"{counts.total()} of {len(found)} conversations break a rule of the row form, {n} of them: {most}"

@@ -53,7 +53,7 @@ def draw_arguments(schema: Schema, rng: random.Random, split: str) -> JsonObject
     raise NoValue(f"no arguments that fit {json.dumps(schema)[:120]}" + (f": {reason}" if reason else ""))
 
 
-def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str, depth: int) -> Any:
+def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str, depth: int) -> object:
     if not isinstance(node, Mapping):
         return _text({}, rng, split, name)
     if "$ref" in node:
@@ -90,9 +90,8 @@ def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str,
 def _object(node: Schema, root: Schema, rng: random.Random, split: str, depth: int) -> JsonObject:
     required = set(node.get("required") or ())
     properties = node.get("properties") or {}
-    chosen = [key for key in properties if key in required or (depth < MAX_DEPTH and rng.random() < OPTIONAL_SHARE)] + [
-        key for key in required if key not in properties
-    ]
+    chosen = [key for key in properties if key in required or (depth < MAX_DEPTH and rng.random() < OPTIONAL_SHARE)]
+    chosen += [key for key in required if key not in properties]
     return {key: _draw(properties.get(key, {}), root, rng, split, key, depth + 1) for key in chosen}
 
 
@@ -155,16 +154,11 @@ def _resolved(node: object, root: Schema) -> Schema:
 
 
 def _merged(nodes: Sequence[object], root: Schema) -> JsonObject:
-    result: JsonObject = {}
-    for node in (_resolved(n, root) for n in nodes):
-        properties = {**result.get("properties", {}), **node.get("properties", {})}
-        required = [*result.get("required", ()), *node.get("required", ())]
-        result |= node
-        if properties:
-            result["properties"] = properties
-        if required:
-            result["required"] = required
-    return result
+    schemas = [_resolved(node, root) for node in nodes]
+    result: JsonObject = {key: value for schema in schemas for key, value in schema.items()}
+    properties = {name: value for schema in schemas for name, value in schema.get("properties", {}).items()}
+    required = [name for schema in schemas for name in schema.get("required", ())]
+    return result | ({"properties": properties} if properties else {}) | ({"required": required} if required else {})
 
 
 def _without(node: Schema, key: str) -> JsonObject:
@@ -318,9 +312,8 @@ def _from_grammar(grammar: Grammar, tool: Schema, rng: random.Random, split: str
     values["number"] = rng.randint(2, 60)
     user = capitalized(rng.choice(phrases.ask[split]).format(**values))
     call = DrawnCall(tool["name"], {name: values[name] for name in properties}, phrases.result.format(**values))
-    return ToolExchange(
-        user, (call,), phrases.reply.format(**values), str(values[phrases.fact]) if phrases.fact else ""
-    )
+    fact = str(values[phrases.fact]) if phrases.fact else ""
+    return ToolExchange(user, (call,), phrases.reply.format(**values), fact)
 
 
 def _slot(slot: Slot, rng: random.Random, split: str) -> int | str:
@@ -352,10 +345,8 @@ def _from_schema(tool: Schema, rng: random.Random, split: str) -> ToolExchange:
     fields = {"do": action, "Do": capitalized(action), "args": text, "Args": capitalized(text)}
     user = rng.choice(templates[split]).format(**fields)
     reference = str(WORDS.first_order[split] + rng.randint(0, 9999))
-    result = json.dumps({"status": "ok", "reference": reference}, ensure_ascii=False)
-    return ToolExchange(
-        user, (DrawnCall(tool["name"], arguments, result),), f"It is done, the reference is {reference}.", reference
-    )
+    call = DrawnCall(tool["name"], arguments, json.dumps({"status": "ok", "reference": reference}))
+    return ToolExchange(user, (call,), f"It is done, the reference is {reference}.", reference)
 
 
 def action_of(tool: Schema) -> str:
@@ -373,14 +364,12 @@ def flattened(arguments: Mapping[str, object], prefix: str = "") -> list[tuple[s
         label = f"{prefix} {name}".strip().replace("_", " ")
         if isinstance(value, Mapping):
             pairs += flattened(value, label)
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            plain = [v for v in value if not isinstance(v, (Mapping, list))]
-            for index, item in enumerate((v for v in value if isinstance(v, Mapping)), 1):
-                pairs += flattened(item, f"{label} {index}")
-            if plain:
-                pairs.append((label, " and ".join(_in_words(v) for v in plain)))
         else:
-            pairs.append((label, _in_words(value)))
+            values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+            for index, item in enumerate((v for v in values if isinstance(v, Mapping)), 1):
+                pairs += flattened(item, f"{label} {index}")
+            if plain := [_in_words(v) for v in values if not isinstance(v, (Mapping, list))]:
+                pairs.append((label, " and ".join(plain)))
     return pairs
 
 

@@ -201,8 +201,7 @@ def _parallel_case(persona: Persona, rng: random.Random, index: int) -> CaseFile
     exchange = _exchange(persona, rng, index, 2)
     if exchange is None:
         return None
-    calls = [{call.name: _allowed(call.arguments)} for call in exchange.calls]
-    return _prompt(exchange.user, {"calls": calls})
+    return _prompt(exchange.user, {"calls": [{call.name: _allowed(call.arguments)} for call in exchange.calls]})
 
 
 def _result_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:

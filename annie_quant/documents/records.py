@@ -111,7 +111,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     # Answer
     status: int = 0  # HTTP status; 0: no answer
     error: str | None = None  # one line
-    cause: str | None = None  # its short form (annie_quant.stream.errors), "hung" or "not_sent"
+    cause: str | None = None  # its short form (annie_quant.stream.answer), "hung" or "not_sent"
     warnings: list[str] = []
     text: str = ""
     reasoning: str = ""

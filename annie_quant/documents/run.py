@@ -58,7 +58,7 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor
         (bench/stability.py).
     sustained: repeat the prompts until budget_s ends; requests that were not sent are then no caveat.
-    stop_early: stop at a planned look when everything is decided (bench/sequential.py).
+    stop_early: stop at a planned look when everything is decided (bench/plan.py).
     """
 
     backends: list[BackendSettings] = []

@@ -9,7 +9,7 @@ which the base's second measurement is the base: what changes there is noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,20 +21,19 @@ from annie_quant.bench.run_folder import read_records, workload_settings
 from annie_quant.core.errors import CheckpointError, ServerError, UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import keyed_folder
+from annie_quant.core.templates import render_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import RequestRecord
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.pairing import deciding_by_prompt, has_label
 from annie_quant.judge.statistics import excess_loss, mcnemar
 from annie_quant.judge.workloads import Workload
-from annie_quant.ops.attribution_factors import Varied, ineffective, request_settings, title
 from annie_quant.ops.attribution_plan import ArmResult, Conclusion, Effect, Factors, NextArm, plan, untested_factors
-from annie_quant.ops.attribution_servers import Target
+from annie_quant.ops.attribution_servers import Target, Varied, ineffective, request_settings, title
 
 FILE = "attribution.json"
-MARGIN = (
-    0.05  # of answers without a label that may differ from the base's: a harmless change of the arithmetic changes some
-)
+# Of answers without a label that may differ from the base's: a harmless change of the arithmetic changes some.
+MARGIN = 0.05
 HANGS = 3  # requests without an answer in a row after which a server counts as hanging
 
 
@@ -208,16 +207,15 @@ def sentence(end: Conclusion, results: Sequence[ArmResult]) -> str:
     """Return the result in one sentence."""
     effects = {r.factors: r.effect for r in results if r.valid and r.effect and r.factors}
     noise = next((f"{r.effect.lost} when the base is repeated" for r in results if r.again and r.effect), "unknown")
-    parts = [f"{blamed(cause)} {broke(cause, effects[cause])}" for cause in end.causes]
     worst = max(effects.values(), key=lambda e: e.lost, default=None)
+    either = ", or ".join(" and ".join(map(blamed, causes)) for causes in end.open)
+    start = f"not decided between {either}" if either else "not decided" if end.unfinished else "nobody is to blame"
+    parts = [f"{blamed(cause)} {broke(cause, effects[cause])}" for cause in end.causes]
     if worst is None:
         parts = ["nothing could be tested"]
-    elif end.open and not end.causes:
-        either = ", or ".join(" and ".join(map(blamed, causes)) for causes in end.open)
-        parts = [f"not decided between {either}: all factors together break {worst.lost} of {worst.n} answers"]
-    elif not end.causes:
-        start = "not decided" if end.unfinished else "nobody is to blame"
-        parts = [f"{start}: all factors together break {worst.lost} of {worst.n} answers and fix {worst.won} ({noise})"]
+    elif not parts:
+        rest = "" if either else f" and fix {worst.won} ({noise})"
+        parts = [f"{start}: all factors together break {worst.lost} of {worst.n} answers{rest}"]
     innocent = [f for f, e in effects.items() if len(f) == 1 and not e.broken and f[0] not in {*sum(end.causes, ())}]
     return "; ".join([*parts, *(f"{blamed(f)} {broke(f, effects[f])} (within noise)" for f in innocent)])
 
@@ -242,15 +240,7 @@ def outcome(result: ArmResult) -> str:
     return f"lost {result.effect.lost}, won {result.effect.won} of {result.effect.n}, p {result.effect.p:.2g}"
 
 
-def lines(result: Attribution) -> Iterator[str]:
-    """Yield what was measured: each arm, what could not be tested, and what cannot be changed."""
-    for arm in result.arms:
-        yield f"{arm_name(arm)}: {outcome(arm)}" + (" (worse)" if is_broken(arm) else "")
-    for name, why in result.conclusion.untested.items():
-        yield f"not tested: {title(name)}: {why}"
-    for why in sorted({*result.fixed.values()}):
-        yield f"cannot be changed: {', '.join(title(n) for n, w in result.fixed.items() if w == why)} ({why})"
-    if result.in_text:
-        yield f"{result.in_text} answers have a tool call in their text: the server's tool parser did not read it"
-    if result.conclusion.unfinished:
-        yield f"ended early: {result.conclusion.unfinished}"
+def lines(result: Attribution) -> list[str]:
+    """Return what was measured: each arm, what could not be tested, and what cannot be changed."""
+    words = {"arm_name": arm_name, "outcome": outcome, "is_broken": is_broken, "title": title}
+    return render_text("attribution.txt", result=result, **words).splitlines()

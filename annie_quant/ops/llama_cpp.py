@@ -18,7 +18,6 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.ops import server as process
 
 NAME = "llama.cpp"
-HEALTH = "/health"
 # A server of such a model has one thread by default: per layer there is so little work that a second thread mostly waits for the
 # first. tiny-annie's NVFP4 file (5 MB), 2026-11-22, two cores: 110 ms per request with a tool call with one thread, 385 with two.
 SMALL_FILE_BYTES = 64_000_000
@@ -65,7 +64,7 @@ class LlamaCpp:
             "port": port,
             "context": context,
             "parallel": parallel,
-            "threads": threads or default_threads(model),
+            "threads": threads or int(model.stat().st_size < SMALL_FILE_BYTES),
             "drafts": drafts,
             "kv_type": kv_type,
             "template": template.read_text(encoding="utf-8") if template else "",
@@ -76,7 +75,7 @@ class LlamaCpp:
             [sys.executable, "-m", "annie_quant.ops.llama_cpp_child", json.dumps(options)], log, NAME, environment()
         )
         try:
-            process.wait_ready(server, lambda: address.read_text() or None, HEALTH, timeout_s, progress)
+            process.wait_ready(server, lambda: address.read_text() or None, timeout_s, progress)
         finally:
             address.unlink(missing_ok=True)
         return server
@@ -95,11 +94,6 @@ class LlamaCpp:
 
     def write(self, model: Path, path: Path, port: int = 8000, recipe: str | None = None) -> Path:
         raise UsageError("llama.cpp has no recipe files", "choose vllm or sglang")
-
-
-def default_threads(model: Path) -> int:
-    """Return 1 for a small file; 0, llama.cpp's own default, for others."""
-    return 1 if model.stat().st_size < SMALL_FILE_BYTES else 0
 
 
 def environment() -> dict[str, str]:

@@ -27,6 +27,7 @@ from annie_quant.ops import known_errors
 from annie_quant.stream.client import fetch
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
+HEALTH = "/health"
 STOP_S = 10.0  # longer than the supervisor's own limit, so that it can remove a container
 POLL_S = 0.02
 PROBE_S = 2.0
@@ -128,11 +129,10 @@ def spawn(
 def wait_ready(
     server: Server,
     address: Callable[[], str | None],
-    path: str,
     timeout_s: float,
     progress: Progress = SILENT,
 ) -> None:
-    """Poll until `path` answers 200, and set the server's url. On any failure the server is stopped first.
+    """Poll until /health answers 200, and set the server's url. On any failure the server is stopped first.
 
     progress: gets a message when the start phase in the log changes
     """
@@ -141,7 +141,7 @@ def wait_ready(
         while time.monotonic() < deadline:
             if not server.alive:
                 raise ServerError(f"{server.name} stopped while starting: {cause_line(server.log)}", hint(server.log))
-            if (url := address()) and is_ready(url, path):
+            if (url := address()) and fetch(url.rstrip("/") + HEALTH, timeout_s=PROBE_S).status == 200:
                 server.url = url
                 return
             if time.monotonic() - checked > PHASE_S:
@@ -158,9 +158,26 @@ def wait_ready(
         raise
 
 
-def is_ready(url: str, path: str) -> bool:
-    """Return whether GET url/path answers 200 now."""
-    return fetch(url.rstrip("/") + path, timeout_s=PROBE_S).status == 200
+def start_at(
+    port: int,
+    words: Sequence[str],
+    log: str | os.PathLike | None,
+    name: str,
+    env: dict[str, str] | None,
+    timeout_s: float,
+    progress: Progress = SILENT,
+) -> Server:
+    """Start a command that serves at a port, and return its server when /health answers.
+
+    A `docker run` command writes its container's id into a file, so that the container can be removed.
+    """
+    words, container_file = list(words), None
+    if words[:2] == ["docker", "run"]:
+        container_file = str(Path(tempfile.mkdtemp(prefix="annie-quant-")) / "container")
+        words[2:2] = ["--cidfile", container_file]
+    server = spawn(words, log, name, env, container_file)
+    wait_ready(server, lambda: f"http://127.0.0.1:{port}", timeout_s, progress)
+    return server
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> None:
@@ -183,15 +200,6 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def name_container(words: list[str]) -> str | None:
-    """Make a `docker run` command write its container's id; return the file for `spawn`. None for another command."""
-    if words[:2] != ["docker", "run"]:
-        return None
-    container_file = str(Path(tempfile.mkdtemp(prefix="annie-quant-")) / "container")
-    words[2:2] = ["--cidfile", container_file]
-    return container_file
 
 
 def read(log: Path) -> str:

@@ -139,10 +139,8 @@ def descendants() -> list[int]:
 
 def send(pids: list[int], number: int) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(OSError):
             os.kill(pid, number)
-        except OSError:
-            continue
 
 
 def remove_container(program: str, container_file: str) -> None:

@@ -6,7 +6,7 @@ Opt-in. Wherever vLLM would run an NVFP4 linear on Marlin (weight-only checkpoin
 --linear-backend marlin), the layer is repacked for our kernel instead. The first layer of each shape and dtype is compared with its
 dequantized product on this device; a layer that does not agree, or that our kernel cannot take, stays on Marlin, with one
 line of log. Biases, merged linears, tensor-parallel shards and LoRA are handled by vLLM around the product. Experts
-(vllm_experts) need ANNIE_QUANT_VLLM_EXPERTS=1 in addition.
+(vllm_layers) need ANNIE_QUANT_VLLM_EXPERTS=1 in addition.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import annie_quant
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.gemm import grouped, torch_op
-from annie_quant.ops import vllm_experts, w4a16_layer
-from annie_quant.ops.w4a16_layer import LoadedLinear, VllmObject
+from annie_quant.ops import vllm_layers
+from annie_quant.ops.vllm_layers import LoadedLinear, VllmObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ _on_marlin: dict[str, str] = {}  # the reason of each layer that stays on Marlin
 
 def register() -> None:
     """Let vLLM take our kernel where it takes Marlin. Without the switch, or where it cannot work, vLLM is not changed."""
-    if not w4a16_layer.switched_on(SWITCH):
+    if not vllm_layers.switched_on(SWITCH):
         return
     try:
         reason = missing()
@@ -47,15 +47,15 @@ def register() -> None:
         reason = f"this vLLM has other interfaces ({type(error).__name__}: {error})"
     if reason:
         line = f"{SWITCH} is set, and NVFP4 linears stay on vLLM's own kernels: {reason}"
-        w4a16_layer.log_once(LOGGER, logging.WARNING, line)
+        vllm_layers.log_once(LOGGER, logging.WARNING, line)
         return
-    if not w4a16_layer.switched_on(EXPERTS_SWITCH):  # from 8 tokens on Marlin's are faster (tests/perf/vllm_gpu.md)
+    if not vllm_layers.switched_on(EXPERTS_SWITCH):  # until a trained mixture's answers and TPOT are measured
         return
     try:
-        vllm_experts.install(LOGGER)
+        vllm_layers.install(LOGGER)
     except Exception as error:
         line = f"{EXPERTS_SWITCH} is set, and NVFP4 experts stay on vLLM's own kernels: this vLLM has other interfaces"
-        w4a16_layer.log_once(LOGGER, logging.WARNING, f"{line} ({type(error).__name__}: {error})")
+        vllm_layers.log_once(LOGGER, logging.WARNING, f"{line} ({type(error).__name__}: {error})")
 
 
 def missing() -> str:
@@ -89,14 +89,14 @@ def _replace_marlin() -> None:
     extend_compile_key(VllmConfig, compile_key)
     table.insert(place, ours)
     by_backend.add(ours)
-    vllm_experts.replace_everywhere(MARLIN, marlin, ours, but=marlin.__module__)  # formats pin Marlin by name
+    vllm_layers.replace_everywhere(MARLIN, marlin, ours, but=marlin.__module__)  # formats pin Marlin by name
 
 
 def compile_key() -> str:
     """Return what a graph compiled in this process depends on: the code here, and the layers that stay on Marlin."""
-    files = [Path(__file__), *(Path(str(m.__file__)) for m in (vllm_experts, w4a16_layer, torch_op, grouped))]
+    files = [Path(__file__), *(Path(str(m.__file__)) for m in (vllm_layers, torch_op, grouped))]
     source = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
-    return f"annie_quant {annie_quant.__version__} {source} {sorted([*_on_marlin, *vllm_experts.on_marlin])}"
+    return f"annie_quant {annie_quant.__version__} {source} {sorted([*_on_marlin, *vllm_layers.on_marlin])}"
 
 
 def kernel(marlin: type[VllmObject]) -> type[VllmObject]:
@@ -109,10 +109,10 @@ def kernel(marlin: type[VllmObject]) -> type[VllmObject]:
             name = getattr(layer, "prefix", "") or f"{type(layer).__name__} {list(layer.weight.shape)}"
             _on_marlin.pop(name, None)
             layer.annie_scale = None
-            reason = w4a16_layer.take(layer, LOGGER)
+            reason = vllm_layers.take_linear(layer, LOGGER)
             if reason:
                 _on_marlin[name] = reason
-                w4a16_layer.log_once(
+                vllm_layers.log_once(
                     LOGGER, logging.WARNING, f"linears stay on Marlin, the first is {name}: {reason}", reason
                 )
                 marlin.process_weights_after_loading(self, layer)
@@ -120,7 +120,7 @@ def kernel(marlin: type[VllmObject]) -> type[VllmObject]:
         def apply_weights(self, layer: LoadedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
             if layer.annie_scale is None:
                 return marlin.apply_weights(self, layer, x, bias)
-            return w4a16_layer.product(layer, x, bias)
+            return vllm_layers.product(layer, x, bias)
 
     AnnieQuantNvFp4LinearKernel.__name__ = AnnieQuantNvFp4LinearKernel.__qualname__ = NAME
     return AnnieQuantNvFp4LinearKernel

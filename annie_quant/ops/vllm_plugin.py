@@ -13,11 +13,11 @@ one after the other, and their weighted outputs are added in float32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from annie_quant.ops import vllm_experts, w4a16_layer
-from annie_quant.ops.w4a16_layer import VllmObject
+from annie_quant.ops import vllm_layers
+from annie_quant.ops.vllm_layers import VllmObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ def register() -> None:
         install_experts()
     except (ImportError, AttributeError) as error:  # a vLLM with other names serves dense models all the same
         line = f"vLLM's experts have other interfaces here, so mixtures in NVFP4 are not served: {error}"
-        w4a16_layer.log_once("vllm.annie_quant", logging.WARNING, line)
+        vllm_layers.log_once("vllm.annie_quant", logging.WARNING, line)
 
 
 def kernels() -> tuple[type, type]:
@@ -123,13 +123,20 @@ def kernels() -> tuple[type, type]:
 
 def _linear_operator() -> None:
     """Define torch.ops.annie_quant.vllm_nvfp4_linear once, so that torch.compile sees one opaque call."""
+    schema = "(Tensor x, Tensor codes, Tensor block_scale, float tensor_scale, float input_scale) -> Tensor"
+    fake = lambda x, codes, *_: x.new_empty((*x.shape[:-1], codes.shape[0]))  # noqa: E731
+    _define("vllm_nvfp4_linear", multiply, schema, fake)
+
+
+def _define(
+    name: str, function: Callable[..., object], schema: str, fake: Callable[..., object], writes: tuple[str, ...] = ()
+) -> None:
+    """Define torch.ops.annie_quant.NAME unless it is there."""
     import torch
 
-    if hasattr(torch.ops.annie_quant, "vllm_nvfp4_linear"):
-        return
-    schema = "(Tensor x, Tensor codes, Tensor block_scale, float tensor_scale, float input_scale) -> Tensor"
-    operator = torch.library.custom_op("annie_quant::vllm_nvfp4_linear", multiply, mutates_args=(), schema=schema)
-    operator.register_fake(lambda x, codes, *_: x.new_empty((*x.shape[:-1], codes.shape[0])))
+    if not hasattr(torch.ops.annie_quant, name):
+        operator = torch.library.custom_op(f"annie_quant::{name}", function, mutates_args=writes, schema=schema)
+        operator.register_fake(fake)
 
 
 # ---- experts
@@ -145,11 +152,11 @@ def install_experts() -> None:
         def convert_or_keep(nvfp4_backend: VllmObject, layer: VllmObject, **tensors: VllmObject) -> VllmObject:
             if getattr(getattr(layer, "quant_method", None), "experts_cls", None) not in ours:
                 return convert(nvfp4_backend=nvfp4_backend, layer=layer, **tensors)
-            return vllm_experts.Converted(*(tensors[name] for name in vllm_experts.Converted._fields))
+            return vllm_layers.Converted(*(tensors[name] for name in vllm_layers.Converted._fields))
 
         return convert_or_keep
 
-    vllm_experts.stand_for(MarlinExperts, ours, converter)
+    vllm_layers.stand_for(MarlinExperts, ours, converter)
 
 
 def experts_classes() -> list[type[VllmObject]]:
@@ -276,12 +283,7 @@ def compute(
 
 def _experts_operator() -> None:
     """Define torch.ops.annie_quant.vllm_nvfp4_experts once, so that torch.compile sees one opaque call."""
-    import torch
-
-    if hasattr(torch.ops.annie_quant, "vllm_nvfp4_experts"):
-        return
     names = "weights chosen codes block_scale tensor_scales input_scales down_codes down_block_scale down_tensor_scales"
     tensors = ", ".join(f"Tensor {name}" for name in f"x {names} down_input_scales".split())
     schema = f"(Tensor(a!) out, {tensors}) -> ()"
-    operator = torch.library.custom_op("annie_quant::vllm_nvfp4_experts", compute, mutates_args=("out",), schema=schema)
-    operator.register_fake(lambda *arguments: None)
+    _define("vllm_nvfp4_experts", compute, schema, lambda *arguments: None, ("out",))

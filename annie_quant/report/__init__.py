@@ -8,6 +8,7 @@ verify(run_dir)   count the served figures of run.json again from records.jsonl
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,13 +24,16 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
 
     Raises UsageError for a folder that holds no run, or a run.json that is not JSON.
     """
-    folder = Path(run_dir)
-    files = compose(folder)
+    paths = write_files(Path(run_dir), compose(run_dir))
+    for plot in {*Path(run_dir).glob("plots/*.svg")}.difference(paths):  # of an earlier report
+        plot.unlink()
+    return paths
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> list[Path]:
+    """Write a report's files, and return their paths."""
     for name, text in files.items():
         write_text(folder / name, text)
-    for plot in folder.glob("plots/*.svg"):
-        if f"plots/{plot.name}" not in files:  # of an earlier report
-            plot.unlink()
     return [folder / name for name in files]
 
 

@@ -117,14 +117,9 @@ def render(run: LoadedRun, subject: Subject) -> str:
 
 
 def _quantization(subject: Subject) -> dict[str, str | float]:
-    summary = subject.audit.summary
-    fields = {
-        "format": "nvfp4",
-        "strategy": subject.recipe.strategy,
-        "algorithm": summary.algorithm,
-        "bits_per_weight": summary.bits_per_weight,
-        "bits_per_quantized_weight": summary.bits_per_quantized_weight,
-    }
+    names = ("algorithm", "bits_per_weight", "bits_per_quantized_weight")
+    fields = {"format": "nvfp4", "strategy": subject.recipe.strategy}
+    fields |= {name: getattr(subject.audit.summary, name) for name in names}
     return {key: value for key, value in fields.items() if value is not None}
 
 

@@ -23,15 +23,12 @@ from annie_quant.report.svg import ROWS_LEFT, ROWS_TOP, WIDE, WIDTH, Drawing, Fi
 
 def draw(run: LoadedRun) -> list[Figure]:
     """Return the figures, in the order of the report."""
+    gates = Figure("gates", panels=[(gate, _gate_panel(run, gate)) for gate in run.gate_names])
     fit = timed(run.measured)
     return [
-        *(gate_rates(run), offline_and_served(run), kl_divergence(run), size_and_gates(run)),
+        *(gates, offline_and_served(run), kl_divergence(run), size_and_gates(run)),
         *(by_turn(run), distributions(run, fit), token_streams(run, fit), by_length(run)),
     ]
-
-
-def gate_rates(run: LoadedRun) -> Figure:
-    return Figure("gates", panels=[(gate, _gate_panel(run, gate)) for gate in run.gate_names])
 
 
 def _gate_panel(run: LoadedRun, gate: str) -> Drawing:

@@ -20,7 +20,7 @@ from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
 from annie_quant.report.tables import Cell, Table, metric_cell, speed_cell
 
 if TYPE_CHECKING:
-    from annie_quant.ops.recipes import RecipeRuntime
+    from annie_quant.ops.serving import RecipeRuntime
 
 CONTEXT = 32_768  # tokens, as the original plan configures
 ANSWERS = {"pass": "✓ yes", "fail": "✗ no", "undecided": "? open"}
@@ -34,12 +34,8 @@ def dimensions(run: LoadedRun) -> Table | None:
     """One row per dimension: incumbent, then candidate. None where no candidate was served."""
     if run.candidate is None:
         return None
-    sides = [(s, w) for s, w in ((run.incumbent, "current"), (run.candidate, "candidate")) if s]
-    table = Table(
-        "What is served now and what would take its place",
-        "dimension",
-        [f"{run.label(s.model)} ({w})" for s, w in sides],
-    )
+    sides = _sides(run)
+    table = Table("What is served now and what would take its place", "dimension", list(sides))
     rows: tuple[tuple[str, Callable[[LoadedRun, ServedModel], Cell]], ...] = (
         ("runtime", lambda r, s: Cell(s.data.runtime or DASH, _identity(r, s).version or "")),
         ("fine-tuning", _weights),
@@ -56,11 +52,17 @@ def dimensions(run: LoadedRun) -> Table | None:
         ("acceleration", _acceleration),
     )
     for title, write in rows:
-        cells = [write(run, s) for s, _ in sides]
+        cells = [write(run, s) for s in sides.values()]
         for cell in cells:
             cell.css = f"word {cell.css}" if cell.css in ("pass", "fail", "undecided") else "word"
         table.rows.append((title, cells))
     return table
+
+
+def _sides(run: LoadedRun) -> dict[str, ServedModel]:
+    """Return the incumbent and the candidate by their headers."""
+    sides = ((run.incumbent, "current"), (run.candidate, "candidate"))
+    return {f"{run.label(side.model)} ({word})": side for side, word in sides if side}
 
 
 def _identity(run: LoadedRun, side: ServedModel) -> Identity:
@@ -128,8 +130,7 @@ def container(side: ServedModel) -> RecipeRuntime | None:
     """Return the runtime that serves the side from its container image, or None."""
     from annie_quant.ops.serving import RECIPE_RUNTIMES
 
-    runtime = (side.data.runtime or "").lower()
-    return next((known for known in RECIPE_RUNTIMES if known.name in runtime), None)
+    return next((known for known in RECIPE_RUNTIMES if known.name in (side.data.runtime or "").lower()), None)
 
 
 def _deployment(run: LoadedRun, side: ServedModel) -> Cell:
@@ -154,8 +155,7 @@ def memory_budget(run: LoadedRun) -> Table | None:
     """Memory of both sides compared with the machine's budget. None where no candidate was served."""
     if run.candidate is None:
         return None
-    sides = [(s, w) for s, w in ((run.incumbent, "current"), (run.candidate, "candidate")) if s]
-    rows = [(f"{run.label(s.model)} ({w})", decision.peak_bytes(s.data), f"memory|{s.key}|peak") for s, w in sides]
+    rows = [(title, decision.peak_bytes(s.data), f"memory|{s.key}|peak") for title, s in _sides(run).items()]
     if len(rows) == 2:
         peaks = [peak for _, peak, _ in rows if peak]
         rows.append(("both, while switching", sum(peaks) if len(peaks) == 2 else None, ""))
@@ -200,12 +200,11 @@ def badge(run: LoadedRun) -> str:
 
 def checklist(run: LoadedRun) -> list[decision.ChecklistItem]:
     """Return the drop-in checklist; [] where no candidate was served."""
-    candidate, incumbent = run.candidate, run.incumbent
-    if candidate is None:
+    if run.candidate is None:
         return []
+    names = run.candidate.name, run.incumbent.name if run.incumbent else None
     with_thinking = {w.name for w in run.inputs if w.thinking}
-    other = incumbent.name if incumbent else None
-    return decision.checklist(run.aggregates, candidate.name, other, run.measured, with_thinking, run.answer_pairs)
+    return decision.checklist(run.aggregates, *names, run.measured, with_thinking, run.answer_pairs)
 
 
 def checklist_title(run: LoadedRun) -> str:
@@ -223,11 +222,10 @@ def checklist_table(run: LoadedRun) -> Table:
 
 def recommendation(run: LoadedRun) -> decision.Recommendation | None:
     """Return what judge.decision recommends; None where no candidate was served."""
-    candidate, incumbent = run.candidate, run.incumbent
-    if candidate is None:
+    if run.candidate is None:
         return None
-    other = incumbent.name if incumbent else None
-    return decision.recommendation(run.aggregates, candidate.name, other, checklist(run), run.answer_pairs)
+    names = run.candidate.name, run.incumbent.name if run.incumbent else None
+    return decision.recommendation(run.aggregates, *names, checklist(run), run.answer_pairs)
 
 
 def operation_changes(run: LoadedRun) -> list[str]:
@@ -250,13 +248,10 @@ def operation_changes(run: LoadedRun) -> list[str]:
 def decision_tree(run: LoadedRun) -> list[DecisionStep]:
     """Return the NVFP4 models with their questions, in a search's order, else in that of run.json."""
     order = {strategy: index for index, strategy in enumerate(run.tried)}
-    models = [m.name for m in run.models if m.format == "NVFP4" or _four_bits(run, m.name)]
+    four_bits = {s.model for s in run.sides if s.how in ("W4A4", "W4A16")}
+    models = [m.name for m in run.models if m.format == "NVFP4" or m.name in four_bits]
     chosen = run.candidate.model if run.candidate else run.verdict.candidate
     return [_model(run, m, m == chosen) for m in sorted(models, key=lambda m: order.get(m, len(order)))]
-
-
-def _four_bits(run: LoadedRun, model: str) -> bool:
-    return any(s.how in ("W4A4", "W4A16") for s in run.sides_of(model))
 
 
 def _model(run: LoadedRun, model: str, chosen: bool) -> DecisionStep:
@@ -290,23 +285,18 @@ def _members(run: LoadedRun, model: str) -> list[DecisionStep]:
         return []
     gates = [g for g in decision.deciding_gates(run.aggregates, model) if "+" in g.where]
     verdict = decision.combined([g.outcome for g in gates] or ["undecided"])
-    named = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == verdict != "pass"))
+    named = ", ".join(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == verdict != "pass"))
     text = f"{len(members)} further arithmetics: {sum(g.outcome == 'pass' for g in gates)} of {len(gates)} gates kept"
-    return [DecisionStep("; ".join([text, *([", ".join(named)] if named else [])]), verdict)]
+    return [DecisionStep("; ".join(filter(None, [text, named])), verdict)]
 
 
 def _gates(run: LoadedRun, side: MeasuredSide) -> DecisionStep:
     """Return a side's gates as one step that names the failing ones, else the undecided ones."""
     gates = side.deciding
     verdict = decision.combined([r.verdict for r in gates.values()] or ["undecided"])
-    named = [
-        f"{run.gate_title(gate)} {count(r.passes)}/{count(r.n)}"
-        for gate, r in gates.items()
-        if r.verdict == verdict != "pass"
-    ]
+    blamed = {gate: r for gate, r in gates.items() if r.verdict == verdict != "pass"}
+    named = ", ".join(f"{run.gate_title(gate)} {count(r.passes)}/{count(r.n)}" for gate, r in blamed.items())
     verb = "kept" if any(side.word(gate) != gates[gate].verdict for gate in gates) else "pass"
     where = "smoke test and gates behind a server" if side.kind == "served" else f"gates under {side.title}"
-    passing = sum(r.verdict == "pass" for r in gates.values())
-    return DecisionStep(
-        f"{where}: {passing} of {len(gates)} gates {verb}" + "; ".join(["", ", ".join(named)] if named else []), verdict
-    )
+    text = f"{where}: {sum(r.verdict == 'pass' for r in gates.values())} of {len(gates)} gates {verb}"
+    return DecisionStep("; ".join(filter(None, [text, named])), verdict)

@@ -11,12 +11,8 @@ from collections.abc import Callable
 
 DASH = "—"
 SIGNS = {"pass": "✓", "fail": "✗", "undecided": "?", "keeps": "✓", "loses": "✗", "fragile": "✗"}
-CSS = {
-    "keeps": "pass",
-    "loses": "fail",
-    "fragile": "fail",
-    "undecided": "undecided",
-}  # classes of the page's style sheet
+# Classes of the page's style sheet.
+CSS = {"keeps": "pass", "loses": "fail", "fragile": "fail", "undecided": "undecided"}
 
 
 def significant(value: float | None) -> str:

@@ -6,8 +6,10 @@ then the rest, taken in turn from the workloads, up to a number of prompts and o
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -156,11 +158,8 @@ def _rank(answers: ByBackend, advisory: set[str]) -> int:
 
 def _in_turn(ranks: dict[PromptKey, int]) -> list[PromptKey]:
     """Return the prompts by rank; within a rank the workloads take turns."""
-    places: dict[PromptKey, int] = {}
-    lengths: Counter[tuple[int, str]] = Counter()
-    for key, rank in ranks.items():
-        places[key] = lengths[rank, key[0]]
-        lengths[rank, key[0]] += 1
+    lengths = defaultdict[tuple[int, str], Iterator[int]](itertools.count)
+    places = {key: next(lengths[rank, key[0]]) for key, rank in ranks.items()}
     return sorted(ranks, key=lambda key: (ranks[key], places[key], key[0]))
 
 
@@ -169,11 +168,10 @@ def _questions(run: LoadedRun) -> dict[PromptKey, str]:
     questions: dict[PromptKey, str] = defaultdict(str)
     for workload in run.inputs:
         for case in workload.cases:
-            user = [
-                m["content"] for m in case.messages if m.get("role") == "user" and isinstance(m.get("content"), str)
-            ]
+            texts = [m.get("content") for m in case.messages if m.get("role") == "user"]
+            user = [each for each in texts if isinstance(each, str)]
             for turn, text in enumerate(case.turns or user[-1:]):
-                questions[workload.name, case.id, turn] = text
+                questions[workload.name, case.id, turn] = str(text)  # a turn of results is an object
     return questions
 
 

@@ -15,7 +15,8 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -139,7 +140,8 @@ def prepare(
     )  # fmt: skip
     text = card.render(run, subject)
     names = sorted(f.name for f in source.iterdir())
-    files = {n: source / n for n in names if (source / n).is_file() and _uploadable(n)}
+    uploadable = [n for n in names if any(fnmatch.fnmatchcase(n, pattern) for pattern in NAMES)]
+    files = {n: source / n for n in uploadable if (source / n).is_file()}
     extras = (REPORT_FILES if with_report else ()) + (RECORD_FILES if with_records else ())
     files |= {f"evidence/{n}": run.folder / n for n in extras if (run.folder / n).is_file()}
     for path, file in files.items():
@@ -157,10 +159,6 @@ def prepare(
         left_out=[n for n in names if n not in files and n != "README.md"],
         forced=forced,
     )
-
-
-def _uploadable(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in NAMES)
 
 
 def objections(run: LoadedRun, model: str) -> list[str]:
@@ -344,7 +342,7 @@ def _send(api: HfApi, plan: UploadPlan) -> None:
         )
 
 
-def _check_visibility(errors: Any, api: HfApi, plan: UploadPlan) -> None:
+def _check_visibility(errors: ModuleType, api: HfApi, plan: UploadPlan) -> None:
     try:
         repository = api.repo_info(plan.repo_id, repo_type="model")
     except errors.RepositoryNotFoundError:

@@ -7,6 +7,7 @@ with a message.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -189,10 +190,8 @@ class LoadedRun:
 
     def recipe(self, model: str) -> RecordedRecipe:
         """How a model was made, as its checkpoint records it."""
-        folder = self.folder_of(model)
-        return (
-            documents.salvage_or_default(RecordedRecipe, folder / documents.RECIPE_FILE) if folder else RecordedRecipe()
-        )
+        folder = self.folder_of(model) or self.folder / "models" / model
+        return documents.salvage_or_default(RecordedRecipe, folder / documents.RECIPE_FILE)
 
     def label(self, model: str) -> str:
         return self.model(model).label or name(model)
@@ -247,9 +246,13 @@ class LoadedRun:
     @cached_property
     def evaluations(self) -> dict[str, documents.Evaluation]:
         """The evaluations in eval/ of the run's offline models, as far as they can be read."""
-        files = {m: self.folder / f"eval/{m}.json" for m in self.aggregates.offline if Path(m).name == m}
-        loaded = {model: _evaluation(path) for model, path in files.items()}
-        return {model: evaluation for model, evaluation in loaded.items() if evaluation is not None}
+        evaluations = {}
+        for model in self.aggregates.offline:
+            path = self.folder / f"eval/{model}.json"
+            if Path(model).name == model and path.is_file():
+                with contextlib.suppress(AnnieError):
+                    evaluations[model] = documents.Evaluation.load(path)
+        return evaluations
 
     @cached_property
     def evidence(self) -> dict[str, list[str]]:
@@ -263,13 +266,6 @@ class LoadedRun:
     def _served_as(self, model: str | None) -> ServedModel | None:
         backend = decision.served_as(self.aggregates, model) if model else None
         return next((s for s in self.served if s.name == backend), None)
-
-
-def _evaluation(path: Path) -> documents.Evaluation | None:
-    try:
-        return documents.Evaluation.load(path) if path.is_file() else None
-    except AnnieError:
-        return None
 
 
 # The parts of other documents that the report shows.
@@ -390,12 +386,12 @@ def _show_verdict(
     if not verdict.sentence:
         model = chosen or (next(iter(stored)) if len(stored) == 1 and not run.aggregates.served else None)
         if model is not None and (offline := stored.get(model)) is not None:
+            not_tested = f"; not tested: {', '.join(offline.not_tested)}" if offline.not_tested else ""
             run.document.verdict = documents.Verdict(
                 sentence=f"{model}: {offline.sentence}",
                 passed=offline.verdict not in decision.FAILING and model not in run.aggregates.blocking,
                 outcome=offline.verdict,
-                badge=offline.verdict
-                + (f"; not tested: {', '.join(offline.not_tested)}" if offline.not_tested else ""),
+                badge=offline.verdict + not_tested,
                 candidate=model,
                 reasons=offline.reasons,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +121,9 @@ def side_by_side(run: LoadedRun) -> Table:
         sides = run.sides_of(model.name)
         columns += sides or [None]
         table.groups.append((run.label(model.name), max(1, len(sides)), model.name))
-        table.header += [_column_title(s) for s in sides] or ["not measured"]
+        # Two lines: the arithmetic or "served", then "offline" or the server.
+        places = {s.key: s.title.removesuffix(" served") if s.kind == "served" else "offline" for s in sides}
+        table.header += [f"{s.how}\n{places[s.key]}" for s in sides] or ["not measured"]
 
     def add_model_row(title: str, cell: Callable[[ModelRow], Cell]) -> None:
         cells = [cell(m) for m in models]
@@ -151,11 +154,6 @@ def side_by_side(run: LoadedRun) -> Table:
 def predicted_cell(model: ModelRow) -> str:
     """Return the predicted speed of one stream and the device."""
     return f"{format.significant(model.predicted.tok_s)} ({model.predicted.device})" if model.predicted else format.DASH
-
-
-def _column_title(side: MeasuredSide) -> str:
-    """Return two lines: the arithmetic or "served", then "offline" or the server."""
-    return f"served\n{side.title.removesuffix(' served')}" if side.kind == "served" else f"{side.how}\noffline"
 
 
 MEETS = {"pass": "meets {}", "fail": "misses {}", "undecided": "{} undecided"}
@@ -255,18 +253,12 @@ SOURCES = {
 
 def memory_table(run: LoadedRun) -> Table:
     """One row per server: its memory idle, with one request and with five at once, and where the figures come from."""
-    table = Table(
-        "Memory of each server, the highest seen, one measurement each (n = 1)",
-        "server",
-        ["idle", "1 request", "5 at once", "source"],
-    )
+    caption = "Memory of each server, the highest seen, one measurement each (n = 1)"
+    table = Table(caption, "server", ["idle", "1 request", "5 at once", "source"])
     for side in run.served:
         if memory := side.data.memory_bytes:
-            figures = {level: getattr(memory, level) for level in LEVELS}
-            cells = [
-                Cell(format.size(v), key=f"memory|{side.key}|{k}" if v is not None else "", sort=v)
-                for k, v in figures.items()
-            ]
+            figures = [(f"memory|{side.key}|{level}", getattr(memory, level)) for level in LEVELS]
+            cells = [Cell(format.size(v), key=key if v is not None else "", sort=v) for key, v in figures]
             source = SOURCES.get(memory.source, memory.source) or "not recorded"
             table.rows.append((f"{run.label(side.model)}, {side.title}", [*cells, Cell(source, css="word")]))
     return table
@@ -310,14 +302,10 @@ def stability_table(run: LoadedRun) -> Table:
         rows = noise.get(backend, [])  # none where no prompt was measured twice
         single = len({row.workload for row in rows}) == 1
         for metric in ("ttft_content_ms", "tpot_ms"):
-            of_metric = [row for row in rows if row.metric == metric]
-            floor = next(
-                (row for row in of_metric if row.workload == "all"), of_metric[0] if single and of_metric else None
-            )
-            step = drifts.get((backend, metric))
+            floors = [row for row in rows if row.metric == metric and (single or row.workload == "all")]
+            floor, step, dash = next(iter(floors), None), drifts.get((backend, metric)), format.DASH
             if floor is None and step is None:
                 continue
-            dash = format.DASH
             cells = {
                 "metric": Cell(LABELS[metric], css="word"),
                 "prompts": Cell(format.count(floor.n_repeated) if floor else dash),
@@ -381,9 +369,8 @@ CSV_COLUMNS = (
 def csv_rows(run: LoadedRun) -> list[JsonObject]:
     """results.csv, one row per figure; gates are metric "gate:NAME" with their rate in `mean`, as in bench exports."""
     rows: list[JsonObject] = []
-    for model in run.models:
-        for metric in ("size_bytes", "bits_per_weight"):
-            rows.append({"model": model.name, "part": "size", "metric": metric, "mean": getattr(model, metric)})
+    for model, metric in itertools.product(run.models, ("size_bytes", "bits_per_weight")):
+        rows.append({"model": model.name, "part": "size", "metric": metric, "mean": getattr(model, metric)})
     for side in run.sides:
         identity = {"model": side.model, "part": side.kind, "where": side.name.split("/")[-1]}
         for gate, r in side.gates.items():

@@ -20,15 +20,14 @@ import msgspec
 
 from annie_quant import __version__
 from annie_quant.core.errors import UsageError
-from annie_quant.core.files import write_text
 from annie_quant.core.templates import render_html, render_markdown
 from annie_quant.core.text import visible
 from annie_quant.documents import Environment
 from annie_quant.judge.metrics import METRICS
-from annie_quant.report import comparison, format
+from annie_quant.report import comparison, format, write_files
 from annie_quant.report.format import CSS, DASH, SIGNS, count, interval, significant
 from annie_quant.report.pages import grid
-from annie_quant.report.run import LoadedRun, MeasuredSide, OfflineModel, ServedModel, load
+from annie_quant.report.run import LoadedRun, OfflineModel, ServedModel, load
 from annie_quant.report.svg import MARKS
 from annie_quant.report.tables import Cell, Table
 
@@ -88,15 +87,12 @@ class FigureLine:
     def change(self, index: int) -> Direction:
         """Return whether a run is significantly better or worse than the latest earlier run that has the figure."""
         now, before = self.points[index], self.before(index)
-        if now is None or before is None or not self.better or now.context != before.context:
+        if now is None or before is None or now.context != before.context:
             return ""
         if now.low is None or now.high is None or before.low is None or before.high is None:
             return ""
-        if now.low > before.high:
-            return "better" if self.better > 0 else "worse"
-        if now.high < before.low:
-            return "worse" if self.better > 0 else "better"
-        return ""
+        gain = self.better * ((now.low > before.high) - (now.high < before.low))
+        return "better" if gain > 0 else "worse" if gain < 0 else ""
 
 
 @dataclass(frozen=True)
@@ -107,11 +103,7 @@ class FigureChange:
 
 def build(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLike) -> list[Path]:
     """Write trends.html and trends.md into `output`; return their paths. Raises UsageError for fewer than two runs."""
-    files = compose(run_dirs)
-    folder = Path(output)
-    for name, text in files.items():
-        write_text(folder / name, text)
-    return [folder / name for name in files]
+    return write_files(Path(output), compose(run_dirs))
 
 
 def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:
@@ -174,22 +166,16 @@ def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, int, RunFigure]]:
                 point = RunFigure(result.rate, result.low, result.high, result.n, result.verdict, context)
                 better = 0 if result.advisory else 1
                 yield f"gate|{side.key}|{gate}", run.gate_title(gate), where, better, point
-        for key, title, better, point in _speeds(side, machine):
-            yield key, title, where, better, point
+        speeds = side.data.speed_gates if isinstance(side, ServedModel) else {}
+        for gate, (title, better) in SPEEDS.items():
+            if row := speeds.get(gate):
+                point = RunFigure(row.value, row.low, row.high, row.n, row.verdict, machine)
+                yield f"speed|{side.key}|{gate}", title, where, better, point
         if isinstance(side, OfflineModel) and (kl := side.data.kl):
             yield f"kl|{side.key}|mean", "mean KL, nats", where, -1, RunFigure(kl.mean, n=kl.n_tokens)
     for model in run.models:
         if model.size_bytes is not None:
-            point = RunFigure(model.size_bytes)
-            yield f"size|{model.name}|", "size on disk", run.label(model.name), -1, point
-
-
-def _speeds(side: MeasuredSide, machine: str) -> Iterator[tuple[str, str, int, RunFigure]]:
-    rows = side.data.speed_gates if isinstance(side, ServedModel) else {}
-    for gate, (title, better) in SPEEDS.items():
-        if row := rows.get(gate):
-            point = RunFigure(row.value, row.low, row.high, row.n, row.verdict, machine)
-            yield f"speed|{side.key}|{gate}", title, better, point
+            yield f"size|{model.name}|", "size on disk", run.label(model.name), -1, RunFigure(model.size_bytes)
 
 
 def differences(runs: list[LoadedRun], names: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from annie_quant.core import native
 from annie_quant.core.errors import UsageError
 from annie_quant.core.secrets import Redactor, safe_url, secrets_of
 from annie_quant.core.untrusted import decode_json
-from annie_quant.stream.errors import RequestError
+from annie_quant.stream.answer import RequestError
 from annie_quant.stream.timings import PlannedRequest, Timings, transport_fault
 
 HTTP_VERSIONS = {"1.1": 0, "2": 1, "2-prior-knowledge": 2}
@@ -57,14 +57,16 @@ class Request:
 
 
 def chat(
-    url: str, model: str | None, messages: Sequence[Mapping[str, object]], tag: object = None, **fields: Any
+    url: str, model: str | None, messages: Sequence[Mapping[str, object]], tag: object = None, **fields: object
 ) -> Request:
     """Return a request for a streamed chat completion that includes usage.
 
     url     of the server, with or without /v1/chat/completions
     fields  max_tokens, temperature, tools ... of the body; headers, timeout_s, idle_timeout_s, start_s of the Request
     """
-    options = {k: fields.pop(k) for k in ("headers", "timeout_s", "idle_timeout_s", "start_s") if k in fields}
+    options: dict[str, Any] = {
+        k: fields.pop(k) for k in ("headers", "timeout_s", "idle_timeout_s", "start_s") if k in fields
+    }
     body = {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}, **fields}
     if model is not None:
         body["model"] = model
@@ -214,7 +216,7 @@ class _Plan:
             raise RequestError(str(error)) from None
 
 
-def _run(plan: _Plan, concurrency: int | None, cancel: Cancel, options: Mapping[str, Any]) -> Timings:
+def _run(plan: _Plan, concurrency: int | None, cancel: Cancel, options: Mapping[str, object]) -> Timings:
     module = native.load("_stream")
     requests = plan.requests
     if concurrency is None:
@@ -252,7 +254,7 @@ def _run(plan: _Plan, concurrency: int | None, cancel: Cancel, options: Mapping[
     return timings
 
 
-def _row(r: Request) -> tuple[Any, ...]:
+def _row(r: Request) -> tuple[object, ...]:
     body, headers = r.body, [(str(name), str(value)) for name, value in (r.headers or {}).items()]
     if r.json is not None:
         if body is not None:
@@ -340,23 +342,15 @@ def fetch(
 
     Redirects are not followed and the environment's proxies are not used, so a key is sent to the named origin only.
     """
-    timings = run(
-        [Request(url, headers=headers, timeout_s=timeout_s)],
-        kernel_stamps=False,
-        realtime=False,
-        max_event_bytes=max_bytes,
-        max_answer_bytes=max_bytes,
-    )
-    fault = transport_fault(timings, 0)
-    return HttpReply(
-        int(timings.requests["status"][0]), timings.headers(0), timings.body(0), fault[1] if fault else None
-    )
+    request = Request(url, headers=headers, timeout_s=timeout_s)
+    timings = run([request], kernel_stamps=False, realtime=False, max_event_bytes=max_bytes, max_answer_bytes=max_bytes)
+    fault, status = transport_fault(timings, 0), int(timings.requests["status"][0])
+    return HttpReply(status, timings.headers(0), timings.body(0), fault[1] if fault else None)
 
 
 def first_model(body: bytes) -> str | None:
     """Return the name of the first model in an answer of /v1/models; None where there is none."""
     try:
-        name = decode_json(body)["data"][0]["id"]
-    except (ValueError, LookupError, TypeError):
+        return msgspec.convert(decode_json(body)["data"][0]["id"], str)
+    except (ValueError, LookupError, TypeError):  # also ValidationError
         return None
-    return name if isinstance(name, str) else None

@@ -19,11 +19,12 @@ from typing import Literal, Protocol
 import msgspec
 
 from annie_quant.core.untrusted import JsonObject, decode_json, integer, limited
-from annie_quant.stream import errors
 from annie_quant.stream.answer import (
     MAX_NAME,
     Frame,
     StreamedAnswer,
+    error_in,
+    message_of,
     name_field,
     object_field,
     object_list,
@@ -129,9 +130,9 @@ def _event(answer: StreamedAnswer, frame: Frame, number: int) -> None:
         answer.fail("not_json", f"{named}event {number} is not JSON: {frame.data[:80]!r}")
         return
     named_error = frame.flags & NAMED and event_name(frame.raw) == "error"
-    message = errors.error_in(chunk)
+    message = error_in(chunk)
     if named_error or (message is not None and not (isinstance(chunk, dict) and chunk.get("choices"))):
-        answer.fail("server_error", f"error in the stream: {message or errors.message_of(frame.data)}")
+        answer.fail("server_error", f"error in the stream: {message or message_of(frame.data)}")
         return
     if not isinstance(chunk, dict):
         answer.fail("not_json", f"event {number} is not a JSON object: {frame.data[:80]!r}")
@@ -227,8 +228,8 @@ class Api(Protocol):
     def is_event(self, chunk: JsonObject) -> bool:
         """Whether an event is one of this API, by its own fields."""
 
-    def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
-        """Add one event to the answer. Raises ValueError for a field of another type."""
+    def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
+        """Add one event to the answer. Returns whether it has tokens. Raises ValueError for a field of another type."""
 
 
 # ---- chat completions
@@ -296,10 +297,9 @@ class ChatApi:
     def is_event(self, chunk: JsonObject) -> bool:
         return True  # asked last: what no other API recognises
 
-    def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
-        usage, timings = limited(object_field(event, "usage")), limited(object_field(event, "timings"))
-        answer.usage = usage or answer.usage
-        answer.server_timings = timings or answer.server_timings
+    def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
+        answer.usage = limited(object_field(event, "usage")) or answer.usage
+        answer.server_timings = limited(object_field(event, "timings")) or answer.server_timings
         answer.model = answer.model or name_field(event, "model")
         has_token = False
         for choice in object_list(event, "choices"):
@@ -307,11 +307,8 @@ class ChatApi:
                 answer.warn("more than one choice was received: only the first is read")
                 continue
             answer.finish_reason = name_field(choice, "finish_reason") or answer.finish_reason
-            has_token |= self._delta(answer, choice, frame.stamp_ns)
-        if has_token:
-            # vLLM's continuous_usage_stats and llama.cpp's timings_per_token count in every event.
-            counted = integer(usage.get("completion_tokens"))
-            answer.token(frame, integer(timings.get("predicted_n")) if counted is None else counted)
+            has_token |= self._delta(answer, choice, stamp)
+        return has_token
 
     def _delta(self, answer: StreamedAnswer, choice: JsonObject, stamp: int) -> bool:
         delta = object_field(choice, "delta")
@@ -354,24 +351,21 @@ class ResponsesApi:
         kind = chunk.get("type")
         return isinstance(kind, str) and kind.startswith("response.")
 
-    def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
-        kind, stamp = event["type"], frame.stamp_ns
+    def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
+        kind = event["type"]
         if kind in _RESPONSES_TEXT:
-            has_token = answer.add_text(text_of(event.get("delta")), stamp)
-        elif kind in _RESPONSES_REASONING:
-            has_token = answer.add_reasoning(text_of(event.get("delta")), stamp)
-        elif kind == "response.function_call_arguments.delta":
-            has_token = answer.add_call(self._index(answer, event), None, None, event.get("delta"), stamp)
-        elif kind == "response.output_item.added":
-            has_token = self._item(answer, event, stamp)
-        else:
-            has_token = False
-            if kind == "response.output_item.done":
-                self._whole_call(answer, event, stamp)
-            elif kind in ("response.created", *_RESPONSES_ENDS):
-                self._response(answer, kind, object_field(event, "response"), stamp)
-        if has_token:
-            answer.token(frame)
+            return answer.add_text(text_of(event.get("delta")), stamp)
+        if kind in _RESPONSES_REASONING:
+            return answer.add_reasoning(text_of(event.get("delta")), stamp)
+        if kind == "response.function_call_arguments.delta":
+            return answer.add_call(self._index(answer, event), None, None, event.get("delta"), stamp)
+        if kind == "response.output_item.added":
+            return self._item(answer, event, stamp)
+        if kind == "response.output_item.done" and not answer.arguments.get(self._index(answer, event)):
+            self._item(answer, event, stamp)  # a finished call, of which no delta had the arguments
+        elif kind in ("response.created", *_RESPONSES_ENDS):
+            self._response(answer, kind, object_field(event, "response"), stamp)
+        return False
 
     def _index(self, answer: StreamedAnswer, event: JsonObject) -> int:
         """Return the number of an event's output item. llama.cpp sends no output_index, but the item's id."""
@@ -385,23 +379,15 @@ class ResponsesApi:
         item = object_field(event, "item")
         if item.get("type") != "function_call":
             return False
-        call_id = name_field(item, "call_id") or name_field(item, "id")
-        return answer.add_call(
-            self._index(answer, event), call_id, name_field(item, "name"), item.get("arguments"), stamp
-        )
-
-    def _whole_call(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> None:
-        """Take a finished call from its item where no delta had its arguments."""
-        item = object_field(event, "item")
-        if item.get("type") == "function_call" and not answer.arguments.get(self._index(answer, event)):
-            self._item(answer, event, stamp)
+        call_id, name = name_field(item, "call_id") or name_field(item, "id"), name_field(item, "name")
+        return answer.add_call(self._index(answer, event), call_id, name, item.get("arguments"), stamp)
 
     def _response(self, answer: StreamedAnswer, kind: str, response: JsonObject, stamp: int) -> None:
         answer.model = answer.model or name_field(response, "model")
         answer.add_usage(limited(object_field(response, "usage")))
         answer.server_timings = limited(object_field(response, "timings")) or answer.server_timings
         if kind == "response.failed":
-            message = errors.error_in({"error": response.get("error") or "response.failed"})
+            message = error_in({"error": response.get("error") or "response.failed"})
             answer.fail("server_error", f"error in the stream: {message}")
         if kind in _RESPONSES_ENDS:
             answer.done_ns = stamp
@@ -427,15 +413,14 @@ class MessagesApi:
         kind = chunk.get("type")
         return isinstance(kind, str) and (kind == "ping" or kind.startswith(("message_", "content_block_")))
 
-    def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
-        kind, stamp = event["type"], frame.stamp_ns
-        index = integer(event.get("index")) or 0
-        has_token = False
+    def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
+        kind, index = event["type"], integer(event.get("index")) or 0
+        answer.server_timings = limited(object_field(event, "timings")) or answer.server_timings
         if kind == "content_block_delta":
-            has_token = self._delta(answer, index, object_field(event, "delta"), stamp)
-        elif kind == "content_block_start":
-            has_token = self._block(answer, index, object_field(event, "content_block"), stamp)
-        elif kind == "message_start":
+            return self._delta(answer, index, object_field(event, "delta"), stamp)
+        if kind == "content_block_start":
+            return self._block(answer, index, object_field(event, "content_block"), stamp)
+        if kind == "message_start":
             message = object_field(event, "message")
             answer.model = answer.model or name_field(message, "model")
             answer.add_usage(limited(object_field(message, "usage")))
@@ -445,9 +430,7 @@ class MessagesApi:
             answer.add_usage(limited(object_field(event, "usage")))
         elif kind == "message_stop":
             answer.done_ns = stamp
-        answer.server_timings = limited(object_field(event, "timings")) or answer.server_timings
-        if has_token:
-            answer.token(frame)
+        return False
 
     def _block(self, answer: StreamedAnswer, index: int, block: JsonObject, stamp: int) -> bool:
         """Begin a block: a tool call has its name here; text and thinking are usually empty."""
@@ -475,14 +458,12 @@ class OllamaApi:
     def is_event(self, chunk: JsonObject) -> bool:
         return isinstance(chunk.get("done"), bool) and "choices" not in chunk
 
-    def read(self, answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
-        stamp, message = frame.stamp_ns, object_field(event, "message")
+    def read(self, answer: StreamedAnswer, event: JsonObject, stamp: int) -> bool:
+        message = object_field(event, "message")
         answer.model = answer.model or name_field(event, "model")
         has_reasoning = answer.add_reasoning(text_of(message.get("thinking") or event.get("thinking")), stamp)
         has_text = answer.add_text(text_of(message.get("content") or event.get("response")), stamp)
         called = [self._call(answer, call, stamp) for call in object_list(message, "tool_calls")]
-        if has_reasoning or has_text or any(called):
-            answer.token(frame)
         if event["done"]:
             answer.done_ns = stamp
             reason = name_field(event, "done_reason") or "stop"
@@ -490,6 +471,7 @@ class OllamaApi:
             counts = {name: integer(event.get(name)) for name in ("prompt_eval_count", "eval_count")}
             answer.add_usage({name: count for name, count in counts.items() if count is not None})
             answer.server_timings = self._timings(event) or None
+        return has_reasoning or has_text or any(called)
 
     def _call(self, answer: StreamedAnswer, call: JsonObject, stamp: int) -> bool:
         """Add a tool call, which is whole: its arguments are an object."""
@@ -524,5 +506,9 @@ def read_event(answer: StreamedAnswer, event: JsonObject, frame: Frame) -> None:
     """Add one event to the answer, as the first API reads it that recognises it."""
     for api in _IN_ORDER:  # a loop: this is called once per event
         if api.is_event(event):
-            api.read(answer, event, frame)
+            if api.read(answer, event, frame.stamp_ns):
+                # vLLM's continuous_usage_stats and llama.cpp's timings_per_token count in every event.
+                counted = integer(object_field(event, "usage").get("completion_tokens"))
+                timed = integer(object_field(event, "timings").get("predicted_n"))
+                answer.token(frame, timed if counted is None else counted)
             return

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,8 +19,12 @@ from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.secrets import Redactor, safe_url
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.stream import decode, errors
+from annie_quant.stream import answer as answers
+from annie_quant.stream import decode
 from annie_quant.stream.answer import MAX_NAME, Frame, StreamedAnswer
+
+if TYPE_CHECKING:
+    import pandas
 
 SCHEMA_VERSION = 1
 _MASK = ord("*")
@@ -47,6 +51,16 @@ class PlannedRequest:
     idle_timeout_s: float | None = None
 
 
+class RecordedPlan(msgspec.Struct):
+    """The plan of a recording, with what `Timings` has besides arrays."""
+
+    schema_version: int
+    origin_ns: int
+    origin_realtime_ns: int
+    asked: list[PlannedRequest]
+    realtime: bool = False
+
+
 HTTP_NAMES = {1: "1.0", 2: "1.1", 3: "2"}  # libcurl's CURL_HTTP_VERSION_*
 
 
@@ -54,7 +68,7 @@ class Record(decode.TokenTimes, kw_only=True):
     """One request and its answer; `decode.TokenTimes` has the times of its tokens.
 
     Times ending in _ms count from the moment the request was handed to its connection. `error` is one line, `cause` its
-    short form (annie_quant.stream.errors); both are None where nothing failed.
+    short form (annie_quant.stream.answer); both are None where nothing failed.
     """
 
     tag: Any
@@ -196,25 +210,17 @@ class Timings:
         array = {"requests": self.requests, "events": self.events, "reads": self.reads}[table]
         return {name: array[name] for name in array.dtype.names or ()}
 
-    def to_pandas(self, table: str = "events") -> Any:
+    def to_pandas(self, table: str = "events") -> pandas.DataFrame:
         """Return a DataFrame over the same memory (`table`: events, reads, requests), or of the records."""
-        pandas = need("pandas", "notebooks")
-        if table == "records":
-            return pandas.DataFrame(self.records())
-        return pandas.DataFrame(self.columns(table), copy=False)
+        frame = need("pandas", "notebooks").DataFrame
+        return frame(self.records()) if table == "records" else frame(self.columns(table), copy=False)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write folder/timings.npz: raw frames, stamps, response headers. The requests' secrets are not in it."""
         from annie_quant.core.files import replacing  # imports hashlib: 3 MB that a run does not need
 
         path = Path(folder) / FILE_NAME
-        plan = {
-            "schema_version": SCHEMA_VERSION,
-            "origin_ns": self.origin_ns,
-            "origin_realtime_ns": self.origin_realtime_ns,
-            "realtime": self.realtime,
-            "asked": [asdict(p) for p in self.plan],
-        }
+        plan = RecordedPlan(SCHEMA_VERSION, self.origin_ns, self.origin_realtime_ns, self.plan, self.realtime)
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         plan_bytes = np.frombuffer(msgspec.json.encode(plan), dtype=np.uint8)
         # As numpy.savez_compressed, in a third of its time: the content is text and stamps, and runs have many files.
@@ -231,22 +237,19 @@ class Timings:
         path = path / FILE_NAME if path.is_dir() else path
         try:
             with np.load(path, allow_pickle=False) as archive:
-                plan = msgspec.json.decode(archive["plan"].tobytes())
+                content = archive["plan"].tobytes()
                 arrays = [np.asarray(archive[name]) for name in _ARRAYS]  # a member that is not .npy is bytes
-            version = plan["schema_version"]
+            version = msgspec.json.decode(content)["schema_version"]
+            if version == SCHEMA_VERSION:
+                plan = msgspec.json.decode(content, type=RecordedPlan)
+                _check_arrays(len(plan.asked), *arrays)
         except Exception as error:  # numpy and zipfile raise many types
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             raise EnvironmentFault(f"{path} is not a recording of a run: {reason}") from error
         if version != SCHEMA_VERSION:
             raise EnvironmentFault(f"{path} has schema_version {version}, expected {SCHEMA_VERSION}")
-        try:
-            planned = msgspec.convert(plan["asked"], list[PlannedRequest])
-            origin_ns, origin_realtime_ns = (msgspec.convert(plan[k], int) for k in ("origin_ns", "origin_realtime_ns"))
-            _check_arrays(len(planned), *arrays)
-        except (KeyError, ValueError) as error:
-            raise EnvironmentFault(f"{path} is not a recording of a run: {error}") from error
-        realtime = plan.get("realtime", False)
-        return cls(planned, *arrays, origin_ns=origin_ns, origin_realtime_ns=origin_realtime_ns, realtime=realtime)
+        origin_ns, realtime_ns = plan.origin_ns, plan.origin_realtime_ns
+        return cls(plan.asked, *arrays, origin_ns=origin_ns, origin_realtime_ns=realtime_ns, realtime=plan.realtime)
 
 
 # ---- a recording's arrays
@@ -356,7 +359,7 @@ def transport_fault(timings: Timings, request: int) -> tuple[str, str] | None:
     row, info = timings.requests[request], timings.plan[request]
     start = int(row["error_offset"])
     text = timings.notes[start : start + int(row["error_size"])].tobytes().decode("utf-8", "replace")
-    return errors.transport(
+    return answers.transport_fault_of(
         int(row["cause"]), int(row["curl_code"]), int(row["os_errno"]), text, info.timeout_s, info.idle_timeout_s
     )
 
@@ -396,15 +399,15 @@ def _find_fault(timings: Timings, answer: StreamedAnswer, request: int, body: by
     if fault:
         answer.fail(*fault)
     elif status >= 400:
-        answer.fail("http", errors.http(status, body))
+        answer.fail("http", answers.error_page(status, body))
     elif status >= 300:
         target = safe_url(timings.headers(request).get("location", "nowhere"))
-        answer.fail("redirect", f"HTTP {status} redirects to {errors.one_line(target)}: redirects are not followed")
+        answer.fail("redirect", f"HTTP {status} redirects to {answers.one_line(target)}: redirects are not followed")
     elif encoding := _content_encoding(timings.headers(request)):
         answer.fail("encoded", f"HTTP {status} has Content-Encoding {encoding}, which the request does not accept")
     elif not row["event_stream"] and body:  # the mark is set with the first byte of the body
         kind = _header(timings.headers(request), "content-type") or "no content type"
-        answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {errors.message_of(body)}")
+        answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {answers.message_of(body)}")
     elif "event" not in answer.first:
         answer.fail("no_events", f"the stream has no event ({len(body)} bytes)")
     elif not ended and answer.finish_reason is None:

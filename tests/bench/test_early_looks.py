@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scipy.stats import norm
 
-from annie_quant.bench import sequential
+from annie_quant.bench import plan as planning
 from annie_quant.cli.pipeline import DemoSettings
 from annie_quant.documents import PairedGate
 from annie_quant.judge.decision import decided_at
@@ -21,9 +21,9 @@ def by_hand(level: float, margin: float = 0.05) -> int:
 
 
 def test_an_early_look_needs_three_times_as_many_prompts_as_the_end():
-    early, end = first_n_that_keeps(sequential.LEVEL), first_n_that_keeps(0.05)
-    assert (early, end) == (by_hand(sequential.LEVEL), by_hand(0.05)) == (150, 52)
+    early, end = first_n_that_keeps(planning.LEVEL), first_n_that_keeps(0.05)
+    assert (early, end) == (by_hand(planning.LEVEL), by_hand(0.05)) == (150, 52)
 
 
 def test_the_demo_has_fewer_prompts_than_an_early_look_needs():
-    assert by_hand(0.05) <= DemoSettings().n_served < by_hand(sequential.LEVEL)
+    assert by_hand(0.05) <= DemoSettings().n_served < by_hand(planning.LEVEL)

@@ -356,7 +356,9 @@ def test_the_format_is_that_of_the_file_behind_a_local_server(tmp_path):
     assert backend.served_format(local, {}, {"root": str(tmp_path)}) == "NVFP4"
     assert backend.served_format("http://10.0.0.1:8000", {}, {"root": str(tmp_path)}) is None
     assert backend.served_format(local, {"model_path": str(tmp_path / "none.gguf")}, {}) is None
-    assert backend.most({"F32": 10, "BF16": 1000}) == "BF16" and backend.most({"BF16": 1000, "Q4_K": 10}) == "Q4_K"
+    assert (
+        backend.most([("F32", 10), ("BF16", 1000)]) == "BF16" and backend.most([("BF16", 1000), ("Q4_K", 10)]) == "Q4_K"
+    )
 
 
 def test_a_verdict_changes_no_counts():

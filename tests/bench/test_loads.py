@@ -8,7 +8,7 @@ from bench_cases import FACTS, TOOLS, ask, backends, row, rows_of, workload
 from fake_server import FakeServer, Script, words
 
 from annie_quant import bench, judge
-from annie_quant.bench import sequential
+from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import labelled, tool_surface
 from annie_quant.bench.plan import ALONE
 from annie_quant.bench.run_folder import read_records
@@ -94,9 +94,9 @@ def test_the_tool_surface_is_measured_per_number_of_tools(tmp_path):
 
 
 def test_looks_are_planned_in_whole_blocks():
-    assert sequential.looks(100, 4) == [20, 40, 60, 80]
-    assert sequential.looks(3, 4) == []
-    assert all(mark % 4 == 0 for mark in sequential.looks(101, 4))
+    assert planning.looks(100, 4) == [20, 40, 60, 80]
+    assert planning.looks(3, 4) == []
+    assert all(mark % 4 == 0 for mark in planning.looks(101, 4))
 
 
 @pytest.mark.parametrize("rate", [0.6, 0.8])
@@ -111,18 +111,18 @@ def test_repeated_looks_decide_a_rate_wrongly_in_at_most_5_percent_of_runs(rate)
 
     def decided(passes, n):
         if (passes, n) not in known:
-            known[passes, n] = sequential._gate_decided(passes, n, threshold)
+            known[passes, n] = planning._gate_decided(passes, n, threshold)
         return known[passes, n]
 
     wrong = sum(any(decided(int(k), m) for k, m in zip(row, marks, strict=True)) for row in counts)
     assert wrong / 2000 <= 0.05
-    planned = sequential.LEVEL
+    planned = planning.LEVEL
     try:
-        sequential.LEVEL = 0.05  # without the correction, the rate of wrong decisions is larger
+        planning.LEVEL = 0.05  # without the correction, the rate of wrong decisions is larger
         known.clear()
         uncorrected = sum(any(decided(int(k), m) for k, m in zip(row, marks, strict=True)) for row in counts)
     finally:
-        sequential.LEVEL = planned
+        planning.LEVEL = planned
     assert uncorrected / 2000 > 0.05
 
 
@@ -137,7 +137,7 @@ ROLES = Roles(candidate="nvfp4", reference="bf16")
 
 
 def gates_open(records):
-    return [line for line in sequential.open_questions(records, ["bf16", "nvfp4"], {"w"}, ROLES) if "tool_call" in line]
+    return [line for line in planning.open_questions(records, ["bf16", "nvfp4"], {"w"}, ROLES) if "tool_call" in line]
 
 
 @pytest.mark.parametrize(("lost", "won", "decided"), [(0.0, 0.0, True), (0.25, 0.0, True), (0.1, 0.1, False)])
@@ -160,14 +160,14 @@ def test_looks_and_the_end_together_lose_without_a_difference_in_at_most_5_perce
         if (lost, won, n, early) not in known:
             pairs = {"tool_call": PairedGate(n, lost, won)}
             judge.judge_members({"served": pairs})
-            open_ = early and not decision.decided_at("tool_call", pairs["tool_call"], sequential.LEVEL)
+            open_ = early and not decision.decided_at("tool_call", pairs["tool_call"], planning.LEVEL)
             known[lost, won, n, early] = "open" if open_ else pairs["tool_call"].verdict
         return known[lost, won, n, early]
 
     for _ in range(1000):
         change = rng.random(n)
         lost, won = np.cumsum(change < 0.1), np.cumsum(change > 0.9)
-        marks = [(k * n // sequential.LOOKS, k < sequential.LOOKS) for k in range(1, sequential.LOOKS + 1)]
+        marks = [(k * n // planning.LOOKS, k < planning.LOOKS) for k in range(1, planning.LOOKS + 1)]
         ended = (verdict(int(lost[m - 1]), int(won[m - 1]), m, early) for m, early in marks)
         alarms += next(v for v in ended if v != "open") == "loses"
     assert alarms / 1000 <= 0.05
@@ -193,7 +193,7 @@ def test_open_questions_are_named(tmp_path):
         result = bench.run([bench.Backend("a", a.url)], [few], tmp_path, warmup=0, runs=1, stop_early=True)
     assert result.ended.stopped is None and result.requests == 10
     rows = [r for r in read_records(tmp_path / "records.jsonl") if not r.warmup]
-    assert sorted(sequential.open_questions(rows, ["a"], {"greeting"})) == [
+    assert sorted(planning.open_questions(rows, ["a"], {"greeting"})) == [
         "a: no_markdown (10 of 10)",
         "a: non_empty (10 of 10)",
         "a: thinking_leak (10 of 10)",
@@ -212,7 +212,7 @@ def test_resuming_adds_no_look(two, tmp_path, monkeypatch):
     options = {"warmup": 0, "runs": 1, "stop_early": True, "with_memory": False}
     with pytest.raises(KeyboardInterrupt):
         bench.run(backends(*two), [many], tmp_path, progress=Interrupting(), **options)
-    monkeypatch.setattr(sequential, "open_questions", lambda *_: [])
+    monkeypatch.setattr(planning, "open_questions", lambda *_: [])
     result = bench.run(backends(*two), [many], tmp_path, **options)
-    assert sequential.looks(40, 4) == [8, 16, 24, 32]
+    assert planning.looks(40, 4) == [8, 16, 24, 32]
     assert result.requests == 16 and result.ended.stopped.look == 2

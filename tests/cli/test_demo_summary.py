@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from annie_quant.cli.pipeline.demo_summary import claim, summary_lines
+from annie_quant.cli.pipeline.demo import claim, summary_lines
 from annie_quant.documents import Aggregates, Comparison, ModelRow, OfflineSide, PairedGate, Roles
 from annie_quant.judge.decision import judge_sides
 from annie_quant.judge.gates import tabulate

@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from annie_quant import judge
-from annie_quant.cli.pipeline import search, search_table
+from annie_quant.cli.pipeline import search
 from annie_quant.cli.pipeline.stages import AuditResult
+from annie_quant.cli.tables import search_outcome
 from annie_quant.core.progress import SilentConsole
 from annie_quant.data import load_persona
 from annie_quant.documents import KLSummary, NumericsResult, PairedGate, SameAnswers
@@ -263,5 +264,5 @@ def test_with_all_a_strategy_that_fails_the_smoke_question_is_evaluated_too(tmp_
 
 def test_a_search_without_a_passing_strategy_reports_it(tmp_path, monkeypatch):
     result, _ = search_tables(tmp_path, monkeypatch, {"naive": {"all": both(tool_call=(10, 100))}})
-    assert result.chosen is None and "None of 1 strategies" in search_table.outcome(result)
+    assert result.chosen is None and "None of 1 strategies" in search_outcome(result)
     assert result.strategies[0].outcome == "dropped at n = 30"

@@ -124,7 +124,7 @@ def test_a_terminal_gets_colours():
     from rich.console import Console as Rich
 
     console, stream = TerminalConsole(), io.StringIO()
-    console._out = Rich(file=stream, force_terminal=True, width=100, highlight=False)
+    console.out = Rich(file=stream, force_terminal=True, width=100, highlight=False)
     console.print_lines(["tool calls loses"])
     assert "\x1b[31m" in stream.getvalue() and console.width == 100
 

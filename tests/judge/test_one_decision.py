@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from annie_quant import documents, judge
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.cli.evaluate import evaluate as eval_command
+from annie_quant.cli.checkpoint import evaluate as eval_command
 from annie_quant.cli.pipeline import demo
 from annie_quant.documents import BenchConfig, Identity, ModelFiles, RequestRecord
 from annie_quant.judge import decision

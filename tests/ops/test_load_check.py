@@ -12,7 +12,7 @@ from paths import TINY_ANNIE
 
 from annie_quant.core.errors import UsageError
 from annie_quant.ops import serving
-from annie_quant.ops.recipes import ServingRecipe
+from annie_quant.ops.serving import ServingRecipe
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ import pytest
 from paths import TINY_ANNIE
 
 import annie_quant as aq
-from annie_quant.ops.recipes import fitted, load_recipes
-from annie_quant.ops.serving import RECIPE_RUNTIMES
+from annie_quant.ops.serving import RECIPE_RUNTIMES, fitted, load_recipes
 
 QWEN3 = '{% if tools %}<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>{% endif %}<think>'
 LLAMA = '{% if tools %}<|python_tag|>{"name": function name, "parameters": {}}{% endif %}<|start_header_id|>'

@@ -11,10 +11,9 @@ import pytest
 
 import annie_quant as aq
 from annie_quant.core.errors import AnnieError, EnvironmentFault, UsageError
-from annie_quant.ops import recipes
 from annie_quant.ops import server as process
-from annie_quant.ops.recipes import RecipeRuntime, load_recipes
-from annie_quant.ops.serving import RECIPE_RUNTIMES
+from annie_quant.ops import serving as recipes
+from annie_quant.ops.serving import RECIPE_RUNTIMES, RecipeRuntime, load_recipes
 
 PARSERS = ("--reasoning-parser qwen3", "--tool-call-parser qwen3_coder")
 

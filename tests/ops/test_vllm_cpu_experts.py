@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from annie_quant.gemm import oracle  # noqa: E402
-from annie_quant.ops import vllm_experts, vllm_plugin  # noqa: E402
+from annie_quant.ops import vllm_layers, vllm_plugin  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 5, 2, 64, 32
 BASE = "vllm.model_executor.layers"
@@ -129,7 +129,7 @@ def test_vllm_takes_the_class_of_the_checkpoints_scheme(vllm, key, rounds):
     parts, exact = mixture()
     inputs = torch.linspace(0.001, 0.002, EXPERTS)
     layer = types.SimpleNamespace(quant_method=types.SimpleNamespace(experts_cls=ours), w2_weight=parts[1][0])
-    loaded = vllm_experts.Converted(*parts[0], torch.stack([inputs, inputs], 1), *parts[1], inputs)._asdict()
+    loaded = vllm_layers.Converted(*parts[0], torch.stack([inputs, inputs], 1), *parts[1], inputs)._asdict()
     convert = vllm.convert_to_nvfp4_moe_kernel_format
     new = convert(nvfp4_backend="MARLIN", layer=layer, is_act_and_mul=True, **loaded)
     assert all(a is b for a, b in zip(new, loaded.values(), strict=True)), "the weights stay as they are"

@@ -19,7 +19,7 @@ import emulated_gemm  # noqa: E402
 
 from annie_quant.core.errors import EnvironmentFault  # noqa: E402
 from annie_quant.gemm import arrays, oracle, self_check, torch_op  # noqa: E402
-from annie_quant.ops import vllm_cuda, vllm_plugin, w4a16_layer  # noqa: E402
+from annie_quant.ops import vllm_cuda, vllm_layers, vllm_plugin  # noqa: E402
 
 
 class Marlin:
@@ -86,8 +86,8 @@ def vllm(monkeypatch):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(vllm_cuda, "_on_marlin", {})
-    monkeypatch.setattr(w4a16_layer, "_checked", {})
-    monkeypatch.setattr(w4a16_layer, "_logged", set())
+    monkeypatch.setattr(vllm_layers, "_checked", {})
+    monkeypatch.setattr(vllm_layers, "_logged", set())
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import emulated_gemm  # noqa: E402
 
 from annie_quant.gemm import arrays, grouped, oracle, self_check, torch_op  # noqa: E402
-from annie_quant.ops import vllm_cuda, vllm_experts, w4a16_layer  # noqa: E402
+from annie_quant.ops import vllm_cuda, vllm_layers  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 6, 3, 64, 48
 TILE = 16
@@ -97,9 +97,9 @@ def vllm(monkeypatch):
     modules["quantization.modelopt"].convert_to_nvfp4_moe_kernel_format = convert
     modules["fused_moe.moe_align_block_size"].moe_align_block_size = moe_align_block_size
     modules["fused_moe.moe_fused_mul_sum"].moe_fused_mul_sum = moe_fused_mul_sum
-    for module, name in ((vllm_experts, "on_marlin"), (w4a16_layer, "_checked")):
+    for module, name in ((vllm_layers, "on_marlin"), (vllm_layers, "_checked")):
         monkeypatch.setattr(module, name, {})
-    monkeypatch.setattr(w4a16_layer, "_logged", set())
+    monkeypatch.setattr(vllm_layers, "_logged", set())
     return types.SimpleNamespace(nvfp4=nvfp4, modelopt=modules["quantization.modelopt"], marlin=marlin)
 
 
@@ -175,15 +175,15 @@ def apart(y, right):
 
 @pytest.fixture
 def ours(vllm):
-    vllm_experts.install(vllm_cuda.LOGGER)
+    vllm_layers.install(vllm_cuda.LOGGER)
     return vllm.nvfp4.backend_to_kernel_cls("MARLIN")[0]
 
 
 def test_it_stands_where_vllm_takes_marlin_and_nowhere_else(vllm, ours):
-    assert ours.__name__ == vllm_experts.NAME and issubclass(ours, vllm.marlin)
+    assert ours.__name__ == vllm_layers.EXPERTS_NAME and issubclass(ours, vllm.marlin)
     changed = vllm.nvfp4.convert_to_nvfp4_moe_kernel_format
     assert vllm.modelopt.convert_to_nvfp4_moe_kernel_format is changed is not convert
-    vllm_experts.install(vllm_cuda.LOGGER)
+    vllm_layers.install(vllm_cuda.LOGGER)
     assert vllm.nvfp4.convert_to_nvfp4_moe_kernel_format is changed, "a second call changes nothing"
     assert vllm.nvfp4.backend_to_kernel_cls("CUTLASS") == ["class of CUTLASS"]
     layer, tensors, _ = mixture("class of CUTLASS")
@@ -258,7 +258,7 @@ def test_layers_that_it_cannot_take_stay_on_marlin_with_one_line_per_reason(vllm
         assert len(caplog.messages) == 1 and reason in caplog.messages[0], (reason, caplog.messages)
     layer, tensors, _ = mixture(ours, name="layer 0 0")
     load(vllm, layer, tensors)
-    assert "layer 0 0" not in vllm_experts.on_marlin and "layer 0 1" in vllm_experts.on_marlin
+    assert "layer 0 0" not in vllm_layers.on_marlin and "layer 0 1" in vllm_layers.on_marlin
     assert "layer 0 1" in vllm_cuda.compile_key()
 
 

@@ -47,7 +47,7 @@ def start_vllm(program: Path, checkpoint: Path, port: int, log: Path):
     environment.pop("PYTHONPATH", None)
     server.check_port(port)
     process = server.spawn(list(map(str, command)), log, "vLLM", environment)
-    server.wait_ready(process, lambda: f"http://127.0.0.1:{port}", "/health", 600)
+    server.wait_ready(process, lambda: f"http://127.0.0.1:{port}", 600)
     return process
 
 

@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 import numpy as np
 from scipy.stats import binom, norm
 
-from annie_quant.bench import sequential
+from annie_quant.bench import plan as planning
 from annie_quant.documents import PairedGate
 from annie_quant.judge import judge_members
 from annie_quant.judge.decision import decided_at, judge_gates, rule
@@ -230,16 +230,16 @@ def least_prompts(change: float, loss: float, level: float, power: float = 0.95)
 
 
 def with_looks(n: int, lost: float, won: float, runs: int, seed: int) -> dict[str, float]:
-    """Shares of verdicts of one gate where a run may stop at the early looks of bench/sequential.py, else ends at 5 %."""
+    """Shares of verdicts of one gate where a run may stop at the early looks of bench/plan.py, else ends at 5 %."""
     rng = np.random.default_rng(seed)
-    marks = [(n * k // sequential.LOOKS, k < sequential.LOOKS) for k in range(1, sequential.LOOKS + 1)]
+    marks = [(n * k // planning.LOOKS, k < planning.LOOKS) for k in range(1, planning.LOOKS + 1)]
     known: dict[tuple[int, int, int, bool], str] = {}
 
     def verdict(lost: int, won: int, n: int, early: bool) -> str:
         key = (lost, won, n, early)
         if key not in known:
             pairs = judge_gates({"served": {"tool_call": PairedGate(n, lost, won)}})[0]["served"]
-            still_open = early and not decided_at("tool_call", pairs["tool_call"], sequential.LEVEL)
+            still_open = early and not decided_at("tool_call", pairs["tool_call"], planning.LEVEL)
             known[key] = "" if still_open else pairs["tool_call"].verdict
         return known[key]
 

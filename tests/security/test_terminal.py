@@ -48,7 +48,7 @@ def screen(monkeypatch):
     """A console on a terminal of 200 columns."""
     out = io.StringIO()
     terminal = TerminalConsole()
-    terminal._err = terminal._out = Rich(file=out, force_terminal=True, width=200, color_system=None, highlight=False)
+    terminal.err = terminal.out = Rich(file=out, force_terminal=True, width=200, color_system=None, highlight=False)
     terminal.text = out.getvalue
     return terminal
 

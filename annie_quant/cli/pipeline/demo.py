@@ -11,9 +11,10 @@ while servers are measured.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,7 +23,6 @@ from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline import DemoSettings
-from annie_quant.cli.pipeline.demo_summary import summary_lines
 from annie_quant.cli.pipeline.evaluation_process import EvaluationProcesses, ProcessJob
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import FileResult, StageResult, Stages, prompts_key
@@ -31,6 +31,10 @@ from annie_quant.core.files import ASSETS, read_json
 from annie_quant.core.progress import Console, Progress, SilentConsole
 from annie_quant.core.resume import KeyedJson
 from annie_quant.data.workloads import resolve
+from annie_quant.documents import Aggregates, ModelRow
+from annie_quant.judge import decision
+from annie_quant.judge.decision.run import JudgedGate, compared_with
+from annie_quant.judge.metrics import three_digits
 from annie_quant.ops import serving
 from annie_quant.quantize.runner import weight_bytes
 
@@ -77,7 +81,7 @@ class DataResult(StageResult):
 
 
 class DemoResult(documents.Verdict, kw_only=True):
-    """The verdict, what a reader sees of it (demo_summary.py), and the path of the report."""
+    """The verdict, what a reader sees of it (summary_lines), and the path of the report."""
 
     summary: list[str]
     report: str
@@ -107,10 +111,8 @@ class Demo:
     def __init__(self, directory: RunDirectory, settings: DemoSettings, console: Console) -> None:
         persona, workloads = settings.persona, settings.workloads
         ours = persona is None and workloads is None
-        self.persona, self.served = (
-            data.load_persona(persona or "annie"),
-            resolve(persona, SERVED if ours else workloads),
-        )
+        self.persona = data.load_persona(persona or "annie")
+        self.served = resolve(persona, SERVED if ours else workloads)
         self.dir, self.n_served = directory, settings.n_served
         self.answers = ProcessJob(
             reference=str(MODEL),
@@ -179,19 +181,9 @@ class Demo:
                 bench.Backend(name, server.url, meta={"model": name, "source": source, "pid": server.pid})
                 for name, server in zip(BACKENDS, servers, strict=True)
             ]
-            resume = self.same_bench_settings()
-            result = bench.run(
-                backends,
-                workloads,
-                self.dir.path,
-                warmup=1,
-                runs=1,
-                progress=progress,
-                resume=resume,
-                candidate=CANDIDATE,
-                reference="bf16",
-                incumbent=INCUMBENT,
-            )
+            settings: dict[str, Any] = {"warmup": 1, "runs": 1, "resume": self.same_bench_settings()}
+            settings |= {"candidate": CANDIDATE, "reference": "bf16", "incumbent": INCUMBENT}
+            result = bench.run(backends, workloads, self.dir.path, progress=progress, **settings)
         finally:
             for server in servers:
                 server.stop()
@@ -218,12 +210,12 @@ class Demo:
         summary = summary_lines(aggregates, CANDIDATE, INCUMBENT)
         return DemoResult(**msgspec.structs.asdict(verdict), summary=summary, report=str(paths[0]))
 
-    def model_row(self, name: str) -> documents.ModelRow:
+    def model_row(self, name: str) -> ModelRow:
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"
         folder = self.source(side)
         from_gguf = name == INCUMBENT
         size = gguf_size(gguf) if from_gguf else folder_size(checkpoint.ModelFolder(folder))
-        return documents.ModelRow(
+        return ModelRow(
             name=name,
             label=side.label,
             format=side.gguf_type or "NVFP4",
@@ -236,10 +228,80 @@ class Demo:
         )
 
 
-def add_evaluation(aggregates: documents.Aggregates, model: str, path: Path) -> None:
+def add_evaluation(aggregates: Aggregates, model: str, path: Path) -> None:
     """Add an evaluation, with all members of its ensembles, to a run's aggregates."""
     document = read_json(path)
     aggregates.offline[model] = msgspec.convert(document["numerics"], dict[str, documents.OfflineSide])
     aggregates.members[model] = msgspec.convert(document.get("members", {}), dict[str, documents.OfflineSide])
     if blocking := document.get("blocking"):
         aggregates.blocking[model] = list(blocking)
+
+
+# ---- the last screen: who loses what, who keeps it at what size, and one sentence about speed
+
+SHOWN = 2  # gates that a sentence names
+
+
+def summary_lines(aggregates: Aggregates, candidate: str, incumbent: str) -> list[str]:
+    """Return one sentence per model, one about the speed of candidate and incumbent, and one about what was not tested."""
+    models = {model.name: model for model in aggregates.models}
+    reference, *others = models.values()
+    lines = [
+        f"Compared with {_named(reference)}, prompt by prompt, as vLLM and SGLang compute on a GPU (VLLM-CUTLASS) and on a "
+        "llama.cpp server (served):"
+    ]
+    lines += [f"- {_named(model)} {claim(aggregates, model.name)}" for model in others]
+    lines += speed(aggregates, models[candidate], models[incumbent])
+    chosen = decision.decision(aggregates, candidate)
+    not_tested = chosen.not_tested if chosen else ""
+    return [*lines, *([f"Not tested: {not_tested}."] if not_tested else [])]
+
+
+def _named(model: ModelRow) -> str:
+    return f"{model.label} ({(model.size_bytes or 0) / 1e6:.1f} MB)"
+
+
+def claim(aggregates: Aggregates, name: str) -> str:
+    """Return what a model keeps or loses, as the rest of a sentence that begins with its name."""
+    chosen = decision.decision(aggregates, name)
+    if chosen is None or not any(chosen.gates.values()):
+        return "was not judged."
+    if reasons := chosen.confounded or decision.blocking_of(aggregates, name):
+        return f"cannot be compared: {', '.join(reasons)}."
+    gates = chosen.gates["fail"] or chosen.gates["undecided"]
+    places = len({gate.where for kind in chosen.gates.values() for gate in kind})
+    if chosen.standing == "keeps":
+        titles = {gate.title for gate in chosen.gates["pass"]}
+        return f"keeps all {len(titles)} gates in {places} arithmetic{'' if places == 1 else 's'}."
+    verb = {
+        "loses": "loses",
+        "fragile": "is fragile, it loses in part of the arithmetics",
+        "undecided": "loses no gate for sure, too few answers about",
+    }
+    return f"{verb[chosen.standing]} {_counted(gates)}."
+
+
+def _counted(gates: Sequence[JudgedGate]) -> str:
+    """Return the gates' titles, surest loss first, each with its counts where it lost most."""
+    first: dict[str, JudgedGate] = {}
+    for gate in sorted(gates, key=lambda g: g.pair.p if g.pair else 1.0):
+        first.setdefault(gate.title, gate)
+    texts = [
+        f"{t} ({g.pair.lost} of {g.pair.n} lost and {g.pair.won} won, {g.where})" if g.pair else t
+        for t, g in first.items()
+    ]
+    if len(texts) > SHOWN + 1:
+        texts = [*texts[:SHOWN], f"{len(texts) - SHOWN} more gates"]
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
+def speed(aggregates: Aggregates, candidate: ModelRow, incumbent: ModelRow) -> list[str]:
+    """Return one sentence about the times of two served models, in a list; [] where they were not compared."""
+    parts = []
+    for metric, text in (("decode_tok_s", "writes {} tokens/s"), ("ttft_content_ms", "begins after {} ms")):
+        row = compared_with(aggregates, candidate.name, incumbent.name, metric)
+        if row is not None and row.median_a is not None and row.median_b is not None:
+            ours, theirs = map(three_digits, (row.median_b, row.median_a))
+            same = "" if row.significant else ", no significant difference"
+            parts.append(f"{text.format(ours)} ({incumbent.label}: {theirs}{same})")
+    return [f"In llama.cpp on this CPU {candidate.label} {' and '.join(parts)}."] if parts else []

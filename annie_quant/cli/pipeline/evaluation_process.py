@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,13 +87,7 @@ class EvaluationProcesses:
         """Wait for the stages that were started, in order. Raises ServerError with the cause of a failure."""
         while self._started:
             stage, process = self._started[0]
-
-            def work(progress: Progress, stage: _Stage = stage, process: server.Server | None = process) -> StageResult:
-                assert process is not None
-                wait(process, progress)
-                return StageResult(summary(stage.job))
-
-            self.stages.stage(stage.name, stage.inputs, stage.outputs, work, StageResult)
+            self.stages.stage(stage.name, stage.inputs, stage.outputs, partial(ended, stage.job, process), StageResult)
             del self._started[0]
 
     def __enter__(self) -> EvaluationProcesses:
@@ -104,8 +99,9 @@ class EvaluationProcesses:
                 process.stop()
 
 
-def wait(process: server.Server, progress: Progress) -> None:
-    """Wait until the process ends, and report its states. Raises ServerError with the cause where it failed."""
+def ended(job: ProcessJob, process: server.Server | None, progress: Progress) -> StageResult:
+    """Wait until the process of a job ends, and report its states. Raises ServerError with the cause where it failed."""
+    assert process is not None
     state = ""
     while process.alive:
         lines = server.read(process.log).splitlines()
@@ -114,14 +110,8 @@ def wait(process: server.Server, progress: Progress) -> None:
             progress.message(state)
         time.sleep(POLL_S)
     process.wait()
-
-
-def summary(job: ProcessJob) -> str:
-    """Return the verdict of an evaluation in one sentence; "" of the reference's answers alone."""
-    if job.output is None:
-        return ""
-    verdict = documents.Evaluation.load(Path(job.output)).verdict
-    return verdict.sentence if verdict else ""
+    verdict = documents.Evaluation.load(Path(job.output)).verdict if job.output else None
+    return StageResult(verdict.sentence if verdict else "")
 
 
 def evaluate(job: ProcessJob, progress: Progress) -> None:

@@ -17,9 +17,11 @@ import msgspec
 from annie_quant import __version__, documents, judge, quantize
 from annie_quant.checkpoint import ModelFolder, decode_speed
 from annie_quant.checkpoint.size import folder_size
-from annie_quant.cli.pipeline import SearchSettings, search_table
+from annie_quant.cli import tables as texts
+from annie_quant.cli.pipeline import SearchSettings
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.cli.pipeline.stages import Stages, drawn, offline_prompts
+from annie_quant.core import host
 from annie_quant.core.errors import AnnieError, DiskFull, UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console
@@ -82,7 +84,7 @@ class Search:
             stopped=None,
             required=list(settings.required),
             command=shlex.join(["annie-quant", *sys.argv[1:]]),
-            where=search_table.where(settings.n),
+            where=where(settings.n),
             n=settings.n,
             notes=[],
             reference={},
@@ -163,12 +165,9 @@ class Search:
         settings, folder = self.settings, self.stages.checkpoint(row.strategy)
         first = self.stages.evaluate(f"{row.strategy}-smoke", folder, smoke(self.workloads))
         keep_numerics(row, first)
+        judged = [g for g in GATES if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided]
         failed = {
-            kind: [
-                g
-                for g, pair in side.paired.items()
-                if pair.lost and decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided
-            ]
+            kind: [g for g, pair in side.paired.items() if pair.lost and g in judged]
             for kind, side in first.numerics.items()
         }
         lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)
@@ -197,13 +196,9 @@ class Search:
                 self.explain(row)
                 return
             row.path.append(f"gates at n = {look} → still open")
+        rows, n_rows = self.stages.conversations, KL_CONVERSATIONS
         final = self.stages.evaluate(
-            row.strategy,
-            folder,
-            self.prompts,
-            conversations=self.stages.conversations,
-            n_conversations=KL_CONVERSATIONS,
-            ensemble=True,
+            row.strategy, folder, self.prompts, conversations=rows, n_conversations=n_rows, ensemble=True
         )
         keep_numerics(row, final)
         assert final.verdict is not None  # Stages.evaluate sets it
@@ -227,36 +222,32 @@ class Search:
         row.explained = [activations] if activations else []
         row.hardened = hardened(self.stages, row.strategy, self.workloads, tables)
         if row.hardened is not None:
-            for gate, counts in row.hardened.gates.items():
-                parts = (("before", counts.before), ("after", counts.after), ("reference", counts.reference))
-                text = ", ".join(f"{name} {passes}/{n}" for name, (passes, n) in parts)
-                row.explained.append(f"hardened prompt, {gate}: {text} (bf16 under it)")
-            row.explained.append(row.hardened.reading)
+            row.explained += [
+                f"hardened prompt, {gate}: before {r.before[0]}/{r.before[1]}, after {r.after[0]}/{r.after[1]}, "
+                f"reference {r.reference[0]}/{r.reference[1]} (bf16 under it)"
+                for gate, r in row.hardened.gates.items()
+            ] + [row.hardened.reading]
 
     def save(self) -> None:
         """Write search.json and search.md; called after every strategy."""
         write_json(self.stages.dir / "search.json", msgspec.to_builtins(self.result))
-        write_text(self.stages.dir / "search.md", search_table.render(self.result))
+        write_text(self.stages.dir / "search.md", texts.search_page(self.result))
 
 
 def try_draws(stages: Stages, row: documents.StrategyRow, prompts: Sequence[Workload], seeds: int) -> None:
     """Make and evaluate a strategy again from `seeds` - 1 further draws of calibration rows. It passes if it keeps in each."""
-
-    def reject(reason: str) -> None:
-        row.passed = False
-        row.why.append(reason)
-
     for seed in range(1, seeds):
+        fault = ""
         try:
             stages.quantize(row.strategy, seed)
             audit = stages.audit(row.strategy, seed)
+            fault = "" if audit.ok else f"calibration draw {seed}: {audit.summary}"
         except DiskFull:
             raise
         except AnnieError as error:
-            reject(f"calibration draw {seed} could not be made: {error.message}")
-            return
-        if not audit.ok:
-            reject(f"calibration draw {seed}: {audit.summary}")
+            fault = f"calibration draw {seed} could not be made: {error.message}"
+        if fault:
+            row.passed, row.why = False, [*row.why, fault]
             return
         folder = stages.checkpoint(row.strategy, seed)
         evaluation = stages.evaluate(drawn(row.strategy, seed), folder, prompts, ensemble=True)
@@ -268,7 +259,14 @@ def try_draws(stages: Stages, row: documents.StrategyRow, prompts: Sequence[Work
         row.draws.append(documents.CalibrationDraw(seed, verdict, gates))
         row.path.append(f"calibration draw {seed} → {verdict.sentence}")
         if verdict.verdict != "keeps":
-            reject(f"calibration draw {seed}: {verdict.sentence}")
+            row.passed, row.why = False, [*row.why, f"calibration draw {seed}: {verdict.sentence}"]
+
+
+def where(n: int) -> str:
+    """Return a line with the number of prompts, the date and the machine."""
+    machine = host.environment()
+    gpu = machine.gpus[0]["name"] if machine.gpus else "no GPU"
+    return f"n = {n} prompts per gate, {machine.time[:10]}, {machine.machine}, {machine.cores} cores, {gpu}."
 
 
 def keep_numerics(row: documents.StrategyRow, evaluation: documents.Evaluation) -> None:
@@ -317,18 +315,20 @@ def smoke(workloads: Sequence[Workload]) -> list[Workload]:
 
 def reference_report(gates: documents.GateTable) -> str | None:
     """Return what it means that bf16 itself misses requirements; None if it misses none."""
-    failed = [name for name, result in gates.items() if result.meets == "fail" and not result.advisory]
+    failed = {
+        name: f"{name} {result.passes} of {result.n}"
+        for name, result in gates.items()
+        if result.meets == "fail" and not result.advisory
+    }
     lost = [g for g in failed if g in MANNERS]
     if len(lost) >= 2 or "tool_call" in lost:
-        counts = ", ".join(f"{g} {gates[g].passes} of {gates[g].n}" for g in lost)
         return (
-            f"{WRONG_MODEL}: --model itself does not have the manners ({counts}). "
+            f"{WRONG_MODEL}: --model itself does not have the manners ({', '.join(failed[g] for g in lost)}). "
             "It looks like the base model: give the fine-tuned bf16 checkpoint"
         )
-    if failed:
-        counts = ", ".join(f"{g} {gates[g].passes} of {gates[g].n}" for g in failed)
-        return f"the bf16 model itself misses requirements: {counts}. Strategies are compared with it, prompt by prompt"
-    return None
+    counts = ", ".join(failed.values())
+    text = f"the bf16 model itself misses requirements: {counts}. Strategies are compared with it, prompt by prompt"
+    return text if failed else None
 
 
 def hardened_prompt(persona: Persona) -> str:
@@ -344,38 +344,26 @@ def hardened_prompt(persona: Persona) -> str:
 def hardened(
     stages: Stages, strategy: str, workloads: Sequence[Workload], tables: Mapping[str, documents.GateTable]
 ) -> documents.Hardened | None:
-    """Evaluate the failing gates' prompts again under a hardened prompt.
-
-    tables: gates per numerics.
+    """Evaluate the failing gates' prompts again under a hardened prompt. tables: gates per numerics.
 
     Returns None if no gate fails that a prompt may restore.
     """
-    lost = {kind: [g for g in failing(table) if g in PROMPT_GATES] for kind, table in tables.items()}
-    lost = {kind: gates for kind, gates in lost.items() if gates}
-    lost_gates = {g for gates in lost.values() for g in gates}
-    plain = [w for w in workloads if lost_gates & set(w.gates) and w.persona and not w.system]
+    lost = [(kind, gate) for kind, table in tables.items() for gate in failing(table) if gate in PROMPT_GATES]
+    plain = [w for w in workloads if {gate for _, gate in lost} & {*w.gates} and w.persona and not w.system]
     prompts = [
         replace(w, system=hardened_prompt(load_persona(str(w.persona)))) for w in judge.sample(plain, HARDENED_N)
     ]
     if not prompts:
         return None
-    result = stages.evaluate(f"{strategy}-hardened", stages.checkpoint(strategy), prompts, numerics=tuple(lost))
+    numerics = tuple(dict.fromkeys(kind for kind, _ in lost))
+    result = stages.evaluate(f"{strategy}-hardened", stages.checkpoint(strategy), prompts, numerics=numerics)
     rows: dict[str, documents.HardenedGate] = {}
-    for kind, gates in lost.items():
-        for gate in gates:
-            after, reference = result.numerics[kind].gates.get(gate), result.reference_gates.get(gate)
-            if after is not None and reference is not None:
-                rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(
-                    before=counts(tables[kind][gate]),
-                    after=counts(after),
-                    reference=counts(reference),
-                    restored=restored(after, reference),
-                )
+    for kind, gate in lost:
+        after, reference = result.numerics[kind].gates.get(gate), result.reference_gates.get(gate)
+        if after is not None and reference is not None:
+            before, under, bf16 = ([r.passes, r.n] for r in (tables[kind][gate], after, reference))
+            rows[f"{kind.upper()} {gate}"] = documents.HardenedGate(before, under, bf16, restored(after, reference))
     return documents.Hardened(rows, reading([row.restored for row in rows.values()]))
-
-
-def counts(gate: documents.GateResult) -> list[int]:
-    return [gate.passes, gate.n]
 
 
 def restored(after: documents.GateResult, reference: documents.GateResult) -> bool | None:
@@ -396,13 +384,8 @@ def reading(restored: Iterable[bool | None]) -> str:
 
 
 def by_activations(tables: Mapping[str, documents.GateTable]) -> str | None:
-    """Return a description of the gates that only W4A4 fails, or None.
-
-    tables: gates per numerics.
-    """
-    if "w4a4" not in tables or "w4a16" not in tables:
+    """Return a description of the gates that only W4A4 fails, or None. tables: gates per numerics."""
+    if not {"w4a4", "w4a16"} <= tables.keys():
         return None
-    only = [g for g in failing(tables["w4a4"]) if g not in failing(tables["w4a16"])]
-    if not only:
-        return None
-    return f"held under W4A16: {', '.join(only)}; the loss comes from quantizing activations, not weights"
+    only = ", ".join(g for g in failing(tables["w4a4"]) if g not in failing(tables["w4a16"]))
+    return f"held under W4A16: {only}; the loss comes from quantizing activations, not weights" if only else None

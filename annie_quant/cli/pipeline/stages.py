@@ -74,7 +74,7 @@ class Stages:
     ) -> None:
         self.dir, self.console = directory, console
         self.model, self.conversations, self.samples = model, conversations, samples
-        self.base = {"version": __version__, "model": model_key(model)}  # inputs of every stage
+        self.base = {"version": __version__, "model": model_sha256(model)[:16]}  # inputs of every stage
         self.rows: list[documents.Stage] = []
         self._text_key: str | None = None
 
@@ -133,24 +133,22 @@ class Stages:
         options: dict[str, Any] = {"effort": effort} if effort else {}
 
         def work(progress: Progress) -> FileResult:
-            job = quantize.run(
-                strategy,
-                self.model,
-                self.checkpoint(strategy, draw),
-                calib_data=self.rows_of_draw(draw),
-                calib_samples=self.samples,
-                force=True,
-                report=progress,
-                allow_prompt_mismatch=True,  # the demo and the search have checked the prompt
+            calibration = {"calib_data": self.rows_of_draw(draw), "calib_samples": self.samples}
+            # The demo and the search have checked the prompt.
+            settings: dict[str, Any] = {
+                **calibration,
                 **options,
-            )
+                "force": True,
+                "report": progress,
+                "allow_prompt_mismatch": True,
+            }
+            job = quantize.run(strategy, self.model, self.checkpoint(strategy, draw), **settings)
             sizes = f"{job.size_bytes / 1e6:,.1f} of {job.source_bytes / 1e6:,.1f} MB"
             return FileResult(sizes, job.size_bytes)
 
         name = drawn(strategy, draw)
-        return self.stage(
-            f"quantize-{name}", {**self.data_inputs(), **options}, [f"models/{name}/config.json"], work, FileResult
-        )
+        inputs, outputs = self.data_inputs() | options, [f"models/{name}/config.json"]
+        return self.stage(f"quantize-{name}", inputs, outputs, work, FileResult)
 
     def audit(self, strategy: str, draw: int = 0) -> AuditResult:
         def work(progress: Progress) -> AuditResult:
@@ -217,19 +215,13 @@ class Stages:
             result = job.run(settings, progress)
             return StageResult(result.verdict.sentence if result.verdict else "")
 
-        inputs = {
-            **self.data_inputs(),
-            "asked": prompts_key(workloads),
-            "numerics": list(numerics),
-            "ensemble": ensemble,
-        }
-        self.stage(f"eval-{name}", inputs, [output], work, StageResult)
+        asked = {"asked": prompts_key(workloads), "numerics": list(numerics), "ensemble": ensemble}
+        self.stage(f"eval-{name}", self.data_inputs() | asked, [output], work, StageResult)
         evaluation = documents.Evaluation.load(self.dir / output)
-        return (
-            evaluation if evaluation.verdict else judge.judge_evaluation(evaluation)
-        )  # one of version 0.1.0 has no verdict
+        # One of version 0.1.0 has no verdict.
+        return evaluation if evaluation.verdict else judge.judge_evaluation(evaluation)
 
-    def data_inputs(self) -> dict[str, int | str]:
+    def data_inputs(self) -> dict[str, object]:
         return {"rows": self.samples, "text": self.text_key()}
 
 
@@ -261,8 +253,3 @@ def silence_transformers() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-
-
-def model_key(folder: Path) -> str:
-    """Return a hash of the checkpoint's content, independent of its path."""
-    return model_sha256(folder)[:16]

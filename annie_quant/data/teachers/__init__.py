@@ -170,7 +170,7 @@ def conversations(answer: object) -> Iterator[Record]:
         for item in answer:
             yield from conversations(item)
     elif isinstance(answer, Mapping):
-        if isinstance(answer.get("turns"), list) or isinstance(answer.get("messages"), list):
+        if isinstance(answer.get("turns"), list):
             yield answer
         elif isinstance(answer.get("conversations"), list):
             yield from conversations(answer["conversations"])
@@ -180,11 +180,8 @@ def to_row(answer: Record, persona: Persona, category: Category) -> ChatRow | No
     """Return a conversation as a row; None if it does not have the requested form."""
     messages: list[ChatMessage] = [{"role": "system", "content": persona.system_prompt}]
     try:
-        if "turns" in answer:
-            for turn in answer["turns"]:
-                messages += _turn(turn)
-        else:
-            messages += [_message(m) for m in answer["messages"] if m["role"] != "system"]
+        for turn in answer["turns"]:
+            messages += _turn(turn)
     except (KeyError, TypeError, AttributeError):
         return None
     row: ChatRow = {"messages": messages, "thinking": False}
@@ -206,10 +203,3 @@ def _call(call: Record) -> ChatCall:
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", "function": {"name": str(function["name"]), "arguments": text}}
-
-
-def _message(message: Record) -> ChatMessage:
-    result: ChatMessage = {"role": message["role"], "content": str(message.get("content") or "").strip()}
-    if message.get("tool_calls"):
-        result["tool_calls"] = [_call(c) for c in message["tool_calls"]]
-    return result

@@ -67,11 +67,8 @@ class ClaudeCli(PromptedTeacher):
         argv = [self.program, "-p", "--model", self.model, "--output-format", "json"]
         if "--max-turns" in self.flags:
             argv += ["--max-turns", "1"] if "--json-schema" not in self.flags else ["--max-turns", "3"]
-        if "--json-schema" in self.flags:
-            argv += ["--json-schema", json.dumps(schema)]
-        if "--no-session-persistence" in self.flags:
-            argv.append("--no-session-persistence")
-        return argv
+        argv += ["--json-schema", json.dumps(schema)] if "--json-schema" in self.flags else []
+        return argv + ["--no-session-persistence"] * ("--no-session-persistence" in self.flags)
 
     def ask(self, prompt: str, schema: JsonObject) -> ModelReply:
         code, out, err = run(self.command(schema), prompt, self.options.timeout_s)

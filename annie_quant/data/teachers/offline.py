@@ -69,7 +69,9 @@ class Offline:
                 "messages": [{"role": "system", "content": persona.system_prompt}, *messages],
                 "thinking": False,
             }
-            if has_call or (persona.tools and not persona_is_annie(persona)):
+            # Annie's two tools are offered only where one is called.
+            offered = {t["function"]["name"] for t in persona.tools}
+            if has_call or (offered and offered != {*ANNIE_TOOLS} - {None}):
                 row["tools"] = [dict(t) for t in persona.tools]
             yield row
 
@@ -93,8 +95,3 @@ class Offline:
 
 def open_teacher(options: Options, split: str = "calibration") -> Offline:
     return Offline(split)
-
-
-def persona_is_annie(persona: Persona) -> bool:
-    """Return whether a persona has Annie's two tools; tools are then offered only where one is called."""
-    return {t["function"]["name"] for t in persona.tools} == {"search_memory", "web_search"}

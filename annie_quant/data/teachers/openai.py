@@ -58,9 +58,8 @@ class OpenAi(PromptedTeacher):
         status = record["status"]
         if status in RATE_LIMITED:
             after = timings.headers(0).get("retry-after", "")
-            raise RateLimited(
-                f"{status} from the endpoint", float(after) if after.isdecimal() and len(after) < 7 else None
-            )
+            wait_s = float(after) if after.isdecimal() and len(after) < 7 else None
+            raise RateLimited(f"{status} from the endpoint", wait_s)
         if status in (401, 403):
             raise EnvironmentFault(f"the endpoint answers {status}: the key is missing or wrong", "set OPENAI_API_KEY")
         if status in (400, 404, 422):

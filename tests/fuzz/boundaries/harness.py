@@ -71,7 +71,7 @@ class Sandbox:
         from annie_quant import cli
         from annie_quant.cli.terminal import console
 
-        console._err = console._out = None
+        console.__dict__.clear()  # its streams, which are made again
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
         before = listing(self.inputs) | listing(self.home) | listing(self.root, deep=False)
         code: Any = 0
@@ -86,7 +86,7 @@ class Sandbox:
                 cli.main()
             except SystemExit as end:
                 code = end.code or 0
-        console._err = console._out = None
+        console.__dict__.clear()  # its streams, which are made again
         texts = []
         for stream in (out, err):
             stream.flush()

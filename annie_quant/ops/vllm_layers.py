@@ -1,4 +1,6 @@
-"""Our grouped W4A16 kernel for a mixture's experts in vLLM on CUDA GPUs, instead of Marlin. vllm_cuda installs it.
+"""Layers of a server on this package's W4A16 kernels: repacked once, after a check on this device. For the plug-ins.
+
+Linears, and a mixture's experts on the grouped kernel (vllm_cuda installs both, instead of Marlin).
 
 vLLM calls a class for the experts of a layer, between its router and its sum over ranks; shared experts are apart. Where it takes
 its class for Marlin with NVFP4 weights, it takes one derived from it. The layer's two weights (gate and up; down) are then
@@ -11,18 +13,123 @@ workspace. vLLM's opaque operator around a mixture keeps this out of compiled gr
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
-
-from annie_quant.ops import w4a16_layer
-from annie_quant.ops.w4a16_layer import VllmObject
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-NAME = "AnnieQuantNvFp4Experts"
+VllmObject = Any  # a layer, a class or a setting of vLLM, whose types cannot be imported here
+
+_checked: dict[tuple[object, ...], str] = {}  # by device, shape and dtype: why the kernel is not used, "" if it is
+_logged: set[str] = set()
+
+
+class LoadedLinear(Protocol):
+    """A linear layer of vLLM with an NVFP4 weight, under vLLM's names.
+
+    weight: uint8 [N, K/2]; repacked: uint8 [bytes].
+    weight_scale: float8_e4m3fn [N, K/16]; gone once it is repacked.
+    annie_scale: tensor scale of the repacked weight; None: the weight is as vLLM loaded it.
+    """
+
+    weight: torch.nn.Parameter
+    weight_scale: torch.nn.Parameter
+    weight_global_scale: torch.nn.Parameter
+    params_dtype: torch.dtype
+    output_size_per_partition: int
+    annie_scale: Tensor | None
+
+
+def switched_on(switch: str) -> bool:
+    """Return whether an environment variable is set to anything but 0."""
+    return os.environ.get(switch, "") not in ("", "0")
+
+
+def log_once(logger: str, level: int, line: str, kind: str = "") -> None:
+    """Log a line, unless this process has logged one of this kind before (numbers aside), by default the line itself."""
+    kind = re.sub(r"\d+", "", kind or line)
+    if kind not in _logged:
+        _logged.add(kind)
+        logging.getLogger(logger).log(level, "annie_quant: %s", line)
+
+
+def refused(key: tuple[object, ...], dtype: torch.dtype) -> str:
+    """Return why a layer like this one is left as it is without another check, "" if nothing is known against it."""
+    from annie_quant.gemm import self_check
+
+    if str(dtype) not in self_check.MANTISSA:
+        return f"activations are {dtype}; the kernel has bfloat16 and float16"
+    return _checked.get(key, "")
+
+
+def checked(key: tuple[object, ...], worst: Callable[[], float], what: str, device: torch.device, logger: str) -> str:
+    """Return why a kernel is not used for layers of this key: "" if its product is right. Checks the first layer of a key.
+
+    worst: compute the largest error in units of its bound.  what: the layers, for the log
+    """
+    import torch
+
+    if key not in _checked:
+        error = worst()
+        agrees = error <= 1
+        _checked[key] = "" if agrees else f"its product is wrong on this device, {error:.3g} times the error bound"
+        if agrees:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+            line = f"{what} run on this package's W4A16 kernel, which was checked on {name}"
+            log_once(logger, logging.INFO, line)
+    return _checked[key]
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the class of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def take_linear(layer: LoadedLinear, logger: str) -> str:
+    """Repack a layer's weight for our kernel. Returns why it stays as it is, "" if it was repacked.
+
+    logger: whose handlers the server prints
+    """
+    import torch
+
+    from annie_quant.gemm import self_check, torch_op
+
+    codes, block_scale, dtype = layer.weight.data, layer.weight_scale.data, layer.params_dtype
+    key = (str(codes.device), tuple(codes.shape), str(dtype))
+    if reason := refused(key, dtype):
+        return reason
+    try:
+        torch_op.register()
+        scale = float(layer.weight_global_scale)
+        weight = torch_op.prepare(codes, block_scale, scale)
+        worst = partial(self_check.worst_error, weight, codes, block_scale, scale, dtype)
+        reason = checked(key, worst, "NVFP4 linears", codes.device, logger)
+    except Exception as error:
+        return in_one_line(error)
+    if not reason:
+        layer.weight = torch.nn.Parameter(weight.packed, requires_grad=False)
+        layer.annie_scale = weight.tensor_scale
+        del layer.weight_scale
+    return reason
+
+
+def product(layer: LoadedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the product of x with a layer that `take` repacked, plus the bias. Its output_size_per_partition is N."""
+    import torch
+
+    y = torch.ops.annie_quant.nvfp4_linear(x, layer.weight, layer.annie_scale, layer.output_size_per_partition)
+    return y if bias is None else y + bias
+
+
+# ---- experts
+
+EXPERTS_NAME = "AnnieQuantNvFp4Experts"
 CONVERT = "convert_to_nvfp4_moe_kernel_format"
 
 on_marlin: dict[str, str] = {}  # the reason of each layer whose experts stay on Marlin
@@ -83,12 +190,12 @@ def converter(convert: Callable[..., VllmObject], ours: type[VllmObject], logger
         if getattr(getattr(layer, "quant_method", None), "experts_cls", None) is ours:
             name = getattr(layer, "layer_name", "") or f"experts {list(tensors['w13'].shape)}"
             on_marlin.pop(name, None)
-            taken = take(layer, tensors, logger)
+            taken = take_experts(layer, tensors, logger)
             if isinstance(taken, Converted):
                 return taken
             on_marlin[name] = taken
             line = f"experts stay on Marlin, the first are {name}: {taken}"
-            w4a16_layer.log_once(logger, logging.WARNING, line, f"experts: {taken}")
+            log_once(logger, logging.WARNING, line, f"experts: {taken}")
         return convert(nvfp4_backend=nvfp4_backend, layer=layer, **tensors)
 
     return convert_or_take
@@ -106,7 +213,7 @@ def unsupported(layer: VllmObject, is_act_and_mul: bool) -> str:
     return "experts are moved between GPUs (EPLB)" if config.moe_parallel_config.enable_eplb else ""
 
 
-def take(layer: VllmObject, tensors: Mapping[str, VllmObject], logger: str) -> Converted | str:
+def take_experts(layer: VllmObject, tensors: Mapping[str, VllmObject], logger: str) -> Converted | str:
     """Repack both weights of a layer for our kernel. Returns them, or why they stay as they are.
 
     tensors: as loaded, with the names of Converted: w13 uint8 [experts, 2 width, K/2], w2 uint8 [experts, K, width/2], block scales
@@ -116,7 +223,7 @@ def take(layer: VllmObject, tensors: Mapping[str, VllmObject], logger: str) -> C
 
     w13, w2, dtype = tensors["w13"].data, tensors["w2"].data, layer.params_dtype
     key = ("experts", str(w13.device), tuple(w13.shape), tuple(w2.shape), str(dtype))
-    if reason := unsupported(layer, tensors["is_act_and_mul"]) or w4a16_layer.refused(key, dtype):
+    if reason := unsupported(layer, tensors["is_act_and_mul"]) or refused(key, dtype):
         return reason
     try:
         grouped.register()
@@ -126,10 +233,10 @@ def take(layer: VllmObject, tensors: Mapping[str, VllmObject], logger: str) -> C
         several = min(len(w13), int(layer.top_k))
         check = partial(self_check.worst_experts_error, dtype=dtype, align=partial(align, experts=len(w13)))
         errors = lambda: max(check(first, *loaded[0], top_k=several), check(second, *loaded[1], top_k=1))  # noqa: E731
-        if reason := w4a16_layer.checked(key, errors, "NVFP4 experts", w13.device, logger):
+        if reason := checked(key, errors, "NVFP4 experts", w13.device, logger):
             return reason
     except Exception as error:
-        return w4a16_layer.in_one_line(error)
+        return in_one_line(error)
     layer.annie_width = w2.shape[2] * 2
     nothing = loaded[0][1].new_empty(len(w13), 0)  # block scales are part of the repacked weights
     return Converted(first.packed, nothing, first.scales, None, second.packed, nothing.clone(), second.scales, None)
@@ -169,13 +276,13 @@ def experts_class(marlin: type[VllmObject]) -> type[VllmObject]:
         def apply(self, **arguments: VllmObject) -> None:
             if self.annie_width is None:
                 return super().apply(**arguments)
-            return compute(self, self.annie_width, **arguments)
+            return compute_experts(self, self.annie_width, **arguments)
 
-    AnnieQuantNvFp4Experts.__name__ = AnnieQuantNvFp4Experts.__qualname__ = NAME
+    AnnieQuantNvFp4Experts.__name__ = AnnieQuantNvFp4Experts.__qualname__ = EXPERTS_NAME
     return AnnieQuantNvFp4Experts
 
 
-def compute(
+def compute_experts(
     experts: VllmObject,
     width: int,
     *,

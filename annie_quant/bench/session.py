@@ -13,12 +13,13 @@ import math
 import secrets
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from annie_quant import documents, judge
-from annie_quant.bench import endpoints, memory, run_folder, sequential
+from annie_quant.bench import endpoints, machine, memory, run_folder, sequential
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import (
@@ -30,6 +31,7 @@ from annie_quant.bench.backend import (
     scrape_metrics,
     store_metrics,
 )
+from annie_quant.bench.cliffs import PREFIX as LADDER
 from annie_quant.bench.confounds import is_slow
 from annie_quant.bench.exports import export
 from annie_quant.bench.reference_answers import STORED, mark, store_reference, stored_reference
@@ -53,6 +55,7 @@ OnRecord = Callable[[RequestRecord], None]
 
 PEAK_SAMPLE_S = 1.0  # interval of memory samples while requests run
 MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = 64_000_000, 1 << 18  # far above 32,768 tokens with their log probabilities
+TOOL_CHARACTERS = 3.0  # of a tool's JSON per token, at least
 CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
 
 SMOKE = read_json(ASSETS / "smoke.json")  # sent before anything is measured (R40)
@@ -120,7 +123,9 @@ class Session:
         self.hung = ""
         self.digests: dict[tuple[str, str], str] = {}  # judge.prompt_sha256 by workload and case
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
-        self.done = {r.id: r for r in records.rows if not r.warmup}
+        self.done: dict[str, RequestRecord] = {}  # the last measurement of each request, but those to measure again
+        self.machine = machine.Monitor(self.folder)
+        self.marked = any(r.invalid for r in records.rows)
         self.session = 1 + max((r.session for r in records.rows), default=0)
         self.batch = sum(1 for _ in (self.folder / "streams").glob("*"))
         self.peaks = {
@@ -140,11 +145,43 @@ class Session:
     def run(self) -> Ended:
         """Send what is left of the plan, until it is done, the time budget ends, or everything is decided.
 
-        The budget is a deadline of every request and probe, the smoke question and warm-ups included.
+        The budget is a deadline of every request and probe, the smoke question and warm-ups included. Requests that the machine's
+        state makes invalid are sent again.
         """
+        visits = planning.planned_visits(list(self.backends), self.workloads, self.config)
+        self._take_back(visits)
+        while True:
+            ended = self._pass(visits)
+            if not (again := self._take_back(visits)) or ended.unasked or ended.stopped:
+                return ended
+            self.progress.message(f"the machine was in another state during {again} requests: they are measured again")
+            self.unique = secrets.token_hex(4)
+
+    def _take_back(self, visits: Sequence[planning.Visit]) -> int:
+        """Mark the requests that the machine's state makes invalid; return how many are no longer done, to be measured again.
+
+        Requests that are sent together are measured again together. A run that repeats its prompts anyway, or stops early, is
+        only marked.
+        """
+        measured = [r for r in self.records.rows if not r.warmup]
+        self.done = {r.id: r for r in measured}
+        invalid = machine.mark(self.done.values(), machine.unsteady(self.machine.samples))
+        self.marked |= bool(invalid)
+        if self.config.sustained or self.config.stop_early:
+            return 0
+        times = Counter(r.id for r in measured)
+        again = {r.id for r in invalid if times[r.id] <= machine.PASSES}
+        for visit in visits if again else ():
+            ids = [i for case, repeat in visit.cases for i in visit.ids(case, repeat)]
+            if not again.isdisjoint(ids):
+                for i in ids:
+                    self.done.pop(i, None)
+        return len(again)
+
+    def _pass(self, visits: Sequence[planning.Visit]) -> Ended:
+        """Send the visits that are not done."""
         run_folder.write_unanswered(self.folder, ())
         names = list(self.backends)
-        visits = planning.planned_visits(names, self.workloads, self.config)
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
         looks = sequential.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
         done_before = len(visits) - len(left)
@@ -156,6 +193,8 @@ class Session:
             self._identify(smoke=bool(left))
         except BudgetEnded:
             return self._budget_ended(left)
+        left, beyond = [v for v in left if self._fits(v)], len(left)
+        done_before += beyond - len(left)
         names_left = {v.workload.name for v in left}
         warm = planning.warmups(names, [w for w in self.workloads if w.name in names_left], self.config)
         total = len(warm) + len(visits)
@@ -171,6 +210,14 @@ class Session:
                 return self._budget_ended(left[done - done_before :])
         self.progress.update(total, total)
         return Ended(prefix_cache=self.config.prefix_cache)
+
+    def _fits(self, visit: planning.Visit) -> bool:
+        """Return whether a level of a ladder fits the server's context: a ladder ends where the context does."""
+        most, context = self.identities[visit.backend].max_model_len, visit.workload.context
+        if not most or context is None or not visit.workload.name.startswith(LADDER):
+            return True
+        tools = len(json.dumps([visit.workload.tools_for(case) for case, _ in visit.cases[:1]])) / TOOL_CHARACTERS
+        return context.tokens + tools + visit.workload.max_tokens <= most
 
     def _budget_ended(self, unasked: Sequence[planning.Visit]) -> Ended:
         """Return how the run ended. What a backend that hung was still to answer counts as failed answers of this backend."""
@@ -295,6 +342,7 @@ class Session:
     def _measure(self, visit: planning.Visit, turns: Sequence[PendingRequest]) -> None:
         """Send turns together, judge their answers and append their records."""
         backend = self.backends[visit.backend]
+        self.machine.sample()
         started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         names = [t.record.id.removeprefix(backend.name) for t in turns]
         starts = planning.arrival_times(visit.load, names, [t.case for t in turns])
@@ -475,15 +523,17 @@ def run(
         traces = session.add_traces()
     finally:
         records.close()
-    if session.compare_with_reference():
+    if session.compare_with_reference() or session.marked:
         records.rewrite()
     if recorded:
         run_folder.write_records(folder / STORED, recorded)  # with their checks
-    rows = [*records.rows, *run_folder.read_unanswered(folder)]
-    aggregates = aggregate_records(rows, plan.config, session.identities, levels, ended, recorded, traces)
+    valid = run_folder.valid_records(records.rows)
+    rows = [*valid, *run_folder.read_unanswered(folder)]
+    state = machine.summarize(session.machine.samples, [r for r in records.rows if not r.warmup])
+    aggregates = aggregate_records(rows, plan.config, session.identities, levels, ended, recorded, traces, state)
     bench = Bench(
         ended=ended,
-        requests=sum(not r.warmup for r in records.rows),
+        requests=sum(not r.warmup for r in valid),
         environment=environment(),
         config=plan.config,
         backends=session.identities,

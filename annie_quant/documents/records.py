@@ -107,6 +107,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     clock_mhz: float | None = None  # of the GPU, else of the processor, after the request (host.machine_state)
     temperature_c: float | None = None  # of the same
     throttle: str | None = None  # the limit that the driver names
+    invalid: str | None = None  # why its times do not count: the machine's state (bench/machine.py)
 
     # Answer
     status: int = 0  # HTTP status; 0: no answer

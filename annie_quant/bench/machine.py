@@ -32,7 +32,7 @@ FILE = "machine.jsonl"
 EVERY_S = 2.0
 SHAPE = (2048, 4096)  # 4.7 MB
 PRODUCTS = 5  # of a sample, which is their median
-WINDOW = 7
+WINDOW = 9
 LEAST_SAMPLES = 3 * WINDOW
 LEAST_CHANGE = 0.08
 QUIET = 5.0
@@ -238,7 +238,7 @@ def findings(state: MachineState | None, requests: int, backends: Sequence[str])
     if state.left:
         return [finding("machine_unsettled", *backends, causes=causes, left=state.left, of=requests)]
     seconds = sum(span.end_unix_s - span.start_unix_s for span in state.spans)
-    return [finding("machine_unsteady", *backends, seconds=seconds, causes=causes, marked=state.marked, of=requests)]
+    return [finding("machine_unsteady", *backends, seconds=seconds, causes=causes, marked=state.marked)]
 
 
 def unequal(stored: MachineState | None, new: MachineState | None) -> str:

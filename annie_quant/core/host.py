@@ -230,7 +230,7 @@ SMI_EVERY_S = 5.0  # without NVML: a call of nvidia-smi takes tens of millisecon
 def machine_state() -> GpuState:
     """Return (clock in MHz, temperature in °C, what limits the clock) of the hottest GPU, or of the processor without one.
 
-    Each is None where it is not reported; a virtual machine reports none of them. Without NVML, a GPU's state may be SMI_EVERY_S old.
+    Each is None where it is not reported; a virtual machine reports none of them. A GPU's may be SMI_EVERY_S old.
     """
     nvml, devices = nvml_devices()
     states = [_gpu_state(nvml, device) for device in devices] if nvml else _smi_states(time.monotonic() // SMI_EVERY_S)

@@ -1,9 +1,9 @@
 """The cliff of a server on a ladder (data/ladders.py): the level from which its answers are wrong.
 
 A prompt counts as right at a level where all its k repeats are right (pass^k). The cliff is the step of a binomial likelihood with
-one rate before it and one from it on. It is reported where prompts are right more often before than after it (exact sign test over
-prompts, Bonferroni over the possible steps). Its interval holds the steps whose likelihood is at most exp(LIKELY) times smaller:
-for known rates, Ville's inequality on either side of the true step gives that at least 95 % of such intervals hold it.
+one rate before it and one from it on. It is reported where the largest fall of the rate is larger than in 95 % of permutations of
+each prompt's levels. Its interval holds the steps whose likelihood is at most exp(LIKELY) times smaller: for known rates, Ville's
+inequality on either side of the true step gives that at least 95 % of such intervals hold it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from annie_quant.bench.findings import finding
 from annie_quant.documents import Cliff, Confound, Ladder, LadderPoint, RequestRecord
 from annie_quant.judge.statistics import LEVEL, holm, wilson
 
 PREFIX = "ladder_"
 LIKELY = math.log(2 / 0.05)
+PERMUTATIONS = 999
 UNITS = {
     "tools": "{} tools",
     "tokens": "{} tokens of context",
@@ -53,9 +56,9 @@ def measured_ladders(records: Iterable[RequestRecord]) -> list[MeasuredLadder]:
     answers: dict[tuple[str, str], dict[int, dict[str, list[bool]]]] = {}
     for record in records:
         at = level_of(record)
-        if at is not None and record.checks:
+        if at is not None and record.right is not None:
             levels = answers.setdefault((record.backend, at[0]), {})
-            levels.setdefault(at[1], defaultdict(list))[record.case].append(all(record.checks.values()))
+            levels.setdefault(at[1], defaultdict(list))[record.case].append(record.right)
     return [_measured(*key, dict(sorted(levels.items()))) for key, levels in answers.items()]
 
 
@@ -80,8 +83,7 @@ def find_cliff(points: Sequence[LadderPoint], right: Right) -> Cliff | None:
     if not fits:
         return None
     best = max(fits, key=lambda at: fits[at])
-    before, after = _shares(right, levels[:best]), _shares(right, levels[best:])
-    p = min(1.0, (len(points) - 1) * _worse_p(before, after))
+    p = _fall_p(right)
     if p >= LEVEL:
         return None
     likely = [at for at, fit in fits.items() if fits[best] - fit <= LIKELY]
@@ -95,6 +97,22 @@ def _log_likelihood(points: Sequence[LadderPoint], at: int) -> float | None:
     if x * m <= y * n:
         return None
     return sum(k * math.log(k / total) for k, total in ((x, n), (n - x, n), (y, m), (m - y, m)) if k)
+
+
+def _fall_p(right: Right) -> float:
+    """Return the share of permutations of each prompt's levels with at least the largest fall of the true order."""
+    cases = set.intersection(*(set(cases) for cases in right.values()))
+    table = np.array([[right[level][case] for level in right] for case in sorted(cases)], dtype=np.float64)
+    if not table.size:
+        return 1.0
+    rng = np.random.default_rng(0)
+    orders = (rng.permuted(table, axis=1).mean(axis=0) for _ in range(PERMUTATIONS))
+    rates = np.vstack([table.mean(axis=0), *orders])
+    n_levels, total = rates.shape[1], rates.sum(axis=1, keepdims=True)
+    k, before = np.arange(1, n_levels), np.cumsum(rates, axis=1)[:, :-1]
+    falls = (before / k - (total - before) / (n_levels - k)) / np.sqrt(1 / k + 1 / (n_levels - k))
+    largest = falls.max(axis=1)
+    return float((largest >= largest[0] - 1e-12).mean())
 
 
 def _total(points: Sequence[LadderPoint]) -> tuple[int, int]:

@@ -83,6 +83,9 @@ def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload
         faults = {gate: faults[gate] or reason for gate in applying}
     record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
     record.faults = {gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided}
+    if workload.name.startswith(LADDER):
+        record.right = all(record.checks.get(gate, True) for gate in workload.gates)
+        record.checks = {}
 
 
 def _is_of_each(gate: str) -> bool:

@@ -6,8 +6,8 @@
     ladder("steps", n)      chains of twelve calls; the level is the step
 
 A level is one workload, ladder_AXIS_LEVEL, with the same cases as the others; a chain is one workload. Tools are those of a
-persona, and those of the workload agent_loop where it has fewer. The answers never decide a verdict: one question at several levels
-is not several questions.
+persona, and those of the workload agent_loop where it has fewer. The answers decide no verdict:
+one question at several levels is not several.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> 
                 max_tokens=MAX_TOKENS,
                 temperature=0.0,
                 gates=GATES,
-                informative=GATES,
                 cases=cases,
                 context=ContextFile(tokens=level) if axis == "tokens" and level else None,
                 sha256=sha256_text(json.dumps([axis, level, n, seed, who.tools, who.system_prompt], default=dict)),

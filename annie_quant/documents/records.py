@@ -170,6 +170,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     # Judgement
     checks: dict[str, bool] = {}  # gate → passed, for the gates that apply
     faults: dict[str, str] = {}  # gate → reason, for the checks that failed
+    right: bool | None = (
+        None  # an answer on a ladder (bench/cliffs.py), whose gates decide nothing and are not in `checks`
+    )
 
     @property
     def load(self) -> Load:

@@ -84,7 +84,7 @@ def test_cliffs_at_8k_tokens_and_at_40_tools_are_found_within_one_level(tmp_path
     assert any("a breaks at 16,384 tokens of context: 40 of 40 [91%, 100%] prompts are right up to 8,192, 0 of 32" in m
                for m in everything)  # fmt: skip
     assert any("a breaks at 46 tools: 64 of 64" in m and "0 of 16" in m for m in everything)
-    assert done.verdict.outcome != "loses", "a ladder never decides"
+    assert done.verdict.outcome != "loses" and not done.aggregates.served["a"].gates, "a ladder decides nothing"
 
 
 def test_a_chain_breaks_at_its_step_and_a_side_that_breaks_alone_is_named(tmp_path):
@@ -189,7 +189,7 @@ def test_the_interval_holds_the_step_and_equal_levels_have_no_cliff():
 def test_repeats_of_one_prompt_are_not_more_evidence():
     """Negative control: four prompts cannot show a cliff, however often they are asked."""
     rows = [
-        row("a", workload=f"ladder_tools_{level}", case=str(i), checks={"tool_call": level < 20})
+        row("a", workload=f"ladder_tools_{level}", case=str(i), checks={}, right=level < 20)
         for level in (5, 20) for i in range(4) for _ in range(50)
     ]  # fmt: skip
     assert measured_ladders(rows)[0].ladder.cliff is None

@@ -42,7 +42,7 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, integer
 from annie_quant.documents import Bench, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord, Roles
 from annie_quant.documents.records import incomplete
-from annie_quant.judge import decision
+from annie_quant.judge import decision, tool_eval
 from annie_quant.judge.answers import Answer, assistant_message
 from annie_quant.judge.gates import GATES
 from annie_quant.judge.library import build_workload
@@ -293,6 +293,10 @@ class Session:
 
     def _visit(self, visit: planning.Visit, cold: bool = False) -> None:
         """Send one visit, turn by turn; the turns of all its conversations are sent together."""
+        if visit.workload.name == tool_eval.NAME:
+            for case, repeat in () if visit.warmup else visit.cases:
+                self._play(visit, case, repeat)
+            return
         workload = self.sized.get(visit.workload.name, visit.workload)
         histories: list[list[ChatMessage]] = [[] for _ in visit.cases]
         for turn in range(max(case.n_turns for case, _ in visit.cases)):
@@ -311,6 +315,31 @@ class Session:
                     turns.append(PendingRequest(record, body, case, history))
             if turns:
                 self._measure(visit, turns)
+
+    def _play(self, visit: planning.Visit, case: Case, repeat: int) -> None:
+        """Let tool-eval-bench play one of its scenarios, and record the result."""
+        record = self._new_record(visit, case, repeat, 0, cold=False)
+        if record.id in self.done:
+            return
+        self.machine.sample()
+        backend, left_s, started_s = self.backends[visit.backend], self._left_s(), time.time()
+        timeout_s = min(self.config.timeout_s, left_s or self.config.timeout_s)
+        key = backend.headers.get("Authorization", "").removeprefix("Bearer ") or None
+        played = tool_eval.play(case.id, backend.root, record.model, key, timeout_s)
+        if played.error and not alive(backend):
+            raise ServerError(f"backend {backend.name!r} at {backend.public_url} went away: {played.error}")
+        record.started_at = datetime.datetime.fromtimestamp(started_s, datetime.timezone.utc).isoformat(
+            timespec="milliseconds"
+        )
+        record.started_unix_s, record.e2e_ms = started_s, 1e3 * played.duration_s
+        record.text = f"{played.status}, {played.points} points: {played.summary}"
+        record.usage = {"prompt_tokens": played.prompt_tokens, "completion_tokens": played.completion_tokens}
+        record.error, record.finish_reason = played.error or None, "stop"
+        record.checks = {tool_eval.GATE: played.status == "pass"}
+        record.faults = {} if played.status == "pass" else {tool_eval.GATE: played.summary}
+        self.records.append(record)
+        self.done[record.id] = record
+        self.on_record(record)
 
     def _new_record(self, visit: planning.Visit, case: Case, repeat: int, turn: int, cold: bool) -> RequestRecord:
         name, context = visit.ids(case, repeat)[turn], visit.workload.context

@@ -179,12 +179,15 @@ def workloads_of(options: BenchOptions) -> list[Workload]:
     from annie_quant.data.ladders import ladder
     from annie_quant.data.workloads import resolve
     from annie_quant.documents.persona import load_persona
+    from annie_quant.judge import tool_eval
 
     persona = load_persona(options.persona) if options.persona and options.ladder else None
     alone = options.ladder or ((options.replay or options.trace) and not options.persona)
     chosen = [] if alone and not options.workloads else resolve(options.persona, options.workloads)
     if options.n:
-        chosen = annie_quant.judge.sample(chosen, options.n, options.seed)
+        whole = [w for w in chosen if w.name == tool_eval.NAME]
+        rest = [w for w in chosen if w.name != tool_eval.NAME]
+        chosen = [*annie_quant.judge.sample(rest, options.n, options.seed), *whole]
     if options.replay:
         chosen.append(traces.replay(options.replay, options.n or MOST_CONVERSATIONS, options.seed))
     if options.trace:

@@ -176,13 +176,13 @@ def simulated(rng, rates, n=16):
 def test_the_interval_holds_the_step_and_equal_levels_have_no_cliff():
     rng = random.Random(1)
     shown = held = 0
-    for _ in range(400):
+    for _ in range(150):
         at = rng.randint(1, 8)
         cliff = find_cliff(*simulated(rng, [0.9] * at + [0.35] * (9 - at)))
         shown += cliff is not None
         held += cliff is not None and cliff.earliest <= at <= cliff.latest
-    assert shown > 300 and held >= 0.95 * shown
-    assert sum(find_cliff(*simulated(rng, [0.8] * 9)) is not None for _ in range(400)) <= 20
+    assert shown > 110 and held >= 0.95 * shown
+    assert sum(find_cliff(*simulated(rng, [0.8] * 9)) is not None for _ in range(150)) <= 13
     assert find_cliff(*simulated(rng, [0.2] * 4 + [0.9] * 5)) is None, "answers that become better have no cliff"
 
 

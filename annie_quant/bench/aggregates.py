@@ -121,8 +121,8 @@ def aggregate_records(
     depths = stability.compare_depths(fit, list(served), config.seed)
     findings = find_confounds(identities, records, config, ended or documents.Ended())
     findings += [*growth_findings(growths), *drift_findings(drifts), *depth_findings(depths)]
-    measured_by_axis = measured_ladders(measured)
-    findings += [*cliff_findings(measured_by_axis), *machine.findings(state, len(measured), list(served))]
+    by_axis = measured_ladders(measured)
+    findings += [*cliff_findings(by_axis), *machine.findings(state, len(measured), list(served))]
     return documents.Aggregates(
         roles=roles,
         served=served,
@@ -132,7 +132,7 @@ def aggregate_records(
         turns=turns,
         crossover=[row for a, b in pairs if (row := _crossover(served, a, b))],
         tool_surface={name: points for name, points in surfaces.items() if points},
-        ladders={name: own for name in served if (own := [m.ladder for m in measured_by_axis if m.backend == name])},
+        ladders={m.backend: [n.ladder for n in by_axis if n.backend == m.backend] for m in by_axis},
         machine=state,
         confounds=findings,
     )

@@ -75,6 +75,10 @@ class PendingRequest:
     history: list[ChatMessage]  # the conversation's earlier answers; this request's is added
 
 
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+
+
 def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload) -> None:
     """Set the checks and faults of a record. An answer that is not complete fails each gate that applies to the case."""
     faults = judge.faults(answer, case.at_turn(record.turn), workload)
@@ -127,7 +131,7 @@ class Session:
         self.digests: dict[tuple[str, str], str] = {}  # judge.prompt_sha256 by workload and case
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
         self.done: dict[str, RequestRecord] = {}  # the last measurement of each request, but those to measure again
-        self.machine = machine.Monitor(self.folder)
+        self.machine = machine.Monitor(self.folder, restart=not records.rows)
         self.marked = any(r.invalid for r in records.rows)
         self.session = 1 + max((r.session for r in records.rows), default=0)
         self.batch = sum(1 for _ in (self.folder / "streams").glob("*"))
@@ -138,9 +142,10 @@ class Session:
         }
 
     @contextlib.contextmanager
-    def sampling_memory(self) -> Iterator[None]:
-        """Sample the servers' memory while the block runs."""
+    def sampling(self) -> Iterator[None]:
+        """Sample the servers' memory while the block runs, and the machine's state before requests."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self.machine.close)
             for peak in self.peaks.values():
                 stack.enter_context(peak)
             yield
@@ -322,18 +327,15 @@ class Session:
         if record.id in self.done:
             return
         self.machine.sample()
-        backend, left_s, started_s = self.backends[visit.backend], self._left_s(), time.time()
+        backend, left_s = self.backends[visit.backend], self._left_s()
+        started_at, started_s = _now(), time.time()
         timeout_s = min(self.config.timeout_s, left_s or self.config.timeout_s)
         key = backend.headers.get("Authorization", "").removeprefix("Bearer ") or None
         played = tool_eval.play(case.id, backend.root, record.model, key, timeout_s)
         if played.error and not alive(backend):
             raise ServerError(f"backend {backend.name!r} at {backend.public_url} went away: {played.error}")
-        record.started_at = datetime.datetime.fromtimestamp(started_s, datetime.timezone.utc).isoformat(
-            timespec="milliseconds"
-        )
-        record.started_unix_s, record.e2e_ms = started_s, 1e3 * played.duration_s
+        record.started_at, record.started_unix_s, record.e2e_ms = started_at, started_s, 1e3 * played.duration_s
         record.text = f"{played.status}, {played.points} points: {played.summary}"
-        record.usage = {"prompt_tokens": played.prompt_tokens, "completion_tokens": played.completion_tokens}
         record.error, record.finish_reason = played.error or None, "stop"
         record.checks = {tool_eval.GATE: played.status == "pass"}
         record.faults = {} if played.status == "pass" else {tool_eval.GATE: played.summary}
@@ -375,7 +377,7 @@ class Session:
         """Send turns together, judge their answers and append their records."""
         backend = self.backends[visit.backend]
         self.machine.sample()
-        started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+        started_at = _now()
         names = [t.record.id.removeprefix(backend.name) for t in turns]
         starts = planning.arrival_times(visit.load, names, [t.case for t in turns])
         identity = self.identities.get(backend.name)
@@ -548,7 +550,7 @@ def run(
     try:
         session = Session(plan, records, recorded, progress, watch or (lambda record: None))
         metrics = scrape_metrics(backends)
-        with session.sampling_memory():
+        with session.sampling():
             ended = session.run()
             levels = session.measure_memory()
         store_metrics(folder, metrics, scrape_metrics(backends) if metrics else {})

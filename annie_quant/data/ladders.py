@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from annie_quant import judge
 from annie_quant.core.errors import UsageError
@@ -22,10 +23,10 @@ from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.tool_exchanges import DrawnCall, ToolExchange, action_of, draw_exchange, flattened
 from annie_quant.data.workloads import MAX_DRAWS, MAX_TOKENS, SPLIT, expected_call
-from annie_quant.documents import ChatMessage, ContextFile
+from annie_quant.documents import ChatCall, ChatMessage, ContextFile
 from annie_quant.documents.persona import Persona
 from annie_quant.judge.answers import Tool
-from annie_quant.judge.workloads import Case, Workload
+from annie_quant.judge.workloads import Case, Turn, Workload
 
 STEPS = 12
 HISTORY = 4  # calls before the request, on the axis `poisoned`
@@ -55,29 +56,22 @@ def ladder(axis: str, n: int, persona: Persona | None = None, seed: int = 0) -> 
         tools=tools,
         source=persona.source if persona else "",
     )
-    callable_tools = own or tools
-    draws = [_Draw(who, callable_tools, axis, index, seed) for index in range(n)]
-    workloads = []
-    for level in LEVELS[axis]:
-        name = "ladder_steps" if axis == "steps" else f"ladder_{axis}_{level}"
-        cases = tuple(draw.case(level) for draw in draws)
-        workloads.append(
-            Workload(
-                name=name,
-                description=f"The same requests at level {level} of the axis {axis}",
-                persona=None,
-                system=who.system_prompt,
-                tools=None,
-                thinking=False,
-                max_tokens=MAX_TOKENS,
-                temperature=0.0,
-                gates=GATES,
-                cases=cases,
-                context=ContextFile(tokens=level) if axis == "tokens" and level else None,
-                sha256=sha256_text(json.dumps([axis, level, n, seed, who.tools, who.system_prompt], default=dict)),
-            )
+    draws = [_Draw(who, own or tools, axis, index, seed) for index in range(n)]
+    return [
+        replace(
+            battery,
+            name="ladder_steps" if axis == "steps" else f"ladder_{axis}_{level}",
+            description=f"The same requests at level {level} of the axis {axis}",
+            system=who.system_prompt,
+            tools=None,
+            max_tokens=MAX_TOKENS,
+            gates=GATES,
+            cases=tuple(draw.case(level) for draw in draws),
+            context=ContextFile(tokens=level) if axis == "tokens" and level else None,
+            sha256=sha256_text(json.dumps([axis, level, n, seed, who.tools, who.system_prompt], default=dict)),
         )
-    return workloads
+        for level in LEVELS[axis]
+    ]
 
 
 class _Draw:
@@ -86,8 +80,8 @@ class _Draw:
     def __init__(self, persona: Persona, tools: Sequence[Tool], axis: str, index: int, seed: int) -> None:
         rng = random.Random(f"{seed}/{axis}/{index}")
         before = STEPS - 1 if axis == "steps" else HISTORY if axis == "poisoned" else 0
-        first = rng.sample(range(len(tools)), len(tools))
-        chosen = [tools[(index if not before else first[i % len(first)]) % len(tools)] for i in range(before + 1)]
+        order = rng.sample(list(tools), len(tools)) if before else tools[index % len(tools) :]
+        chosen = [order[i % len(order)] for i in range(before + 1)]
         self.axis, self.id, self.rng = axis, f"{index:02d}", rng
         self.exchanges = [_one_call(persona, tool["function"]["name"], rng) for tool in chosen]
         called = {e.calls[0].name for e in self.exchanges}
@@ -102,9 +96,11 @@ class _Draw:
         calls = [e.calls[0] for e in self.exchanges]
         if self.axis == "steps":
             results = [{"name": c.name, "arguments": c.arguments, "content": c.result} for c in calls[:-1]]
-            turns = (_script(calls, offered), *({"results": [row]} for row in results))
-            return Case(self.id, turns=turns, expect={"turns": [expected_call(c) for c in calls]}, tools=tuple(offered))
-        history = [_exchanged(e, number >= HISTORY - level) for number, e in enumerate(self.exchanges[:-1])]
+            turns: list[Turn] = [_script(calls, offered), *({"results": [row]} for row in results)]
+            return Case(
+                self.id, turns=tuple(turns), expect={"turns": [expected_call(c) for c in calls]}, tools=tuple(offered)
+            )
+        history = [_exchanged(e, number, number >= HISTORY - level) for number, e in enumerate(self.exchanges[:-1])]
         asked = [*(m for messages in history for m in messages), {"role": "user", "content": self.exchanges[-1].user}]
         return Case(self.id, messages=tuple(asked), expect=expected_call(calls[-1]), tools=tuple(offered))
 
@@ -117,16 +113,17 @@ def _one_call(persona: Persona, tool: str, rng: random.Random) -> ToolExchange:
     return exchange
 
 
-def _exchanged(exchange: ToolExchange, malformed: bool) -> Sequence[ChatMessage]:
+def _exchanged(exchange: ToolExchange, number: int, malformed: bool) -> list[ChatMessage]:
     """Return an earlier request with its answer; malformed: the call is text and its JSON has no end."""
-    if not malformed:
-        user, answer, result, reply = exchange.messages()
-        identified = [{**call, "id": f"call_{call['function']['name']}"} for call in answer["tool_calls"]]
-        result = {**result, "name": exchange.calls[0].name, "tool_call_id": identified[0]["id"]}
-        return [user, {**answer, "tool_calls": identified}, result, reply]
-    call = exchange.calls[0]
-    text = json.dumps({"name": call.name, "arguments": call.arguments})[:-2]
-    return [{"role": "user", "content": exchange.user}, {"role": "assistant", "content": f"<tool_call>\n{text}"}]
+    drawn = exchange.calls[0]
+    user: ChatMessage = {"role": "user", "content": exchange.user}
+    if malformed:
+        text = json.dumps({"name": drawn.name, "arguments": drawn.arguments})[:-2]
+        return [user, {"role": "assistant", "content": f"<tool_call>\n{text}"}]
+    call: ChatCall = {**drawn.openai(), "id": f"call_{number}"}
+    result: ChatMessage = {"role": "tool", "content": drawn.result, "name": drawn.name, "tool_call_id": call["id"]}
+    reply: ChatMessage = {"role": "assistant", "content": exchange.reply}
+    return [user, {"role": "assistant", "content": "", "tool_calls": [call]}, result, reply]
 
 
 def _script(calls: Sequence[DrawnCall], tools: Sequence[Tool]) -> str:

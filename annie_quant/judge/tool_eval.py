@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import logging
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.judge.workloads import Case, Workload
@@ -35,9 +34,6 @@ class Played:
     points: int
     summary: str
     duration_s: float
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    turns: int = 0
     error: str = ""
 
 
@@ -47,36 +43,24 @@ def load() -> Workload:
     version = _package("").__version__
     cases = [
         Case(
-            id=scenario.id,
-            messages=tuple(
-                {"role": "user", "content": text} for text in (scenario.user_message, *scenario.follow_up_messages)
-            ),
-            tools=tuple(tools if scenario.tools_override is None else scenario.tools_override),
-            category=scenario.category.value,
+            id=s.id,
+            messages=tuple({"role": "user", "content": text} for text in (s.user_message, *s.follow_up_messages)),
+            tools=tuple(tools if s.tools_override is None else s.tools_override),
+            category=s.category.value,
         )
-        for scenario in scenarios
+        for s in scenarios
     ]
+    described = f"The scenarios of {NAME} {version}, played and scored by the package"
     return Workload(
-        name=NAME,
-        description=f"The scenarios of {NAME} {version}, played and scored by the package",
-        persona=None,
-        system=None,
-        tools=None,
-        thinking=False,
-        max_tokens=1,
-        temperature=0.0,
-        gates=(GATE,),
-        cases=tuple(cases),
-        sha256=version,
-        default=False,
-    )
+        NAME, described, None, None, None, thinking=False, max_tokens=1, temperature=0.0, gates=(GATE,), cases=tuple(cases),
+        sha256=version, default=False,
+    )  # fmt: skip
 
 
 def play(scenario_id: str, url: str, model: str | None, api_key: str | None, timeout_s: float) -> Played:
     """Play one scenario with the package's own runner. url: the server's root."""
     api, scenarios = _package("api"), _package("evals.scenarios").ALL_SCENARIOS
     scenario = next(s for s in scenarios if s.id == scenario_id)
-    logging.getLogger(__package__).debug("playing %s at %s", scenario_id, url)
     run = api.run_benchmark(
         model=model or "default", base_url=url, backend="openai", api_key=api_key, scenarios=[scenario], timeout_seconds=timeout_s,
         persist=False, probe_engine=False, wire_format="openai",
@@ -89,14 +73,11 @@ def play(scenario_id: str, url: str, model: str | None, api_key: str | None, tim
         points=result["points"],
         summary=result["summary"],
         duration_s=result["duration_seconds"],
-        prompt_tokens=result.get("prompt_tokens", 0),
-        completion_tokens=result.get("completion_tokens", 0),
-        turns=result["turn_count"],
         error=f"{result['failure_kind']}: {result['summary']}"[:200] if failed else "",
     )
 
 
-def _package(module: str) -> Any:
+def _package(module: str) -> ModuleType:
     try:
         return importlib.import_module("tool_eval_bench" + ("." + module if module else ""))
     except ImportError as error:

@@ -24,6 +24,7 @@ from annie_quant.judge.statistics import LEVEL, holm, wilson
 PREFIX = "ladder_"
 LIKELY = math.log(2 / 0.05)
 PERMUTATIONS = 999
+LEAST_PROMPTS = 5
 UNITS = {
     "tools": "{} tools",
     "tokens": "{} tokens of context",
@@ -103,7 +104,7 @@ def _fall_p(right: Right) -> float:
     """Return the share of permutations of each prompt's levels with at least the largest fall of the true order."""
     cases = set.intersection(*(set(cases) for cases in right.values()))
     table = np.array([[right[level][case] for level in right] for case in sorted(cases)], dtype=np.float64)
-    if not table.size:
+    if len(table) < LEAST_PROMPTS:
         return 1.0
     rng = np.random.default_rng(0)
     orders = (rng.permuted(table, axis=1).mean(axis=0) for _ in range(PERMUTATIONS))

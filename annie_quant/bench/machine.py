@@ -86,8 +86,8 @@ class Monitor:
     """Samples the machine at most every EVERY_S seconds, when it is called. restart: drop the samples of an earlier run."""
 
     def __init__(self, folder: Path, restart: bool = False) -> None:
-        self._log = JsonLines(folder / FILE, restart=restart)
-        self.samples = _decode(folder, self._log.lines())
+        self.log = JsonLines(folder / FILE, restart=restart)
+        self.samples = _decode(folder, self.log.lines())
         self._probe: Probe | None = None
         self._next_s = 0.0
 
@@ -108,11 +108,8 @@ class Monitor:
         )
         end = time.monotonic()
         sample.took_s, self._next_s = end - start, end + EVERY_S
-        self._log.append(documents.encode(sample))
+        self.log.append(documents.encode(sample))
         self.samples.append(sample)
-
-    def close(self) -> None:
-        self._log.close()
 
 
 def read_samples(folder: Path) -> list[Sample]:

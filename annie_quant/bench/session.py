@@ -55,7 +55,7 @@ OnRecord = Callable[[RequestRecord], None]
 
 PEAK_SAMPLE_S = 1.0  # interval of memory samples while requests run
 MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = 64_000_000, 1 << 18  # far above 32,768 tokens with their log probabilities
-TOOL_CHARACTERS = 3.0  # of a tool's JSON per token, at least
+JSON_CHARACTERS = 3.0  # of tools and messages per token, at least
 CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
 
 SMOKE = read_json(ASSETS / "smoke.json")  # sent before anything is measured (R40)
@@ -145,7 +145,7 @@ class Session:
     def sampling(self) -> Iterator[None]:
         """Sample the servers' memory while the block runs, and the machine's state before requests."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.machine.close)
+            stack.callback(self.machine.log.close)
             for peak in self.peaks.values():
                 stack.enter_context(peak)
             yield
@@ -221,11 +221,12 @@ class Session:
 
     def _fits(self, visit: planning.Visit) -> bool:
         """Return whether a level of a ladder fits the server's context: a ladder ends where the context does."""
-        most, context = self.identities[visit.backend].max_model_len, visit.workload.context
-        if not most or context is None or not visit.workload.name.startswith(LADDER):
+        most, workload = self.identities[visit.backend].max_model_len, visit.workload
+        if not most or not workload.name.startswith(LADDER):
             return True
-        tools = len(json.dumps([visit.workload.tools_for(case) for case, _ in visit.cases[:1]])) / TOOL_CHARACTERS
-        return context.tokens + tools + visit.workload.max_tokens <= most
+        sent = [[workload.tools_for(case), case.messages, case.turns] for case, _ in visit.cases]
+        tokens = max(len(json.dumps(parts)) for parts in sent) / JSON_CHARACTERS
+        return (workload.context.tokens if workload.context else 0) + tokens + workload.max_tokens <= most
 
     def _budget_ended(self, unasked: Sequence[planning.Visit]) -> Ended:
         """Return how the run ended. What a backend that hung was still to answer counts as failed answers of this backend."""

@@ -16,6 +16,7 @@ pytest.importorskip("annie_quant._stream", reason="the streaming client is not b
 
 from annie_quant import bench
 from annie_quant.bench.cliffs import cliff_findings, find_cliff, measured_ladders
+from annie_quant.cli.bench import BenchOptions, workloads_of
 from annie_quant.core.errors import UsageError
 from annie_quant.data.ladders import LEVELS, STEPS, ladder
 from annie_quant.documents import LadderPoint
@@ -133,6 +134,9 @@ def test_levels_beyond_the_servers_context_are_not_sent(tmp_path):
     assert "no cliff up to 16,384 tokens" in messages["no_cliff", "a"] and not done.ended.unasked
     sent = {r["workload"] for r in rows_of(tmp_path / "run")}
     assert "ladder_tokens_16384" in sent and "ladder_tokens_32768" not in sent
+    props["default_generation_settings"]["n_ctx"] = 2500
+    found, _, _ = run(tmp_path / "tools", ladder("tools", 2), lambda b: True, props=props)
+    assert 5 <= found["a", "tools"].points[-1].level < 52, "tools fill a context too"
 
 
 # ---- the levels
@@ -153,6 +157,19 @@ def test_every_level_asks_the_same_and_offers_the_right_tool(persona):
     if persona:
         own = {t["function"]["name"] for t in load_persona(persona).tools}
         assert {case.expect["tool"] for case in workloads[0].cases} <= own
+
+
+def test_the_command_measures_ladders_alone_or_next_to_named_workloads(tmp_path):
+    def names(**more):
+        options = BenchOptions(
+            backend_a=("a", "http://127.0.0.1:1"), ladder=("tools", "steps"), output=tmp_path, **more
+        )
+        return [(w.name, len(w.cases)) for w in workloads_of(options)]
+
+    tools = [(f"ladder_tools_{level}", 4) for level in LEVELS["tools"]]
+    assert names(n=4) == [*tools, ("ladder_steps", 4)]
+    assert names(n=4, workloads="factual") == [("factual", 4), *tools, ("ladder_steps", 4)]
+    assert names(n=4, persona="home")[0] == tools[0]
 
 
 def test_an_unknown_axis_is_refused():
@@ -187,10 +204,10 @@ def test_the_interval_holds_the_step_and_equal_levels_have_no_cliff():
 
 
 def test_repeats_of_one_prompt_are_not_more_evidence():
-    """Negative control: four prompts cannot show a cliff, however often they are asked."""
+    """Negative control: four prompts cannot show a cliff, however often they are asked, and at however many levels."""
     rows = [
         row("a", workload=f"ladder_tools_{level}", case=str(i), checks={}, right=level < 20)
-        for level in (5, 20) for i in range(4) for _ in range(50)
+        for level in (5, 8, 12, 16, 20, 26) for i in range(4) for _ in range(20)
     ]  # fmt: skip
     assert measured_ladders(rows)[0].ladder.cliff is None
     assert [f.code for f in cliff_findings(measured_ladders(rows))] == ["no_cliff"]

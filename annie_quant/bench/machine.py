@@ -97,15 +97,9 @@ class Monitor:
         if start < self._next_s:
             return
         self._probe = self._probe or Probe()
-        clock, heat, throttle = machine_state()
-        sample = Sample(
-            time_unix_s=time.time(),
-            probe=self._probe.name,
-            probe_ms=self._probe.time_ms(),
-            clock_mhz=clock,
-            temperature_c=heat,
-            throttle=throttle,
-        )
+        sample = Sample(time_unix_s=time.time(), probe=self._probe.name, probe_ms=self._probe.time_ms())
+        # After the probe: a processor that was idle has a low clock.
+        sample.clock_mhz, sample.temperature_c, sample.throttle = machine_state()
         end = time.monotonic()
         sample.took_s, self._next_s = end - start, end + EVERY_S
         self.log.append(documents.encode(sample))
@@ -234,23 +228,23 @@ def findings(state: MachineState | None, requests: int, backends: Sequence[str])
     causes = "; ".join(dict.fromkeys(span.cause for span in state.spans))[:300]
     if state.left:
         return [finding("machine_unsettled", *backends, causes=causes, left=state.left, of=requests)]
-    seconds = sum(span.end_unix_s - span.start_unix_s for span in state.spans)
+    seconds, end = 0.0, 0.0
+    for span in state.spans:  # in order of their start; they may overlap
+        seconds += max(0.0, span.end_unix_s - max(span.start_unix_s, end))
+        end = max(end, span.end_unix_s)
     return [finding("machine_unsteady", *backends, seconds=seconds, causes=causes, marked=state.marked)]
 
 
 def unequal(stored: MachineState | None, new: MachineState | None) -> str:
     """Return how this machine differs from that of a stored run by the probe, "" where it does not or both are not known."""
-    if (
-        stored is None
-        or new is None
-        or stored.probe != new.probe
-        or None in (stored.low, stored.high, new.low, new.high)
-    ):
+    known = [state for state in (stored, new) if state is not None and state.low and state.high]
+    if len(known) < 2 or known[0].probe != known[1].probe:
         return ""
-    low, high = (new.low or 0.0) / (stored.high or 1.0), (new.high or 0.0) / (stored.low or 1.0)
+    before, after = known
+    low, high = (after.low or 0.0) / (before.high or 1.0), (after.high or 0.0) / (before.low or 1.0)
     if low <= 1 + LEAST_CHANGE / 4 and high >= 1 - LEAST_CHANGE / 4:
         return ""
     return (
-        f"the machines are not equal: the probe takes {new.probe_ms:.3g} ms here, {stored.probe_ms:.3g} ms in the stored run "
-        f"({new.probe_ms / stored.probe_ms - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}])"
+        f"the machines are not equal: the probe takes {after.probe_ms:.3g} ms here, {before.probe_ms:.3g} ms in the stored run "
+        f"({after.probe_ms / before.probe_ms - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}])"
     )

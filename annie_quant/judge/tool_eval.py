@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -65,7 +66,8 @@ def play(scenario_id: str, url: str, model: str | None, api_key: str | None, tim
         model=model or "default", base_url=url, backend="openai", api_key=api_key, scenarios=[scenario], timeout_seconds=timeout_s,
         persist=False, probe_engine=False, wire_format="openai",
     )  # fmt: skip
-    result = asyncio.run(run)["scores"]["scenario_results"][0]
+    with ThreadPoolExecutor(1) as pool:  # a notebook's thread has a running event loop
+        result = pool.submit(asyncio.run, run).result()["scores"]["scenario_results"][0]
     kinds = _package("domain.scenarios").INFRASTRUCTURE_FAILURE_KINDS
     failed = result["status"] == "fail" and result.get("failure_kind") in kinds
     return Played(

@@ -19,7 +19,7 @@ from annie_quant import bench, documents
 from annie_quant.bench import machine
 from annie_quant.bench.run_folder import read_records, valid_records
 from annie_quant.core import host
-from annie_quant.documents import MachineState
+from annie_quant.documents import MachineSpan, MachineState
 
 
 def series(values, every_s=2.0, **more):
@@ -66,6 +66,14 @@ def test_a_fallen_clock_and_a_new_limit_are_marked_and_the_usual_limit_is_not():
     assert lower.cause == "the clock was 25% lower" and covered_s([lower], 1080, 1104) == 24
     assert limited.cause == "the driver reported hardware thermal slowdown"
     assert (limited.start_unix_s, limited.end_unix_s) == (1158.0, 1162.0)
+
+
+def test_overlapping_changes_count_once():
+    spans = [
+        MachineSpan(start_unix_s=a, end_unix_s=b, cause=c) for a, b, c in ((0, 20, "x"), (5, 10, "y"), (15, 30, "x"))
+    ]
+    (found,) = machine.findings(MachineState(probe="p", samples=99, probe_ms=1, spans=spans, marked=7), 60, ["a"])
+    assert "for 30 s of the run (x; y): 7 requests" in found.message
 
 
 def test_a_short_run_and_single_slow_samples_say_nothing():

@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 
 from annie_quant import documents
-from annie_quant.bench import memory, stability
+from annie_quant.bench import machine, memory, stability
+from annie_quant.bench.cliffs import cliff_findings, measured_ladders
 from annie_quant.bench.confounds import find_confounds, impossible, stalls
 from annie_quant.bench.findings import depth_findings, drift_findings, growth_findings
 from annie_quant.bench.reference_answers import RECORDED, stored_reference
-from annie_quant.bench.run_folder import read_records, read_unanswered
+from annie_quant.bench.run_folder import read_records, read_unanswered, valid_records
 from annie_quant.core.errors import UsageError
 from annie_quant.documents.statistics import LimitedMetric
 from annie_quant.judge import decision
@@ -48,7 +49,7 @@ def aggregate(folder: str | os.PathLike[str], stated: documents.Roles | None = N
     root = Path(folder)
     bench = documents.read_bench(root)
     try:
-        records = read_records(root / "records.jsonl")
+        every = read_records(root / "records.jsonl", every=True)
     except FileNotFoundError as error:
         raise UsageError(
             f"{root} holds no finished benchmark (records.jsonl is missing)", f"annie-quant bench ... --output {root}"
@@ -56,13 +57,14 @@ def aggregate(folder: str | os.PathLike[str], stated: documents.Roles | None = N
     if stated is not None and stated.names:
         bench.config.roles = stated
     return aggregate_records(
-        [*records, *read_unanswered(root)],
+        [*valid_records(every), *read_unanswered(root)],
         bench.config,
         bench.backends,
         bench.memory,
         bench.ended,
         stored_reference(root),
         memory.read_traces(root),
+        machine.summarize(machine.read_samples(root), [r for r in every if not r.warmup]),
     )
 
 
@@ -74,6 +76,7 @@ def aggregate_records(
     ended: documents.Ended | None = None,
     reference: Sequence[documents.RequestRecord] = (),
     traces: Mapping[str, memory.Trace] | None = None,
+    state: documents.MachineState | None = None,
 ) -> documents.Aggregates:
     """Aggregate the records of a benchmark.
 
@@ -83,6 +86,7 @@ def aggregate_records(
     ended: how the run ended; a run that left out requests is a caveat
     reference: bf16's records of an earlier run, with which all sides are compared where none of them is bf16
     traces: memory over the run, by backend
+    state: of the machine over the run
     """
     levels = levels or {}
     formats = {name: identity.format for name, identity in identities.items() if identity.format}
@@ -120,6 +124,8 @@ def aggregate_records(
     depths = stability.compare_depths(fit, list(served), config.seed)
     findings = find_confounds(identities, records, config, ended or documents.Ended())
     findings += [*growth_findings(growths), *drift_findings(drifts), *depth_findings(depths)]
+    by_axis = measured_ladders(measured)
+    findings += [*cliff_findings(by_axis), *machine.findings(state, len(measured), list(served))]
     return documents.Aggregates(
         roles=roles,
         served=served,
@@ -129,13 +135,15 @@ def aggregate_records(
         turns=turns,
         crossover=[row for a, b in pairs if (row := _crossover(served, a, b))],
         tool_surface={name: points for name, points in surfaces.items() if points},
+        ladders={m.backend: [n.ladder for n in by_axis if n.backend == m.backend] for m in by_axis},
+        machine=state,
         confounds=findings,
     )
 
 
 def timed(measured: Sequence[documents.RequestRecord]) -> list[documents.RequestRecord]:
-    """Return the requests whose times count: no cold starts, stalls, failures or impossible stamps."""
-    complete = [r for r in measured if not r.cold and not r.error and not impossible(r)]
+    """Return the requests whose times count: no cold starts, stalls, failures, impossible stamps or invalid ones."""
+    complete = [r for r in measured if not r.cold and not r.error and not r.invalid and not impossible(r)]
     stalled = {id(r) for r in stalls(complete)}
     return [r for r in complete if id(r) not in stalled]
 

@@ -1,6 +1,6 @@
 """A benchmark in forms that other tools read.
 
-They are vLLM's flat keys, reports of AIPerf and GuideLLM, and the layout of the original plan's benchmark script (R43).
+They are vLLM's flat keys, reports of AIPerf, GuideLLM and llama-benchy, and the layout of the original plan's script (R43).
 
 All but the last have only the requests that were alone at the server, without cold starts. The backends take turns, so a backend's
 duration is the time that its own requests took. vLLM's keys are those of `vllm bench serve --save-result`; TTFT is that of content,
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from annie_quant import documents
+from annie_quant import __version__, documents
 from annie_quant.bench.aggregates import values_by_prompt
 from annie_quant.bench.run_folder import read_records
 from annie_quant.core.files import ASSETS
@@ -62,6 +62,7 @@ def export(folder: str | os.PathLike[str]) -> list[Path]:
         files[root / f"vllm_{name}.json"] = vllm(bench, own, name)
         files[root / f"aiperf_{name}.json"] = aiperf(own)
         files[root / f"guidellm_{name}.json"] = guidellm(bench, own, name)
+        files[root / f"llama_benchy_{name}.json"] = llama_benchy(bench, own, name)
     for path, content in files.items():
         documents.write(path, content)
     return list(files)
@@ -157,6 +158,55 @@ def aiperf(records: Records) -> Json:
         if values := [v for v in every if v is not None]:
             rows[name] = {"unit": unit, "count": len(values)} | _figures(values, _AIPERF_FIGURES)
     return rows | {name: {"unit": unit, "avg": amount} for (name, unit), amount in totals.items()}
+
+
+def llama_benchy(bench: Bench, records: Records, name: str) -> Json:
+    """Return llama-benchy's report (0.4.0, `--save-result --format json`) of one backend: one benchmark per workload.
+
+    Its latency mode is "none": nothing is subtracted from a time. ttfr is the time to the first event.
+    """
+    _, good, _ = _alone(records)
+    by_workload: dict[str, list[RequestRecord]] = defaultdict(list)
+    for record in good:
+        if record.prompt_tokens and record.completion_tokens and not record.tokens_estimated:
+            by_workload[record.workload].append(record)
+    return {
+        "version": __version__,
+        "timestamp": bench.environment.time,
+        "latency_mode": "none",
+        "latency_ms": 0.0,
+        "model": bench.backends[name].model or name,
+        "prefix_caching_enabled": bench.config.prefix_cache == "warm",
+        "max_concurrency": 1,
+        "benchmarks": [_benchy_run(rows) for rows in by_workload.values()],
+    }
+
+
+def _benchy_run(rows: Records) -> Json:
+    depth = rows[0].depth or 0
+    firsts = [(r, first) for r in rows if (first := r.first_event_ms)]
+    prefill = _benchy_metric([1e3 * r.prompt_tokens / first for r, first in firsts])
+    decode = _benchy_metric([r.decode_tok_s for r in rows])
+    first_event = _benchy_metric([first for _, first in firsts])
+    return {
+        "concurrency": 1,
+        "context_size": depth,
+        "prompt_size": max(0, round(statistics.median(r.prompt_tokens for r in rows)) - depth),
+        "response_size": round(statistics.median(r.completion_tokens or 0 for r in rows)),
+        "is_context_prefill_phase": False,
+        "pp_throughput": prefill,
+        "pp_req_throughput": prefill,
+        "tg_throughput": decode,
+        "tg_req_throughput": decode,
+        "ttfr": first_event,
+        "est_ppt": first_event,
+        "e2e_ttft": _benchy_metric([r.first_token_ms for r in rows]),
+    }
+
+
+def _benchy_metric(values: Sequence[float | None]) -> Json | None:
+    known = [float(value) for value in values if value is not None]
+    return {"mean": statistics.fmean(known), "std": statistics.pstdev(known), "values": known} if known else None
 
 
 def original_plan(bench: Bench, records: Records) -> Json:

@@ -14,6 +14,7 @@ import msgspec
 
 from annie_quant import documents
 from annie_quant.bench.aggregates import CheckedPrompts, adjust, labelled, timed, values_by_prompt
+from annie_quant.bench.machine import unequal
 from annie_quant.bench.reference_answers import contents
 from annie_quant.bench.run_folder import read_records, read_unanswered
 from annie_quant.core.errors import UsageError
@@ -53,6 +54,7 @@ class Regression(msgspec.Struct, kw_only=True):
     outcome: of the gates and the times together.
     silent: backends that answered in the stored run and not once in the new one.
     left_out: prompts ("workload/case") whose content is another one than in the stored run.
+    machine: how the machines of the two runs differ by the probe; "" where they do not, or it was not measured.
     """
 
     worse: list[MetricChange]
@@ -62,6 +64,7 @@ class Regression(msgspec.Struct, kw_only=True):
     outcome: Standing = "undecided"
     silent: list[str] = []
     left_out: list[str] = []
+    machine: str = ""
 
     @property
     def lost(self) -> bool:
@@ -76,7 +79,8 @@ def regression(
     least_loss: changes up to this share of the stored median are ignored. Raises UsageError when nothing is shared.
     """
     folders = [Path(before), Path(after)]
-    greedy = [read_bench(folder).config.greedy for folder in folders]
+    runs = [read_bench(folder) for folder in folders]
+    greedy = [run.config.greedy for run in runs]
     measured = [[r for r in _records(folder) if not r.warmup] for folder in folders]
     measured, left_out = _same_prompts(folders, measured)
     by_side = [{n: [r for r in side if r.backend == n] for n in {r.backend: 0 for r in side}} for side in measured]
@@ -106,6 +110,7 @@ def regression(
         outcome=standing,
         silent=[n for n in shared if all(r.error for r in by_side[1][n]) and not all(r.error for r in by_side[0][n])],
         left_out=left_out,
+        machine=unequal(*(run.aggregates.machine for run in runs)),
     )
     if result.lost:
         result.outcome = "loses"

@@ -27,7 +27,7 @@ from annie_quant.judge.workloads import Workload
 
 RUN_FILES = (
     "records.jsonl", "unanswered.jsonl", "inputs.json", "bench.json", "memory.json", "reference.jsonl", "context.json",
-    "memory_trace.json", "server_metrics.json",
+    "memory_trace.json", "server_metrics.json", "machine.jsonl",
 )  # fmt: skip
 
 
@@ -110,13 +110,20 @@ def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
         file.writelines(documents.encode(record) + b"\n" for record in records)
 
 
-def read_records(path: str | os.PathLike[str]) -> list[RequestRecord]:
-    """Return the records of a records.jsonl, without a last line that a kill cut short; the file is not changed.
+def read_records(path: str | os.PathLike[str], every: bool = False) -> list[RequestRecord]:
+    """Return the valid records of a records.jsonl, without a last line that a kill cut short; the file is not changed.
 
-    Raises EnvironmentFault that names the line for one that is not a record.
+    every: return also those that were measured again. Raises EnvironmentFault that names the line for one that is not a record.
     """
     content = Path(path).read_bytes()
-    return _decode(Path(path), enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1))
+    rows = _decode(Path(path), enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1))
+    return rows if every else valid_records(rows)
+
+
+def valid_records(rows: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Return the records without those that were measured again: the last one with an id counts."""
+    last = {row.id: index for index, row in enumerate(rows)}
+    return [row for index, row in enumerate(rows) if row.warmup or last[row.id] == index]
 
 
 def _decode(path: Path, lines: Iterable[tuple[int, bytes]]) -> list[RequestRecord]:

@@ -13,12 +13,13 @@ import math
 import secrets
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from annie_quant import documents, judge
-from annie_quant.bench import endpoints, memory, run_folder
+from annie_quant.bench import endpoints, machine, memory, run_folder
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import (
@@ -30,6 +31,7 @@ from annie_quant.bench.backend import (
     scrape_metrics,
     store_metrics,
 )
+from annie_quant.bench.cliffs import PREFIX as LADDER
 from annie_quant.bench.confounds import is_slow
 from annie_quant.bench.exports import export
 from annie_quant.bench.reference_answers import STORED, mark, store_reference, stored_reference
@@ -40,7 +42,7 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, integer
 from annie_quant.documents import Bench, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord, Roles
 from annie_quant.documents.records import incomplete
-from annie_quant.judge import decision
+from annie_quant.judge import decision, tool_eval
 from annie_quant.judge.answers import Answer, assistant_message
 from annie_quant.judge.gates import GATES
 from annie_quant.judge.library import build_workload
@@ -53,6 +55,7 @@ OnRecord = Callable[[RequestRecord], None]
 
 PEAK_SAMPLE_S = 1.0  # interval of memory samples while requests run
 MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = 64_000_000, 1 << 18  # far above 32,768 tokens with their log probabilities
+JSON_CHARACTERS = 3.0  # of tools and messages per token, at least
 CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
 
 SMOKE = read_json(ASSETS / "smoke.json")  # sent before anything is measured (R40)
@@ -72,6 +75,10 @@ class PendingRequest:
     history: list[ChatMessage]  # the conversation's earlier answers; this request's is added
 
 
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+
+
 def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload) -> None:
     """Set the checks and faults of a record. An answer that is not complete fails each gate that applies to the case."""
     faults = judge.faults(answer, case.at_turn(record.turn), workload)
@@ -82,6 +89,9 @@ def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload
         faults = {gate: faults[gate] or reason for gate in applying}
     record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
     record.faults = {gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided}
+    if workload.name.startswith(LADDER):
+        record.right = all(record.checks.get(gate, True) for gate in workload.gates)
+        record.checks = {}
 
 
 class Session:
@@ -111,7 +121,9 @@ class Session:
         self.hung = ""
         self.digests: dict[tuple[str, str], str] = {}  # judge.prompt_sha256 by workload and case
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
-        self.done = {r.id: r for r in records.rows if not r.warmup}
+        self.done: dict[str, RequestRecord] = {}  # the last measurement of each request, but those to measure again
+        self.machine = machine.Monitor(self.folder, restart=not records.rows)
+        self.marked = any(r.invalid for r in records.rows)
         self.session = 1 + max((r.session for r in records.rows), default=0)
         self.batch = sum(1 for _ in (self.folder / "streams").glob("*"))
         self.peaks = {
@@ -121,9 +133,10 @@ class Session:
         }
 
     @contextlib.contextmanager
-    def sampling_memory(self) -> Iterator[None]:
-        """Sample the servers' memory while the block runs."""
+    def sampling(self) -> Iterator[None]:
+        """Sample the servers' memory while the block runs, and the machine's state before requests."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self.machine.log.close)
             for peak in self.peaks.values():
                 stack.enter_context(peak)
             yield
@@ -131,11 +144,43 @@ class Session:
     def run(self) -> Ended:
         """Send what is left of the plan, until it is done, the time budget ends, or everything is decided.
 
-        The budget is a deadline of every request and probe, the smoke question and warm-ups included.
+        The budget is a deadline of every request and probe, the smoke question and warm-ups included. Requests that the machine's
+        state makes invalid are sent again.
         """
+        visits = planning.planned_visits(list(self.backends), self.workloads, self.config)
+        self._take_back(visits)
+        while True:
+            ended = self._pass(visits)
+            if not (again := self._take_back(visits)) or ended.unasked or ended.stopped:
+                return ended
+            self.progress.message(f"the machine was in another state during {again} requests: they are measured again")
+            self.unique = secrets.token_hex(4)
+
+    def _take_back(self, visits: Sequence[planning.Visit]) -> int:
+        """Mark the requests that the machine's state makes invalid; return how many are no longer done, to be measured again.
+
+        Requests that are sent together are measured again together. A run that repeats its prompts anyway, or stops early, is
+        only marked.
+        """
+        measured = [r for r in self.records.rows if not r.warmup]
+        self.done = {r.id: r for r in measured}
+        invalid = machine.mark(self.done.values(), machine.unsteady(self.machine.samples))
+        self.marked |= bool(invalid)
+        if self.config.sustained or self.config.stop_early:
+            return 0
+        times = Counter(r.id for r in measured)
+        again = {r.id for r in invalid if times[r.id] <= machine.PASSES}
+        for visit in visits if again else ():
+            ids = [i for case, repeat in visit.cases for i in visit.ids(case, repeat)]
+            if not again.isdisjoint(ids):
+                for i in ids:
+                    self.done.pop(i, None)
+        return len(again)
+
+    def _pass(self, visits: Sequence[planning.Visit]) -> Ended:
+        """Send the visits that are not done."""
         run_folder.write_unanswered(self.folder, ())
         names = list(self.backends)
-        visits = planning.planned_visits(names, self.workloads, self.config)
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
         looks = planning.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
         done_before = len(visits) - len(left)
@@ -147,6 +192,8 @@ class Session:
             self._identify(smoke=bool(left))
         except BudgetEnded:
             return self._budget_ended(left)
+        left, beyond = [v for v in left if self._fits(v)], len(left)
+        done_before += beyond - len(left)
         names_left = {v.workload.name for v in left}
         warm = planning.warmups(names, [w for w in self.workloads if w.name in names_left], self.config)
         total = len(warm) + len(visits)
@@ -162,6 +209,15 @@ class Session:
                 return self._budget_ended(left[done - done_before :])
         self.progress.update(total, total)
         return Ended(prefix_cache=self.config.prefix_cache)
+
+    def _fits(self, visit: planning.Visit) -> bool:
+        """Return whether a level of a ladder fits the server's context: a ladder ends where the context does."""
+        most, workload = self.identities[visit.backend].max_model_len, visit.workload
+        if not most or not workload.name.startswith(LADDER):
+            return True
+        sent = [[workload.tools_for(case), case.messages, case.turns] for case, _ in visit.cases]
+        tokens = max(len(json.dumps(parts)) for parts in sent) / JSON_CHARACTERS
+        return (workload.context.tokens if workload.context else 0) + tokens + workload.max_tokens <= most
 
     def _budget_ended(self, unasked: Sequence[planning.Visit]) -> Ended:
         """Return how the run ended. What a backend that hung was still to answer counts as failed answers of this backend."""
@@ -226,6 +282,10 @@ class Session:
 
     def _visit(self, visit: planning.Visit, cold: bool = False) -> None:
         """Send one visit, turn by turn; the turns of all its conversations are sent together."""
+        if visit.workload.name == tool_eval.NAME:
+            for case, repeat in () if visit.warmup else visit.cases:
+                self._play(visit, case, repeat)
+            return
         workload = self.sized.get(visit.workload.name, visit.workload)
         histories: list[list[ChatMessage]] = [[] for _ in visit.cases]
         for turn in range(max(case.n_turns for case, _ in visit.cases)):
@@ -243,6 +303,28 @@ class Session:
                     turns.append(PendingRequest(record, body, case, history))
             if turns:
                 self._measure(visit, turns)
+
+    def _play(self, visit: planning.Visit, case: Case, repeat: int) -> None:
+        """Let tool-eval-bench play one of its scenarios, and record the result."""
+        record = self._new_record(visit, case, repeat, 0, cold=False)
+        if record.id in self.done:
+            return
+        self.machine.sample()
+        backend, left_s = self.backends[visit.backend], self._left_s()
+        started_at, started_s = _now(), time.time()
+        timeout_s = min(self.config.timeout_s, left_s or self.config.timeout_s)
+        key = backend.headers.get("Authorization", "").removeprefix("Bearer ") or None
+        played = tool_eval.play(case.id, backend.root, record.model, key, timeout_s)
+        if played.error and not alive(backend):
+            raise ServerError(f"backend {backend.name!r} at {backend.public_url} went away: {played.error}")
+        record.started_at, record.started_unix_s, record.e2e_ms = started_at, started_s, 1e3 * played.duration_s
+        record.text = f"{played.status}, {played.points} points: {played.summary}"
+        record.error, record.finish_reason = played.error or None, "stop"
+        record.checks = {tool_eval.GATE: played.status == "pass"}
+        record.faults = {} if played.status == "pass" else {tool_eval.GATE: played.summary}
+        self.records.append(record)
+        self.done[record.id] = record
+        self.on_record(record)
 
     def _new_record(self, visit: planning.Visit, case: Case, repeat: int, turn: int, cold: bool) -> RequestRecord:
         name, context = visit.ids(case, repeat)[turn], visit.workload.context
@@ -277,7 +359,8 @@ class Session:
     def _measure(self, visit: planning.Visit, turns: Sequence[PendingRequest]) -> None:
         """Send turns together, judge their answers and append their records."""
         backend = self.backends[visit.backend]
-        started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+        self.machine.sample()
+        started_at = _now()
         names = [t.record.id.removeprefix(backend.name) for t in turns]
         starts = planning.arrival_times(visit.load, names, [t.case for t in turns])
         identity = self.identities.get(backend.name)
@@ -453,22 +536,24 @@ def run(
     try:
         session = Session(plan, records, recorded, progress, watch or (lambda record: None))
         metrics = scrape_metrics(backends)
-        with session.sampling_memory():
+        with session.sampling():
             ended = session.run()
             levels = session.measure_memory()
         store_metrics(folder, metrics, scrape_metrics(backends) if metrics else {})
         traces = session.add_traces()
     finally:
         records.close()
-    if session.compare_with_reference():
+    if session.compare_with_reference() or session.marked:
         records.rewrite()
     if recorded:
         run_folder.write_records(folder / STORED, recorded)  # with their checks
-    rows = [*records.rows, *run_folder.read_unanswered(folder)]
-    aggregates = aggregate_records(rows, plan.config, session.identities, levels, ended, recorded, traces)
+    valid = run_folder.valid_records(records.rows)
+    rows = [*valid, *run_folder.read_unanswered(folder)]
+    state = machine.summarize(session.machine.samples, [r for r in records.rows if not r.warmup])
+    aggregates = aggregate_records(rows, plan.config, session.identities, levels, ended, recorded, traces, state)
     bench = Bench(
         ended=ended,
-        requests=sum(not r.warmup for r in records.rows),
+        requests=sum(not r.warmup for r in valid),
         environment=environment(),
         config=plan.config,
         backends=session.identities,

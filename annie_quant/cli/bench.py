@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 MOST_CONVERSATIONS = 10_000
+LADDER_PROMPTS = 25  # per level, with --n 0
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     trace: A Mooncake trace, or a log with times: its requests at their recorded times.
     trace_speed: How many times as fast the trace runs: "1,4".
     trace_n: Requests of the trace.
+    ladder: Find the level at which a side breaks: tools (5 to 52), tokens (0 to 131,072, as far as the server's context
+        goes), poisoned (after malformed calls), steps (chains of 12 calls); --n prompts per level, --runs for pass^k.
     endpoint_a: API of backend A: chat, completions, responses, messages or ollama.
     endpoint_b: API of backend B.
     seed: Of the choice and order of the prompts.
@@ -87,6 +90,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     trace: Path | None = None
     trace_speed: Annotated[tuple[float, ...], opt.Option(listed=True)] = (1,)
     trace_n: Annotated[int, opt.Option(least=1)] = 200
+    ladder: Annotated[tuple[str, ...], opt.Option(metavar="AXES", listed=True)] = ()
     endpoint_a: Annotated[str, opt.Option(metavar="API")] = "chat"
     endpoint_b: Annotated[str, opt.Option(metavar="API")] = "chat"
     key_env: opt.KeyVariable = None
@@ -148,7 +152,8 @@ def bench(options: BenchOptions) -> None:
     if compared:
         left_out = f"{len(compared.left_out)} prompts have another content than in {stored} and are left out: "
         notes = [left_out + ", ".join(compared.left_out[:3])] if compared.left_out else []
-        for line in (*notes, *timing.losses(compared), f"against {stored}: {compared.outcome}"):
+        notes += [*timing.losses(compared), *([compared.machine] if compared.machine else [])]
+        for line in (*notes, f"against {stored}: {compared.outcome}"):
             console.note(line)
     sys.exit(0 if verdict.passed and not (compared and compared.lost) else 1)
 
@@ -169,18 +174,26 @@ def backends_of(options: BenchOptions) -> list[Backend]:
 
 
 def workloads_of(options: BenchOptions) -> list[Workload]:
-    """Return the workloads of a persona or by name, then those of logs and of a trace; of these alone where only they are named."""
+    """Return the workloads of a persona or by name, then those of logs, a trace and ladders, or of these alone."""
     from annie_quant.bench import traces
+    from annie_quant.data.ladders import ladder
     from annie_quant.data.workloads import resolve
+    from annie_quant.documents.persona import load_persona
+    from annie_quant.judge import tool_eval
 
-    only_logs = (options.replay or options.trace) and not options.persona and not options.workloads
-    chosen = [] if only_logs else resolve(options.persona, options.workloads)
+    persona = load_persona(options.persona) if options.persona and options.ladder else None
+    alone = options.ladder or ((options.replay or options.trace) and not options.persona)
+    chosen = [] if alone and not options.workloads else resolve(options.persona, options.workloads)
     if options.n:
-        chosen = annie_quant.judge.sample(chosen, options.n, options.seed)
+        whole = [w for w in chosen if w.name == tool_eval.NAME]
+        rest = [w for w in chosen if w.name != tool_eval.NAME]
+        chosen = [*annie_quant.judge.sample(rest, options.n, options.seed), *whole]
     if options.replay:
         chosen.append(traces.replay(options.replay, options.n or MOST_CONVERSATIONS, options.seed))
     if options.trace:
         chosen.append(traces.trace(options.trace, options.trace_n))
+    for axis in options.ladder:
+        chosen += ladder(axis, options.n or LADDER_PROMPTS, persona, options.seed)
     return chosen
 
 
@@ -193,7 +206,7 @@ def document(aggregates: Aggregates, verdict: Verdict, report: Path, compared: R
         "report": str(report),
     }
     if compared:
-        fields = ("outcome", "worse", "better", "gates_lost", "silent", "left_out")
+        fields = ("outcome", "worse", "better", "gates_lost", "silent", "left_out", "machine")
         result["regression"] = {k: getattr(compared, k) for k in fields}
     return msgspec.to_builtins(result)
 

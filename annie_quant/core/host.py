@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -222,26 +222,45 @@ _LIMITS = {  # nvmlClocksEventReasons*; 1 is idle, 2 a user's setting
 }
 
 
-def machine_state() -> tuple[float | None, float | None, str | None]:
+GpuState = tuple[float | None, float | None, str | None]
+_SMI_FIELDS = ("clocks.sm", "temperature.gpu", "clocks_event_reasons.active")
+SMI_EVERY_S = 5.0  # without NVML: a call of nvidia-smi takes tens of milliseconds
+
+
+def machine_state() -> GpuState:
     """Return (clock in MHz, temperature in °C, what limits the clock) of the hottest GPU, or of the processor without one.
 
-    Each is None where it is not reported; a virtual machine reports none of them.
+    Each is None where it is not reported; a virtual machine reports none of them. A GPU's may be SMI_EVERY_S old.
     """
     nvml, devices = nvml_devices()
-    if nvml is not None and devices:
-        states = [_gpu_state(nvml, device) for device in devices]
+    states = [_gpu_state(nvml, device) for device in devices] if nvml else _smi_states(time.monotonic() // SMI_EVERY_S)
+    if states:
         return max(states, key=lambda state: state[1] or 0.0)
     return _cpu_clock(), _cpu_temperature_c(), None
 
 
-def _gpu_state(nvml: ModuleType, device: object) -> tuple[float | None, float | None, str | None]:
+@lru_cache(maxsize=1)
+def _smi_states(period: float) -> list[GpuState]:
+    """Return the GPUs' states from nvidia-smi, read once per period."""
+    states: list[GpuState] = []
+    for row in _smi("gpu", _SMI_FIELDS) or ():
+        clock, heat, reasons = (row[field].split(" ")[0] for field in _SMI_FIELDS)
+        known = [float(text) if text.isdigit() else None for text in (clock, heat)]
+        states.append((known[0], known[1], _limits(int(reasons, 16) if reasons.startswith("0x") else 0)))
+    return states
+
+
+def _limits(reasons: int) -> str | None:
+    return ", ".join(text for bit, text in _LIMITS.items() if reasons & bit) or None
+
+
+def _gpu_state(nvml: ModuleType, device: object) -> GpuState:
     reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksEventReasons", device)
     if reasons is None:  # the name in older versions of pynvml
         reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", device) or 0
-    limits = ", ".join(text for bit, text in _LIMITS.items() if reasons & bit)
     clock = _nvml_value(nvml, "nvmlDeviceGetClockInfo", device, 1)  # NVML_CLOCK_SM
     heat = _nvml_value(nvml, "nvmlDeviceGetTemperature", device, 0)  # NVML_TEMPERATURE_GPU
-    return (None if clock is None else float(clock)), (None if heat is None else float(heat)), limits or None
+    return (None if clock is None else float(clock)), (None if heat is None else float(heat)), _limits(reasons)
 
 
 def _cpu_clock() -> float | None:

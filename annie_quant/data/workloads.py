@@ -32,7 +32,7 @@ from annie_quant import judge
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import is_folder, sha256_text
 from annie_quant.data import exchanges
-from annie_quant.data.tool_exchanges import ToolExchange, abstention, draw_exchange
+from annie_quant.data.tool_exchanges import DrawnCall, ToolExchange, abstention, draw_exchange
 from annie_quant.documents import CaseFile, WorkloadFile
 from annie_quant.documents.persona import Persona, load_persona
 from annie_quant.judge.gates import NAMED_REFERENCE_GATES
@@ -191,10 +191,13 @@ def _call_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | N
     exchange = _exchange(persona, rng, index, 1)
     if exchange is None:
         return None
-    call = exchange.calls[0]
-    # A list is a list of alternatives in `arguments`.
+    return _prompt(exchange.user, expected_call(exchange.calls[0]))
+
+
+def expected_call(call: DrawnCall) -> dict[str, object]:
+    """Return a case's `expect` for one call. A list is a list of alternatives in `arguments`."""
     arguments = {key: [value] if isinstance(value, list) else value for key, value in call.arguments.items()}
-    return _prompt(exchange.user, {"tool": call.name, "arguments": arguments})
+    return {"tool": call.name, "arguments": arguments}
 
 
 def _parallel_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:

@@ -93,9 +93,14 @@ from annie_quant.documents.reading import (
 from annie_quant.documents.records import Load, RequestRecord, ToolCall, incomplete
 from annie_quant.documents.results import (
     Aggregates,
+    Cliff,
     Confound,
     Crossover,
     Identity,
+    Ladder,
+    LadderPoint,
+    MachineSpan,
+    MachineState,
     MemoryBytes,
     MemoryFigures,
     MemoryGrowth,

@@ -107,6 +107,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     clock_mhz: float | None = None  # of the GPU, else of the processor, after the request (host.machine_state)
     temperature_c: float | None = None  # of the same
     throttle: str | None = None  # the limit that the driver names
+    invalid: str | None = None  # why its times do not count: the machine's state (bench/machine.py)
 
     # Answer
     status: int = 0  # HTTP status; 0: no answer
@@ -169,6 +170,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     # Judgement
     checks: dict[str, bool] = {}  # gate → passed, for the gates that apply
     faults: dict[str, str] = {}  # gate → reason, for the checks that failed
+    right: bool | None = (
+        None  # an answer on a ladder (bench/cliffs.py), whose gates decide nothing and are not in `checks`
+    )
 
     @property
     def load(self) -> Load:

@@ -251,6 +251,85 @@ class ToolSurfacePoint(msgspec.Struct, kw_only=True):
     worse: bool = False
 
 
+class LadderPoint(msgspec.Struct, kw_only=True):
+    """Right answers at one level of a ladder.
+
+    level: tools on offer, tokens of context, malformed calls before the request, or step of a chain.
+    passes: prompts that are right in all repeats (pass^k).
+    low, high: their Wilson interval.
+    rate: share of all answers that are right (pass^1).
+    """
+
+    level: Count
+    passes: Count
+    n: Count
+    low: Share
+    high: Share
+    rate: Share
+
+
+class Cliff(msgspec.Struct, kw_only=True):
+    """The level from which answers are wrong (bench/cliffs.py).
+
+    holds: the last level before it.
+    earliest, latest: 95 % interval of `breaks`.
+    """
+
+    holds: Count
+    breaks: Count
+    earliest: Count
+    latest: Count
+    p: Share
+
+
+class Ladder(msgspec.Struct, kw_only=True):
+    """A backend's answers on one axis: tools, tokens, poisoned or steps.
+
+    repeats: of each prompt, k of pass^k.
+    """
+
+    axis: ShortText
+    repeats: Count
+    points: list[LadderPoint]
+    cliff: Cliff | None = None
+
+
+class MachineSpan(msgspec.Struct, kw_only=True):
+    """A time in which the machine was in another state than in most of the run.
+
+    start_unix_s, end_unix_s: the samples before and after it.
+    cause: what changed.
+    """
+
+    start_unix_s: float
+    end_unix_s: float
+    cause: ShortText
+
+
+class MachineState(msgspec.Struct, kw_only=True):
+    """The state of the client's machine over a run (bench/machine.py).
+
+    probe: the piece of work that is timed.
+    probe_ms: its median; low, high: 95 % interval.
+    cost: share of the run's time that sampling took.
+    least_change: the smallest change of the probe that would be found.
+    resolution_s: how long a change must last to be found.
+    marked: requests that were marked invalid; left: those of them without a valid repeat.
+    """
+
+    probe: ShortText
+    samples: Count
+    probe_ms: float
+    low: float | None = None
+    high: float | None = None
+    cost: float = 0.0
+    least_change: float = 0.0
+    resolution_s: float = 0.0
+    spans: list[MachineSpan] = []
+    marked: Count = 0
+    left: Count = 0
+
+
 class ModelRow(msgspec.Struct, kw_only=True):
     """A model of the run: its format, its size on disk, the paths of its files, and their hash (ModelFiles.sha256).
 
@@ -290,7 +369,8 @@ class Aggregates(msgspec.Struct, kw_only=True):
     offline: by model, then by numerics.
     members: the further arithmetics of the ensemble (Evaluation.members), in the same form.
     blocking: by model, reasons that forbid "keeps" (Evaluation.blocking).
-    noise: by backend.
+    noise, ladders: by backend.
+    machine: None in a run without samples of the machine.
     roles: None in a run of version 0.2.0 or older, whose roles followed from names and formats.
     """
 
@@ -302,6 +382,8 @@ class Aggregates(msgspec.Struct, kw_only=True):
     turns: dict[str, list[TurnPoint]] = {}
     crossover: list[Crossover] = []
     tool_surface: dict[str, list[ToolSurfacePoint]] = {}
+    ladders: dict[str, list[Ladder]] = {}
+    machine: MachineState | None = None
     confounds: list[Confound] = []
     models: list[ModelRow] = []
     offline: dict[str, dict[str, OfflineSide]] = {}

@@ -165,6 +165,7 @@ GATES: dict[str, Gate] = {
         _same("same_thinking", "no thinking, as bf16", 0.9, reference.same_thinking, THINKING),
         _same("same_tool", "tool or none as bf16", 0.9, reference.same_tool),
         _same("same_validity", "valid calls as bf16", 0.9, reference.same_validity, CALL),
+        Gate("scenario", "scenarios of tool-eval-bench", _rate(10, 0.6), calls.scenario),
         Gate("several_calls", "several calls", _rate(10, 0.6), calls.several_calls, behaviours=(SEVERAL,)),
         Gate("stop", "stops by itself", _ALL, text.stop, basis="rule", behaviours=(STOP,)),
         Gate(

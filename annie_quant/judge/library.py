@@ -16,7 +16,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import CaseFile, Expect, WorkloadFile
-from annie_quant.judge import bfcl
+from annie_quant.judge import bfcl, tool_eval
 from annie_quant.judge.answers import Tool
 from annie_quant.judge.gates import GATES, check_names
 from annie_quant.judge.workloads import RESERVED, Case, Message, Workload
@@ -56,8 +56,10 @@ def _load(name: str, root: Path, files: Mapping[str, Path]) -> Workload:
         return read_workload(name)
     if name == "bfcl" or name.startswith("bfcl:"):
         return bfcl.load(name.partition(":")[2])
+    if name == tool_eval.NAME:
+        return tool_eval.load()
     if name not in files:
-        hint = f"choose one of: {', '.join(files) or '(the folder is empty)'}, bfcl"
+        hint = f"choose one of: {', '.join(files) or '(the folder is empty)'}, bfcl, {tool_eval.NAME}"
         raise UsageError(f"unknown workload {name!r} in {root.name}/", hint)
     return read_workload(files[name])
 

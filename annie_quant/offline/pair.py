@@ -22,7 +22,7 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import KLSummary
 from annie_quant.documents.persona import Persona
-from annie_quant.judge import Workload
+from annie_quant.judge import Workload, tool_eval
 from annie_quant.offline.answers import Choices, Reference, choices_of
 from annie_quant.offline.engine import Engine, Row, batches
 from annie_quant.offline.kl import Tally, compare_logits
@@ -82,6 +82,11 @@ class EvaluationJob:
     def prompts(self, n: int | None) -> list[Workload]:
         """Return the workloads with n prompts per gate, or all. Raises UsageError for a temperature above 0."""
         for workload in self.workloads:
+            if workload.name == tool_eval.NAME:
+                raise UsageError(
+                    f"{workload.name} plays its scenarios against a server",
+                    "annie-quant bench --workloads tool-eval-bench ...",
+                )
             if workload.temperature != 0:
                 raise UsageError(
                     f"workload {workload.name} has temperature {workload.temperature}; "

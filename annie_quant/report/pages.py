@@ -279,6 +279,7 @@ def render(run: LoadedRun, figures: list[Figure]) -> dict[str, str]:
         "stability": tables.stability_table(run),
         "memory": tables.memory_table(run),
         "surface": tables.tool_surface_table(run),
+        "ladders": tables.ladder_tables(run),
         "browser": collect(run),
         "checklist": comparison.checklist(run),
         "checklist_title": comparison.checklist_title(run),

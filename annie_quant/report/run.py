@@ -20,6 +20,7 @@ from msgspec import UNSET, UnsetType
 
 from annie_quant import documents
 from annie_quant.bench.aggregates import labelled, summaries, timed
+from annie_quant.bench.run_folder import valid_records
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.files import ASSETS, read_json
 from annie_quant.core.text import visible
@@ -311,7 +312,7 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such run directory", "annie-quant demo makes one in runs/demo")
     records, bad_lines = _records(folder / "records.jsonl")
-    records += _records(folder / "unanswered.jsonl")[0]
+    records = [*valid_records(records), *_records(folder / "unanswered.jsonl")[0]]
     source = next((n for n in ("run.json", "bench.json") if (folder / n).is_file()), None)
     evaluations = {p.stem: documents.salvage_or_default(_Evaluation, p) for p in sorted(folder.glob("eval/*.json"))}
     if source is None and not records and not evaluations:

@@ -17,7 +17,15 @@ from typing import Any
 from msgspec import to_builtins
 
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents import Environment, GateResult, KLFigures, MetricSummary, ModelRow, ToolSurfacePoint
+from annie_quant.documents import (
+    Environment,
+    GateResult,
+    KLFigures,
+    LadderPoint,
+    MetricSummary,
+    ModelRow,
+    ToolSurfacePoint,
+)
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report import format
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
@@ -277,15 +285,37 @@ def tool_surface_table(run: LoadedRun) -> Table:
     )
     for side, points in measured:
         if points:
-            table.rows.append((run.label(side.model), [_surface_cell(points.get(n)) for n in levels]))
+            cells = [_surface_cell(point, bool(point and point.worse)) for point in map(points.get, levels)]
+            table.rows.append((run.label(side.model), cells))
     return table
 
 
-def _surface_cell(point: ToolSurfacePoint | None) -> Cell:
+def ladder_tables(run: LoadedRun) -> list[Table]:
+    """One table per axis of a ladder: one row per backend, one column per level."""
+    tables = []
+    rows = [(side, ladder) for side in run.served for ladder in run.aggregates.ladders.get(side.name, [])]
+    for axis in dict.fromkeys(ladder.axis for _, ladder in rows):
+        own = [(side, ladder) for side, ladder in rows if ladder.axis == axis]
+        levels = sorted({point.level for _, ladder in own for point in ladder.points})
+        table = Table(
+            f"Prompts that are right in every repeat at each level of {format.name(axis)}, with 95 % Wilson intervals; "
+            f"{format.SIGNS['fail']}: from the cliff on",
+            "model",
+            [format.count(level) for level in levels],
+        )
+        for side, ladder in own:
+            points, breaks = {p.level: p for p in ladder.points}, ladder.cliff.breaks if ladder.cliff else None
+            cells = [_surface_cell(points.get(n), worse=breaks is not None and n >= breaks) for n in levels]
+            table.rows.append((f"{run.label(side.model)}, {side.title}", cells))
+        tables.append(table)
+    return tables
+
+
+def _surface_cell(point: ToolSurfacePoint | LadderPoint | None, worse: bool) -> Cell:
     if point is None:
         return Cell(format.DASH, css="none")
-    text = f"{format.count(point.passes)}/{format.count(point.n)}" + (f" {format.SIGNS['fail']}" if point.worse else "")
-    return Cell(text, format.interval(point.low, point.high, format.share), css="fail" if point.worse else "")
+    text = f"{format.count(point.passes)}/{format.count(point.n)}" + (f" {format.SIGNS['fail']}" if worse else "")
+    return Cell(text, format.interval(point.low, point.high, format.share), css="fail" if worse else "")
 
 
 def stability_table(run: LoadedRun) -> Table:

@@ -69,6 +69,26 @@ def test_aiperfs_summary(folder, records):
     assert set(summary["inter_token_latency"]) >= {"unit", "avg", "p50", "p90", "p99", "min", "max", "std"}
 
 
+def test_llama_benchys_report(folder, records):
+    report = json.loads((folder / "exports" / "llama_benchy_q4.json").read_text())
+    facts = next(b for b in report["benchmarks"] if len(b["tg_throughput"]["values"]) == 18)
+    own = [r for r in records if r["backend"] == "q4" and r["workload"] == "factual"]
+    assert facts["tg_throughput"]["mean"] == pytest.approx(statistics.fmean(r["decode_tok_s"] for r in own))
+    assert facts["pp_throughput"]["values"] == pytest.approx(
+        [1e3 * r["usage"]["prompt_tokens"] / r["first_event_ms"] for r in own]
+    )
+    assert facts["e2e_ttft"]["std"] == pytest.approx(np.std([r["first_content_ms"] for r in own]))
+    # What llama-benchy's models BenchmarkReport and BenchmarkRun require (0.4.0, llama_benchy/results.py).
+    assert {k: type(v) for k, v in report.items()} == {
+        "version": str, "timestamp": str, "latency_mode": str, "latency_ms": float, "model": str,
+        "prefix_caching_enabled": bool, "max_concurrency": int, "benchmarks": list,
+    }  # fmt: skip
+    needed = {"concurrency", "context_size", "prompt_size", "response_size"}
+    for benchmark in report["benchmarks"]:
+        assert all(isinstance(benchmark[key], int) and benchmark[key] >= 0 for key in needed)
+        assert benchmark["is_context_prefill_phase"] is False
+
+
 def test_the_original_plans_results(folder, records):
     document = json.loads((folder / "exports" / "original_plan.json").read_text())
     assert document["quality_gates"]["nvfp4"]["factual"] == "6/6"

@@ -1,6 +1,6 @@
-"""Simulate the statistical rules of a benchmark: noise floor, drift and throttling, depth. Prints one table each.
+"""Simulate the statistical rules of a benchmark: noise floor, drift and throttling, depth, state of the machine, cliffs.
 
-    python tests/perf/bench_rules.py [--runs 400] [--only noise|drift|depth]
+    python tests/perf/bench_rules.py [--runs 400] [--only noise|drift|depth|machine|cliff]
 
 Times are log-normal with a spread per prompt and per request; correlated noise is AR(1) over the requests, as bursts of other
 work make it. Every rule is run as the benchmark calls it.
@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from annie_quant.bench import findings, stability
+from annie_quant.bench import cliffs, findings, machine, stability
 from annie_quant.documents import Comparison, RequestRecord
 from annie_quant.judge.statistics import compare, wilson
 
@@ -168,7 +168,45 @@ def simulate_depth(runs):
         print(f"  {name}, {prompts} prompts x 5, sigma {sigma}: {rate(hits, runs)}")
 
 
-SIMULATIONS = {"noise": simulate_noise, "drift": simulate_drift, "depth": simulate_depth}
+def simulate_machine(runs):
+    print("machine: two hours, a sample every 2 s; marked while quiet; 15 % slower for 20 s found")
+    for sigma, phi, bursts in ((0.01, 0.0, 0.0), (0.02, 0.0, 0.02), (0.02, 0.6, 0.02), (0.03, 0.3, 0.02)):
+        marked = found = 0
+        for run in range(runs):
+            rng = np.random.default_rng([run, 7])
+            values = np.exp(correlated(rng, 3600, sigma, phi))
+            values[rng.random(3600) < bursts] *= 1.5
+            samples = [machine.Sample(time_unix_s=2.0 * i, probe="p", probe_ms=float(v)) for i, v in enumerate(values)]
+            marked += bool(machine.unsteady(samples))
+            at = int(rng.integers(50, 3500))
+            for sample in samples[at : at + 10]:
+                sample.probe_ms *= 1.15
+            spans = machine.unsteady(samples)
+            found += any(s.start_unix_s <= 2 * at + 18 and s.end_unix_s >= 2 * at for s in spans)
+        print(f"  sigma {sigma}, AR(1) {phi}, bursts {bursts:.0%}: {rate(marked, runs)}; {rate(found, runs)}")
+
+
+def simulate_cliff(runs):
+    print("cliff: nine levels; shown, and the step in the interval where it is shown")
+    for before, after, prompts in ((0.8, 0.8, 12), (1.0, 0.0, 8), (0.9, 0.5, 12), (0.9, 0.5, 25), (0.9, 0.75, 25)):
+        shown = held = 0
+        for run in range(runs):
+            rng = np.random.default_rng([run, 8])
+            at = int(rng.integers(2, 8))
+            rows = [
+                RequestRecord(id=f"{level}/{i}", backend="a", workload=f"ladder_tools_{level}", case=str(i), right=bool(
+                    rng.random() < (before if level < at else after)))
+                for level in range(9) for i in range(prompts)
+            ]  # fmt: skip
+            cliff = cliffs.measured_ladders(rows)[0].ladder.cliff
+            shown += cliff is not None
+            held += cliff is not None and cliff.earliest <= at <= cliff.latest
+        print(f"  {before:.0%} to {after:.0%}, {prompts} prompts: {rate(shown, runs)}; {held} of {shown}")
+
+
+SIMULATIONS = {
+    "noise": simulate_noise, "drift": simulate_drift, "depth": simulate_depth, "machine": simulate_machine, "cliff": simulate_cliff,
+}  # fmt: skip
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

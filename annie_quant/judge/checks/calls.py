@@ -94,6 +94,11 @@ def tool_call(answer: Answer, case: Case, workload: Workload) -> str | None:
     return _expected_call_fault(answer, expected, workload.tools_for(case)) if expected else None
 
 
+def scenario(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """The package tool-eval-bench gives the status "pass"; it plays and judges its scenarios itself (judge/tool_eval.py)."""
+    return None
+
+
 def tool_call_raw(answer: Answer, case: Case, workload: Workload) -> str | None:
     """tool_call on what the model wrote, also where the server left the call in the text.
 

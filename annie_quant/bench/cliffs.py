@@ -1,0 +1,182 @@
+"""The cliff of a server on a ladder (data/ladders.py): the level from which its answers are wrong.
+
+A prompt counts as right at a level where all its k repeats are right (pass^k). The cliff is the step of a binomial likelihood with
+one rate before it and one from it on. It is reported where the largest fall of the rate is larger than in 95 % of permutations of
+each prompt's levels. Its interval holds the steps whose likelihood is at most exp(LIKELY) times smaller: for known rates, Ville's
+inequality on either side of the true step gives that at least 95 % of such intervals hold it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from annie_quant.bench.findings import finding
+from annie_quant.documents import Cliff, Confound, Ladder, LadderPoint, RequestRecord
+from annie_quant.judge.statistics import LEVEL, holm, wilson
+
+PREFIX = "ladder_"
+LIKELY = math.log(2 / 0.05)
+PERMUTATIONS = 999
+LEAST_PROMPTS = 5
+UNITS = {
+    "tools": "{} tools",
+    "tokens": "{} tokens of context",
+    "poisoned": "{} malformed calls before the request",
+    "steps": "step {} of a chain",
+}
+
+Right = Mapping[int, Mapping[str, bool]]  # level → case → right in all repeats
+
+
+@dataclass(frozen=True)
+class MeasuredLadder:
+    """One backend's answers on one axis."""
+
+    backend: str
+    ladder: Ladder
+    right: Right
+
+
+def level_of(record: RequestRecord) -> tuple[str, int] | None:
+    """Return (axis, level) of a request of a ladder."""
+    axis, _, level = record.workload.removeprefix(PREFIX).partition("_")
+    if not record.workload.startswith(PREFIX) or axis not in UNITS:
+        return None
+    return axis, int(level) if level.isdigit() else record.turn + 1
+
+
+def measured_ladders(records: Iterable[RequestRecord]) -> list[MeasuredLadder]:
+    """Return the ladders in measured records, by backend and axis."""
+    answers: dict[tuple[str, str], dict[int, dict[str, list[bool]]]] = {}
+    for record in records:
+        at = level_of(record)
+        if at is not None and record.right is not None:
+            levels = answers.setdefault((record.backend, at[0]), {})
+            levels.setdefault(at[1], defaultdict(list))[record.case].append(record.right)
+    return [_measured(*key, dict(sorted(levels.items()))) for key, levels in answers.items()]
+
+
+def _measured(backend: str, axis: str, levels: Mapping[int, Mapping[str, Sequence[bool]]]) -> MeasuredLadder:
+    right = {level: {case: all(repeats) for case, repeats in cases.items()} for level, cases in levels.items()}
+    points = []
+    for level, cases in levels.items():
+        passes, n = sum(right[level].values()), len(cases)
+        low, high = wilson(passes, n)
+        rate = statistics.fmean(answer for repeats in cases.values() for answer in repeats)
+        points.append(LadderPoint(level=level, passes=passes, n=n, low=low, high=high, rate=rate))
+    repeats = min(len(repeats) for cases in levels.values() for repeats in cases.values())
+    return MeasuredLadder(
+        backend, Ladder(axis=axis, repeats=repeats, points=points, cliff=find_cliff(points, right)), right
+    )
+
+
+def find_cliff(points: Sequence[LadderPoint], right: Right) -> Cliff | None:
+    """Return the step after which prompts are right less often; None where that is not shown."""
+    levels = [point.level for point in points]
+    fits = {at: fit for at in range(1, len(points)) if (fit := _log_likelihood(points, at)) is not None}
+    if not fits:
+        return None
+    best = max(fits, key=lambda at: fits[at])
+    p = _fall_p(right)
+    if p >= LEVEL:
+        return None
+    likely = [at for at, fit in fits.items() if fits[best] - fit <= LIKELY]
+    first, last = levels[min(likely)], levels[max(likely)]
+    return Cliff(holds=levels[best - 1], breaks=levels[best], earliest=first, latest=last, p=p)
+
+
+def _log_likelihood(points: Sequence[LadderPoint], at: int) -> float | None:
+    """Return the log likelihood of one rate before index `at` and one from it on; None where the rate does not fall."""
+    (x, n), (y, m) = (_total(part) for part in (points[:at], points[at:]))
+    if x * m <= y * n:
+        return None
+    return sum(k * math.log(k / total) for k, total in ((x, n), (n - x, n), (y, m), (m - y, m)) if k)
+
+
+def _fall_p(right: Right) -> float:
+    """Return the share of permutations of each prompt's levels with at least the largest fall of the true order."""
+    cases = set.intersection(*(set(cases) for cases in right.values()))
+    table = np.array([[right[level][case] for level in right] for case in sorted(cases)], dtype=np.float64)
+    if len(table) < LEAST_PROMPTS:
+        return 1.0
+    rng = np.random.default_rng(0)
+    orders = (rng.permuted(table, axis=1).mean(axis=0) for _ in range(PERMUTATIONS))
+    rates = np.vstack([table.mean(axis=0), *orders])
+    n_levels, total = rates.shape[1], rates.sum(axis=1, keepdims=True)
+    k, before = np.arange(1, n_levels), np.cumsum(rates, axis=1)[:, :-1]
+    falls = (before / k - (total - before) / (n_levels - k)) / np.sqrt(1 / k + 1 / (n_levels - k))
+    largest = falls.max(axis=1)
+    return float((largest >= largest[0] - 1e-12).mean())
+
+
+def _total(points: Sequence[LadderPoint]) -> tuple[int, int]:
+    return sum(p.passes for p in points), sum(p.n for p in points)
+
+
+def _shares(right: Right, levels: Iterable[int]) -> dict[str, float]:
+    """Return the share of the levels at which each prompt is right."""
+    answers: dict[str, list[bool]] = defaultdict(list)
+    for level in levels:
+        for case, passed in right.get(level, {}).items():
+            answers[case].append(passed)
+    return {case: statistics.fmean(values) for case, values in answers.items()}
+
+
+def _worse_p(better: Mapping[str, float], worse: Mapping[str, float]) -> float:
+    """Return p of the one-sided exact sign test that the second shares are smaller, over the prompts of both."""
+    from scipy.stats import binomtest
+
+    pairs = [(better[case], worse[case]) for case in better.keys() & worse.keys()]
+    lost, differing = sum(y < x for x, y in pairs), sum(y != x for x, y in pairs)
+    return float(binomtest(lost, differing, alternative="greater").pvalue) if differing else 1.0
+
+
+# ---- in words
+
+
+def cliff_findings(rows: Sequence[MeasuredLadder]) -> list[Confound]:
+    """Return one sentence per backend and axis, and one per backend that breaks where another one does not."""
+    findings = [_sentence(row.backend, row.ladder) for row in rows]
+    tests = []
+    for a, b in itertools.permutations(rows, 2):
+        if a.ladder.axis == b.ladder.axis and a.ladder.cliff is not None:
+            levels = [p.level for p in a.ladder.points if p.level >= a.ladder.cliff.breaks]
+            tests.append((a, b, levels, _worse_p(_shares(b.right, levels), _shares(a.right, levels))))
+    for (a, b, levels, _), p in zip(tests, holm([p for *_, p in tests]), strict=True):
+        if p is not None and p < LEVEL:
+            x, y = (_counts([p for p in side.ladder.points if p.level in levels]) for side in (a, b))
+            at = UNITS[a.ladder.axis].format(f"{levels[0]:,}")
+            findings.append(finding("earlier_cliff", a.backend, other=b.backend, at=at, x=x, y=y, p=p))
+    return findings
+
+
+def _sentence(backend: str, ladder: Ladder) -> Confound:
+    unit, points, cliff = UNITS[ladder.axis], ladder.points, ladder.cliff
+    power = f" (pass^{ladder.repeats})" if ladder.repeats > 1 else ""
+    if cliff is None:
+        last = unit.format(f"{points[-1].level:,}")
+        return finding("no_cliff", backend, first=_counts(points[:1]), last=last, at_last=_counts(points[-1:]), k=power)
+    within = "" if cliff.earliest == cliff.latest else f" (95 %: {cliff.earliest:,} to {cliff.latest:,})"
+    return finding(
+        "cliff",
+        backend,
+        breaks=unit.format(f"{cliff.breaks:,}") + within,
+        holds=f"{cliff.holds:,}",
+        before=_counts([p for p in points if p.level <= cliff.holds]),
+        after=_counts([p for p in points if p.level >= cliff.breaks]),
+        k=power,
+        p=cliff.p,
+    )
+
+
+def _counts(points: Sequence[LadderPoint]) -> str:
+    passes, n = _total(points)
+    low, high = wilson(passes, n)
+    return f"{passes} of {n} [{low:.0%}, {high:.0%}]"

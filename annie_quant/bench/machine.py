@@ -1,0 +1,250 @@
+"""The state of this machine during a benchmark: a probe between requests, clocks, temperature, and limits that the driver reports.
+
+The probe is a product of a fixed NVFP4 matrix with a vector. It runs while no request is in flight, so it disturbs none, and takes
+milliseconds every EVERY_S seconds.
+
+The state of a run is the median of its samples. A span in which the median of WINDOW samples in a row is further from it than
+LEAST_CHANGE, and than QUIET times the usual deviation of such medians, is another state; so is a limit that the driver does not
+report in most of the run. Requests in such spans are marked invalid and measured again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from annie_quant import documents, nvfp4
+from annie_quant.bench.findings import finding
+from annie_quant.core.host import machine_state
+from annie_quant.core.resume import JsonLines
+from annie_quant.documents import Confound, MachineSpan, MachineState, RequestRecord
+from annie_quant.judge.statistics import median_interval
+
+FILE = "machine.jsonl"
+EVERY_S = 2.0
+SHAPE = (2048, 4096)  # 4.7 MB
+PRODUCTS = 5  # of a sample, which is the fastest one: a process that takes the core for a moment is not a state
+WINDOW = 9
+LEAST_SAMPLES = 3 * WINDOW
+LEAST_CHANGE = 0.08
+QUIET = 5.0
+BINS = 24  # for the interval of the probe's median: neighbouring samples are alike
+PASSES = 2  # how often marked requests are measured again
+
+Floats = NDArray[np.float64]
+
+
+class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One line of machine.jsonl.
+
+    probe: what was timed. took_s: the time that the whole sample took.
+    """
+
+    time_unix_s: float
+    probe: str = ""
+    probe_ms: float = 0.0
+    took_s: float = 0.0
+    clock_mhz: float | None = None
+    temperature_c: float | None = None
+    throttle: str | None = None
+
+
+# ---- samples
+
+
+class Probe:
+    """A fixed product, on the GPU if it can be computed there."""
+
+    def __init__(self) -> None:
+        codes = np.arange(SHAPE[0] * SHAPE[1] // 2, dtype=np.uint32).astype(np.uint8).reshape(SHAPE[0], -1)
+        scales = np.full((SHAPE[0], SHAPE[1] // 16), 0x38, np.uint8).view(nvfp4.E4M3)
+        weight = nvfp4.Tensor(codes, scales, np.float32(1), SHAPE, 16)
+        x = np.ones((1, SHAPE[1]), np.float32)
+        self._product: Callable[[], object] = lambda: nvfp4.gemv(x, weight)
+        self.name = f"NVFP4 product {SHAPE[0]} x {SHAPE[1]} on the processor"
+        self.time_ms()
+
+    def time_ms(self) -> float:
+        """Return the time of the fastest of PRODUCTS products."""
+        times = []
+        for _ in range(PRODUCTS):
+            start = time.perf_counter()
+            self._product()
+            times.append(time.perf_counter() - start)
+        return 1e3 * min(times)
+
+
+class Monitor:
+    """Samples the machine at most every EVERY_S seconds, when it is called. restart: drop the samples of an earlier run."""
+
+    def __init__(self, folder: Path, restart: bool = False) -> None:
+        self.log = JsonLines(folder / FILE, restart=restart)
+        self.samples = _decode(folder, self.log.lines())
+        self._probe: Probe | None = None
+        self._next_s = 0.0
+
+    def sample(self) -> None:
+        """Take a sample if the last one is old enough."""
+        start = time.monotonic()
+        if start < self._next_s:
+            return
+        self._probe = self._probe or Probe()
+        sample = Sample(time_unix_s=time.time(), probe=self._probe.name, probe_ms=self._probe.time_ms())
+        # After the probe: a processor that was idle has a low clock.
+        sample.clock_mhz, sample.temperature_c, sample.throttle = machine_state()
+        end = time.monotonic()
+        sample.took_s, self._next_s = end - start, end + EVERY_S
+        self.log.append(documents.encode(sample))
+        self.samples.append(sample)
+
+
+def read_samples(folder: Path) -> list[Sample]:
+    """Return the samples of a run directory; [] where it has none."""
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    content = path.read_bytes()
+    return _decode(folder, enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1))
+
+
+def _decode(folder: Path, lines: Iterable[tuple[int, bytes]]) -> list[Sample]:
+    return [documents.decode(Sample, line, f"{folder / FILE}: line {number}") for number, line in lines]
+
+
+# ---- another state
+
+
+def unsteady(samples: Sequence[Sample]) -> list[MachineSpan]:
+    """Return the spans in which the machine was in another state than in most of the run, in order."""
+    spans = [
+        *_changes(samples, "probe_ms", "the probe took {:.0%} {}", ("longer", "less")),
+        *_changes(samples, "clock_mhz", "the clock was {:.0%} {}", ("higher", "lower")),
+        *_limits(samples),
+    ]
+    return sorted(spans, key=lambda span: span.start_unix_s)
+
+
+def _changes(samples: Sequence[Sample], field: str, text: str, words: tuple[str, str]) -> list[MachineSpan]:
+    rows = [(s.time_unix_s, value) for s in samples if (value := getattr(s, field))]
+    if len(rows) < LEAST_SAMPLES:
+        return []
+    times, logs = [t for t, _ in rows], np.log([value for _, value in rows])
+    medians, limit = _medians(logs)
+    spans = []
+    for start, end in _runs(np.abs(medians) > limit):
+        change = math.expm1(float(np.median(logs[start : end + WINDOW - 1]) - np.median(logs)))
+        cause = text.format(abs(change), words[change < 0])
+        spans.append(_span(times, start, end + WINDOW - 2, cause))
+    return spans
+
+
+def _medians(logs: Floats) -> tuple[Floats, float]:
+    """Return (medians of WINDOW values in a row less that of all, how far such a median may be from 0).
+
+    The usual deviation is that of the medians, or that which the differences of neighbours give: few windows may all be alike.
+    """
+    windows = np.lib.stride_tricks.sliding_window_view(logs, WINDOW)
+    medians = np.median(windows, axis=1) - np.median(logs)
+    neighbours = np.median(np.abs(np.diff(logs))) / math.sqrt(2) * 1.2533 / math.sqrt(WINDOW)
+    usual = 1.4826 * max(float(np.median(np.abs(medians))), float(neighbours))
+    return medians, max(math.log1p(LEAST_CHANGE), QUIET * usual)
+
+
+def _limits(samples: Sequence[Sample]) -> list[MachineSpan]:
+    """Return the spans in which the driver reports a limit that it does not report in most of the run."""
+    if not samples:
+        return []
+    usual = Counter(s.throttle for s in samples).most_common(1)[0][0]
+    times = [s.time_unix_s for s in samples]
+    flags = np.array([s.throttle is not None and s.throttle != usual for s in samples])
+    return [_span(times, a, b - 1, f"the driver reported {samples[a].throttle}") for a, b in _runs(flags)]
+
+
+def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return (first, end) of each run of true flags."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(int)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _span(times: Sequence[float], first: int, last: int, cause: str) -> MachineSpan:
+    """Return the time from the sample before `first` to the one after `last`."""
+    start, end = times[max(0, first - 1)], times[min(last + 1, len(times) - 1)]
+    return MachineSpan(start_unix_s=start, end_unix_s=end, cause=cause)
+
+
+# ---- requests
+
+
+def mark(records: Iterable[RequestRecord], spans: Sequence[MachineSpan]) -> list[RequestRecord]:
+    """Set `invalid` of each record, and return those whose time overlaps with a span."""
+    marked = []
+    for record in records:
+        start = math.inf if record.started_unix_s is None else record.started_unix_s
+        end = start + (record.e2e_ms or 0.0) / 1e3
+        record.invalid = next((s.cause for s in spans if start <= s.end_unix_s and end >= s.start_unix_s), None)
+        if record.invalid is not None:
+            marked.append(record)
+    return marked
+
+
+def summarize(samples: Sequence[Sample], records: Sequence[RequestRecord]) -> MachineState | None:
+    """Return the machine's state over a run; None without samples. records: all measured ones, those measured again too."""
+    if not samples:
+        return None
+    values = [s.probe_ms for s in samples]
+    bins = np.array_split(np.array(values), min(BINS, len(values)))
+    low, high = median_interval([float(np.median(part)) for part in bins])
+    spaces = np.diff([s.time_unix_s for s in samples])
+    usual_s = float(np.median(spaces)) if len(spaces) else 0.0
+    enough = len(values) >= LEAST_SAMPLES
+    last = {r.id: r for r in records}
+    return MachineState(
+        probe=samples[-1].probe,
+        samples=len(samples),
+        probe_ms=statistics.median(values),
+        low=low,
+        high=high,
+        cost=statistics.fmean(s.took_s for s in samples) / usual_s if usual_s else 0.0,
+        least_change=math.expm1(_medians(np.log(values))[1]) if enough else 0.0,
+        resolution_s=(WINDOW // 2 + 1) * usual_s,
+        spans=unsteady(samples),
+        marked=sum(r.invalid is not None for r in records),
+        left=sum(r.invalid is not None for r in last.values()),
+    )
+
+
+def findings(state: MachineState | None, requests: int, backends: Sequence[str]) -> list[Confound]:
+    """Return what the machine's state limits. requests: measured ones that count."""
+    if state is None or not state.marked:
+        return []
+    causes = "; ".join(dict.fromkeys(span.cause for span in state.spans))[:300]
+    if state.left:
+        return [finding("machine_unsettled", *backends, causes=causes, left=state.left, of=requests)]
+    seconds, end = 0.0, 0.0
+    for span in state.spans:  # in order of their start; they may overlap
+        seconds += max(0.0, span.end_unix_s - max(span.start_unix_s, end))
+        end = max(end, span.end_unix_s)
+    return [finding("machine_unsteady", *backends, seconds=seconds, causes=causes, marked=state.marked)]
+
+
+def unequal(stored: MachineState | None, new: MachineState | None) -> str:
+    """Return how this machine differs from that of a stored run by the probe, "" where it does not or both are not known."""
+    known = [state for state in (stored, new) if state is not None and state.low and state.high]
+    if len(known) < 2 or known[0].probe != known[1].probe:
+        return ""
+    before, after = known
+    low, high = (after.low or 0.0) / (before.high or 1.0), (after.high or 0.0) / (before.low or 1.0)
+    if low <= 1 + LEAST_CHANGE / 4 and high >= 1 - LEAST_CHANGE / 4:
+        return ""
+    return (
+        f"the machines are not equal: the probe takes {after.probe_ms:.3g} ms here, {before.probe_ms:.3g} ms in the stored run "
+        f"({after.probe_ms / before.probe_ms - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}])"
+    )

@@ -1,0 +1,238 @@
+"""The machine's state as a gate: a planted slowdown is marked and measured again, a quiet machine is not.
+
+The probe's times are given by the tests; tests/perf/bench_rules.py has the rule's error rates, machine_gate.py there a real load.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from bench_cases import ask, folder_of, row
+from bench_cases import workload as build
+from fake_server import FakeServer, words
+
+pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
+
+from annie_quant import bench, documents
+from annie_quant.bench import machine
+from annie_quant.bench.run_folder import read_records, valid_records
+from annie_quant.core import host
+from annie_quant.documents import MachineSpan, MachineState
+
+
+def series(values, every_s=2.0, **more):
+    return [
+        machine.Sample(time_unix_s=1000 + i * every_s, probe="p", probe_ms=float(v), took_s=0.01, **more)
+        for i, v in enumerate(values)
+    ]
+
+
+def quiet(rng, n):
+    """Logarithms of n samples: noise of 1.5 %, and one in fifty half as long again, because another process took the core."""
+    return rng.normal(0, 0.015, n) + np.log(1.5) * (rng.random(n) < 0.02)
+
+
+def covered_s(spans, start, end):
+    return sum(max(0.0, min(s.end_unix_s, end) - max(s.start_unix_s, start)) for s in spans)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_quiet_hours_have_no_mark(seed):
+    assert machine.unsteady(series(np.exp(quiet(np.random.default_rng(seed), 3600)))) == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_slowdown_of_15_percent_for_20_seconds_is_marked(seed):
+    rng = np.random.default_rng(seed)
+    values = np.exp(quiet(rng, 1800))
+    start = int(rng.integers(50, 1700))
+    values[start : start + 10] *= 1.15
+    spans = machine.unsteady(series(values))
+    assert len(spans) == 1 and "the probe took 1" in spans[0].cause and "longer" in spans[0].cause
+    begin = 1000 + 2 * start
+    assert covered_s(spans, begin, begin + 20) >= 18
+    assert spans[0].end_unix_s - spans[0].start_unix_s <= 20 + 2 * 2 * machine.WINDOW, "not much more is marked"
+
+
+def test_a_fallen_clock_and_a_new_limit_are_marked_and_the_usual_limit_is_not():
+    samples = series(np.ones(100), clock_mhz=2400.0, throttle="software power cap")
+    assert machine.unsteady(samples) == []
+    for sample in samples[40:52]:
+        sample.clock_mhz = 1800.0
+    samples[80].throttle = "hardware thermal slowdown"
+    lower, limited = machine.unsteady(samples)
+    assert lower.cause == "the clock was 25% lower" and covered_s([lower], 1080, 1104) == 24
+    assert limited.cause == "the driver reported hardware thermal slowdown"
+    assert (limited.start_unix_s, limited.end_unix_s) == (1158.0, 1162.0)
+
+
+def test_overlapping_changes_count_once():
+    spans = [
+        MachineSpan(start_unix_s=a, end_unix_s=b, cause=c) for a, b, c in ((0, 20, "x"), (5, 10, "y"), (15, 30, "x"))
+    ]
+    (found,) = machine.findings(MachineState(probe="p", samples=99, probe_ms=1, spans=spans, marked=7), 60, ["a"])
+    assert "for 30 s of the run (x; y): 7 requests" in found.message
+
+
+def test_a_short_run_and_single_slow_samples_say_nothing():
+    assert machine.unsteady(series([1.0] * 10 + [2.0] * 10)) == []
+    values = np.ones(200)
+    values[::20] = 3.0
+    assert machine.unsteady(series(values)) == []
+
+
+def test_the_real_probe_is_sampled_at_most_every_two_seconds(monkeypatch, tmp_path):
+    monitor = machine.Monitor(tmp_path)
+    now = iter([100.0, 100.1, 101.0, 102.2, 102.3])  # start and end of a sample, too early, start and end of the next
+    monkeypatch.setattr(machine.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(machine, "machine_state", lambda: (None, None, None))
+    for _ in range(3):
+        monitor.sample()
+    monitor.log.close()
+    first, second = machine.read_samples(tmp_path)
+    assert first.probe == "NVFP4 product 2048 x 4096 on the processor" and first.took_s == pytest.approx(0.1)
+    assert 0 < first.probe_ms < 1000 and second.time_unix_s >= first.time_unix_s
+    again = machine.Monitor(tmp_path, restart=True)
+    again.log.close()
+    assert again.samples == [] == machine.read_samples(tmp_path)
+
+
+# ---- a run
+
+
+PROMPTS = build("talk", [{"id": str(i), "messages": ask(f"Say {i}")} for i in range(12)], gates=["non_empty"])
+
+
+class Planted:
+    """A probe whose time is given by the number of the sample; the clock of the run is not changed."""
+
+    def __init__(self, times):
+        self.times, self.name = times, "planted"
+
+    def time_ms(self):
+        return next(self.times)
+
+
+def measure(monkeypatch, tmp_path, times, runs=5, **options):
+    monkeypatch.setattr(machine, "EVERY_S", 0.0)
+    monkeypatch.setattr(machine, "Probe", lambda: Planted(times))
+    monkeypatch.setattr(machine, "machine_state", lambda: (None, None, None))
+    with FakeServer(lambda body: words("It is Tokyo of course.")) as server:
+        sides = [bench.Backend("a", server.url)]
+        done = bench.run(sides, [PROMPTS], tmp_path, warmup=0, runs=runs, with_memory=False, **options)
+        asked = sum("Say" in body["messages"][-1]["content"] for body in server.bodies)
+    return done, asked, {f.code: f for f in done.aggregates.confounds}
+
+
+def slow_for(first, last):
+    return (1.15 if first <= i < last else 1.0 for i in itertools.count())
+
+
+def test_marked_requests_are_measured_again(monkeypatch, tmp_path):
+    done, asked, findings = measure(monkeypatch, tmp_path, slow_for(30, 42))
+    every, valid = (read_records(tmp_path / "records.jsonl", every=flag) for flag in (True, False))
+    marked = [r for r in every if r.invalid]
+    assert 12 <= len(marked) <= 12 + 2 * machine.WINDOW and asked == 60 + len(marked)
+    assert all("the probe took 15% longer" in r.invalid for r in marked)
+    assert not [r for r in valid if r.invalid] and done.requests == 60 == done.aggregates.served["a"].requests
+    assert {r.id for r in marked} <= {r.id for r in valid}
+    state = done.aggregates.machine
+    assert (state.marked, state.left, state.probe) == (len(marked), 0, "planted")
+    assert f"{len(marked)} requests are marked invalid and were measured again" in findings["machine_unsteady"].message
+    assert bench.aggregate(tmp_path).machine == state, "the same from the files"
+    assert done.aggregates.served["a"].left_out_of_timings == 0
+
+
+def test_a_quiet_run_measures_nothing_again(monkeypatch, tmp_path):
+    done, asked, findings = measure(monkeypatch, tmp_path, itertools.cycle([1.0, 1.01, 0.99, 1.02]))
+    assert asked == 60 and not {"machine_unsteady", "machine_unsettled"} & findings.keys()
+    assert done.aggregates.machine.spans == [] and done.aggregates.machine.samples >= 60
+
+
+def test_a_machine_that_never_settles_is_reported_and_bounded(monkeypatch, tmp_path):
+    flips = (1.4 if i % 30 >= 18 else 1.0 for i in itertools.count())
+    done, asked, findings = measure(monkeypatch, tmp_path, flips)
+    assert 60 < asked <= 60 * (1 + machine.PASSES)
+    assert "machine_unsettled" in findings and findings["machine_unsettled"].severity == "fault"
+    left = [r for r in read_records(tmp_path / "records.jsonl") if r.invalid]
+    assert done.aggregates.machine.left == len(left) > 0
+    assert done.aggregates.served["a"].left_out_of_timings >= len(left)
+    assert done.aggregates.served["a"].gates["non_empty"].n == 12, "answers count although their times do not"
+
+
+def test_a_machine_that_stays_slower_is_measured_in_one_state(monkeypatch, tmp_path):
+    done, _, findings = measure(monkeypatch, tmp_path, (1.0 if i < 25 else 1.4 for i in itertools.count()))
+    valid = [r for r in read_records(tmp_path / "records.jsonl") if not r.warmup and r.workload == "talk"]
+    since = min(s.time_unix_s for s in machine.read_samples(tmp_path) if s.probe_ms > 1)
+    assert done.aggregates.machine.left == 0 and all(r.started_unix_s >= since for r in valid)
+    assert "machine_unsettled" not in findings
+
+
+def test_a_sustained_run_is_only_marked(monkeypatch, tmp_path):
+    done, asked, _ = measure(monkeypatch, tmp_path, slow_for(30, 42), budget_s=60, sustained=True)
+    assert asked == 60 and done.aggregates.machine.left == done.aggregates.machine.marked >= 12
+
+
+def test_a_killed_run_measures_its_marked_requests_again_when_it_is_resumed(monkeypatch, tmp_path):
+    _, first, _ = measure(monkeypatch, tmp_path, itertools.repeat(1.0))
+    samples = machine.read_samples(tmp_path)
+    for sample in samples[30:42]:
+        sample.probe_ms = 1.15
+    (tmp_path / machine.FILE).write_bytes(b"".join(documents.encode(s) + b"\n" for s in samples))
+    done, again, findings = measure(monkeypatch, tmp_path, itertools.repeat(1.0))
+    assert first == 60 and 12 <= again == done.aggregates.machine.marked < 40 and "machine_unsteady" in findings
+
+
+def test_the_last_record_of_a_request_counts():
+    one, two, other = row("a", 10.0), row("a", 20.0), row("a", 30.0, case="d")
+    assert valid_records([one, other, two]) == [other, two]
+
+
+# ---- machines
+
+
+def test_without_nvml_the_gpu_is_read_by_nvidia_smi(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\necho '$*' >> calls\necho '1410 MHz, 81, 0x0000000000000024'\necho '1980 MHz, 60, [N/A]'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(host, "nvml_devices", lambda: (None, []))
+    monkeypatch.setattr(host, "SMI_EVERY_S", 1e6)
+    host._smi_states.cache_clear()
+    states = [host.machine_state() for _ in range(3)]
+    host._smi_states.cache_clear()
+    assert states == [(1410.0, 81.0, "software power cap, software thermal slowdown")] * 3, "the hottest GPU"
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1, "one call serves a period"
+
+
+def state(values):
+    return machine.summarize(series(values), [])
+
+
+def test_two_machines_are_compared_by_the_probe(tmp_path):
+    rng = np.random.default_rng(0)
+    usual, same, slow = (np.exp(rng.normal(shift, 0.02, 300)) for shift in (0, 0, 0.1))
+    assert machine.unequal(state(usual), state(same)) == ""
+    text = machine.unequal(state(usual), state(slow))
+    assert text.startswith("the machines are not equal: the probe takes 1.1") and "(+10." in text
+    for name, values in (("before", usual), ("after", slow)):
+        folder_of(tmp_path / name, 1.0)
+        stored = documents.read_bench(tmp_path / name)
+        stored.aggregates.machine = state(values)
+        documents.write(tmp_path / name / "bench.json", stored)
+    assert bench.regression(tmp_path / "before", tmp_path / "after").machine.startswith("the machines are not equal")
+    assert bench.regression(tmp_path / "before", tmp_path / "before").machine == ""
+    for unknown in (None, MachineState(probe="x", samples=1, probe_ms=1)):
+        assert machine.unequal(unknown, state(usual)) == ""
+
+
+def test_what_the_probe_costs_and_finds_is_stated():
+    result = state(np.exp(np.random.default_rng(0).normal(0, 0.01, 300)))
+    assert result.cost == pytest.approx(0.01 / 2.0) and result.resolution_s == 10.0
+    assert result.least_change == pytest.approx(machine.LEAST_CHANGE, abs=1e-9)
+    assert state(np.exp(np.random.default_rng(0).normal(0, 0.2, 300))).least_change > 0.3, "a noisy machine hides more"

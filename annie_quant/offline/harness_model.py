@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lm_eval.models  # noqa: F401  (lm-eval registers its own models only while the registry is empty)
 import torch
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -33,6 +32,9 @@ from annie_quant.offline.loading import load, profiles_of
 from annie_quant.offline.pair import working_dtype
 from annie_quant.offline.profiles import find_profile, is_supported
 from annie_quant.offline.prompts import end_tokens
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
 
 DEFAULT_LENGTH = 2048  # tokens, where config.json has no max_position_embeddings
 ROWS = 64

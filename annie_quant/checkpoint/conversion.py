@@ -17,13 +17,14 @@ import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint import dialects, writer
-from annie_quant.checkpoint.checks.settings import KV_ENDS, scales_to_keep
+from annie_quant.checkpoint.checks.settings import ALGORITHMS, KV_ENDS, scales_to_keep
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import QUANTIZER, Linear, excluded_module
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SILENT, Progress
+from annie_quant.core.text import printable
 
 PLAIN = "bf16"
 TARGETS = (*dialects.WRITTEN, "gguf", PLAIN)
@@ -90,6 +91,8 @@ def convert(
     folder = ModelFolder(src)
     dialects.refuse_unread(folder)
     model = dialects.read(folder)
+    if to != PLAIN:
+        check_algorithm(model)
     if to == "gguf":
         return to_gguf(model, type, out)
     if type:
@@ -99,6 +102,16 @@ def convert(
             f"{folder.path}: nothing in it is quantized", "quantize it first: annie-quant quantize --strategy direct"
         )
     return to_plain(model, out) if to == PLAIN else to_dialect(model, to, out)
+
+
+def check_algorithm(model: QuantizedFolder) -> None:
+    """Raise CheckpointError for an algorithm that is not known here: its activation scales may have another meaning."""
+    algo = model.config.algo
+    if algo and algo not in ALGORITHMS:
+        raise CheckpointError(
+            f"{model.folder.path}: quant_algo {printable(algo, 40)!r} is not known here",
+            "only its weights can be converted: --to bf16",
+        )
 
 
 # ---- model folders
@@ -148,6 +161,8 @@ def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conver
     """Write a folder in another dialect of safetensors."""
     folder, linears, config, dialect = model.folder, model.linears, model.config, dialects.WRITTEN[to]
     for x in linears.values():
+        if x.format == "fp8":
+            x.check_fp8_scale(folder)
         if x.block:
             command = f"annie-quant convert {folder.path} --to {PLAIN}"
             raise CheckpointError(f"{x.name}: {to} is not written with FP8 in blocks", command)

@@ -182,11 +182,13 @@ class _GgufPlanner:
 
         def load() -> Iterator[np.ndarray]:
             array = read()
+            # A quantized linear's numbers have other bytes than the codes under its name.
+            row_bytes = self.folder.info(name).size_bytes // shape[0] if name in self.folder else 0
             for start in range(0, shape[0], step):
                 piece = array if reordered else array[start : start + step]
                 yield encode(self.layout.transform(name, piece), kind, stored)
                 if name in self.folder and not reordered:
-                    self.folder.release(name, start * piece[0].nbytes, (start + len(piece)) * piece[0].nbytes)
+                    self.folder.release(name, start * row_bytes, (start + len(piece)) * row_bytes)
             if name in self.folder:
                 self.folder.release(name)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from annie_quant.data.streamed_answer import message_of_events, stream_bytes
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.judge.answers import parse_raw
 
@@ -107,10 +108,12 @@ ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant", "tool": "tool",
     "function": "tool", "observation": "tool", "ipython": "tool", "toolresult": "tool", "tool_response": "tool",
-    "function_response": "tool", "function_call": "call", "tool_call": "call",
+    "function_response": "tool", "function_call": "call", "tool_call": "call", "ai": "assistant",
+    "aimessagechunk": "assistant",
 }  # fmt: skip
 IMAGE_KINDS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file")
 MESSAGE_KEYS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chosen")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # args: LangChain, Gemini; input: Anthropic
 TIME_KEYS = ("time", "timestamp", "start_time", "created_at", "created")
 WRAPPERS = ("body", "request", "request_body", "kwargs", "input", "params", "payload", "data")
 _TAGGED_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -155,14 +158,14 @@ def _time(record: Record) -> float | None:
 def finished(messages: list[ChatMessage], tools: list[Tool] | None, system: object = None) -> Conversation:
     """Return a conversation that every chat template can render. Raises Unusable where nothing is left."""
     systems = [m["content"] for m in messages if m["role"] == "system"]
-    prompt = "\n".join(s for s in [str(system)] * bool(system) + systems if s.strip()) or None
+    prompt = "\n".join(s for s in [_content(system)[0], *systems] if s.strip()) or None
     messages = [m for m in messages if m["role"] != "system"]
     if prompt and (tagged := _TOOLS.search(prompt)) and not tools:
         tools = tools_of(tagged[1])
         prompt = _TOOLS.sub("", prompt).strip() if tools else prompt  # the chat template adds them again
     while messages and messages[0]["role"] in ("assistant", "tool"):
         messages = messages[1:]  # a greeting before the user's first message
-    if not any(m["role"] == "user" for m in messages):
+    if not any(m["role"] == "user" and m["content"].strip() for m in messages):
         raise Unusable("no user message")
     thinking = any(m.get("reasoning_content") for m in messages)
     return Conversation(_linked(messages), prompt, tools, thinking)
@@ -202,6 +205,11 @@ def _answer(record: Record) -> object:
     """Return the message of a response that is logged with its request; None where there is none."""
     for key in ("response", "response_body", "output", "completion", "result"):
         value = _object_in(record, key)
+        if streamed := stream_bytes(value):
+            try:
+                return message_of_events(streamed)[0]
+            except ValueError as error:
+                raise Unusable(str(error)) from None
         if isinstance(value, Mapping):
             body = value.get("body") if isinstance(value.get("body"), Mapping) else value
             choices = body.get("choices") if isinstance(body, Mapping) else None
@@ -219,9 +227,13 @@ def parsed_message(raw: object) -> Iterator[ChatMessage]:
     """Yield one logged message as messages of OpenAI's form. Raises Unusable for an unknown role or an image."""
     if not isinstance(raw, Mapping):
         raise Unusable("a message is not an object")
-    role = ROLES.get(str(raw.get("role") or raw.get("from") or "").lower().replace("-", "_"))
+    for key in ("data", "kwargs"):  # LangChain's stored messages
+        if isinstance(raw.get(key), Mapping) and "role" not in raw:
+            raw = {**raw, **raw[key]}
+    name = str(raw.get("role") or raw.get("from") or raw.get("type"))  # LangChain: type
+    role = ROLES.get(name.lower().replace("-", "_"))
     if role is None:
-        raise Unusable(f"unknown role {str(raw.get('role') or raw.get('from'))[:30]!r}")
+        raise Unusable(f"unknown role {name[:30]!r}")
     content = raw.get("content") if "content" in raw else raw.get("value")
     text, thoughts, calls, results = _content(content)
     thoughts += str(raw.get("reasoning_content") or raw.get("reasoning") or "")
@@ -267,8 +279,7 @@ def _content(content: object) -> tuple[str, str, list[ChatCall], list[ChatMessag
         if kind in IMAGE_KINDS:
             raise Unusable("an image or another file: only text can be evaluated")
         if kind in ("toolCall", "tool_use", "tool_call"):
-            arguments = block.get("arguments", block.get("input"))
-            calls.append(_call({"name": block.get("name"), "arguments": arguments, "id": block.get("id")}))
+            calls.append(_call(block))
         elif kind == "tool_result":
             text, *_ = _content(block.get("content"))
             results.append(_result(text, None, block.get("tool_use_id")))
@@ -296,7 +307,7 @@ def _parsed(text: str) -> tuple[str, str, list[ChatCall]]:
 def _call(raw: Record) -> ChatCall:
     function = raw.get("function") if isinstance(raw.get("function"), Mapping) else raw
     assert isinstance(function, Mapping)
-    arguments = function.get("arguments", function.get("parameters"))
+    arguments = next((function[key] for key in ARGUMENT_KEYS if key in function), None)
     if isinstance(arguments, str):
         arguments = _decoded(arguments) if arguments.strip() else {}
     if not function.get("name"):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,16 +24,15 @@ from annie_quant.core.secrets import Redactor
 from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.data.log_records import Unusable, conversation_of, with_text_arguments
 from annie_quant.data.masking import MASK, Scanner
+from annie_quant.data.streamed_answer import message_of_events
 from annie_quant.documents import ChatMessage, LoggedChat
-from annie_quant.stream import decode
-from annie_quant.stream.answer import MAX_NAME, Frame
+from annie_quant.stream.answer import MAX_NAME
 
 MAX_REQUEST_BYTES = 8_000_000
 MAX_ANSWER_BYTES = 16_000_000  # also after decompression
 MAX_LINE_BYTES = 1_000_000
 MAX_MODEL = 200  # characters of a model's name
 READABLE_CODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
 
 @dataclass
@@ -78,7 +76,7 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     if exchange.answer is not None:
         try:
             body = decompressed(exchange.answer, exchange.coding)
-            message, reason = answer_of_events(body) if exchange.is_stream else answer_of_body(body)
+            message, reason = _streamed(body) if exchange.is_stream else answer_of_body(body)
         except Unusable as error:
             fault = str(error)
     record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
@@ -156,35 +154,11 @@ def answer_of_body(body: bytes) -> tuple[JsonObject, str | None]:
     return {**message, "role": "assistant"}, _reason(first.get("finish_reason"))
 
 
-def answer_of_events(body: bytes) -> tuple[JsonObject, str | None]:
-    """Return message and finish reason of a stream of chunks. Raises Unusable where it is broken or does not end."""
-    answer = decode.read_answer(frames(body))
-    if answer.fault is not None:
-        raise Unusable("a stream that is broken")
-    if answer.done_ns is None and answer.finish_reason is None:
-        raise Unusable("a stream that does not end")
-    message: JsonObject = {"role": "assistant", "content": "".join(answer.text)}
-    if answer.reasoning:
-        message["reasoning_content"] = "".join(answer.reasoning)
-    if answer.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for _, call in sorted(answer.calls.items())
-        ]
-    return message, answer.finish_reason
-
-
-def frames(body: bytes) -> Iterator[Frame]:
-    """Yield the events of a stream that was copied as a whole. Times are not known here: all stamps are 0."""
-    for raw in _EVENT_END.split(body.removeprefix(b"\xef\xbb\xbf")):
-        fields = list(decode.field_lines(raw))
-        lines = [value for name, value in fields if name == b"data"]
-        if not lines:
-            continue
-        data = b"\n".join(lines)
-        kind = decode.DONE if data.strip() == b"[DONE]" else decode.DATA
-        flags = decode.NAMED if any(name == b"event" for name, _ in fields) else 0
-        yield Frame(0, kind, flags, 0, raw, data)
+def _streamed(body: bytes) -> tuple[JsonObject, str | None]:
+    try:
+        return message_of_events(body)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
 
 
 def _reason(value: object) -> str | None:

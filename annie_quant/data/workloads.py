@@ -166,10 +166,10 @@ def _cases(
     rng = random.Random(f"{seed}:{draw.__name__}")
     cases: list[CaseFile] = []
     prompts: set[str] = set()
-    for _ in range(n * MAX_DRAWS):
+    for attempt in range(n * MAX_DRAWS):
         if len(cases) == n:
             break
-        case = draw(persona, rng, len(cases))
+        case = draw(persona, rng, attempt)  # a tool with few prompts, such as one without arguments, loses its turn
         key = str(case.messages or case.turns) if case else ""
         if case and key not in prompts:
             prompts.add(key)

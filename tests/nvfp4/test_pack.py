@@ -235,6 +235,12 @@ def overlapping_unpack():
     nvfp4.unpack(t, "float32", out=memory[:64].view(np.float32).reshape(1, 16))
 
 
+def test_a_torch_dtype_that_numpy_does_not_know_is_named():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    with pytest.raises(ValueError, match=r"w: dtype torch\.float8_e4m3fn, expected float32"):
+        nvfp4.pack(torch.ones(2, 32).to(torch.float8_e4m3fn))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -230,10 +230,10 @@ def parsed_message(raw: object) -> Iterator[ChatMessage]:
     for key in ("data", "kwargs"):  # LangChain's stored messages
         if isinstance(raw.get(key), Mapping) and "role" not in raw:
             raw = {**raw, **raw[key]}
-    name = str(raw.get("role") or raw.get("from") or raw.get("type"))  # LangChain: type
-    role = ROLES.get(name.lower().replace("-", "_"))
+    sender = str(raw.get("role") or raw.get("from") or raw.get("type"))  # LangChain: type
+    role = ROLES.get(sender.lower().replace("-", "_"))
     if role is None:
-        raise Unusable(f"unknown role {name[:30]!r}")
+        raise Unusable(f"unknown role {sender[:30]!r}")
     content = raw.get("content") if "content" in raw else raw.get("value")
     text, thoughts, calls, results = _content(content)
     thoughts += str(raw.get("reasoning_content") or raw.get("reasoning") or "")

@@ -17,14 +17,13 @@ import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint import dialects, writer
-from annie_quant.checkpoint.checks.settings import ALGORITHMS, KV_ENDS, scales_to_keep
+from annie_quant.checkpoint.checks.settings import KV_ENDS, check_algorithm, scales_to_keep
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import QUANTIZER, Linear, excluded_module
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, QuantSettings
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SILENT, Progress
-from annie_quant.core.text import printable
 
 PLAIN = "bf16"
 TARGETS = (*dialects.WRITTEN, "gguf", PLAIN)
@@ -102,16 +101,6 @@ def convert(
             f"{folder.path}: nothing in it is quantized", "quantize it first: annie-quant quantize --strategy direct"
         )
     return to_plain(model, out) if to == PLAIN else to_dialect(model, to, out)
-
-
-def check_algorithm(model: QuantizedFolder) -> None:
-    """Raise CheckpointError for an algorithm that is not known here: its activation scales may have another meaning."""
-    algo = model.config.algo
-    if algo and algo not in ALGORITHMS:
-        raise CheckpointError(
-            f"{model.folder.path}: quant_algo {printable(algo, 40)!r} is not known here",
-            "only its weights can be converted: --to bf16",
-        )
 
 
 # ---- model folders

@@ -349,6 +349,8 @@ def test_activation_scales_of_an_unknown_algorithm_are_not_taken_for_nvfp4_s(che
     with pytest.raises(CheckpointError, match="W4A8_NVFP4_FP8' is not known here"):
         aq.checkpoint.convert(w4a8, to, tmp_path / "out.gguf")
     assert not (tmp_path / "out.gguf").exists()
+    with pytest.raises(CheckpointError, match="W4A8_NVFP4_FP8' is not known here"):
+        aq.checkpoint.repair(w4a8, output=tmp_path / "repaired")
     assert aq.checkpoint.convert(w4a8, "bf16", tmp_path / "plain").tensors > 0
 
 

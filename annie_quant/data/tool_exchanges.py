@@ -349,7 +349,7 @@ def _from_schema(tool: Schema, rng: random.Random, split: str) -> ToolExchange:
     except NoValue as error:
         raise UsageError(
             f"the offline teacher draws no arguments for {tool['name']}: {error}",
-            "use --teacher claude-cli or --teacher openai, or give the conversations with --calib-data",
+            "init: give --logs, or an enum in the schema; data: --teacher claude-cli or --teacher openai",
         ) from error
     action = action_of(tool)
     text = ", ".join(f"{name} {value}" for name, value in flattened(arguments))

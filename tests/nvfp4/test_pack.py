@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -260,6 +262,7 @@ def test_a_torch_dtype_that_numpy_does_not_know_is_named():
         (lambda: nvfp4.unpack(nvfp4.pack(np.ones((2, 32), np.float32)), out=np.empty((2, 16), BFLOAT16)), r"\(2, 32\)"),
         (lambda: nvfp4.fake_quant(np.ones((2, 24), np.float32)), r"x: shape \(2, 24\), expected .* multiple of 16"),
         (lambda: nvfp4.fake_quant(np.ones((2, 32), np.float32), out=np.empty((2, 16), np.float32)), r"expected float32 \(2, 32\)"),
+        (lambda: nvfp4.unpack(replace(nvfp4.pack(np.ones((2, 32), np.float32)), tensor_scale=np.nan)), "tensor_scale is NaN"),
         (lambda: overlapping_fake_quant(), "x and out overlap"),
         (lambda: overlapping_unpack(), "codes and out overlap"),
         (lambda: nvfp4.swizzle(np.ones(16, np.uint8)), r"shape \(16,\), expected \[rows, blocks\]"),

@@ -76,8 +76,8 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     if exchange.answer is not None:
         try:
             body = decompressed(exchange.answer, exchange.coding)
-            message, reason = _streamed(body) if exchange.is_stream else answer_of_body(body)
-        except Unusable as error:
+            message, reason = message_of_events(body) if exchange.is_stream else answer_of_body(body)
+        except (Unusable, ValueError) as error:
             fault = str(error)
     record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
     if message is not None:
@@ -152,13 +152,6 @@ def answer_of_body(body: bytes) -> tuple[JsonObject, str | None]:
     if not isinstance(first, dict) or not isinstance(message, dict):
         raise Unusable("an answer that is not a chat completion")
     return {**message, "role": "assistant"}, _reason(first.get("finish_reason"))
-
-
-def _streamed(body: bytes) -> tuple[JsonObject, str | None]:
-    try:
-        return message_of_events(body)
-    except ValueError as error:
-        raise Unusable(str(error)) from None
 
 
 def _reason(value: object) -> str | None:

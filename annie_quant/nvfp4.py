@@ -189,7 +189,8 @@ def unpack(t: Tensor, dtype: DTypeLike = "bfloat16", out: np.ndarray | None = No
     Each is the code times the block scale times the tensor scale (compressed-tensors: divided by its divisor). The scales'
     product and the weight are float32 numbers; the weight is then rounded once to `dtype`.
 
-    nan  "raise": ValueError that names the first block whose scale is NaN (old exporters wrote such blocks);
+    nan  "raise": ValueError where the tensor's scale is NaN, or that names the first block whose scale is NaN (old
+         exporters wrote such blocks);
          "keep": decode it to NaN
     """
     by_name = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
@@ -199,6 +200,8 @@ def unpack(t: Tensor, dtype: DTypeLike = "bfloat16", out: np.ndarray | None = No
     codes, scales, shape = _parts(t)
     out = output_array(out, shape, out_dtype)
     factor, divides = _factor(t)
+    if nan == "raise" and np.isnan(factor):
+        raise ValueError("tensor_scale is NaN, expected a positive finite number")
     has_nan = _nvfp4.unpack(
         as_bytes(codes), as_bytes(scales), FLOAT_KINDS[out_dtype], t.group, divides, factor, as_bytes(out)
     )

@@ -165,9 +165,8 @@ def llama_benchy(bench: Bench, records: Records, name: str) -> Json:
 
     Its latency mode is "none": nothing is subtracted from a time. ttfr is the time to the first event.
     """
-    _, good, _ = _alone(records)
     by_workload: dict[str, list[RequestRecord]] = defaultdict(list)
-    for record in good:
+    for record in _Alone(records).good:
         if record.prompt_tokens and record.completion_tokens and not record.tokens_estimated:
             by_workload[record.workload].append(record)
     return {

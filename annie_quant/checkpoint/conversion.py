@@ -17,7 +17,7 @@ import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint import dialects, writer
-from annie_quant.checkpoint.checks.settings import KV_ENDS, scales_to_keep
+from annie_quant.checkpoint.checks.settings import KV_ENDS, check_algorithm, scales_to_keep
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import QUANTIZER, Linear, excluded_module
 from annie_quant.checkpoint.shards import ModelFolder
@@ -90,6 +90,8 @@ def convert(
     folder = ModelFolder(src)
     dialects.refuse_unread(folder)
     model = dialects.read(folder)
+    if to != PLAIN:
+        check_algorithm(model)
     if to == "gguf":
         return to_gguf(model, type, out)
     if type:
@@ -146,6 +148,9 @@ def to_plain(model: QuantizedFolder, out: ConversionOutput) -> Conversion:
 def to_dialect(model: QuantizedFolder, to: str, out: ConversionOutput) -> Conversion:
     """Write a folder in another dialect of safetensors."""
     folder, linears, config, dialect = model.folder, model.linears, model.config, dialects.WRITTEN[to]
+    for x in linears.values():
+        if x.format == "fp8":
+            x.check_fp8_scale(folder)
     if blocks := next((x.name for x in linears.values() if x.block), None):
         command = f"annie-quant convert {folder.path} --to {PLAIN}"
         raise CheckpointError(f"{blocks}: {to} is not written with FP8 in blocks", command)

@@ -152,23 +152,31 @@ class Linear:
         return weight
 
     def _dequantize_fp8(self, folder: ModelFolder) -> np.ndarray:
+        self.check_fp8_scale(folder)
         scale = folder.tensor(self.block_scale).astype(np.float32) if self.block_scale else np.float32(1)
         weight = folder.tensor(self.weight).astype(np.float32)
         if not (self.block and self.block_scale):
             return weight * (scale.reshape(-1, 1) if np.size(scale) > 1 else np.reshape(scale, ()))
-        if scale.shape != self.scale_grid(folder):
-            raise self.wrong_grid(folder)
         # The settings may name blocks that are larger than the weight.
         rows, columns = (min(b, n) for b, n in zip(self.block, weight.shape, strict=True))
         for i, per_column in enumerate(np.repeat(scale, columns, axis=1)[:, : weight.shape[1]]):
             weight[i * rows : (i + 1) * rows] *= per_column
         return weight
 
-    def wrong_grid(self, folder: ModelFolder) -> ShardError:
-        """Return the error of block scales whose shape does not fit their FP8 weight."""
-        scale, expected = folder.info(self.block_scale or ""), list(self.scale_grid(folder))
-        message = f"{scale.name}: shape {list(scale.shape)}, expected {expected} (blocks of {self.block})"
-        return ShardError("scale_shape", message, tensor=scale.name)
+    def check_fp8_scale(self, folder: ModelFolder) -> None:
+        """Raise ShardError where the shape of an FP8 linear's scales does not fit: a number, one per row, or one per block."""
+        if self.block_scale is None:
+            return
+        scale = folder.info(self.block_scale)
+        if self.block:
+            expected = f"{list(self.scale_grid(folder))} (blocks of {self.block})"
+            fits = scale.shape == self.scale_grid(folder)
+        else:
+            expected = f"one number or [{self.shape(folder)[0]}, 1]"
+            fits = scale.elements == 1 or self.per_channel(folder)
+        if not fits:
+            problem = f"{scale.name}: shape {list(scale.shape)}, expected {expected}"
+            raise ShardError("scale_shape", problem, "start from the 16-bit checkpoint", scale.name)
 
 
 @dataclass

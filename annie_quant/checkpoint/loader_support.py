@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 from annie_quant import models
 from annie_quant.checkpoint.checks import DEADLY, fault
+from annie_quant.checkpoint.checks.settings import ALGORITHMS
 from annie_quant.checkpoint.dialects import QuantizedFolder, fp8, modelopt
 from annie_quant.checkpoint.gguf.layout import Layout, read_settings, written_families
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import COLUMNS_PER_RANK
 from annie_quant.checkpoint.shards import CLASS_FILES, ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Finding, ServerSupport
 from annie_quant.documents.checkpoint import Loads
@@ -276,6 +278,8 @@ def transformers(model: QuantizedFolder) -> Rule:
         return "yes", "from 5.2"
     if model.config.method == "compressed-tensors":
         return "yes", "from 5.2 with the compressed-tensors package"
+    if model.config.algo and model.config.algo not in ALGORITHMS:
+        return "no", f"quant_algo {printable(model.config.algo, 40)!r} is not known here"
     return "after", "after `import annie_quant.runtime` (it has no ModelOpt loader, #46772)"
 
 
@@ -296,7 +300,7 @@ def llama_cpp(model: QuantizedFolder) -> Rule:
     if columns and not layout.names.computes_nvfp4(folder):
         return "after", f"{convert}, as 16-bit numbers: no NVFP4 in {layout.names.architecture}"
     if any(x.format == "fp8" for x in linears.values()):
-        convert += ", FP8 as Q8_0"
+        convert += ", FP8 as Q8_0" if columns else ", as 16-bit numbers"
     if any(c % 64 for c in columns.values()):
         return "after", f"{convert}, rows not a multiple of 64 as 16-bit numbers"
     return "after", convert

@@ -23,7 +23,7 @@ from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.checks import folds
 from annie_quant.checkpoint.checks import source as source_checks
 from annie_quant.checkpoint.checks.completeness import missing_tensors
-from annie_quant.checkpoint.checks.settings import KV_ENDS, scales_to_keep
+from annie_quant.checkpoint.checks.settings import KV_ENDS, check_algorithm, scales_to_keep
 from annie_quant.checkpoint.checks.tensors import filled_blocks
 from annie_quant.checkpoint.dialects import Dialect, QuantizedFolder, compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.header import ShardError
@@ -401,7 +401,7 @@ def with_lost_settings(source: ModelFolder, config: JsonObject, multimodal: bool
 # ---- the repaired copy
 
 LOST = ("mtp_missing", "vision_missing")  # findings that a repair fixes in every layout
-UNREPAIRED = ("decoder_incomplete", "duplicate_tensor", "index_mismatch")
+UNREPAIRED = ("algorithm_unknown", "decoder_incomplete", "duplicate_tensor", "index_mismatch")
 
 
 class RepairResult(msgspec.Struct):
@@ -440,6 +440,8 @@ def repair(
     target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
     model, original = dialects.read(folder), ModelFolder(source) if source else None
     is_modelopt = model.dialect is modelopt and bool(model.linears)
+    if is_modelopt:
+        check_algorithm(model)
     lost = missing_tensors(folder, original) if original is not None and names is None and not is_modelopt else []
     if not is_modelopt and not lost:
         raise CheckpointError(f"{path}: no NVFP4 in ModelOpt's layout", first_step(model, str(path)))

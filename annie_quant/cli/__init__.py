@@ -9,7 +9,7 @@ from typing import NoReturn
 import click
 
 from annie_quant.cli import bench, checkpoint, data, doctor, quantize, report
-from annie_quant.cli.terminal import Stopped, clean_library_messages, console, describe, stop_signals_raise
+from annie_quant.cli.terminal import Stopped, clean_library_messages, console, describe, emit, stop_signals_raise
 from annie_quant.core.errors import AnnieError
 
 
@@ -64,9 +64,11 @@ def main() -> None:
         if isinstance(code := getattr(error, "code", None), str):
             hint = f"{hint} (annie-quant explain {code})" if hint else f"annie-quant explain {code}"
         console.error(error.message, hint)
+        _emit_error(error.message, hint, error.exit_code)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()
+        _emit_error(error.format_message(), "", 2)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt) as error:
         cause = error.__cause__ if isinstance(error, click.Abort) else error
@@ -80,6 +82,12 @@ def main() -> None:
         _report(error)
 
 
+def _emit_error(message: str, hint: str, exit_code: int) -> None:
+    """Print an error as the one JSON object that --json promises."""
+    if "--json" in sys.argv[1:]:
+        emit({"error": message, "hint": hint, "exit_code": exit_code})
+
+
 def _report(error: Exception) -> NoReturn:
     """Print an error of the system as one line and exit with code 3; raise any other, or all with ANNIE_QUANT_TRACEBACK."""
     description = describe(error)
@@ -87,6 +95,7 @@ def _report(error: Exception) -> NoReturn:
         raise error
     try:
         console.error(*description)
+        _emit_error(*description, 3)
     except (MemoryError, ImportError, OSError):  # too little memory for rich
         sys.stderr.write("annie-quant: {}\n  → {}\n".format(*description))
     sys.exit(3)

@@ -41,7 +41,10 @@ def host_array(w: Any, name: str) -> np.ndarray:
     w = w.detach()
     if w.dtype == torch.bfloat16:  # which NumPy does not know
         return w.view(torch.uint16).numpy().view(BFLOAT16)
-    return w.numpy()
+    try:
+        return w.numpy()
+    except TypeError:  # a dtype that NumPy does not know, such as float8
+        raise ValueError(f"{name}: dtype {w.dtype}, expected float32, float16 or bfloat16") from None
 
 
 def byte_array(a: np.ndarray, name: str) -> np.ndarray:

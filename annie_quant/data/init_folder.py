@@ -9,6 +9,7 @@ Secrets are masked before anything is written. README.md of the folder states wh
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,11 +81,21 @@ class Sources:
 
 
 def initialize(sources: Sources, output: Path, force: bool = False, progress: Progress = SILENT) -> Initialized:
-    """Write persona.json, workloads/, calibration.jsonl and README.md into `output`.
+    """Write persona.json, workloads/, calibration.jsonl and README.md into `output`. A new folder is removed after an error.
 
     Raises UsageError where there is neither a system prompt nor a log with conversations, and for a folder with other files.
     """
     check_output(output, force)
+    is_new = not output.exists()
+    try:
+        return _write(sources, output, progress)
+    except BaseException:
+        if is_new:
+            shutil.rmtree(output, ignore_errors=True)
+        raise
+
+
+def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
     if sources.prompt is None and not sources.logs:
         raise UsageError("there is nothing to start from", "give --prompt, --logs, or both")
     scanner = Scanner(sources.personal, sources.words)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from annie_quant.data.streamed_answer import message_of_events, stream_bytes
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.judge.answers import parse_raw
 
@@ -108,10 +109,12 @@ ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant", "tool": "tool",
     "function": "tool", "observation": "tool", "ipython": "tool", "toolresult": "tool", "tool_response": "tool",
-    "function_response": "tool", "function_call": "call", "tool_call": "call",
+    "function_response": "tool", "function_call": "call", "tool_call": "call", "ai": "assistant",
+    "aimessagechunk": "assistant",
 }  # fmt: skip
 IMAGE_KINDS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file")
 MESSAGE_KEYS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chosen")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # args: LangChain, Gemini; input: Anthropic
 TIME_KEYS = ("time", "timestamp", "start_time", "created_at", "created")
 WRAPPERS = ("body", "request", "request_body", "kwargs", "input", "params", "payload", "data")
 _TAGGED_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -156,14 +159,14 @@ def _time(record: Record) -> float | None:
 def finished(messages: list[ChatMessage], tools: list[Tool] | None, system: object = None) -> Conversation:
     """Return a conversation that every chat template can render. Raises Unusable where nothing is left."""
     systems = [m["content"] for m in messages if m["role"] == "system"]
-    prompt = "\n".join(s for s in [str(system)] * bool(system) + systems if s.strip()) or None
+    prompt = "\n".join(s for s in [_content(system)[0], *systems] if s.strip()) or None
     messages = [m for m in messages if m["role"] != "system"]
     if prompt and (tagged := _TOOLS.search(prompt)) and not tools:
         tools = tools_of(tagged[1])
         prompt = _TOOLS.sub("", prompt).strip() if tools else prompt  # the chat template adds them again
     while messages and messages[0]["role"] in ("assistant", "tool"):
         messages = messages[1:]  # a greeting before the user's first message
-    if not any(m["role"] == "user" for m in messages):
+    if not any(m["role"] == "user" and m["content"].strip() for m in messages):
         raise Unusable("no user message")
     thinking = any(m.get("reasoning_content") for m in messages)
     return Conversation(_linked(messages), prompt, tools, thinking)
@@ -205,6 +208,11 @@ def _answer(record: Record) -> object:
     """Return the message of a response that is logged with its request; None where there is none."""
     for key in ("response", "response_body", "output", "completion", "result"):
         value = _object_in(record, key)
+        if streamed := stream_bytes(value):
+            try:
+                return message_of_events(streamed)[0]
+            except ValueError as error:
+                raise Unusable(str(error)) from None
         if isinstance(value, Mapping):
             body = inner if isinstance(inner := value.get("body"), Mapping) else value
             if (choice := first_choice(body)) is not None:
@@ -225,9 +233,13 @@ def parsed_message(raw: object) -> Iterator[ChatMessage]:
     """Yield one logged message as messages of OpenAI's form. Raises Unusable for an unknown role or an image."""
     if not isinstance(raw, Mapping):
         raise Unusable("a message is not an object")
-    role = ROLES.get(str(raw.get("role") or raw.get("from") or "").lower().replace("-", "_"))
+    for key in ("data", "kwargs"):  # LangChain's stored messages
+        if isinstance(raw.get(key), Mapping) and "role" not in raw:
+            raw = {**raw, **raw[key]}
+    sender = str(raw.get("role") or raw.get("from") or raw.get("type"))  # LangChain: type
+    role = ROLES.get(sender.lower().replace("-", "_"))
     if role is None:
-        raise Unusable(f"unknown role {str(raw.get('role') or raw.get('from'))[:30]!r}")
+        raise Unusable(f"unknown role {sender[:30]!r}")
     content = raw.get("content") if "content" in raw else raw.get("value")
     text, thoughts, calls, results = _content(content)
     thoughts += str(raw.get("reasoning_content") or raw.get("reasoning") or "")
@@ -273,8 +285,7 @@ def _content(content: object) -> tuple[str, str, list[ChatCall], list[ChatMessag
         if kind in IMAGE_KINDS:
             raise Unusable("an image or another file: only text can be evaluated")
         if kind in ("toolCall", "tool_use", "tool_call"):
-            arguments = block.get("arguments", block.get("input"))
-            calls.append(_call({"name": block.get("name"), "arguments": arguments, "id": block.get("id")}))
+            calls.append(_call(block))
         elif kind == "tool_result":
             text, *_ = _content(block.get("content"))
             results.append(_result(text, None, block.get("tool_use_id")))
@@ -303,7 +314,7 @@ def _call(raw: object) -> ChatCall:
     if not isinstance(raw, Mapping):
         raise Unusable("a tool call that is not an object")
     function = inner if isinstance(inner := raw.get("function"), Mapping) else raw
-    arguments = function.get("arguments", function.get("parameters"))
+    arguments = next((function[key] for key in ARGUMENT_KEYS if key in function), None)
     if isinstance(arguments, str):
         arguments = _decoded(arguments) if arguments.strip() else {}
     if not function.get("name"):

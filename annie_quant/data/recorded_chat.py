@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -25,9 +24,9 @@ from annie_quant.core.secrets import Redactor
 from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.data.log_records import Unusable, conversation_of, first_choice, with_text_arguments
 from annie_quant.data.masking import MASK, Scanner
+from annie_quant.data.streamed_answer import message_of_events
 from annie_quant.documents import ChatMessage, LoggedChat
-from annie_quant.stream import decode
-from annie_quant.stream.answer import MAX_NAME, Frame
+from annie_quant.stream.answer import MAX_NAME
 
 T = TypeVar("T")
 
@@ -36,7 +35,6 @@ MAX_ANSWER_BYTES = 16_000_000  # also after decompression
 MAX_LINE_BYTES = 1_000_000
 MAX_MODEL = 200  # characters of a model's name
 READABLE_CODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
 
 @dataclass
@@ -80,8 +78,8 @@ def line_of(exchange: CopiedExchange, scanner: Scanner) -> ChatLine:
     if exchange.answer is not None:
         try:
             body = decompressed(exchange.answer, exchange.coding)
-            message, reason = answer_of_events(body) if exchange.is_stream else answer_of_body(body)
-        except Unusable as error:
+            message, reason = message_of_events(body) if exchange.is_stream else answer_of_body(body)
+        except (Unusable, ValueError) as error:
             fault = str(error)
     record: JsonObject = {"messages": request.get("messages"), "tools": _tools(request)}
     if message is not None:
@@ -154,37 +152,6 @@ def answer_of_body(body: bytes) -> tuple[JsonObject, str | None]:
     if not isinstance(message, dict):
         raise Unusable("an answer that is not a chat completion")
     return {**message, "role": "assistant"}, reason[:MAX_NAME] if isinstance(reason, str) else None
-
-
-def answer_of_events(body: bytes) -> tuple[JsonObject, str | None]:
-    """Return message and finish reason of a stream of chunks. Raises Unusable where it is broken or does not end."""
-    answer = decode.read_answer(frames(body))
-    if answer.fault is not None:
-        raise Unusable("a stream that is broken")
-    if answer.done_ns is None and answer.finish_reason is None:
-        raise Unusable("a stream that does not end")
-    message: JsonObject = {"role": "assistant", "content": "".join(answer.text)}
-    if answer.reasoning:
-        message["reasoning_content"] = "".join(answer.reasoning)
-    if answer.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for _, call in sorted(answer.calls.items())
-        ]
-    return message, answer.finish_reason
-
-
-def frames(body: bytes) -> Iterator[Frame]:
-    """Yield the events of a stream that was copied as a whole. Times are not known here: all stamps are 0."""
-    for raw in _EVENT_END.split(body.removeprefix(b"\xef\xbb\xbf")):
-        fields = list(decode.field_lines(raw))
-        lines = [value for name, value in fields if name == b"data"]
-        if not lines:
-            continue
-        data = b"\n".join(lines)
-        kind = decode.DONE if data.strip() == b"[DONE]" else decode.DATA
-        flags = decode.NAMED if any(name == b"event" for name, _ in fields) else 0
-        yield Frame(0, kind, flags, 0, raw, data)
 
 
 def without(value: T, secrets: Redactor) -> T:

@@ -45,7 +45,10 @@ def draw_arguments(schema: Schema, rng: random.Random, split: str) -> JsonObject
     """
     reason = None
     for _ in range(MAX_DRAWS):
-        value = _draw(schema, schema, rng, split, "", 0)
+        try:
+            value = _draw(schema, schema, rng, split, "", 0)
+        except (RecursionError, AttributeError, TypeError, ValueError):
+            raise NoValue("the schema is not valid, or refers to itself without end") from None
         if isinstance(value, dict):
             reason = mismatch(value, schema)
             if reason is None:
@@ -64,7 +67,9 @@ def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str,
         return rng.choice(node["enum"])
     for key in ("anyOf", "oneOf"):
         if node.get(key):
-            options = [option for option in node[key] if option != {"type": "null"}] or node[key]
+            null = {"type": "null"}
+            deep = depth >= MAX_DEPTH and null in node[key]  # where a schema refers to itself
+            options = [null] if deep else [option for option in node[key] if option != null] or node[key]
             return _draw({**_without(node, key), **_resolved(rng.choice(options), root)}, root, rng, split, name, depth)
     if node.get("allOf"):
         return _draw(_merged([_without(node, "allOf"), *node["allOf"]], root), root, rng, split, name, depth)
@@ -76,7 +81,7 @@ def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str,
     if kind == "object":
         return _object(node, root, rng, split, depth)
     if kind == "array":
-        low, high = int(node.get("minItems", 1)), int(node.get("maxItems", MAX_ITEMS))
+        low, high = int(node.get("minItems", depth < MAX_DEPTH)), int(node.get("maxItems", MAX_ITEMS))
         n = rng.randint(low, max(low, min(high, low + MAX_ITEMS - 1))) if depth < MAX_DEPTH else low
         items = [_draw(node.get("items", {}), root, rng, split, name, depth + 1) for _ in range(n)]
         return _distinct(items) if node.get("uniqueItems") else items
@@ -337,7 +342,7 @@ def _from_schema(tool: Schema, rng: random.Random, split: str) -> ToolExchange:
     except NoValue as error:
         raise UsageError(
             f"the offline teacher draws no arguments for {tool['name']}: {error}",
-            "use --teacher claude-cli or --teacher openai, or give the conversations with --calib-data",
+            "init: give --logs, or an enum in the schema; data: --teacher claude-cli or --teacher openai",
         ) from error
     action = action_of(tool)
     text = ", ".join(f"{name} {value}" for name, value in flattened(arguments))

@@ -45,6 +45,7 @@ N_GENERATED = 120  # cases per workload made from a persona's tools
 SPLIT = "gate"
 MAX_TOKENS = 160
 MAX_DRAWS = 50  # attempts to draw a new prompt, per case
+MAX_REPEATS = 10  # in a row, until it is another tool's turn
 TALK_SHARE = 3  # n / TALK_SHARE conversations of several turns
 LEAST = 60  # cases with several calls, or with results; a verdict about them needs 52 that bf16 gets right
 
@@ -166,14 +167,19 @@ def _cases(
     rng = random.Random(f"{seed}:{draw.__name__}")
     cases: list[CaseFile] = []
     prompts: set[str] = set()
+    skipped = repeats = 0
     for _ in range(n * MAX_DRAWS):
         if len(cases) == n:
             break
-        case = draw(persona, rng, len(cases))
+        case = draw(persona, rng, len(cases) + skipped)
         key = str(case.messages or case.turns) if case else ""
+        repeats += 1
         if case and key not in prompts:
             prompts.add(key)
             cases.append(case)
+            repeats = 0
+        elif repeats == MAX_REPEATS:  # of a tool with few prompts, such as one without arguments: the next one's turn
+            skipped, repeats = skipped + 1, 0
     return cases
 
 

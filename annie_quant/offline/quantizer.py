@@ -31,6 +31,7 @@ from annie_quant.checkpoint.checks import DEADLY
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.linears import (
     FP8_BLOCK,
+    FP8_DYNAMIC,
     LARGEST_INPUT_SCALE,
     LARGEST_TENSOR_SCALE,
     MAGNITUDE,
@@ -124,15 +125,10 @@ def build_fp8(linear: Linear, folder: ModelFolder, old: nn.Linear, per_token: bo
     if linear.block_scale is None:
         raise CheckpointError(f"{linear.name}.weight_scale is missing, {linear.weight} needs it", AUDIT)
     scale = meta_tensor(folder, linear.block_scale)
+    linear.check_fp8_scale(folder)
     if linear.block:
-        if scale.shape != linear.scale_grid(folder):
-            raise linear.wrong_grid(folder)
         kind = BlockFP8Linear if linear.block_scale.endswith(BlockFP8Linear.SCALE) else NamedBlockFP8Linear
         return kind(k, n, block=linear.block, scale_dtype=scale.dtype, bias=bias, dtype=dtype)
-    if scale.numel() not in (1, n):
-        raise CheckpointError(
-            f"{linear.block_scale} is {list(scale.shape)}, expected one value or one for each of {n} rows"
-        )
     input_shape = folder.info(linear.input_global).shape if linear.input_global else None
     return FP8Linear(k, n, scale_shape=tuple(scale.shape), scale_dtype=scale.dtype, input_shape=input_shape,
                      per_token=per_token, bias=bias, dtype=dtype)  # fmt: skip
@@ -220,7 +216,8 @@ def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
 
 log = logging.getLogger(__name__)
 
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION", FP8_BLOCK)
+FP8_ALGORITHMS = (FP8_BLOCK, "FP8", FP8_DYNAMIC)
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION", *FP8_ALGORITHMS)
 BLOCK_FP8, NAMED_BLOCK_FP8 = "annie_quant_fp8", "annie_quant_fp8_block"
 DIALECTS = {
     modelopt.NAME: modelopt,
@@ -285,7 +282,7 @@ class NVFP4Quantizer(HfQuantizer):
             for name in folder:
                 if name not in linear_tensors and name.endswith(SCALE_SUFFIXES) and find_module(model, parent(name)):
                     raise CheckpointError(f"{name}: the other tensors of its linear are missing", AUDIT_HINT)
-            if not nvfp4_linears(model) and not (linears and settings.algo in (FP8_BLOCK, "MIXED_PRECISION")):
+            if not nvfp4_linears(model) and not (linears and settings.algo in (*FP8_ALGORITHMS, "MIXED_PRECISION")):
                 raise CheckpointError(
                     f"{self.folder.name}: config.json declares NVFP4, and no tensor is NVFP4", AUDIT_HINT
                 )

@@ -11,9 +11,11 @@ import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.linears import FP8_DYNAMIC, HEAD, all_linears, covering_pattern, unties, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.models import in_layer
 
 NVFP4, W4A16, FP8 = "nvfp4", "w4a16", "fp8"  # W4A16: NVFP4 weights, 16-bit activations
 FP8_CHANNEL = "fp8_channel"  # FP8 with a scale per row of the weight; activations are scaled per token while serving
@@ -25,6 +27,7 @@ BITS = {NVFP4: 4.5, W4A16: 4.5, FP8: 8.0, FP8_CHANNEL: 8.0}
 PLAIN_BITS = 16.0
 SCALARS_BYTES = {NVFP4: 8, W4A16: 4, FP8: 8, FP8_CHANNEL: 0}
 ROW_BYTES = {FP8_CHANNEL: 4}  # of a scale per row
+UNQUANTIZED_HINT = "give --model the bf16 checkpoint, or annie-quant convert DIR --to bf16 first"
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -60,6 +63,9 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
     exclude: patterns of modules to leave out, in addition to those that the family leaves unquantized.
     Raises CheckpointError for a weight that cannot be quantized, or if no linear is left.
     """
+    dialects.refuse_unread(folder)
+    if dialects.of(folder):
+        raise CheckpointError(f"{folder.path} is quantized already", UNQUANTIZED_HINT)
     modules = all_linears(folder)
     left_out = excluded(exclude, dict.fromkeys([*modules, HEAD]))  # also a head that is tied
     chosen = []
@@ -68,12 +74,17 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
         if module in left_out or covering_pattern(module, folder.family.unquantized):
             continue
         if info.dtype not in FLOATS:
-            raise CheckpointError(f"{info.name}: dtype {info.dtype}, expected one of {', '.join(FLOATS)}",
-                                  "give --model the bf16 checkpoint, or annie-quant convert DIR --to bf16 first")  # fmt: skip
-        if info.shape[1] % GROUP:
-            raise CheckpointError(f"{info.name}: rows of {info.shape[1]}, expected a multiple of {GROUP}",
-                                  f"--exclude-layers {module}")  # fmt: skip
+            raise CheckpointError(
+                f"{info.name}: dtype {info.dtype}, expected one of {', '.join(FLOATS)}", UNQUANTIZED_HINT
+            )
         chosen.append(module)
+    uneven = [module for module in chosen if folder.info(f"{module}.weight").shape[1] % GROUP]
+    if uneven:
+        info, names = folder.info(f"{uneven[0]}.weight"), dict.fromkeys(map(in_layer, uneven))
+        raise CheckpointError(
+            f"{info.name}: rows of {info.shape[1]}, expected a multiple of {GROUP}",
+            f"add --exclude-layers {','.join(names)}",
+        )
     if not chosen:
         raise CheckpointError(f"{folder.path}: no linear layer is left to quantize", "annie-quant audit it")
     return chosen

@@ -326,7 +326,10 @@ class ChatApi:
         function = object_field(piece, "function")
         if index is None:  # some servers omit it: an id begins a new call
             index = len(answer.calls) if call_id or not answer.calls else len(answer.calls) - 1
-        return answer.add_call(index, call_id, name_field(function, "name"), function.get("arguments"), stamp)
+        name, earlier = name_field(function, "name"), answer.calls.get(index)
+        if earlier and name and call_id and earlier.name and earlier.id and call_id != earlier.id:
+            index = len(answer.calls)  # some servers give every call the index 0
+        return answer.add_call(index, call_id, name, function.get("arguments"), stamp)
 
 
 # ---- responses

@@ -410,6 +410,8 @@ def _find_fault(timings: Timings, answer: StreamedAnswer, request: int, body: by
         answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {answers.message_of(body)}")
     elif "event" not in answer.first:
         answer.fail("no_events", f"the stream has no event ({len(body)} bytes)")
+    elif answer.finish_reason is None and not (answer.text or answer.reasoning or answer.calls):
+        answer.fail("no_events", "the stream has no answer: neither text, nor a tool call, nor a finish reason")
     elif not ended and answer.finish_reason is None:
         answer.fail("truncated", "the stream ended early: neither its end mark nor a finish reason was received")
     elif not ended:

@@ -314,6 +314,18 @@ def test_other_files_are_not_overwritten(tmp_path):
         initialize(Sources(), tmp_path / "m")
 
 
+def test_an_error_leaves_no_new_folder(tmp_path):
+    parameters = {
+        "type": "object",
+        "properties": {"plate": {"type": "string", "pattern": "^[A-Z]{9}$"}},
+        "required": ["plate"],
+    }
+    tools = [{"type": "function", "function": {"name": "book", "parameters": parameters}}]
+    with pytest.raises(UsageError, match="draws no arguments for book"):
+        initialize(Sources(prompt="Be S.", tools=tools), tmp_path / "mine")
+    assert not (tmp_path / "mine").exists()
+
+
 def test_an_invalid_tools_file_is_named(tmp_path):
     (tmp_path / "t.json").write_text('[{"type": "function"}]')
     with pytest.raises(UsageError, match="not a list of OpenAI function tools"):

@@ -56,6 +56,16 @@ ANTHROPIC = {
         {"role": "assistant", "content": [{"type": "text", "text": "done"}]},
     ],
 }
+LANGCHAIN = [
+    {"type": "system", "content": "Be S."},
+    {"type": "human", "content": "hi"},
+    {"type": "ai", "content": "", "tool_calls": [{"name": "find", "args": {"q": "a"}, "id": "c", "type": "tool_call"}]},
+    {"type": "tool", "content": "r", "tool_call_id": "c"},
+    {"type": "ai", "content": "done"},
+]
+CHUNKS = [{"choices": [{"index": 0, "delta": {"content": t}}]} for t in ("do", "ne")]
+CHUNKS += [{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
+SSE = "".join(f"data: {json.dumps(c)}\n\n" for c in CHUNKS) + "data: [DONE]\n\n"
 EVENTS = [
     {"type": "session", "version": 3, "id": "s", "timestamp": "t"},
     {"type": "message", "id": "1", "timestamp": "t", "message": USER},
@@ -106,11 +116,17 @@ def read(path, problems=None):
           "response": {"choices": [{"message": OPENAI["messages"][-1]}]}}, True),
         ({"request": json.dumps({"messages": OPENAI["messages"][:-1]}), "response": "done"}, False),
         ({"prompt": OPENAI["messages"][:2], "completion": OPENAI["messages"][2:]}, False),
+        ({**ANTHROPIC, "system": [{"type": "text", "text": "Be S.", "cache_control": {"type": "ephemeral"}}]}, True),
+        ({"messages": LANGCHAIN}, False),
+        ({"messages": [{"type": m["type"], "data": m} for m in LANGCHAIN]}, False),
+        ({"messages": [{"lc": 1, "type": "constructor", "kwargs": m} for m in LANGCHAIN]}, False),
+        ({"messages": OPENAI["messages"][:-1], "response": CHUNKS}, False),
+        ({"messages": OPENAI["messages"][:-1], "response": SSE}, False),
     ],
 )  # fmt: skip
 def test_each_form_is_the_same_conversation(record, tools):
     conversation = conversation_of(record)
-    assert shape(conversation) == EXPECTED and "Be S." in conversation.system
+    assert shape(conversation) == EXPECTED and conversation.system == "Be S."
     assert (conversation.tools == [TOOL]) is tools
     assert conversation.messages[2]["tool_call_id"] == conversation.messages[1]["tool_calls"][0]["id"]
 
@@ -213,6 +229,8 @@ def test_a_conversation_over_the_limit_is_counted_with_its_place(tmp_path):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "an image"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "unknown role 'alien'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no user message"),
+        ({"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}, "no user message"),
+        ({"messages": [USER], "response": CHUNKS[:2]}, "a stream that does not end"),
         ({"text": "plain"}, "no messages"),
         ({"messages": [USER, {"role": "tool", "content": "r"}]}, "a tool result without a call"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}]},

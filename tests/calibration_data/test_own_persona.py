@@ -15,6 +15,7 @@ from annie_quant.data import Options, check_prompt_hash, generate, load_persona,
 from annie_quant.data.rows import THRESHOLD, DuplicateFinder, faults, features, form_faults, form_report
 from annie_quant.data.tool_exchanges import draw_arguments, draw_exchange
 from annie_quant.data.workloads import gate_documents, generated_workloads, personas_of, resolve
+from annie_quant.documents.persona import Persona
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import NO_RESULT
 
@@ -295,3 +296,16 @@ def test_a_persona_name_that_no_file_can_have_is_a_usage_error_or_not_readable(n
 def test_a_user_message_without_content_is_a_fault():
     row = {**ROW, "messages": [{"role": "user"}, *ROW["messages"][1:]], "provenance": {"teacher": "offline"}}
     assert any("empty" in fault for fault in faults(row, load_persona("home")))
+
+
+def test_a_tool_without_arguments_leaves_its_turn_to_the_others():
+    """It has two prompts. Generation stopped at its third turn, with 8 of 120 cases."""
+    find = {
+        "name": "find",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+    }
+    tools = tuple({"type": "function", "function": f} for f in (find, {"name": "ping"}))
+    persona = Persona(name="S", system_prompt="Be S.", tools=tools)
+    cases = {w.name: w.cases for w in gate_documents(persona, 60)}["tool_calls"]
+    called = [case.expect["tool"] for case in cases]
+    assert called.count("ping") == 2 and called.count("find") == 58

@@ -60,6 +60,14 @@ def test_a_lost_tensor_is_found_without_the_source(checkpoints, tmp_path, lost, 
     assert repair_command(audit) is None, "no repair gives the tensor back"
 
 
+def test_an_unknown_family_may_call_its_last_norm_otherwise(checkpoints, tmp_path):
+    def phi(t: dict, c: dict) -> None:
+        c.update(model_type="phi")
+        t["model.final_layernorm.weight"] = t.pop("model.norm.weight")
+
+    assert findings(zoo.spoil(checkpoints[0], tmp_path / "phi", phi)) == []
+
+
 def test_what_every_layer_lost_is_found_with_the_source(checkpoints, tmp_path):
     bad = zoo.spoil(checkpoints[1], tmp_path / "bad", without("input_layernorm"))
     assert findings(bad) == []

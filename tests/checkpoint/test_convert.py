@@ -340,6 +340,49 @@ def test_awq_is_not_dropped_silently(checkpoints, tmp_path):
             aq.checkpoint.convert(bad, to, tmp_path / "out.gguf")
 
 
+def other_algorithm(t: dict, c: dict) -> None:
+    c["quantization_config"]["quant_algo"] = "W4A8_NVFP4_FP8"
+
+
+@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors", "gguf"])
+def test_activation_scales_of_an_unknown_algorithm_are_not_taken_for_nvfp4_s(checkpoints, tmp_path, to):
+    w4a8 = zoo.spoil(checkpoints["nvfp4"], tmp_path / "w4a8", other_algorithm)
+    with pytest.raises(CheckpointError, match="W4A8_NVFP4_FP8' is not known here"):
+        aq.checkpoint.convert(w4a8, to, tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+    with pytest.raises(CheckpointError, match="W4A8_NVFP4_FP8' is not known here"):
+        aq.checkpoint.repair(w4a8, output=tmp_path / "repaired")
+    assert aq.checkpoint.convert(w4a8, "bf16", tmp_path / "plain").tensors > 0
+
+
+@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors", "gguf", "bf16"])
+def test_fp8_scales_of_another_layout_are_refused(checkpoints, tmp_path, to):
+    """As ModelOpt writes MXFP8: a scale per 32 columns."""
+
+    def spread(t: dict, c: dict) -> None:
+        fp8_too(t, c)
+        t["model.layers.3.self_attn.o_proj.weight_scale"] = np.ones((256, 8), np.float32)
+
+    mixed = zoo.spoil(checkpoints["nvfp4"], tmp_path / "mixed", spread)
+    with pytest.raises(CheckpointError, match=r"shape \[256, 8\], expected one number or \[256, 1\]"):
+        aq.checkpoint.convert(mixed, to, tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_only_a_tensor_s_pages_are_released(checkpoints, tmp_path, monkeypatch):
+    """The numbers of a quantized linear have 8 times the bytes of its codes: the end of the file was passed."""
+    ranges = []
+    release = ModelFolder.release
+
+    def checked(self: ModelFolder, name: str, begin: int = 0, end: int | None = None) -> None:
+        ranges.append((begin, end or 0, self.info(name).size_bytes))
+        release(self, name, begin, end)
+
+    monkeypatch.setattr(ModelFolder, "release", checked)
+    aq.checkpoint.convert(checkpoints["nvfp4"], "gguf", tmp_path / "x.gguf", type="BF16")
+    assert ranges and all(begin <= size and end <= size for begin, end, size in ranges)
+
+
 def test_a_failed_gguf_leaves_no_file(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(names.Layout, "transform", lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):

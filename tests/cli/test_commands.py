@@ -1,5 +1,6 @@
 """The command line: help for every command, exit codes, one line on stderr for expected errors."""
 
+import json
 import re
 import subprocess
 import sys
@@ -70,6 +71,15 @@ def test_the_list_of_commands_has_whole_sentences_in_80_columns() -> None:
 def test_an_unknown_option_is_a_usage_error_on_stderr() -> None:
     done = annie_quant("quantize", "--stratgy", "naive")
     assert done.returncode == 2 and done.stdout == "" and "--strategy" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"), [(["nothere"], 3, "nothere: not there"), ([], 2, "Missing argument 'CHECKPOINT'")]
+)
+def test_an_error_is_also_one_json_object(words: list[str], code: int, message: str) -> None:
+    done = annie_quant("audit", *words, "--json")
+    result = json.loads(done.stdout)
+    assert done.returncode == result["exit_code"] == code and message in result["error"] and message in done.stderr
 
 
 def test_a_folder_without_a_model_is_a_one_line_error_with_exit_3(tmp_path: Path) -> None:

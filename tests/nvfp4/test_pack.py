@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -235,6 +237,12 @@ def overlapping_unpack():
     nvfp4.unpack(t, "float32", out=memory[:64].view(np.float32).reshape(1, 16))
 
 
+def test_a_torch_dtype_that_numpy_does_not_know_is_named():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    with pytest.raises(ValueError, match=r"w: dtype torch\.float8_e4m3fn, expected float32"):
+        nvfp4.pack(torch.ones(2, 32).to(torch.float8_e4m3fn))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -254,6 +262,7 @@ def overlapping_unpack():
         (lambda: nvfp4.unpack(nvfp4.pack(np.ones((2, 32), np.float32)), out=np.empty((2, 16), BFLOAT16)), r"\(2, 32\)"),
         (lambda: nvfp4.fake_quant(np.ones((2, 24), np.float32)), r"x: shape \(2, 24\), expected .* multiple of 16"),
         (lambda: nvfp4.fake_quant(np.ones((2, 32), np.float32), out=np.empty((2, 16), np.float32)), r"expected float32 \(2, 32\)"),
+        (lambda: nvfp4.unpack(replace(nvfp4.pack(np.ones((2, 32), np.float32)), tensor_scale=np.nan)), "tensor_scale is NaN"),
         (lambda: overlapping_fake_quant(), "x and out overlap"),
         (lambda: overlapping_unpack(), "codes and out overlap"),
         (lambda: nvfp4.swizzle(np.ones(16, np.uint8)), r"shape \(16,\), expected \[rows, blocks\]"),

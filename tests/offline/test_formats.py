@@ -129,6 +129,22 @@ def same(before: dict, after: dict) -> bool:
     return True
 
 
+@pytest.mark.parametrize("config", ["FP8_DEFAULT_CFG", "FP8_PER_CHANNEL_PER_TOKEN_CFG"])
+def test_fp8_alone_loads_as_the_audit_states(reference: Path, tmp_path: Path, config: str) -> None:
+    exported = export_nvfp4(reference, tmp_path / "modelopt", config)
+    support = {s.server: s.loads for s in checkpoint.audit(exported).summary.servers}
+    assert support["transformers"] == "after"
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    eight = {n: m for n, m in model.named_modules() if isinstance(m, FP8Linear)}
+    tensors = load_file(exported / "model.safetensors")
+    assert len(eight) == sum(t.dtype == torch.float8_e4m3fn for t in tensors.values()) > 0
+    checkpoint.convert(exported, to="bf16", output=tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        a, b = model(ids()).logits, plain(ids()).logits
+    assert 0 < (a - b).norm() < 0.2 * b.norm()  # the activations are rounded, too
+
+
 @pytest.mark.parametrize("config", ["NVFP4_DEFAULT_CFG", "NVFP4_MLP_WEIGHT_ONLY_CFG"])
 def test_compressed_tensors(reference: Path, tmp_path: Path, config: str) -> None:
     exported = export_nvfp4(reference, tmp_path / "modelopt", config)

@@ -216,7 +216,7 @@ def configured(source: Path, target: Path, change) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("algo", ["FP8", "INT4_AWQ", None])
+@pytest.mark.parametrize("algo", ["W4A8_NVFP4_FP8", "INT4_AWQ", None])
 def test_formats_that_are_not_read_are_named(naive: Path, tmp_path: Path, algo: str | None) -> None:
     folder = configured(naive, tmp_path, lambda c: c["quantization_config"].update(quant_algo=algo))
     with pytest.raises(CheckpointError, match=str(algo or "''")):

@@ -54,3 +54,13 @@ def test_valid_schemas_work():
     schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
     assert mismatch({"n": 5}, schema) is None
     assert mismatch({"n": "5"}, schema).startswith("at n: ")
+
+
+def test_a_schema_that_refers_to_itself_ends():
+    node = {"properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["next"]}
+    schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/node"}}, "required": ["n"]}
+    schema["$defs"] = {"node": {"type": "object", **node}}
+    assert mismatch(draw_arguments(schema, random.Random(0), "gate"), schema) is None
+    schema["$defs"]["node"]["properties"]["next"] = {"$ref": "#/$defs/node"}
+    with pytest.raises(NoValue, match="refers to itself without end"):
+        draw_arguments(schema, random.Random(0), "gate")

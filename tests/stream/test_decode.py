@@ -168,6 +168,12 @@ def test_strange_shapes_never_raise(value: dict) -> None:
     decode.token_times(answer, 0)
 
 
+def test_calls_that_all_have_the_index_0() -> None:
+    calls = [{"index": 0, "id": i, "function": {"name": "f", "arguments": f'{{"q":"{i}"}}'}} for i in "ab"]
+    answer = answer_of(*(event({"tool_calls": [call]}) for call in calls), event({}, "tool_calls"), DONE)
+    assert [(c.id, c.arguments) for c in answer.calls.values()] == [("a", '{"q":"a"}'), ("b", '{"q":"b"}')]
+
+
 def test_how_a_stream_may_end() -> None:
     content, stop = event({"content": "Hi"}), event({}, "stop")
     assert record_of([content, stop, DONE])["warnings"] == []
@@ -179,6 +185,7 @@ def test_how_a_stream_may_end() -> None:
     inside = record_of([content, stop, DONE, b"data: {"])
     assert inside["error"] is None and "inside an event (7 bytes left)" in inside["warnings"][0]
     assert record_of([b": ping\n\n"])["cause"] == "no_events"
+    assert record_of([DONE])["cause"] == record_of([event({"role": "assistant"}), DONE])["cause"] == "no_events"
     assert "after the end" in record_of([content, DONE, content])["warnings"][0]
 
 

@@ -98,9 +98,9 @@ def check_layers(folder: ModelFolder, layers: dict[int, set[str]]) -> Iterator[F
 
 def check_outside(folder: ModelFolder) -> Iterator[Finding]:
     """Check the embedding, the last norm and, where config.json states that it is not the embedding, the head."""
+    if not folder.text_config.get("num_hidden_layers") or not models.is_known(folder.config):
+        return  # other families name them otherwise, such as Phi's final_layernorm
     modules = {models.short_name(n).rpartition(".")[0] for n in folder if not folder.family.is_auxiliary(n)}
-    if not folder.text_config.get("num_hidden_layers"):
-        return
     for name in (EMBEDDING, NORM) if may_be_tied(folder) else (EMBEDDING, NORM, HEAD):
         if name not in modules:
             yield fault("decoder_incomplete", name, "missing")

@@ -19,6 +19,8 @@ from annie_quant.checkpoint.dialects import QuantizedFolder, modelopt
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, QuantConfig, covering_pattern, plain_linears
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import CheckpointError
+from annie_quant.core.text import printable
 from annie_quant.documents import Finding
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", FP8_DYNAMIC, FP8_BLOCK, "MIXED_PRECISION")
@@ -33,6 +35,16 @@ def unread_method(model: QuantizedFolder) -> Finding | None:
         return None
     problem = f"quant_method {str(method)[:40]!r} is not read here; modelopt, compressed-tensors and fp8 in blocks are"
     return Finding("method_unknown", "config.json", problem)
+
+
+def check_algorithm(model: QuantizedFolder) -> None:
+    """Raise CheckpointError for an algorithm that is not known here: its activation scales may have another meaning."""
+    algo, path = model.config.algo, model.folder.path
+    if algo and algo not in ALGORITHMS:
+        raise CheckpointError(
+            f"{path}: quant_algo {printable(algo, 40)!r} is not known here",
+            f"only its weights can be converted: annie-quant convert {path} --to bf16",
+        )
 
 
 def check(model: QuantizedFolder) -> Iterator[Finding]:

@@ -175,14 +175,10 @@ def fp8_faults(folder: ModelFolder, x: Linear) -> Iterator[Finding]:
         yield fault("fp8_scale_missing", x.name, f"{x.weight} is in FP8 and has no {missing}")
         return
     info = folder.info(x.block_scale)
-    if x.block:
-        if info.shape != x.scale_grid(folder):
-            error = x.wrong_grid(folder)
-            yield fault(error.code, info.name, error.message)
-            return
-    elif info.elements != 1 and not x.per_channel(folder):
-        rows = folder.info(x.weight).shape[0]
-        yield fault("scale_shape", info.name, f"shape {list(info.shape)}, expected one number or [{rows}, 1]")
+    try:
+        x.check_fp8_scale(folder)
+    except ShardError as error:
+        yield finding_of(error)
         return
     if info.dtype not in EXPONENTS:
         yield fault("scale_dtype", info.name, f"{info.dtype}, expected F32")

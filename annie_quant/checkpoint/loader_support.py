@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from annie_quant import models
-from annie_quant.checkpoint import runtime_names
+from annie_quant.checkpoint import runtime_names, server_versions
 from annie_quant.checkpoint.codes import DEADLY
 from annie_quant.checkpoint.dialects import QuantizedFolder, fp8, modelopt
 from annie_quant.checkpoint.gguf.names import Layout
@@ -39,7 +39,13 @@ def vllm(model: QuantizedFolder) -> Rule:
         return "no", f"{runtime_names.PREPROCESSOR} is missing (annie-quant audit --repair)"
     if has_uneven_columns(model):
         return "no", f"columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
-    notes = ["from 0.19 (mixed precision)"] if config.algo == "MIXED_PRECISION" and config.method == "modelopt" else []
+    notes = []
+    if config.algo == server_versions.MIXED and config.method == modelopt.NAME:
+        notes = [
+            f"from {v.since} (mixed precision)"
+            for v in server_versions.versions(model)
+            if v.server == "vLLM" and v.since
+        ]
     if tensor_parallel_ranks(model) < 2:
         notes.append(f"on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)")
     if rounds_state(folder):

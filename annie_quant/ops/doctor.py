@@ -275,7 +275,8 @@ def check_gpu(probe: Probe) -> list[CheckResult]:
     answer = probe.run(*smi_command("gpu", GPU_FIELDS))
     if answer.code == 127:
         why = "quantizing, auditing, evaluating and the embedded servers run on the CPU"
-        return [note("gpu", "no nvidia-smi, so no usable NVIDIA GPU", why)]
+        unchecked = "sm_121 code, FP4 and grouped products, shared memory, versions with a fault on a GPU"
+        return [note("gpu", f"no nvidia-smi, so no usable NVIDIA GPU; not checked: {unchecked}", why)]
     if answer.code != 0:
         message = f"nvidia-smi fails: {answer.first_line or f'exit code {answer.code}'}"
         return [fault("gpu", message, "the driver does not respond", "reboot, or reinstall the NVIDIA driver")]
@@ -297,6 +298,22 @@ def check_gpu(probe: Probe) -> list[CheckResult]:
             why = "this package's kernels need 8.0 or newer"
             findings.append(note("kernels", f"compute capability {capability}", why))
     return [*findings, _check_processes(probe), _check_nvcc(probe), *_check_torch(probe), *_check_kernels(probe)]
+
+
+def gpu_capability(probe: Probe) -> str:
+    """Return the first GPU's compute capability, as "12.1"; "" without a GPU."""
+    answer = probe.run(*smi_command("gpu", GPU_FIELDS))
+    rows = smi_rows(answer.text, GPU_FIELDS) if answer.code == 0 else []
+    return rows[0]["compute_cap"] if rows else ""
+
+
+def check_versions(probe: Probe) -> list[CheckResult]:
+    """Compare what is installed with the list of versions that have a known fault on this GPU."""
+    from annie_quant.ops import known_versions
+
+    installed = {name: probe.version(name) for name in known_versions.packages()}
+    versions = [(name, version) for name, version in installed.items() if version]
+    return list(known_versions.check(versions, gpu_capability(probe)))
 
 
 def _check_processes(probe: Probe) -> CheckResult:
@@ -408,5 +425,6 @@ def _check_servers(probe: Probe) -> list[CheckResult]:
 
 
 CHECKS = (
-    check_python, check_modules, check_extras, check_memory, check_disk, check_ownership, check_token, check_gpu, check_docker,
+    check_python, check_modules, check_extras, check_memory, check_disk, check_ownership, check_token, check_gpu,
+    check_versions, check_docker,
 )  # fmt: skip

@@ -17,7 +17,11 @@ TENSORS, FORMATS = "tensors", "formats"
 AGAIN = "start vLLM again with ANNIE_QUANT_VLLM_REPORT=FILE and this package installed next to it"
 # Parameters that vLLM makes for every attention, whether the checkpoint has scales of a KV cache or not.
 OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-METHODS = {"nvfp4": "fp4", "fp8": "fp8", "": "unquantized"}  # format of a linear → part of the name of vLLM's class for it
+METHODS = {
+    "nvfp4": "fp4",
+    "fp8": "fp8",
+    "": "unquantized",
+}  # format of a linear → part of the name of vLLM's class for it
 SHOWN = 3
 
 
@@ -51,7 +55,9 @@ def check_tensors(model: QuantizedFolder, loads: list[LoadedModel]) -> Iterator[
         why = "the server loaded another folder than --checkpoint"
         yield fault(TENSORS, f"{count(unknown, 'loaded tensor')} not in the checkpoint", why, "compare the two folders")
     if lost:
-        yield fault(TENSORS, f"{count(lost, 'tensor')} written into no parameter", "vLLM drops them without an error", fix)
+        yield fault(
+            TENSORS, f"{count(lost, 'tensor')} written into no parameter", "vLLM drops them without an error", fix
+        )
     if incomplete:
         why = "they have whatever was in memory, or an initial value"
         yield fault(TENSORS, f"{count(incomplete, 'parameter')} without all of their values", why, fix)

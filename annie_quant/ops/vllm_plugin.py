@@ -1,7 +1,7 @@
 """The plug-in for vLLM, which loads it itself (entry point vllm.general_plugins): linears and experts in NVFP4 on CPUs.
 
-On GPUs it replaces Marlin by our kernels, where a switch is set (vllm_cuda). With ANNIE_QUANT_VLLM_REPORT=FILE it writes which tensors
-were loaded and which kernel each layer got (vllm_report).
+On GPUs it replaces Marlin by our kernels, where a switch is set (vllm_cuda). With ANNIE_QUANT_VLLM_REPORT=FILE it writes which
+tensors were loaded and which kernel each layer got (vllm_report).
 
 vLLM's table of NVFP4 kernels has no entry for CPUs, and it has no class for a mixture's experts there. This plug-in adds W4A4
 (activations rounded to NVFP4 by the C codec, exact weights) and W4A16. Up to nvfp4_linear.FEW_ROWS rows are multiplied with the

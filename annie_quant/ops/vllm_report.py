@@ -107,14 +107,20 @@ class Writes(TorchDispatchMode):
         return [n for n, (storage, size) in self._parameters.items() if sum(self._written[storage].values()) < size]
 
     def __torch_dispatch__(
-        self, func: VllmObject, types: object, args: tuple[VllmObject, ...] = (), kwargs: Mapping[str, VllmObject] | None = None
+        self,
+        func: VllmObject,
+        types: object,
+        args: tuple[VllmObject, ...] = (),
+        kwargs: Mapping[str, VllmObject] | None = None,
     ) -> VllmObject:
         result = func(*args, **(kwargs or {}))
         written = func._schema.arguments[0].alias_info if args and func._schema.is_mutable else None
         if written is not None and written.is_write and (regions := self._written.get(_storage(args[0]))) is not None:
             target = args[0]
             regions[target.storage_offset(), target.shape, target.stride()] = target.numel()
-            own = self._sources.get(_storage(args[1])) if len(args) > 1 and hasattr(args[1], "untyped_storage") else None
+            own = (
+                self._sources.get(_storage(args[1])) if len(args) > 1 and hasattr(args[1], "untyped_storage") else None
+            )
             self.used |= {own or self._reading} & self.names
         return result
 

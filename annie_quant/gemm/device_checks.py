@@ -80,7 +80,9 @@ def experts_error(tokens: int, swaps: bool = False) -> float:
     x = rng.standard_normal((tokens, K)).astype(bfloat16)
     chosen = np.array([rng.choice(EXPERTS, TOP_K, replace=False) for _ in range(tokens)])
     out = launch(codes, scales, tensor_scales, x, chosen, swaps)
-    weights = oracle.dequantize(codes, scales).reshape(EXPERTS, BLOCK_ROWS, K) * tensor_scales[:, None, None].astype(np.float64)
+    weights = oracle.dequantize(codes, scales).reshape(EXPERTS, BLOCK_ROWS, K) * tensor_scales[:, None, None].astype(
+        np.float64
+    )
     worst = 0.0
     for pair, expert in enumerate(chosen.reshape(-1)):
         exact, magnitude = oracle.linear(x[pair // TOP_K], weights[expert])

@@ -17,7 +17,7 @@ TENSORS, FORMATS = "tensors", "formats"
 AGAIN = "start vLLM again with ANNIE_QUANT_VLLM_REPORT=FILE and this package installed next to it"
 # Parameters that vLLM makes for every attention, whether the checkpoint has scales of a KV cache or not.
 OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-METHODS = {
+OTHER = {"nvfp4": "fp8", "fp8": "fp4"}  # format of a linear → part of the names of classes for another format
     "nvfp4": "fp4",
     "fp8": "fp8",
     "": "unquantized",
@@ -77,12 +77,23 @@ def check_formats(model: QuantizedFolder, loads: list[LoadedModel]) -> CheckResu
     for load in loads:
         for module, scheme in load.linears.items():
             formats = {linears.get(m, "") for m in members(model, module) if m in linears or m in plain}
-            if len(formats) == 1 and METHODS[next(iter(formats))] not in scheme[0].lower():
-                wrong.append(f"{module} ({next(iter(formats)) or '16 bits'}) by {scheme[0]}")
+            if len(formats) == 1 and is_other(formats.pop(), scheme):
+                wrong.append(f"{module} by {scheme[0]}")
     if wrong:
         return fault(FORMATS, f"{count(wrong, 'linear')} of another format; {listed}", "it is not what the checkpoint holds",
                      "start the server without an option that quantizes")  # fmt: skip
     return ok(FORMATS, listed)
+
+
+def is_other(stored: str, scheme: list[str]) -> bool:
+    """Return whether the classes of a linear are for another format than the checkpoint's ("" for 16 bits).
+
+    From vLLM 0.30 on ModelOptLinearMethod has several formats, and the kernel's class tells them apart.
+    """
+    names = " ".join(scheme).lower()
+    if not stored or "unquantized" in names:
+        return (not stored) != ("unquantized" in names)
+    return OTHER[stored] in names and ("fp4" if stored == "nvfp4" else "fp8") not in names
 
 
 def members(model: QuantizedFolder, module: str) -> list[str]:

@@ -83,7 +83,9 @@ def test_a_server_that_cannot_load_the_plan_is_one_error_that_names_those_that_c
     without = known["SGLang"].features | {"NVFP4": server_versions.Feature(None, "a source")}
     changed = known | {"SGLang": msgspec.structs.replace(known["SGLang"], features=without)}
     monkeypatch.setattr(server_versions, "table", lambda: changed)
-    with pytest.raises(CheckpointError, match=r"SGLang: no version that was read \(NVFP4: a source; .* loads ") as error:
+    with pytest.raises(
+        CheckpointError, match=r"SGLang: no version that was read \(NVFP4: a source; .* loads "
+    ) as error:
         serving.check(folder, runtime="sglang")
     assert "loaded by vLLM, llama.cpp" in str(error.value.hint)
     assert any("no version" in note for note in serving.check(folder, runtime="vllm"))
@@ -100,4 +102,6 @@ def test_every_row_has_a_version_that_was_read_and_a_source() -> None:
     for server, known in server_versions.table().items():
         assert known.features and "2026-" in known.read, server
         for name, row in known.features.items():
-            assert row.source and (row.since is None or server_versions.key(row.since) <= server_versions.key(known.newest)), name
+            assert row.source and (
+                row.since is None or server_versions.key(row.since) <= server_versions.key(known.newest)
+            ), name

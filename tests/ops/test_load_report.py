@@ -1,6 +1,6 @@
 """The report of the vLLM plug-in: a stand-in for vLLM's loader whose model drops tensors as real ones do, and the doctor's reading.
 
-The real vLLM 0.32 wrote a report with the same code on a CPU (tests/perf/vllm_cpu.md).
+The class names of the lines are those that the real vLLM 0.32 reported on a CPU (2026-11-27; 0.26's for the second one).
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ class Model(torch.nn.Module):
                 self.gate_up_proj.scale.data[part] = tensor.reshape(())
 
 
-STORED = {f"{p}_proj.{e}": torch.ones(4, 4) if e == "weight" else torch.ones(1) for p in ("gate", "up") for e in ("weight", "scale")}
+STORED = {
+    f"{p}_proj.{e}": torch.ones(4, 4) if e == "weight" else torch.ones(1)
+    for p in ("gate", "up")
+    for e in ("weight", "scale")
+}
 
 
 @pytest.fixture
@@ -123,7 +127,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def line(checkpoint: Path, **changes: Any) -> LoadedModel:
     names = list(ModelFolder(checkpoint))
     linears = {
-        "model.layers.1.mlp.gate_up_proj": ["ModelOptNvFp4LinearMethod", "MarlinNvFp4LinearKernel"],
+        "model.layers.1.mlp.gate_up_proj": ["ModelOptLinearMethod", "AnnieNvFp4LinearKernel"],
+        "model.layers.0.mlp.down_proj": ["ModelOptNvFp4LinearMethod", "MarlinNvFp4LinearKernel"],
         "lm_head": ["UnquantizedEmbeddingMethod"],
     }
     fields = {"used": names, "linears": linears, "unread": [], "incomplete": ["model.layers.1.self_attn.attn.k_scale"]}
@@ -151,8 +156,12 @@ def test_ranks_and_drafts_are_read_together(checkpoint: Path) -> None:
     [
         ({"incomplete": ["model.layers.1.mlp.gate_up_proj.weight_scale_2"]}, "without all of their values"),
         ({"used": ["another.model.weight"]}, "not in the checkpoint"),
-        ({"linears": {"lm_head": ["ModelOptNvFp4LinearMethod"]}}, "lm_head (16 bits) by ModelOptNvFp4LinearMethod"),
-        ({"linears": {"model.layers.1.mlp.gate_up_proj": ["UnquantizedLinearMethod"]}}, "(nvfp4) by Unquantized"),
+        ({"linears": {"lm_head": ["ModelOptNvFp4LinearMethod"]}}, "lm_head by ModelOptNvFp4LinearMethod"),
+        (
+            {"linears": {"model.layers.1.mlp.gate_up_proj": ["ModelOptLinearMethod", "CutlassFP8Kernel"]}},
+            "by ModelOptLinear",
+        ),
+        ({"linears": {"model.layers.1.mlp.gate_up_proj": ["UnquantizedLinearMethod"]}}, "gate_up_proj by Unquantized"),
     ],
 )
 def test_each_fault_of_a_load_is_found(checkpoint: Path, changes: dict[str, Any], word: str) -> None:

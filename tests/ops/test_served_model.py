@@ -16,9 +16,10 @@ pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
 pytest.importorskip("gguf", reason="the serve extra is not installed")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
+from paths import TINY_ANNIE  # noqa: E402
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from tiny_variants import save_with_head  # noqa: E402
+from tiny_variants import save_variant, save_with_head  # noqa: E402
 
 import annie_quant as aq  # noqa: E402
 from annie_quant.checkpoint.gguf.equality import compare_file  # noqa: E402
@@ -33,17 +34,18 @@ DOWN, UP = "model.layers.{}.mlp.down_proj", "model.layers.{}.mlp.up_proj"
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    reference = save_reference(tmp_path_factory.mktemp("reference"), gain=2.0)
-    return export_nvfp4(reference, tmp_path_factory.mktemp("right"))
+    """Of the robust variant: random weights amplify llama.cpp's 8-bit rounding of activations beyond any limit."""
+    robust = save_variant("robust", tmp_path_factory.mktemp("robust") / "bf16")
+    return export_nvfp4(robust, tmp_path_factory.mktemp("right"))
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six prompts, of which the last 64 tokens: the weights are random."""
+    """Eight prompts, of which the last 96 tokens."""
     whole = offline.prompts
-    monkeypatch.setattr(server_checks, "N_PROMPTS", 6)
-    monkeypatch.setattr(server_checks, "N_TOKENS", 6)
-    monkeypatch.setattr(offline, "prompts", lambda *args: [prompt[-64:] for prompt in whole(*args)])
+    monkeypatch.setattr(server_checks, "N_PROMPTS", 8)
+    monkeypatch.setattr(server_checks, "N_TOKENS", 8)
+    monkeypatch.setattr(offline, "prompts", lambda *args: [prompt[-96:] for prompt in whole(*args)])
 
 
 def changed(source: Path, folder: Path, change: Change) -> Path:
@@ -62,7 +64,7 @@ def checked(file: Path, checkpoint: Path) -> dict[str, CheckResult]:
 
 
 def scaled(tensors: dict[str, Any]) -> None:
-    tensors[f"{DOWN.format(2)}.weight_scale_2"] *= 2
+    tensors[f"{DOWN.format(4)}.weight_scale_2"] *= 2
 
 
 def swapped(tensors: dict[str, Any]) -> None:
@@ -80,7 +82,7 @@ def test_the_right_file_passes(right: Path, tmp_path: Path) -> None:
     assert found["served arithmetic"].fix.endswith("--reference BF16 --numerics llama.cpp-cpu")
 
 
-@pytest.mark.parametrize(("change", "named"), [(scaled, DOWN.format(2)), (swapped, UP.format(1))])
+@pytest.mark.parametrize(("change", "named"), [(scaled, DOWN.format(4)), (swapped, UP.format(1))])
 def test_a_changed_scale_and_swapped_tensors_are_found_in_the_file_and_in_the_answers(
     right: Path, tmp_path: Path, change: Change, named: str
 ) -> None:
@@ -92,14 +94,16 @@ def test_a_changed_scale_and_swapped_tensors_are_found_in_the_file_and_in_the_an
 def test_another_checkpoint_a_quantized_head_and_a_lost_tensor_are_found_in_the_file(
     right: Path, tmp_path: Path
 ) -> None:
-    other = export_nvfp4(save_reference(tmp_path / "bf16", seed=1, gain=2.0), tmp_path / "other")
-    file = Path(aq.checkpoint.convert(other, "gguf", tmp_path / "other.gguf").path)
+    save_reference(tmp_path / "bf16", seed=1)
+    file = Path(aq.checkpoint.convert(TINY_ANNIE, "gguf", tmp_path / "other.gguf", type="BF16").path)
     assert sum(not t.is_near for t in compare_file(right, file).tensors) > 20
     eight = Path(aq.checkpoint.convert(tmp_path / "bf16", "gguf", tmp_path / "eight.gguf", type="Q8_0").path)
     content = compare_file(tmp_path / "bf16", eight)
     findings = served_model.findings_of(content, tmp_path / "bf16", eight)
     assert [f.level for f in findings] == ["ok", "note", "ok"] and "lm_head.weight Q8_0" in findings[1].message
-    four = content._replace(tensors=[t._replace(format="Q4_K", error=0.07) for t in content.tensors if "lm_head" in t.name])
+    four = content._replace(
+        tensors=[t._replace(format="Q4_K", error=0.07) for t in content.tensors if "lm_head" in t.name]
+    )
     assert "lm_head.weight Q4_K 0.07" in served_model.findings_of(four, tmp_path / "bf16", eight)[0].message
     lost = content._replace(missing=["model.layers.1.self_attn.q_norm.weight"], unknown=["blk.0.attn_q.bias"])
     assert [f.level for f in served_model.findings_of(lost, tmp_path / "bf16", eight)][:2] == ["fault", "fault"]
@@ -138,6 +142,8 @@ vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="annie"} 30.0
 
 
 def test_vllms_counters_are_summed_over_its_engines() -> None:
-    found = {name: float(digits) * 10 ** int(power or 0) for name, digits, power in served_model.COUNTER.findall(METRICS)}
+    found = {
+        name: float(digits) * 10 ** int(power or 0) for name, digits, power in served_model.COUNTER.findall(METRICS)
+    }
     assert found["drafts"] == 1_200_000 and found["accepted_tokens"] == 30
     assert [d for n, d, _ in served_model.COUNTER.findall(METRICS) if n == "draft_tokens"] == ["40.0", "2.0"]

@@ -18,10 +18,6 @@ AGAIN = "start vLLM again with ANNIE_QUANT_VLLM_REPORT=FILE and this package ins
 # Parameters that vLLM makes for every attention, whether the checkpoint has scales of a KV cache or not.
 OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 OTHER = {"nvfp4": "fp8", "fp8": "fp4"}  # format of a linear → part of the names of classes for another format
-    "nvfp4": "fp4",
-    "fp8": "fp8",
-    "": "unquantized",
-}  # format of a linear → part of the name of vLLM's class for it
 SHOWN = 3
 
 

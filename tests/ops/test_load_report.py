@@ -57,11 +57,8 @@ class Model(torch.nn.Module):
                 self.gate_up_proj.scale.data[part] = tensor.reshape(())
 
 
-STORED = {
-    f"{p}_proj.{e}": torch.ones(4, 4) if e == "weight" else torch.ones(1)
-    for p in ("gate", "up")
-    for e in ("weight", "scale")
-}
+WEIGHT, SCALE = torch.ones(4, 4), torch.ones(1)
+STORED = {f"{p}_proj.{e}": t for p in ("gate", "up") for e, t in (("weight", WEIGHT), ("scale", SCALE))}
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
-"""`doctor --server` against the real llama.cpp: the file, the formats, the answers and the drafts; each fault is found, and the right
-checkpoint passes."""
+"""`doctor --server` against the real llama.cpp: the file, the formats, the answers and the drafts.
+
+Each fault is found, and the right checkpoint passes.
+"""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.host import smi_command, smi_rows
 from annie_quant.core.native import BUILDS
 from annie_quant.documents import salvage_line
+from annie_quant.ops import known_versions
 from annie_quant.ops.known_errors import PARSER_FLAGS
 
 Level = Literal["ok", "note", "fault"]
@@ -309,11 +310,17 @@ def gpu_capability(probe: Probe) -> str:
 
 def check_versions(probe: Probe) -> list[CheckResult]:
     """Compare what is installed with the list of versions that have a known fault on this GPU."""
-    from annie_quant.ops import known_versions
-
     installed = {name: probe.version(name) for name in known_versions.packages()}
     versions = [(name, version) for name, version in installed.items() if version]
-    return list(known_versions.check(versions, gpu_capability(probe)))
+    return notes_on(known_versions.find(versions, gpu_capability(probe)))
+
+
+def notes_on(found: Iterable[known_versions.FoundVersion]) -> list[CheckResult]:
+    """Return the findings for versions with a known fault."""
+    return [
+        note("known versions", f"{row.package} {version}: {row.effect}", f"{row.source}, {row.date}", row.fix)
+        for version, row in found
+    ]
 
 
 def _check_processes(probe: Probe) -> CheckResult:

@@ -6,16 +6,14 @@ The list has what was reported in the thread that a row names, as of its date. A
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
 
 from annie_quant.core.files import ASSETS
 from annie_quant.models import Family
-from annie_quant.ops.doctor import CheckResult, note
-
-VERSIONS = "known versions"
 
 
 class KnownBad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -59,11 +57,18 @@ def key(version: str) -> tuple[int, ...]:
     return (*numbers, 0, 0, 0)[:3]
 
 
-def check(
-    versions: Iterable[tuple[str, str]], capability: str = "", family: Family | None = None
-) -> Iterator[CheckResult]:
-    """Yield the known faults of (package, version). capability: of the GPU, as "12.1"; family: of the model that is served."""
-    for package, version in versions:
-        for row in rows():
-            if row.concerns(package, version, capability, family):
-                yield note(VERSIONS, f"{package} {version}: {row.effect}", f"{row.source}, {row.date}", row.fix)
+class FoundVersion(NamedTuple):
+    """A version with a known fault."""
+
+    version: str
+    row: KnownBad
+
+
+def find(versions: Iterable[tuple[str, str]], capability: str = "", family: Family | None = None) -> list[FoundVersion]:
+    """Return the known faults of (package, version). capability: of the GPU, as "12.1"; family: of the model that is served."""
+    return [
+        FoundVersion(version, row)
+        for package, version in versions
+        for row in rows()
+        if row.concerns(package, version, capability, family)
+    ]

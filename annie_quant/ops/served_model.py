@@ -21,7 +21,7 @@ from annie_quant.checkpoint.gguf.equality import FileContent, compare_file
 from annie_quant.checkpoint.linears import label_of
 from annie_quant.documents import salvage_line
 from annie_quant.ops import known_versions
-from annie_quant.ops.doctor import CheckResult, Probe, fault, gpu_capability, note, ok
+from annie_quant.ops.doctor import CheckResult, Probe, fault, gpu_capability, note, notes_on, ok
 from annie_quant.ops.load_report import AGAIN, FORMATS, SHOWN, TENSORS, check_load, count, read_report
 from annie_quant.ops.server_checks import (
     NATIVE,
@@ -189,4 +189,4 @@ def check_version(root: str, checkpoint: Path, headers: Mapping[str, str] | None
         version = ""
     if not version:
         return []
-    return list(known_versions.check([("vllm", version)], gpu_capability(Probe()), ModelFolder(checkpoint).family))
+    return notes_on(known_versions.find([("vllm", version)], gpu_capability(Probe()), ModelFolder(checkpoint).family))

@@ -7,9 +7,9 @@ to the source first, so that the error is that of the format alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.core.errors import CheckpointError, UsageError, need
 from annie_quant.core.untrusted import JsonObject
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
 
 
 class ComparedTensor(msgspec.Struct):
@@ -186,11 +189,20 @@ def folder_weights(folder: ModelFolder, source: ModelFolder) -> Iterator[Compare
 
 def gguf_weights(path: Path, source: ModelFolder) -> Iterator[ComparedWeight]:
     """Yield the matrices that both a GGUF file and the source have; the source's are as llama.cpp would store them."""
-    gguf = need("gguf", "serve")
     tensors = open_gguf(path)
+    for weight in gguf_values(tensors, source, matrices(source), source.tensor):
+        yield weight
+        source.release(weight.name)
+
+
+def gguf_values(
+    tensors: Mapping[str, ReaderTensor], source: ModelFolder, names: Iterable[str], read: Callable[[str], np.ndarray]
+) -> Iterator[ComparedWeight]:
+    """Yield those of a folder's tensors that a GGUF file has. read: returns the values of one of the names."""
+    gguf = need("gguf", "serve")
     layout, experts = Layout.of(source.family, read_settings(source)), source.family.experts
-    for name in matrices(source):
-        stored = layout.name(name)
+    for name in names:
+        stored = layout.name(name) or ""
         if stored not in tensors:
             continue
         tensor = tensors[stored]
@@ -200,6 +212,6 @@ def gguf_weights(path: Path, source: ModelFolder) -> Iterator[ComparedWeight]:
         scale = tensors.get(stored.removesuffix(".weight") + ".scale")
         if scale is not None:
             values = values * np.float32(scale.data[number])
-        expected = layout.transform(name, source.tensor(name)).astype(np.float32)
+        expected = layout.transform(name, read(name)).astype(np.float32)
         size = int(tensor.n_bytes) // count + (4 if scale is not None else 0)
         yield ComparedWeight(name, tensor.tensor_type.name, size, values, expected)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from annie_quant import models
+from annie_quant.checkpoint import server_versions
 from annie_quant.checkpoint.checks import DEADLY, fault
 from annie_quant.checkpoint.checks.settings import ALGORITHMS
 from annie_quant.checkpoint.dialects import QuantizedFolder, fp8, modelopt
@@ -212,7 +213,13 @@ def vllm(model: QuantizedFolder) -> Rule:
         return "no", f"{PREPROCESSOR} is missing (annie-quant audit --repair)"
     if any(c % COLUMNS_PER_RANK for c in nvfp4_columns(model).values()):
         return "no", f"columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
-    notes = ["from 0.19 (mixed precision)"] if config.algo == "MIXED_PRECISION" and config.method == "modelopt" else []
+    notes = []
+    if config.algo == server_versions.MIXED and config.method == modelopt.NAME:
+        notes = [
+            f"from {v.since} (mixed precision)"
+            for v in server_versions.versions(model)
+            if v.server == "vLLM" and v.since
+        ]
     if tensor_parallel_ranks(model) < 2:
         notes.append(f"on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)")
     if rounds_state(folder):

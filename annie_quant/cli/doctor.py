@@ -43,9 +43,10 @@ class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `annie-quant doctor`.
 
     log: A server's log, compared with the known errors.
-    server: A running server: name the arithmetic that it runs on --checkpoint.
+    server: A running server: did it load --checkpoint, and which arithmetic does it run?
     checkpoint: The folder that --server serves.
-    reference: The bf16 checkpoint that it was made from.
+    reference: The bf16 checkpoint that it was made from: recognises a server of that one.
+    load_report: What vLLM wrote with ANNIE_QUANT_VLLM_REPORT=FILE: each tensor's use, each layer's kernel.
     images: With --server: ask it for the colours of two small generated images.
     measure: Measure reachable bandwidth and launch cost, for predictions and quantize --device.
     output: With --measure: the device file. Default: where predictions look for it.
@@ -55,6 +56,7 @@ class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
     server: Annotated[str | None, Option(metavar="URL")] = None
     checkpoint: Path | None = None
     reference: Path | None = None
+    load_report: Path | None = None
     images: bool = False
     measure: bool = False
     output: Path | None = None
@@ -66,8 +68,9 @@ class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
 def doctor(options: DoctorOptions) -> None:
     """Check what this machine lacks for which stage, with the fix. Exit code 3 on a fault.
 
-    With --server, --checkpoint and --reference: compare the log-probabilities that a server (vLLM, llama.cpp) returns for about
-    20 prompts with the checkpoint's own under each numerics profile, and name the arithmetic that it runs, or "none of these".
+    With --server and --checkpoint: compare the log-probabilities that a server (vLLM, llama.cpp) returns for about 20 prompts with
+    the checkpoint's own under each numerics profile, and name the arithmetic that it runs, or "none of these"; compare the
+    tensors and formats that it loaded, and count the drafts that it accepts.
 
     With --server and --images: whether the server takes images, and names the colours of two.
 
@@ -101,14 +104,16 @@ def check_server(url: str, options: DoctorOptions) -> tuple[list[CheckResult], d
     from annie_quant.bench.backend import key_headers
 
     headers = key_headers(options.key_env)
-    if not options.images and (options.checkpoint is None or options.reference is None):
-        raise UsageError("--server needs --checkpoint and --reference", "add --checkpoint DIR --reference BF16")
+    if not options.images and options.checkpoint is None:
+        raise UsageError("--server needs --checkpoint", "add --checkpoint DIR, the folder that it serves")
     quiet_engines()
-    from annie_quant.ops import server_checks
+    if options.images or options.checkpoint is None:
+        from annie_quant.ops.server_checks import check_images
 
-    if options.images or options.checkpoint is None or options.reference is None:
-        return [server_checks.check_images(url, headers)], {}
-    findings, result = server_checks.check_server(url, options.checkpoint, options.reference, headers)
+        return [check_images(url, headers)], {}
+    from annie_quant.ops.served_model import check_served
+
+    findings, result = check_served(url, options.checkpoint, options.reference, options.load_report, headers)
     return findings, {"fingerprint": {"name": result.name, **asdict(result)}}
 
 

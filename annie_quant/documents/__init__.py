@@ -14,6 +14,7 @@
     evaluation    eval/*.json, sensitivity/*.json and search.json
     checkpoint    the result of an audit, and annie_quant.json
     device        a machine's measured rates, and a predicted speed
+    server        how vLLM loaded a model
 
 The names of a new document are added here.
 
@@ -129,6 +130,7 @@ from annie_quant.documents.run import (
     read_bench,
     write_run,
 )
+from annie_quant.documents.server import LoadedModel
 from annie_quant.documents.statistics import (
     AdjustedResult,
     Comparison,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.gemm import oracle
+from annie_quant.gemm import device_checks, oracle
 from annie_quant.gemm.arrays import DeviceArray, native, need_device, to_device
 from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, w4a4, w4a16
 from annie_quant.gemm.stack_check import StackResult
@@ -64,10 +64,12 @@ def validate(stack: str | None = None) -> Validation:
             "w4a16": "mma.sync m16n8k16 bf16/f16, weights decoded in registers"
             + ("; wgmma for more than 16 tokens, and for fewer where it is faster" if hopper else ""),
             "w4a4": "native mma.sync mxf4nvf4 m16n8k64" if has_native else "emulated (no sm_12x code runs here)",
+            "sm_12x": device_checks.machine_code(native().ARCHS, f"{info['major']}.{info['minor']}")[1],
         },
     )
     for checks in (_pairs(), _w4a16(hopper), _repeats(), _codec(), _w4a4(has_native), _controls()):
         result.checks += checks
+    result.checks += [Check(*row) for row in device_checks.checks(info)]
     if stack:
         from annie_quant.gemm.stack_check import examine
 

@@ -1,12 +1,12 @@
 """Which arithmetic a server runs, from the log-probabilities that it returns.
 
-The server's tokens are scored offline under every numerics profile of the checkpoint, and with the bf16 reference. The
-differences between served and offline log-probabilities have a Laplace distribution, whose scale under each profile is the
-profile's own noise: the mean change between its arithmetic and the same formats in float32 (for an arithmetic in float32: sums in
-another order). The profile of the largest likelihood is named. Others whose likelihood is not significantly smaller (paired over
-the prompts) are listed with it, and among these one of the server's own family comes first. It is "none of these" where the
-served values are further away than LIMIT times that noise, or than CLOSEST times the distance to another candidate: a fault is
-not W4A4 because it is large.
+The server's tokens are scored offline under every numerics profile of the checkpoint, and with the bf16 reference where there is
+one. The differences between served and offline log-probabilities have a Laplace distribution, whose scale under each profile is the
+profile's own noise: the mean change between its arithmetic and the same formats in float32 (for an arithmetic in float32, and for
+one that is emulated bit for bit: sums in another order). The profile of the largest likelihood is named. Others whose likelihood is
+not significantly smaller (paired over the prompts) are listed with it, and among these one of the server's own family comes first.
+It is "none of these" where the served values are further away than LIMIT times that noise, or than CLOSEST times the distance to
+another candidate: a fault is not W4A4 because it is large.
 
 Under W4A4 a last bit changes codes, which changes log-probabilities by tenths for a small model. A fault that is smaller than
 that noise is not seen, so the noise is part of the result.
@@ -14,6 +14,7 @@ that noise is not seen, so the noise is part of the result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ INDEPENDENT = 2**0.5  # times the noise: where the server and the emulation have
 SIGNIFICANT = 2.0  # standard errors of the mean difference of log-likelihoods per prompt
 CLOSEST = 1.5  # times the difference from the closest candidate
 FAR_BELOW = 6.0  # nats below the best token; less likely tokens are noisy
+RARE = 1e-3  # of right servers
 REFERENCE = "bf16 reference"
 PERMUTED = SumOrder(permutation=1)
 
@@ -98,7 +100,7 @@ def prompts(reference: StrPath, n: int) -> list[tuple[int, ...]]:
 
 def compare_with_server(
     checkpoint: StrPath,
-    reference: StrPath,
+    reference: StrPath | None,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[Mapping[int, float]]],
@@ -107,6 +109,7 @@ def compare_with_server(
 ) -> Fingerprint:
     """Compare served log-probabilities with a checkpoint's own.
 
+    reference: the bf16 checkpoint, which is one more candidate; None: it is not compared.
     answers: the tokens that the server chose after each prompt. logprobs: per answer and token, {token id: log-probability}.
     family: "vllm" or "llama.cpp", the server's kind; "" for unknown.
     """
@@ -132,11 +135,7 @@ def compare_with_server(
 
     def candidate(engine: Engine, name: str, profile: Profile) -> Candidate:
         own = values(engine, name, profile)
-        other = (
-            values(engine, "", profiles.in_float32(profile))
-            if profile.rounds
-            else values(engine, "", profile, PERMUTED)
-        )
+        other = values(engine, "", *second_arithmetic(profile))
         noise = max(FLOOR, mean_difference(own, other))
         gaps = np.abs(np.concatenate(served) - np.concatenate(own))
         by_prompt[name] = np.array(
@@ -146,11 +145,9 @@ def compare_with_server(
 
     engine = loaded(checkpoint, device)
     available = profiles_of(engine.model)
-    # Rounded operands (vllm-emulation) change log-probabilities by less than the noise of vllm-cutlass: no name for them.
-    plain = [n for n in profiles.SERVED if find_profile(n).operands == profiles.EXACT]
-    names = [n for n in ("float32", *plain) if n in available] or list(available)
+    names = named_profiles(available)
     candidates = [candidate(engine, name, find_profile(name)) for name in names]
-    if available != [profiles.UNQUANTIZED.name]:
+    if reference is not None and available != [profiles.UNQUANTIZED.name]:
         candidates.append(candidate(loaded(reference, device), REFERENCE, profiles.in_bfloat16(profiles.UNQUANTIZED)))
     candidates.sort(key=lambda c: -c.log_likelihood)
     likely = [c for c in candidates if not significantly_less(by_prompt[c.name], by_prompt[candidates[0].name])]
@@ -161,6 +158,66 @@ def compare_with_server(
     n_values = sum(len(v) for v in served)
     also = [c.name for c in likely[1:]]
     return Fingerprint(candidates, also, len(rows), n_values, rows_equal[candidates[0].name])
+
+
+@dataclass(frozen=True)
+class GreedyTokens:
+    """Served tokens under one arithmetic of the checkpoint, where a server returns no log-probabilities.
+
+    n: tokens. differing: of them not its own choice. margin: the most nats by which its own choice is better.
+    noise: as of Candidate.
+    """
+
+    name: str
+    n: int
+    differing: int
+    margin: float
+    noise: float
+
+    @property
+    def limit(self) -> float:
+        """The margin that none of n tokens of a right server exceeds but in RARE of all cases, if differences are Laplace."""
+        return self.noise * math.log(self.n / RARE)
+
+
+def compare_tokens(
+    checkpoint: StrPath, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], device: str | None = None
+) -> GreedyTokens:
+    """Score a server's greedy tokens under the arithmetics of a checkpoint. Returns the one that they fit best."""
+    rows = [Row(prompts[i], list(answer)) for i, answer in enumerate(answers) if answer]
+    engine = loaded(checkpoint, device)
+
+    def scores(profile: Profile, order: SumOrder) -> tuple[np.ndarray, np.ndarray]:
+        by_row = {}
+        with emulate(engine.model, profile, order):
+            for i, logits in engine.scores(rows):
+                own = torch.log_softmax(logits.double(), -1).cpu()
+                by_row[i] = own.max(-1).values, own.gather(-1, torch.tensor(rows[i].target)[:, None])[:, 0]
+        best, chosen = (torch.cat([by_row[i][j] for i in range(len(rows))]).numpy() for j in (0, 1))
+        return best, chosen
+
+    results = []
+    for name in named_profiles(profiles_of(engine.model)):
+        (best, chosen), (_, other) = scores(find_profile(name), USUAL), scores(*second_arithmetic(find_profile(name)))
+        margins, noise = best - chosen, max(FLOOR, float(np.abs(chosen - other).mean()))
+        results.append(GreedyTokens(name, len(margins), int((margins > 0).sum()), float(margins.max()), noise))
+    return min(results, key=lambda r: r.margin / r.limit)
+
+
+def named_profiles(available: list[str]) -> list[str]:
+    """Return the profiles that a server can be told to run, of those that a model has."""
+    # Rounded operands (vllm-emulation) change log-probabilities by less than the noise of vllm-cutlass: no name for them.
+    plain = [n for n in profiles.SERVED if find_profile(n).operands == profiles.EXACT]
+    return [n for n in ("float32", *plain) if n in available] or list(available)
+
+
+def second_arithmetic(profile: Profile) -> tuple[Profile, SumOrder]:
+    """Return the computation whose distance is a profile's noise.
+
+    Where nothing is rounded, and for vLLM's CPU kernels, which are emulated bit for bit, only the order of sums is left.
+    """
+    is_exact = not profile.rounds or profile.delta_rule == profiles.CPU_KERNELS
+    return (profile, PERMUTED) if is_exact else (profiles.in_float32(profile), USUAL)
 
 
 def significantly_less(likelihoods: np.ndarray, best: np.ndarray) -> bool:

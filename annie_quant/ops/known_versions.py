@@ -1,0 +1,74 @@
+"""Versions of serving software with a known fault on some GPU or kind of model: assets/known_bad_versions.json.
+
+The list has what was reported in the thread that a row names, as of its date. A version that is in no row is not thereby right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+import msgspec
+
+from annie_quant.core.files import ASSETS
+from annie_quant.models import Family
+
+
+class KnownBad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A fault of a package's versions from `first` to `last`, both included; "" for no limit.
+
+    gpu: beginning of the compute capability that has it; model: "deltanet" or "experts" where only such models have it.
+    """
+
+    package: str
+    effect: str
+    fix: str
+    source: str
+    date: str
+    first: str = ""
+    last: str = ""
+    gpu: str = ""
+    model: str = ""
+
+    def concerns(self, package: str, version: str, capability: str, family: Family | None) -> bool:
+        """Return whether a version has the fault. capability: "" for an unknown GPU; family: None for any model."""
+        found = key(version)
+        in_range = (not self.first or key(self.first) <= found) and (not self.last or found <= key(self.last))
+        there = not self.gpu or capability.startswith(self.gpu)
+        concerned = not self.model or family is None or getattr(family, self.model) is not None
+        return package == self.package and in_range and there and concerned
+
+
+@cache
+def rows() -> list[KnownBad]:
+    return msgspec.json.decode((ASSETS / "known_bad_versions.json").read_bytes(), type=list[KnownBad])
+
+
+def packages() -> list[str]:
+    """Return the packages that have rows."""
+    return list(dict.fromkeys(row.package for row in rows()))
+
+
+def key(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version; what follows, as in 0.28.1rc1.dev43, does not count."""
+    numbers = [int(n) for n in re.findall(r"\d{1,6}", re.split(r"[a-zA-Z+]", version)[0])][:3]
+    return (*numbers, 0, 0, 0)[:3]
+
+
+class FoundVersion(NamedTuple):
+    """A version with a known fault."""
+
+    version: str
+    row: KnownBad
+
+
+def find(versions: Iterable[tuple[str, str]], capability: str = "", family: Family | None = None) -> list[FoundVersion]:
+    """Return the known faults of (package, version). capability: of the GPU, as "12.1"; family: of the model that is served."""
+    return [
+        FoundVersion(version, row)
+        for package, version in versions
+        for row in rows()
+        if row.concerns(package, version, capability, family)
+    ]

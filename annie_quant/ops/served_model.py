@@ -1,0 +1,192 @@
+"""The model that a running server has: the file that llama.cpp loaded, and what drafts of a small model or head are worth.
+
+llama.cpp names its file in /props. Where that can be read here, each tensor is compared with the checkpoint's. llama.cpp itself
+ends with "wrong number of tensors" where it did not use all of a file (src/llama-model-loader.cpp, done_getting_tensors), except
+for a file that two models share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from annie_quant.checkpoint import ModelFolder
+from annie_quant.checkpoint.gguf.equality import FileContent, compare_file
+from annie_quant.checkpoint.linears import label_of
+from annie_quant.documents import salvage_line
+from annie_quant.ops import known_versions
+from annie_quant.ops.doctor import CheckResult, Probe, fault, gpu_capability, note, notes_on, ok
+from annie_quant.ops.load_report import AGAIN, FORMATS, SHOWN, TENSORS, check_load, count, read_report
+from annie_quant.ops.server_checks import (
+    NATIVE,
+    OPENAI,
+    Served,
+    check_server,
+    check_url,
+    model_name,
+    native_body,
+    openai_body,
+    post,
+)
+from annie_quant.stream.client import fetch
+
+if TYPE_CHECKING:
+    from annie_quant.offline.fingerprint import Fingerprint, GreedyTokens
+
+
+class Props(msgspec.Struct):
+    """llama.cpp's /props."""
+
+    model_path: str = ""
+    build_info: str = ""
+
+
+class Timings(msgspec.Struct):
+    """Of one answer of llama.cpp. predicted_n: tokens; draft_n: of them drafted, where the server drafts."""
+
+    predicted_n: int = 0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+
+
+class TimedAnswer(msgspec.Struct):
+    """An answer of llama.cpp's /completion."""
+
+    timings: Timings = msgspec.field(default_factory=Timings)
+
+
+def check_served(
+    url: str,
+    checkpoint: Path,
+    reference: Path | None = None,
+    load_report: Path | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[list[CheckResult], Fingerprint | GreedyTokens]:
+    """Check what a running server made of a checkpoint: its tensors and formats, its answers, its drafts, its version.
+
+    load_report: of our vLLM plug-in.
+    """
+    answers, served, result = check_server(url, checkpoint, reference, headers)
+    root = check_url(url)
+    if load_report is not None:
+        loaded = check_load(checkpoint, read_report(load_report))
+    elif served.family == "llama.cpp":
+        loaded = check_file(root, checkpoint, headers)
+    else:
+        loaded = [note(TENSORS, "not compared", "only the answers show what the server has loaded", AGAIN)]
+    drafts = check_drafts(root, served, headers)
+    return [*loaded, answers, drafts, *check_version(root, checkpoint, headers)], result
+
+
+def check_file(root: str, checkpoint: Path, headers: Mapping[str, str] | None = None) -> list[CheckResult]:
+    """Compare the file that llama.cpp serves with a checkpoint, tensor by tensor."""
+    reply = fetch(root + "/props", headers)
+    try:
+        props = salvage_line(Props, reply.body)
+    except (ValueError, msgspec.MsgspecError):
+        props = Props()
+    path = Path(props.model_path)
+    if reply.status != 200 or not props.model_path or not path.is_file():
+        message = f"not compared: the server's file {props.model_path or '(no /props)'} is not on this machine"
+        return [
+            note(TENSORS, message, "only the answers show what it has loaded", "run the doctor on the server's machine")
+        ]
+    return findings_of(compare_file(checkpoint, path), checkpoint, path)
+
+
+def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[CheckResult]:
+    family = ModelFolder(checkpoint).family
+    wrong = [t for t in content.tensors if not t.is_near]
+    near = [t for t in content.tensors if t.is_near and not t.is_same]
+    auxiliary = [n for n in content.missing if family.is_auxiliary(n)]
+    missing = [n for n in content.missing if n not in auxiliary]
+    convert = f"annie-quant convert {checkpoint} --to gguf"
+    findings = []
+    if wrong:
+        worst = sorted(wrong, key=lambda t: -t.error)[:SHOWN]
+        listed = ", ".join(f"{t.name} {t.format} {t.error:.2g}" for t in worst)
+        message = f"{len(wrong)} of {len(content.tensors)} tensors have other values than the checkpoint's ({listed}: relative L2)"
+        findings.append(fault(TENSORS, message, f"{path} was not made from it, or was quantized again", convert))
+    for names, what in ((missing, "tensor"), (content.unknown, "further tensor")):
+        if names:
+            where = "not in the file" if names is missing else "only in the file"
+            findings.append(
+                fault(TENSORS, f"{count(names, what)} {where}", "the server computes another model", convert)
+            )
+    if not findings:
+        message = f"all {len(content.tensors)} of the file that is served have the checkpoint's values"
+        findings.append(ok(TENSORS, message))
+    if near:
+        listed = ", ".join(f"{t.name} {t.format}" for t in near[:SHOWN])
+        findings.append(note(TENSORS, f"{len(near)} are stored in another format, within its rounding ({listed})"))
+    if auxiliary:
+        findings.append(
+            note(TENSORS, f"{count(auxiliary, 'tensor')} not in the file", "it drafts and sees nothing without them")
+        )
+    formats: dict[str, Counter[str]] = {}
+    for t in content.tensors:
+        formats.setdefault(t.format, Counter())[label_of(t.name.removesuffix(".weight"))] += 1
+    listed = "; ".join(f"{name}: {', '.join(f'{n} x {x}' for x, n in c.items())}" for name, c in formats.items())
+    return [*findings, ok(FORMATS, listed)]
+
+
+DRAFTS = "drafts"
+N_DRAFTED, N_PROMPTS = 32, 8  # tokens per answer, and answers
+COUNTER = re.compile(
+    r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}]*\})? ([\d.]+)(?:e\+0?(\d))?$",
+    re.MULTILINE,
+)
+
+
+def check_drafts(root: str, served: Served, headers: Mapping[str, str] | None = None) -> CheckResult:
+    """Return how many drafted tokens a server accepts, while it answers some of the prompts that it has answered before."""
+    prompts = served.prompts[:N_PROMPTS]
+    if served.family == "llama.cpp":
+        replies = post(root + NATIVE, [native_body(p, N_DRAFTED) for p in prompts], headers)
+        answers = [salvage_line(TimedAnswer, reply.body).timings for reply in replies if reply.status == 200]
+        drafted, accepted = sum(a.draft_n for a in answers), sum(a.draft_n_accepted for a in answers)
+        steps = sum(a.predicted_n - a.draft_n_accepted for a in answers)
+    else:
+        before, model = counters(root, headers), model_name(root, headers)
+        post(root + OPENAI, [openai_body(model, p, N_DRAFTED) for p in prompts], headers)
+        after = counters(root, headers)
+        steps, drafted, accepted = (after[n] - before[n] for n in ("drafts", "draft_tokens", "accepted_tokens"))
+    if drafted <= 0:
+        return note(DRAFTS, "the server drafts nothing", "it was started without speculative decoding, or reports none")
+    message = f"{accepted} of {drafted} drafted tokens accepted, {1 + accepted / max(1, steps):.2f} tokens per step"
+    if accepted > 0:
+        return ok(DRAFTS, message)
+    why = "drafting costs time and gives nothing: a lost or faulty head, or another model's"
+    return fault(DRAFTS, message, why, "annie-quant audit DIR --source BF16 compares the head's tensors")
+
+
+def counters(root: str, headers: Mapping[str, str] | None) -> Counter[str]:
+    """Return vLLM's counters of speculative decoding, summed over its engines."""
+    sums: Counter[str] = Counter()
+    for name, digits, exponent in COUNTER.findall(fetch(root + "/metrics", headers).body.decode(errors="replace")):
+        with contextlib.suppress(ValueError):
+            sums[name] += int(float(digits) * 10 ** int(exponent or 0))
+    return sums
+
+
+class ServerVersion(msgspec.Struct):
+    """vLLM's /version."""
+
+    version: str = ""
+
+
+def check_version(root: str, checkpoint: Path, headers: Mapping[str, str] | None = None) -> list[CheckResult]:
+    """Return the known faults of a running vLLM's version with this kind of model, and with this machine's GPU if it has one."""
+    try:
+        version = salvage_line(ServerVersion, fetch(root + "/version", headers).body).version[:40]
+    except (ValueError, msgspec.MsgspecError):
+        version = ""
+    if not version:
+        return []
+    return notes_on(known_versions.find([("vllm", version)], gpu_capability(Probe()), ModelFolder(checkpoint).family))

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.line
 SIDES = ("bf16", "best", "q4_k_m")  # served; naive is judged without a server
 
 
-# Constants of the demo that no option sets, and values with which every stage has something to do.
-SMALL = {"N_CONVERSATIONS": 100, "CALIBRATION_ROWS": 8}
+# Constants of the demo that no option sets. `best` compares recipes from 8 conversations on, which takes most of the time of this
+# file: quantize/test_recipe_choice.py tests that.
+SMALL = {"N_CONVERSATIONS": 100, "CALIBRATION_ROWS": 4}
 
 
 def words(output: Path) -> list[str]:

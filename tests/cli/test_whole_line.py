@@ -26,9 +26,11 @@ SIDES = ("bf16", "best", "q4_k_m")  # served; naive is judged without a server
 # Constants that no option sets. `best` compares recipes from 8 conversations on; its trials take most of the time of this file and
 # are tested in quantize/test_recipe_choice.py and quantize/test_mixed_formats.py.
 SMALL = {
-    (demo, "N_CONVERSATIONS"): 100, (demo, "CALIBRATION_ROWS"): 4,
-    (mixed_formats, "BANDS"): 4, (mixed_formats, "POSITIONS"): 512, (mixed_formats, "TOKENS"): 64,
-}  # fmt: skip
+    (demo, "N_CONVERSATIONS"): 100,
+    (demo, "CALIBRATION_ROWS"): 4,
+    (mixed_formats, "POSITIONS"): 512,
+    (mixed_formats, "TOKENS"): 64,
+}
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:

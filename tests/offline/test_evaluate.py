@@ -44,7 +44,7 @@ def workloads(n: int = 4, limit: int = 10, temperature: float = 0) -> list[Workl
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_reference(tmp_path_factory.mktemp("reference"), layers=2)
+    return save_reference(tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def edited(source: Path, target: Path, change) -> Path:
 
 def fold(tensors: dict, plus_one: bool) -> None:
     """Move a factor of 1.5 from gate and up into the norm before them, for a norm that computes (1 + w) or w."""
-    for layer in range(2):
+    for layer in range(4):
         norm = f"model.layers.{layer}.post_attention_layernorm.weight"
         w = tensors[norm].float()
         tensors[norm] = ((1 + w) * 1.5 - 1 if plus_one else w * 1.5).bfloat16()
@@ -187,7 +187,7 @@ def fold(tensors: dict, plus_one: bool) -> None:
 
 
 def swap_gate_and_up(tensors: dict) -> None:
-    for layer in range(2):
+    for layer in range(4):
         gate, up = (f"model.layers.{layer}.mlp.{p}.weight_scale" for p in ("gate_proj", "up_proj"))
         tensors[gate], tensors[up] = tensors[up].clone(), tensors[gate].clone()
 

@@ -141,8 +141,9 @@ $(STAMP): $(C_FILES)
 	@echo "$(ANNIE_QUANT_WERROR)" >$@
 
 .PHONY: packages modules
+# Not compiled: pip would compile 300 MB of sources one after the other, and Python compiles the few that are imported.
 packages:
-	$(BIN)/python -m pip install -q -r requirements.txt
+	$(BIN)/python -m pip install -q --no-compile -r requirements.txt
 
 modules:
 	$(BIN)/python setup.py -q build_ext --inplace

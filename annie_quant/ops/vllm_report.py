@@ -17,7 +17,7 @@ import msgspec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from annie_quant.documents import LoadedModel
-from annie_quant.ops.w4a16_layer import VllmObject
+from annie_quant.ops.vllm_layers import VllmObject
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -85,6 +85,8 @@ def bench(folder: Path, workload: dict[str, Any], candidate: Answer, *options: s
             "0",
             "--n",
             "0",
+            "--concurrency",
+            "60",
             "--workloads",
             str(path),
             "--output",

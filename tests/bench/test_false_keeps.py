@@ -43,11 +43,11 @@ def number(body):
 
 
 def measure(folder, a, b, cases=None, **more):
-    """Measure a candidate and a bf16 reference."""
+    """Measure a candidate and a bf16 reference, all prompts at once: a third of the processor time of one after the other."""
     roles = {"candidate": "a", "reference": "b"} | more.pop("roles", {})
     with FakeServer(a) as left, FakeServer(b) as right_:
         sides = [bench.Backend("a", left.url), bench.Backend("b", right_.url)]
-        settings = {"warmup": 0, "runs": 1, "with_memory": False} | roles | more
+        settings = {"warmup": 0, "runs": 1, "concurrency": N, "with_memory": False} | roles | more
         return bench.run(sides, [cases or calls()], folder, **settings)
 
 
@@ -140,19 +140,20 @@ def test_a_candidate_that_hangs_until_the_budget_ends(tmp_path):
         count[0] += 1  # with the smoke question
         return Script(first_s=60.0) if count[0] > 41 else right(body)
 
-    done = measure(tmp_path, hanging, right, budget_s=6.0)
+    done = measure(tmp_path, hanging, right, budget_s=6.0, concurrency=1)
     side = done.aggregates.served["a"]
     assert (side.gates["tool_call"].passes, side.gates["tool_call"].n) == (40, N)
     assert side.errors == N - 40 and not_kept(done.verdict) and "hung" in done.verdict.sentence
     finding = next(f for f in done.aggregates.confounds if f.code == "hung")
     assert finding.backends == ["a"] and "19 requests after it count as failed" in finding.message
     assert bench.aggregate(tmp_path).served["a"].gates == side.gates
-    again = measure(tmp_path, right, right)  # a resumed run sends them again
+    again = measure(tmp_path, right, right, concurrency=1)  # a resumed run sends them again
     assert again.aggregates.served["a"].errors == 0 and again.verdict.outcome == "keeps"
 
 
 def test_a_budget_that_ends_between_answers_is_not_a_hang(tmp_path):
-    done = measure(tmp_path, lambda b: words("Yes.", first_s=0.1), lambda b: words("Yes.", first_s=0.1), budget_s=2.0)
+    slow = lambda body: words("Yes.", first_s=0.1)  # noqa: E731
+    done = measure(tmp_path, slow, slow, budget_s=2.0, concurrency=1)
     assert done.ended.unasked > 0 and done.aggregates.served["a"].errors == 0
     assert not any(f.code == "hung" for f in done.aggregates.confounds)
 
@@ -230,7 +231,7 @@ def test_a_confound_is_not_kept(tmp_path):
     meta = {"n_params": 1e9}
     with FakeServer(right, model_meta=meta) as a, FakeServer(right, model_meta={"n_params": 2e9}) as b:
         sides = [bench.Backend("a", a.url), bench.Backend("b", b.url)]
-        done = bench.run(sides, [calls()], tmp_path, warmup=0, runs=1, with_memory=False, reference="b")
+        done = bench.run(sides, [calls()], tmp_path, warmup=0, runs=1, concurrency=N, with_memory=False, reference="b")
     assert not_kept(done.verdict) and done.verdict.sentence.startswith("CONFOUNDED (different models)")
 
 
@@ -269,7 +270,17 @@ def command(tmp_path, a, b, *options):
     with FakeServer(a) as left, FakeServer(b) as right_:
         names = ("nvfp4-old", "nvfp4-new") if not options or options[0] != "--names" else options[1:3]
         arguments = ["bench", "--backend-a", names[0], left.url, "--backend-b", names[1], right_.url, "--runs", "1"]
-        arguments += ["--warmup", "0", "--n", "0", "--workloads", str(tmp_path / "w.json"), "--json"]
+        arguments += [
+            "--warmup",
+            "0",
+            "--n",
+            "0",
+            "--concurrency",
+            "60",
+            "--workloads",
+            str(tmp_path / "w.json"),
+            "--json",
+        ]
         rest = options[3:] if options and options[0] == "--names" else options
         return CliRunner().invoke(cli, [*arguments, "--output", str(tmp_path / "run"), *rest])
 

@@ -15,13 +15,27 @@ from command_line import annie_quant
 
 from annie_quant.cli.pipeline import demo, evaluation_process
 
+pytest.importorskip("torch", reason="the pipeline needs torch: pip install annie-quant[quantize]")
+from annie_quant.quantize import mixed_formats
+
 pytestmark = pytest.mark.line
 
 SIDES = ("bf16", "best", "q4_k_m")  # served; naive is judged without a server
 
 
-# Constants of the demo that no option sets, and values with which every stage has something to do.
-SMALL = {"N_CONVERSATIONS": 100, "CALIBRATION_ROWS": 8}
+# Constants that no option sets. `best` compares recipes from 8 conversations on; its trials take most of the time of this file and
+# are tested in quantize/test_recipe_choice.py and quantize/test_mixed_formats.py.
+SMALL = {
+    (demo, "N_CONVERSATIONS"): 100,
+    (demo, "CALIBRATION_ROWS"): 4,
+    (mixed_formats, "POSITIONS"): 512,
+    (mixed_formats, "TOKENS"): 64,
+}
+
+
+def make_small(patch: pytest.MonkeyPatch) -> None:
+    for (module, name), value in SMALL.items():
+        patch.setattr(module, name, value)
 
 
 def words(output: Path) -> list[str]:
@@ -74,8 +88,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
         pytest.importorskip(package, reason=f"the pipeline needs {package}: pip install annie-quant[quantize,serve]")
     output = tmp_path_factory.mktemp("line") / "demo"
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL.items():
-            patch.setattr(demo, name, value)
+        make_small(patch)
         evaluate_here(patch)
         return output, annie_quant(*words(output))
 
@@ -177,8 +190,7 @@ def test_quantized_sides_are_smaller_and_sound_nvfp4(line) -> None:
 
 
 def test_only_a_stage_with_lost_outputs_is_repeated(line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in SMALL.items():
-        monkeypatch.setattr(demo, name, value)
+    make_small(monkeypatch)
     run = tmp_path / "again"
     shutil.copytree(line[0], run)
     (run / "gguf/best.gguf").unlink()

@@ -24,7 +24,7 @@ PICTURES = {"1": 1, "2": 2, "3": 1, "5": 1, "6": 2}
 # By the notebook's number: numbers of prompts that a reader has time for, and fewer that compute the same.
 FEWER = {
     "2": {'"tool_web"]), 4': '"tool_web"]), 1', '["tool_web"]), 3': '["tool_web"]), 1'},
-    "7": {"\nn = 6\n": "\nn = 2\n", "calib_samples=8": "calib_samples=2"},
+    "7": {"\nn = 6\n": "\nn = 1\n", "calib_samples=8": "calib_samples=2"},
 }
 needs_jupyter = pytest.mark.skipif(
     any(importlib.util.find_spec(m) is None for m in ("nbclient", "nbformat", "ipykernel", "matplotlib", "pandas")),

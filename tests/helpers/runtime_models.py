@@ -16,10 +16,11 @@ from paths import TINY_ANNIE
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def save_reference(folder: Path, seed: int = 0, gain: float = 4.0) -> Path:
-    """Save a bf16 Qwen3.5 of four layers (three DeltaNet, one attention) with tiny-annie's tokenizer.
+def save_reference(folder: Path, seed: int = 0, gain: float = 4.0, layers: int = 4) -> Path:
+    """Save a small bf16 Qwen3.5 with tiny-annie's tokenizer; its layers are DeltaNet, the last one is attention.
 
     gain: factor on the linears' initial weights; it makes the answers varied.
+    layers: two where a test only needs one of each kind, which halves the time of its evaluations.
     """
     import torch
     from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -27,9 +28,9 @@ def save_reference(folder: Path, seed: int = 0, gain: float = 4.0) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(TINY_ANNIE)
     torch.manual_seed(seed)
     config = Qwen3_5TextConfig(
-        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32,
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4, full_attention_interval=4,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4, full_attention_interval=layers,
         max_position_embeddings=4096, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     model = Qwen3_5ForCausalLM(config)

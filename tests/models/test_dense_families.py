@@ -47,7 +47,7 @@ def test_direct_quantizes_and_the_audit_is_clean(sources: dict[str, Path], tmp_p
 def test_calibrating_strategies_know_the_family(
     sources: dict[str, Path], tmp_path: Path, kind: str, strategy: str
 ) -> None:
-    quantize.run(strategy, sources[kind], tmp_path / "out", calib_data=CALIBRATION, calib_samples=4)
+    quantize.run(strategy, sources[kind], tmp_path / "out", calib_data=CALIBRATION, calib_samples=1)
     audit = checkpoint.audit(tmp_path / "out", source=sources[kind])
     assert audit.ok, audit.findings
     if strategy == "awq_lite":
@@ -86,7 +86,7 @@ def test_the_other_strategies_know_biases_and_tied_heads(
     sources: dict[str, Path], tmp_path: Path, kind: str, strategy: str
 ) -> None:
     source = sources[kind]
-    quantize.run(strategy, source, tmp_path / "out", calib_data=CALIBRATION, calib_samples=4)
+    quantize.run(strategy, source, tmp_path / "out", calib_data=CALIBRATION, calib_samples=1)
     audit = checkpoint.audit(tmp_path / "out", source=source)
     assert audit.ok, audit.findings
     layers = ModelFolder(source).config["num_hidden_layers"]

@@ -42,7 +42,7 @@ def workloads(n: int = 12, limit: int = 8) -> list[Workload]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    reference = save_reference(tmp_path_factory.mktemp("reference"))
+    reference = save_reference(tmp_path_factory.mktemp("reference"), layers=2)
     return export_nvfp4(reference, tmp_path_factory.mktemp("naive")), reference
 
 

@@ -20,7 +20,7 @@ from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    reference = save_reference(tmp_path_factory.mktemp("reference"))
+    reference = save_reference(tmp_path_factory.mktemp("reference"), layers=2)
     return export_nvfp4(reference, tmp_path_factory.mktemp("naive"))
 
 

@@ -31,7 +31,7 @@ def workloads() -> list[Workload]:
 
 
 def test_two_processes_count_as_one_does(tmp_path: Path) -> None:
-    reference = save_reference(tmp_path / "reference")
+    reference = save_reference(tmp_path / "reference", layers=2)
     checkpoint = export_nvfp4(reference, tmp_path / "naive")
     settings = EvaluationJob(
         checkpoint=checkpoint, reference=reference, workloads=workloads(), rows=4, text=__file__, layers_n=4

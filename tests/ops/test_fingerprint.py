@@ -97,7 +97,7 @@ def decoder(model) -> Answer:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    reference = save_reference(tmp_path_factory.mktemp("reference"), gain=2.0)
+    reference = save_reference(tmp_path_factory.mktemp("reference"), gain=2.0, layers=2)
     return export_nvfp4(reference, tmp_path_factory.mktemp("naive")), reference
 
 

@@ -14,6 +14,8 @@ from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 
 pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
+from annie_quant.quantize import mixed_formats
+
 MODEL = Path(aq.__file__).parent / "assets/tiny-annie"
 ALL_BUT_LAST = ",".join(f"layers.{i}" for i in range(7))
 # Settings that make the slow strategies short; their results are tested elsewhere.
@@ -32,7 +34,10 @@ def run(
 ) -> tuple[str, quantize.QuantizeResult, Path]:
     output = tmp_path_factory.mktemp("run") / request.param
     settings = {"calib_samples": 5, **SETTINGS.get(request.param, {})}
-    result = quantize.run(request.param, MODEL, output, calib_data=CALIBRATION, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixed_formats, "TOKENS", 64)  # of each trial of `best`
+        patch.setattr(mixed_formats, "POSITIONS", 512)
+        result = quantize.run(request.param, MODEL, output, calib_data=CALIBRATION, **settings)
     return request.param, result, output
 
 

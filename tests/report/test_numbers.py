@@ -296,15 +296,15 @@ def test_the_tool_surface_has_its_counts_and_its_cliff(run):
     assert table.count("3/15 ✗") == table.count("✗") - table.split("<tbody>")[0].count("✗") == 2
 
 
-def test_ten_thousand_records_give_a_page_of_limited_size(tmp_path, monkeypatch):
+def test_thousands_of_records_give_a_page_of_limited_size(tmp_path, monkeypatch):
     from annie_quant.report import run as run_module
 
     calls = []
     convert = run_module.documents.salvage_line
     monkeypatch.setattr(run_module.documents, "salvage_line", lambda *args: calls.append(1) or convert(*args))
-    folder = report_fixture.make_run(tmp_path / "large", n=210)
+    folder = report_fixture.make_run(tmp_path / "large", n=60)
     lines = (folder / "records.jsonl").read_bytes().count(b"\n")
-    assert lines >= 10_000
+    assert lines >= 2_500
     report.build(folder)
     assert len(calls) == lines, "each record is decoded once"
     size = (folder / "report.html").stat().st_size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import report_fixture
@@ -22,14 +24,18 @@ def change(folder, edit):
     (folder / "run.json").write_text(json.dumps(document))
 
 
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    home = tmp_path_factory.mktemp("trends")
+    return [report_fixture.make_run(home / f"run-{i}", n=12, seed=i, hostile=False) for i in range(3)]
+
+
 @pytest.fixture
-def runs(tmp_path):
+def runs(originals, tmp_path):
     """Three runs of one machine, not in their order; the newest fixes naive's tool calls and slows mlp_only down."""
-    folders = []
-    for index, seed in enumerate((0, 1, 2)):
-        folder = report_fixture.make_run(tmp_path / f"run-{index}", n=12, seed=seed, hostile=False)
+    folders = [Path(shutil.copytree(original, tmp_path / original.name)) for original in originals]
+    for index, folder in enumerate(folders):
         change(folder, lambda d, i=index: d["environment"].update(time=f"2026-11-{20 + i}T05:00:00Z"))
-        folders.append(folder)
 
     def newest(document):
         sides = document["aggregates"]
@@ -93,8 +99,8 @@ def test_other_prompts_are_named(runs):
     )
 
 
-def test_overlapping_intervals_are_no_change(tmp_path):
-    pair = [report_fixture.make_run(tmp_path / n, n=12, seed=0, hostile=False) for n in "ab"]
+def test_overlapping_intervals_are_no_change(originals, tmp_path):
+    pair = [Path(shutil.copytree(originals[0], tmp_path / name)) for name in "ab"]
     change(pair[1], lambda d: d["aggregates"]["offline"]["naive"]["w4a4"]["gates"]["tool_call"].update(passes=55))
     assert trends.compose(pair)["trends.md"].startswith("# 2 runs: no significant change")
 

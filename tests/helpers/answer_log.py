@@ -23,10 +23,16 @@ def read(path: Path) -> dict[str, Answers]:
     return cuts
 
 
-def missing(path: Path, cut: str, n: int) -> list[int]:
-    """Return the prompts of 0 to n - 1 without an answer under this cut."""
-    answered = read(path).get(cut, {})
-    return [i for i in range(n) if i not in answered]
+def missing(path: Path, cuts: str, n: int, again: int | None = None) -> dict[str, list[int]]:
+    """Return for each cut which of the prompts 0 to n - 1 have no answer yet, in the order in which they are asked.
+
+    Each cut after the first takes them in reverse order, and only the first `again` of them (None: all).
+    """
+    answered = read(path)
+    first, *others = cuts.split(",")
+    later = range(n if again is None else min(n, again))[::-1]
+    orders: dict[str, range] = {first: range(n), **dict.fromkeys(others, later)}
+    return {cut: [i for i in order if i not in answered.get(cut, {})] for cut, order in orders.items()}
 
 
 class AnswerLog:

@@ -20,11 +20,6 @@ def module():
     return module
 
 
-@pytest.fixture(scope="module")
-def agreement(module):
-    return module.agreement
-
-
 def test_answers_that_all_members_give_are_counted_apart(module):
     a, b, c = (module.Completion([token], True) for token in (1, 2, 3))
     members = [[a, a, b, c], [a, b, b, c]]
@@ -52,8 +47,8 @@ def test_answers_that_all_members_give_are_counted_apart(module):
         ),  # a member keeps what the server loses, and none loses it
     ],
 )
-def test_agreement(agreement, served, ensemble, members, expected):
-    assert agreement(served, ensemble, members) == expected
+def test_agreement(module, served, ensemble, members, expected):
+    assert module.agreement(served, ensemble, members) == expected
 
 
 def test_a_sample_caps_every_answer(module):
@@ -84,7 +79,8 @@ def test_answers_of_a_run_that_was_cut_off_are_kept_and_only_the_others_are_miss
     log.add("16", 0, [[7], False])
     with path.open("a") as file:
         file.write('{"cut": "16", "index": 1, "ans')
-    assert answer_log.missing(path, "16", 4) == [1, 3] and answer_log.missing(path, "8", 2) == [0, 1]
+    assert answer_log.missing(path, "16,8", 4) == {"16": [1, 3], "8": [3, 2, 1, 0]}
+    assert answer_log.missing(path, "8,16", 4, again=2) == {"8": [0, 1, 2, 3], "16": [1]}
     answer_log.AnswerLog(path).add("8", 1, [[9], True])
     assert answer_log.read(path) == {"16": {2: [[5, 6], True], 0: [[7], False]}, "8": {1: [[9], True]}}
 
@@ -94,14 +90,17 @@ def test_a_checkpoint_is_compared_with_bf16_in_the_same_server(module, tmp_path)
     template = module.Template(module.MODEL)
     sample = module.Sample(3, ("tool_web",), 64)
     requests = sample.prompts(template)[1]
-    call = '<tool_call>\n<function=web_search>\n<parameter=query>\nx\n</parameter>\n</function>\n</tool_call>'
+    call = "<tool_call>\n<function=web_search>\n<parameter=query>\nx\n</parameter>\n</function>\n</tool_call>"
     called, silent = (template.ids(text) for text in (call, "I cannot do that."))
     end = template.end_tokens[0]
     for name, last in (("source", silent), ("naive", silent)):
         log = answer_log.AnswerLog(module.served_path(tmp_path, name, "vllm-cpu-w4a16", 3))
         for i in range(len(requests)):
             log.add("16", i, [[*(called if i else last), end], True])
-    answers = {"called": [[called, True]] * len(requests), "lost": [[silent, True], *[[called, True]] * (len(requests) - 1)]}
+    answers = {
+        "called": [[called, True]] * len(requests),
+        "lost": [[silent, True], *[[called, True]] * (len(requests) - 1)],
+    }
     document = {"members": {"vllm-cpu-w4a16": answers["lost"]}, "reference": answers["called"]}
     module.files.write_json(tmp_path / "offline" / "naive.3.json", document)
     row = module.compare(tmp_path, template, sample, "naive", "vllm-cpu-w4a16", "source")

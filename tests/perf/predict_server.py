@@ -177,19 +177,23 @@ def served_runs(work: Path, name: str, server: str, n: int, ends: Sequence[int])
     return {cut: {i: without_end(a[0], a[1], ends) for i, a in sorted(own.items())} for cut, own in cuts.items()}
 
 
-def ask_llama_cpp(file: Path, rows: Sequence[Mapping[str, Any]], cuts: str, output: Path, threads: int) -> None:
-    """Store llama.cpp's answers with each of these numbers of slots, those after the first in reverse order."""
+def ask_llama_cpp(
+    file: Path, rows: Sequence[Mapping[str, Any]], cuts: str, output: Path, threads: int, again: int | None
+) -> None:
+    """Store llama.cpp's answers with each of these numbers of slots. cuts, again: as in vllm_answers.py."""
     from concurrent.futures import ThreadPoolExecutor
 
     from annie_quant.ops import serving
 
     log = AnswerLog(output)
-    for position, slots in enumerate(cuts.split(",")):
-        indices = missing(output, slots, len(rows))[:: -1 if position else 1]
+    for slots, indices in missing(output, cuts, len(rows), again).items():
         if not indices:
             continue
         begin = time.monotonic()
-        with serving.start(file, parallel=int(slots), threads=threads) as server, ThreadPoolExecutor(int(slots)) as pool:
+        with (
+            serving.start(file, parallel=int(slots), threads=threads) as server,
+            ThreadPoolExecutor(int(slots)) as pool,
+        ):
 
             def ask(i: int, slots: str = slots, url: str = server.url) -> None:
                 row = rows[i]
@@ -200,7 +204,7 @@ def ask_llama_cpp(file: Path, rows: Sequence[Mapping[str, Any]], cuts: str, outp
         log.write(cut=slots, answered=len(indices), seconds=round(time.monotonic() - begin, 1))
 
 
-def serve_llama_cpp(work: Path, folder: Path, n: int, cuts: str, threads: int) -> None:
+def serve_llama_cpp(work: Path, folder: Path, n: int, cuts: str, threads: int, again: int | None) -> None:
     """Store the answers of llama.cpp with these numbers of slots."""
     from annie_quant import checkpoint
 
@@ -208,7 +212,7 @@ def serve_llama_cpp(work: Path, folder: Path, n: int, cuts: str, threads: int) -
     if not file.exists():
         checkpoint.convert(as_llama(folder, work), to="gguf", output=file, force=True)
     output = served_path(work, folder.name, "llama.cpp-cpu", n)
-    ask_llama_cpp(file, files.read_json(work / f"prompts.{n}.json"), cuts, output, threads)
+    ask_llama_cpp(file, files.read_json(work / f"prompts.{n}.json"), cuts, output, threads, again)
 
 
 def as_llama(folder: Path, work: Path) -> Path:
@@ -228,21 +232,30 @@ def as_llama(folder: Path, work: Path) -> Path:
 
 
 def ask_vllm(
-    python: Path, folder: Path, prompts: Path, output: Path, cuts: str, dtype: str = "bfloat16"
+    python: Path,
+    folder: Path,
+    prompts: Path,
+    output: Path,
+    cuts: str,
+    dtype: str = "bfloat16",
+    again: int | None = None,
 ) -> None:
     """Store vLLM's answers on this CPU (vllm_answers.py) and its log. cuts: numbers of prompts at a time."""
     n_prompts = len(files.read_json(prompts))
-    if not any(missing(output, cut, n_prompts) for cut in cuts.split(",")):
+    if not any(missing(output, cuts, n_prompts, again).values()):
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     program = Path(__file__).with_name("vllm_answers.py")
     command: list[str | Path] = [python, program, folder, prompts, output, "--cuts", cuts, "--dtype", dtype]
+    command += [] if again is None else ["--again", str(again)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with output.with_suffix(".log").open("a") as log:
         subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
 
 
-def serve_vllm(work: Path, folder: Path, n: int, python: Path, kinds: Sequence[str], cuts: str) -> None:
+def serve_vllm(
+    work: Path, folder: Path, n: int, python: Path, kinds: Sequence[str], cuts: str, again: int | None
+) -> None:
     """Store the answers of vLLM on this CPU: the checkpoint's W4A4, and the same declared W4A16; the bf16 model is W4A16."""
     has_scales = quantizes_activations(folder)
     for kind in kinds:
@@ -254,7 +267,7 @@ def serve_vllm(work: Path, folder: Path, n: int, python: Path, kinds: Sequence[s
             continue
         source = weight_only(folder, work) if numerics == "w4a16" and has_scales else folder
         output = served_path(work, folder.name, f"vllm-cpu-{kind}", n)
-        ask_vllm(python, source, work / f"prompts.{n}.json", output, cuts, dtype or "bfloat16")
+        ask_vllm(python, source, work / f"prompts.{n}.json", output, cuts, dtype or "bfloat16", again)
 
 
 def serve_transformers(work: Path, folder: Path, template: Template, sample: Sample) -> None:
@@ -265,7 +278,7 @@ def serve_transformers(work: Path, folder: Path, template: Template, sample: Sam
 
     output = served_path(work, folder.name, "transformers", sample.n)
     requests = sample.prompts(template)[1]
-    indices = [i for i in missing(output, "1", len(requests)) if requests[i].workload.name in TOOLS]
+    indices = [i for i in missing(output, "1", len(requests))["1"] if requests[i].workload.name in TOOLS]
     if not indices:
         return
     log = AnswerLog(output)
@@ -471,6 +484,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=0, help="of llama.cpp; 0: its default")
     parser.add_argument("--cuts", help="sequences at a time; default: 8,1 in llama.cpp, 16,1 in vLLM on a CPU")
+    parser.add_argument("--again", type=int, help="prompts that are asked again under the second cut; default: all")
     parser.add_argument("--profiles", default=",".join(PROFILES))
     parser.add_argument("--calib-samples", type=int, default=128, help="conversations, for strategies")
     parser.add_argument("--device", default=None, help="of the offline evaluation")
@@ -491,11 +505,13 @@ def main() -> None:
             profiles = arguments.profiles.split(",")
             offline(work, arguments.model, folder, sample, profiles, arguments.device, arguments.alone)
         elif arguments.part == "llama.cpp":
-            serve_llama_cpp(work, folder, n, arguments.cuts or "8,1", arguments.threads)
+            serve_llama_cpp(work, folder, n, arguments.cuts or "8,1", arguments.threads, arguments.again)
         elif arguments.part == "transformers":
             serve_transformers(work, folder, Template(arguments.model), sample)
         else:
-            serve_vllm(work, folder, n, arguments.python, arguments.kinds.split(","), arguments.cuts or "16,1")
+            serve_vllm(
+                work, folder, n, arguments.python, arguments.kinds.split(","), arguments.cuts or "16,1", arguments.again
+            )
         print(folder.name, arguments.part, "done", flush=True)
 
 

@@ -16,7 +16,15 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from predict_server import ask_vllm, has_mixed_formats, quantizes_activations, read, weight_only, without_end, write_prompts
+from predict_server import (
+    ask_vllm,
+    has_mixed_formats,
+    quantizes_activations,
+    read,
+    weight_only,
+    without_end,
+    write_prompts,
+)
 
 from annie_quant import judge
 from annie_quant.core import files

@@ -5,7 +5,7 @@
 PROMPTS.json: a list of {"prompt": token ids, "max_tokens": n, "ends": token ids}. ANSWERS.jsonl (tests/helpers/answer_log.py) gets
 each answer when it is complete, [token ids, ended, logprobs], and continues after a run that was cut off; logprobs: the five best
 tokens [[id, log-probability], ...] of each of the first TRACED tokens. A cut is the number of sequences at a time; each cut
-after the first takes the prompts in reverse order. A line per start has vLLM's version, the device and the kernel of the first NVFP4 linear, one per cut its seconds. The engine runs in this
+after the first takes the prompts (--again: the first ones) in reverse order. A line per start has vLLM's version, the device and the kernel of the first NVFP4 linear, one per cut its seconds. The engine runs in this
 process (VLLM_ENABLE_V1_MULTIPROCESSING=0), without torch.compile and CUDA graphs, and starts fast.
 
 Kernels of NVFP4 linears (--kernel):
@@ -28,12 +28,15 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 
-from answer_log import AnswerLog, missing  # noqa: E402
-from serve_9b import GPU_OPTIONS  # noqa: E402
+from answer_log import AnswerLog, missing
+from serve_9b import GPU_OPTIONS
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault(
+    "TORCHDYNAMO_DISABLE", "1"
+)  # vLLM compiles some functions in eager mode too, which needs a compiler
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 TRACED = 10  # tokens of an answer whose log-probabilities are stored
@@ -169,6 +172,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--cuts", default="16,1")
+    parser.add_argument("--again", type=int, help="prompts of the cuts after the first; default: all")
     parser.add_argument("--dtype", default="bfloat16", help="of everything that is not packed")
     parser.add_argument("--kernel", default="auto", choices=("auto", "emulation", "exact"))
     arguments = parser.parse_args()
@@ -187,13 +191,12 @@ def main() -> None:
     log = AnswerLog(arguments.output)
     kernel, device = kernel_name(model_of(llm)), "cpu" if on_cpu else torch.cuda.get_device_name(0)
     log.write(vllm=vllm.__version__, device=device, kernel=kernel, threads=torch.get_num_threads(), seconds=seconds)
-    for position, cut in enumerate(cuts):
+    for cut, indices in missing(arguments.output, arguments.cuts, len(rows), arguments.again).items():
         begin = time.monotonic()
-        indices = missing(arguments.output, str(cut), len(rows))[:: -1 if position else 1]
-        for index, answer in answers(llm, rows, cut, indices):
-            log.add(str(cut), index, answer)
+        for index, answer in answers(llm, rows, int(cut), indices):
+            log.add(cut, index, answer)
         seconds[f"cut {cut}"] = round(time.monotonic() - begin, 1)
-        log.write(cut=str(cut), answered=len(indices), seconds=seconds[f"cut {cut}"])
+        log.write(cut=cut, answered=len(indices), seconds=seconds[f"cut {cut}"])
     print(arguments.output.name, device, kernel, seconds, flush=True)
 
 

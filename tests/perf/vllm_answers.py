@@ -3,10 +3,11 @@
     python tests/perf/vllm_answers.py CHECKPOINT PROMPTS.json ANSWERS.jsonl --cuts 64,1 --kernel emulation
 
 PROMPTS.json: a list of {"prompt": token ids, "max_tokens": n, "ends": token ids}. ANSWERS.jsonl (tests/helpers/answer_log.py) gets
-each answer when it is complete, [token ids, ended, logprobs], and continues after a run that was cut off; logprobs: the five best
-tokens [[id, log-probability], ...] of each of the first TRACED tokens. A cut is the number of sequences at a time; each cut
-after the first takes the prompts (--again: the first ones) in reverse order. A line per start has vLLM's version, the device and the kernel of the first NVFP4 linear, one per cut its seconds. The engine runs in this
-process (VLLM_ENABLE_V1_MULTIPROCESSING=0), without torch.compile and CUDA graphs, and starts fast.
+each answer when it is complete, [token ids, ended, logprobs], and a run that was cut off continues; logprobs: the five best tokens
+[[id, log-probability], ...] of each of the first TRACED tokens. A cut is the number of sequences at a time; each cut after the
+first takes the prompts (--again: the first ones) in reverse order. A line per start has vLLM's version, the device and the kernel
+of the first NVFP4 linear, one per cut its seconds. The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), without
+torch.compile and CUDA graphs, and starts fast.
 
 Kernels of NVFP4 linears (--kernel):
   auto       what vLLM chooses: Marlin (W4A16) on GPUs without FP4 units, this package's plug-in on a CPU

@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -221,11 +222,7 @@ def as_llama(folder: Path, work: Path) -> Path:
     if document["model_type"] != "qwen2":
         return folder
     target = work / f"{folder.name}-llama"
-    target.mkdir(exist_ok=True)
-    for file in folder.iterdir():
-        if not (target / file.name).exists():
-            (target / file.name).symlink_to(file.resolve())
-    (target / "config.json").unlink()
+    shutil.copytree(folder, target, dirs_exist_ok=True)  # a link that leaves its folder is refused
     changes = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True}
     files.write_json(target / "config.json", document | changes)
     return target
@@ -306,8 +303,6 @@ def has_mixed_formats(folder: Path) -> bool:
 
 def weight_only(folder: Path, work: Path) -> Path:
     """Return the same checkpoint declared W4A16, without input scales: what vLLM serves with Marlin."""
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     target = work / f"{folder.name}-w4a16"

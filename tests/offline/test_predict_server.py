@@ -47,8 +47,10 @@ def test_answers_that_all_members_give_are_counted_apart(module):
         ),  # a member keeps what the server loses, and none loses it
     ],
 )
-def test_agreement(module, served, ensemble, members, expected):
-    assert module.agreement(served, ensemble, members) == expected
+def test_agreement(served, ensemble, members, expected):
+    from served_verdicts import agreement  # imports torch
+
+    assert agreement(served, ensemble, members) == expected
 
 
 def test_a_sample_caps_every_answer(module):

@@ -16,7 +16,15 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from predict_server import ask_vllm, has_mixed_formats, quantizes_activations, weight_only, without_end, write_prompts
+from predict_server import (
+    ask_vllm,
+    has_mixed_formats,
+    quantizes_activations,
+    read,
+    weight_only,
+    without_end,
+    write_prompts,
+)
 
 from annie_quant import judge
 from annie_quant.core import files
@@ -41,9 +49,8 @@ def requests_of(template: Template, longest: int) -> list[TurnRequest]:
 
 def passes(template: Template, requests: Sequence[TurnRequest], answers: Path) -> list[dict[str, bool]]:
     """Return the gates of each answer of a file of vllm_answers.py."""
-    rows = next(iter(files.read_json(answers)["cuts"].values()))
-    ends = template.end_tokens
-    pairs = ((r, template.answer(r, without_end(row[0], row[1], ends))) for r, row in zip(requests, rows, strict=True))
+    rows, ends = next(iter(read(answers).values())), template.end_tokens
+    pairs = ((r, template.answer(r, without_end(*rows[i][:2], ends))) for i, r in enumerate(requests))
     return [checks(answer, r.case, r.workload) for r, answer in pairs]
 
 
@@ -107,9 +114,8 @@ def main() -> None:
         write_prompts(args.work / f"prompts{part}.json", rows, template.end_tokens)
 
     def served(name: str, folder: Path, part: str = "") -> list[dict[str, bool]]:
-        answers = args.work / f"{name}{part}.json"
-        if not answers.exists():
-            ask_vllm(args.python, folder, args.work / f"prompts{part}.json", answers, "16")
+        answers = args.work / f"{name}{part}.jsonl"
+        ask_vllm(args.python, folder, args.work / f"prompts{part}.json", answers, "16")
         return passes(template, requests[part], answers)
 
     def of_search(gates: Gates) -> list[dict[str, bool]]:

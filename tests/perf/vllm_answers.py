@@ -1,11 +1,13 @@
 """Greedy answers of a checkpoint in vLLM, on a CPU or a GPU, to prompts given as token ids. Imports vLLM alone, not this package.
 
-    python tests/perf/vllm_answers.py CHECKPOINT PROMPTS.json ANSWERS.json --cuts 64,1 --kernel emulation
+    python tests/perf/vllm_answers.py CHECKPOINT PROMPTS.json ANSWERS.jsonl --cuts 64,1 --kernel emulation
 
-PROMPTS.json: a list of {"prompt": token ids, "max_tokens": n, "ends": token ids}. ANSWERS.json: {"vllm": version, "device": name,
-"kernel": of the first NVFP4 linear, "seconds": of each part, "cuts": {cut: [[token ids, ended, logprobs], ...]}}; logprobs: the
-five best tokens [[id, log-probability], ...] of each of the first TRACED tokens. A cut is the number of sequences at a time. The
-engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), without torch.compile and CUDA graphs, and starts fast.
+PROMPTS.json: a list of {"prompt": token ids, "max_tokens": n, "ends": token ids}. ANSWERS.jsonl (tests/helpers/answer_log.py) gets
+each answer when it is complete, [token ids, ended, logprobs], and a run that was cut off continues; logprobs: the five best tokens
+[[id, log-probability], ...] of each of the first TRACED tokens. A cut is the number of sequences at a time; each cut after the
+first takes the prompts (--again: the first ones) in reverse order. A line per start has vLLM's version, the device and the kernel
+of the first NVFP4 linear, one per cut its seconds. The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), without
+torch.compile and CUDA graphs, and starts fast.
 
 Kernels of NVFP4 linears (--kernel):
   auto       what vLLM chooses: Marlin (W4A16) on GPUs without FP4 units, this package's plug-in on a CPU
@@ -18,16 +20,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
+
+from answer_log import AnswerLog, missing
 from serve_9b import GPU_OPTIONS
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault(
+    "TORCHDYNAMO_DISABLE", "1"
+)  # vLLM compiles some functions in eager mode too, which needs a compiler
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 TRACED = 10  # tokens of an answer whose log-probabilities are stored
@@ -92,7 +102,7 @@ def exact_products() -> None:
     EmulationNvFp4LinearKernel.apply_weights = apply_weights
 
 
-def start(folder: str, kernel: str, sequences: int, on_cpu: bool) -> Any:
+def start(folder: str, kernel: str, sequences: int, on_cpu: bool, dtype: str = "bfloat16") -> Any:
     """Return vLLM's LLM of a checkpoint."""
     from vllm import LLM
 
@@ -104,7 +114,7 @@ def start(folder: str, kernel: str, sequences: int, on_cpu: bool) -> Any:
     if kernel != "auto":
         options["linear_backend"] = "emulation"
     return LLM(
-        folder, dtype="bfloat16", enforce_eager=True, max_model_len=2048, max_num_seqs=sequences,
+        folder, dtype=dtype, enforce_eager=True, max_model_len=2048, max_num_seqs=sequences,
         enable_prefix_caching=False, disable_log_stats=True, **options,
     )  # fmt: skip
 
@@ -125,27 +135,36 @@ def kernel_name(model: Any) -> str:
     return ""
 
 
-def answers(llm: Any, rows: list[dict[str, Any]], cut: int) -> list[Any]:
-    """Return [token ids, ended, logprobs] per prompt. cut: sequences at a time, 1 or all that the engine takes."""
+def answers(
+    llm: Any, rows: Sequence[dict[str, Any]], cut: int, indices: Sequence[int] | None = None
+) -> Iterator[tuple[int, list[Any]]]:
+    """Yield (index, [token ids, ended, logprobs]) of each prompt when it is answered.
+
+    cut: sequences at a time, at most. indices: of the prompts to answer, in this order; None: all.
+    """
     from vllm import SamplingParams
 
-    sampling = [
-        SamplingParams(temperature=0, max_tokens=r["max_tokens"], stop_token_ids=r["ends"], logprobs=5) for r in rows
-    ]
-    inputs = [{"prompt_token_ids": r["prompt"]} for r in rows]
-    if cut > 1:
-        outputs = llm.generate(inputs, sampling, use_tqdm=False)
-    else:
-        outputs = [llm.generate([i], [s], use_tqdm=False)[0] for i, s in zip(inputs, sampling, strict=True)]
-    results = []
-    for output in outputs:
-        first = output.outputs[0]
-        best = [
-            [[int(token), round(entry.logprob, 5)] for token, entry in position.items()]
-            for position in (first.logprobs or [])[:TRACED]
-        ]
-        results.append([list(first.token_ids), first.finish_reason == "stop", best])
-    return results
+    waiting = list(reversed(range(len(rows)) if indices is None else indices))
+    running = 0
+    while waiting or running:
+        while waiting and running < cut:
+            index = waiting.pop()
+            row = rows[index]
+            sampling = SamplingParams(
+                temperature=0, max_tokens=row["max_tokens"], stop_token_ids=row["ends"], logprobs=5
+            )
+            llm.llm_engine.add_request(str(index), {"prompt_token_ids": row["prompt"]}, sampling)
+            running += 1
+        for output in llm.llm_engine.step():
+            if not output.finished:
+                continue
+            running -= 1
+            first = output.outputs[0]
+            best = [
+                [[int(token), round(entry.logprob, 5)] for token, entry in position.items()]
+                for position in (first.logprobs or [])[:TRACED]
+            ]
+            yield int(output.request_id), [list(first.token_ids), first.finish_reason == "stop", best]
 
 
 def main() -> None:
@@ -154,6 +173,8 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--cuts", default="16,1")
+    parser.add_argument("--again", type=int, help="prompts of the cuts after the first; default: all")
+    parser.add_argument("--dtype", default="bfloat16", help="of everything that is not packed")
     parser.add_argument("--kernel", default="auto", choices=("auto", "emulation", "exact"))
     arguments = parser.parse_args()
     begin = time.monotonic()
@@ -165,24 +186,19 @@ def main() -> None:
     cuts = [int(c) for c in arguments.cuts.split(",")]
     seconds = {"import": round(time.monotonic() - begin, 1)}
     begin = time.monotonic()
-    llm = start(folder, arguments.kernel, max(cuts), on_cpu)
+    llm = start(folder, arguments.kernel, max(cuts), on_cpu, arguments.dtype)
     seconds["load"] = round(time.monotonic() - begin, 1)
     rows = json.loads(arguments.prompts.read_text())
-    document: dict[str, Any] = {
-        "vllm": vllm.__version__,
-        "device": "cpu" if on_cpu else torch.cuda.get_device_name(0),
-        "kernel": kernel_name(model_of(llm)),
-        "seconds": seconds,
-        "cuts": {},
-    }
-    for cut in cuts:
+    log = AnswerLog(arguments.output)
+    kernel, device = kernel_name(model_of(llm)), "cpu" if on_cpu else torch.cuda.get_device_name(0)
+    log.write(vllm=vllm.__version__, device=device, kernel=kernel, threads=torch.get_num_threads(), seconds=seconds)
+    for cut, indices in missing(arguments.output, arguments.cuts, len(rows), arguments.again).items():
         begin = time.monotonic()
-        document["cuts"][str(cut)] = answers(llm, rows, cut)
+        for index, answer in answers(llm, rows, int(cut), indices):
+            log.add(cut, index, answer)
         seconds[f"cut {cut}"] = round(time.monotonic() - begin, 1)
-    partial = arguments.output.with_suffix(".partial")
-    partial.write_text(json.dumps(document))
-    partial.replace(arguments.output)
-    print(arguments.output.name, document["device"], document["kernel"], seconds, flush=True)
+        log.write(cut=cut, answered=len(indices), seconds=seconds[f"cut {cut}"])
+    print(arguments.output.name, device, kernel, seconds, flush=True)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def main() -> None:
     own = kernels.fused_sigmoid_gating_delta_rule_update_cpu
     for name in arguments.variants.split(","):
         kernels.fused_sigmoid_gating_delta_rule_update_cpu = VARIANTS[name] or own
-        answers = [answer[0] for answer in vllm_answers.answers(llm, rows, 16)]
+        answers = [answer[0] for _, answer in sorted(vllm_answers.answers(llm, rows, 16))]
         unclosed = [i for i, tokens in enumerate(answers) if opens in tokens and closes not in tokens]
         n_opened = sum(opens in tokens for tokens in answers)
         print(f"{name}: {len(rows)} prompts, {n_opened} calls, {len(unclosed)} not closed: {unclosed}", flush=True)

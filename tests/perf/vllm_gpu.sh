@@ -5,7 +5,7 @@
 #
 # PYTHON imports vLLM (0.26 needs vllm_flash_attn's extension to be imported, also for other attention) and this package. All
 # processes run at the same time: each checkpoint under every kernel of vllm_answers.py that it has, and with OFFLINE=1 the offline
-# evaluation of each. OUT gets served.NAME.SERVER.N.json, offline.NAME.N.json and log.txt. LIMIT: seconds per process.
+# evaluation of each. OUT gets served.NAME.SERVER.N.jsonl, offline.NAME.N.json and log.txt. LIMIT: seconds per process.
 set -u
 python=$1 work=$2 n=$3 out=$4
 shift 4
@@ -21,7 +21,7 @@ for folder in "$@"; do
     for kernel in $kernels; do
         server=vllm-gpu-${kernel/auto/marlin}
         timeout -k 3 "$limit" "$python" "$here/vllm_answers.py" "$folder" "$work/prompts.$n.json" \
-            "$out/served.$name.$server.$n.json" --cuts "$cuts" --kernel "$kernel" >"$work/$name.$kernel.log" 2>&1 &
+            "$out/served.$name.$server.$n.jsonl" --cuts "$cuts" --kernel "$kernel" >"$work/$name.$kernel.log" 2>&1 &
     done
 done
 if [ "${OFFLINE:-0}" = 1 ]; then

@@ -9,14 +9,17 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from annie_quant.core.untrusted import JsonObject
 from annie_quant.gemm import device_checks, oracle
 from annie_quant.gemm.arrays import DeviceArray, native, need_device, to_device
 from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, w4a4, w4a16
 from annie_quant.gemm.stack_check import StackResult
+
+if TYPE_CHECKING:
+    from annie_quant.core.untrusted import JsonObject
 
 PLANTED_FAULTS = ("nibbles", "scales", "fragment", "lane")
 

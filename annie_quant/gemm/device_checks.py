@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from annie_quant.gemm import oracle
-from annie_quant.gemm.arrays import CODES, DeviceArray, native, to_device
+from annie_quant.gemm.arrays import CODES, DeviceArray, native, to_device, view
 from annie_quant.gemm.grouped import BLOCK_ROWS, WHERE_POSSIBLE
 from annie_quant.gemm.ops import Weight
 
@@ -96,6 +96,7 @@ def launch(
     """Return the products [pairs, N] of the GPU."""
     module = native()
     weight = Weight(to_device(codes), to_device(scales), 1.0)  # rows of experts in blocks follow each other
+    packed = view(weight.packed, "weight")
     shape = (chosen.size, EXPERTS, TOP_K, BLOCK_ROWS, K)
     plan = module.plan_grouped(shape, 0)
     layout = tiles(chosen, plan[0])
@@ -105,7 +106,7 @@ def launch(
     out = DeviceArray((chosen.size, BLOCK_ROWS), "bfloat16").fill(0xFF)
     on_device = to_device(x)
     module.grouped(
-        on_device.ptr, K, weight.packed.ptr, weight.packed.nbytes, *(a.ptr for a in arrays), len(layout.tile_experts), out.ptr,
+        on_device.ptr, K, packed.ptr, packed.shape[0], *(a.ptr for a in arrays), len(layout.tile_experts), out.ptr,
         shape, CODES["bfloat16"], tuple(plan), WHERE_POSSIBLE, 0,
     )  # fmt: skip
     return out.host()

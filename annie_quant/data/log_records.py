@@ -314,16 +314,16 @@ def _call(raw: object) -> ChatCall:
     if not isinstance(raw, Mapping):
         raise Unusable("a tool call that is not an object")
     function = inner if isinstance(inner := raw.get("function"), Mapping) else raw
-    arguments = next((function[key] for key in ARGUMENT_KEYS if key in function), None)
+    arguments = next((function[key] for key in ARGUMENT_KEYS if key in function), None) or {}
     if isinstance(arguments, str):
         arguments = _decoded(arguments) if arguments.strip() else {}
     if not function.get("name"):
         raise Unusable("a tool call without a name")
-    if not isinstance(arguments or {}, Mapping):
+    if not isinstance(arguments, Mapping):
         raise Unusable("tool arguments that are not a JSON object")
     call: ChatCall = {
         "type": "function",
-        "function": {"name": str(function["name"]), "arguments": dict(arguments or {})},
+        "function": {"name": str(function["name"]), "arguments": dict(arguments)},
     }
     return {"id": str(raw["id"]), **call} if raw.get("id") else call
 

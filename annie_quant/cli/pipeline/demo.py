@@ -2,9 +2,9 @@
 
     conversations → quantize → audit → evaluate offline → GGUF → serve and measure → judge → report
 
-Both checkpoints have input scales, so they are judged as vLLM and SGLang compute them on a GPU, with 4-bit inputs; best also on a
-llama.cpp server, which rounds inputs to 8 bits. A finished stage is not done again with the same inputs. bf16's answers are
-computed while the checkpoints are made, and the checkpoints are evaluated at the same time, one process each; nothing else runs
+A checkpoint with input scales is judged as vLLM and SGLang compute it on a GPU, with 4-bit inputs, one without as Marlin does; best
+also on a llama.cpp server, which rounds inputs to 8 bits. A finished stage is not done again with the same inputs. bf16's answers
+are computed while the checkpoints are made, and the checkpoints are evaluated at the same time, one process each; nothing else runs
 while servers are measured.
 """
 
@@ -20,7 +20,7 @@ import msgspec
 
 from annie_quant import bench, checkpoint, data, documents, judge, report
 from annie_quant.checkpoint import decode_speed
-from annie_quant.checkpoint.shards import model_sha256
+from annie_quant.checkpoint.shards import ModelFolder, model_sha256
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline import DemoSettings
 from annie_quant.cli.pipeline.evaluation_process import EvaluationProcesses, ProcessJob
@@ -47,6 +47,7 @@ CALIBRATION_ROWS = 48
 SERVED = "abstention,factual,tool_memory,tool_web"
 OFFLINE = f"{SERVED},briefing,conversational,greeting,hardened_prompt,long_response,reasoning,thinking_off,thinking_on"
 NUMERICS = ("vllm-cutlass",)  # no server has the float32 stream of "w4a4", in which naive loses a third of these calls
+WEIGHT_ONLY = ("vllm-marlin",)  # of a checkpoint without 4-bit inputs
 
 
 class Side(NamedTuple):
@@ -147,9 +148,11 @@ class Demo:
         return self.finish()
 
     def evaluation(self, strategy: str) -> ProcessJob:
+        folder = ModelFolder(self.stages.checkpoint(strategy))
         return msgspec.structs.replace(
             self.answers,
-            checkpoint=str(self.stages.checkpoint(strategy)),
+            checkpoint=str(folder.path),
+            numerics=NUMERICS if any(name.endswith(".input_scale") for name in folder) else WEIGHT_ONLY,
             until_loss=strategy != CANDIDATE,
             output=str(self.dir / f"eval/{strategy}.json"),
         )

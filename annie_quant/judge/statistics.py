@@ -246,11 +246,13 @@ def excess_loss(lost: int, n: int, margin: float, won: int = 0) -> float:
     won: prompts whose answer a harmless change of the reference's arithmetic changes, and the checkpoint does not. Without
         any it is exact, P(Binomial(n, margin) >= lost); else that of the score test of (won - lost) / n = -margin.
     """
+    from scipy.special import ndtr
     from scipy.stats import binom
 
     if not n:
         return 1.0
-    return NormalDist().cdf(_score(lost, won, n, -margin)) if won else float(binom.sf(lost - 1, n, margin))
+    # NormalDist.cdf is 0 below -8.3.
+    return float(ndtr(_score(lost, won, n, -margin)) if won else binom.sf(lost - 1, n, margin))
 
 
 @lru_cache(maxsize=4096)

@@ -13,6 +13,7 @@ from scipy.stats import binom, binomtest, bootstrap
 from annie_quant.judge.gates import n_to_decide
 from annie_quant.judge.statistics import (
     compare,
+    excess_loss,
     holm,
     hommel,
     least_p,
@@ -210,3 +211,10 @@ def test_hommel_is_the_closed_test_of_simes():
     assert hommel([]) == []
     p_values = rng.random(160).tolist()
     assert all(up <= down + 1e-12 for up, down in zip(hommel(p_values), holm(p_values), strict=True))
+
+
+def test_p_of_a_large_loss_is_not_zero() -> None:
+    """84 lost and 1 won of 117 at a margin of 5 points is 16 standard errors from it: below what 1 - p can hold."""
+    p = excess_loss(84, 117, 0.05, won=1)
+    assert 0 < p < 1e-16
+    assert excess_loss(85, 117, 0.05, won=1) < p

@@ -41,12 +41,13 @@ def largest_need(limits: Limits) -> int:
 def checks(info: Mapping[str, int | str]) -> Iterator[tuple[str, bool, str]]:
     """Yield (name, whether it is right, detail). info: of _gemm.device_info."""
     module = native()
+    limits: Limits = module.limits()
     capability = f"{info['major']}.{info['minor']}"
     present, detail = machine_code(module.ARCHS, capability)
     if present is not None:
-        yield f"machine code for {capability}", present and module.limits()[4], detail
+        yield f"machine code for {capability}", present and limits[4], detail
     try:
-        need = largest_need(module.limits())
-        yield "shared memory", need <= int(info["smem_block"]), f"{need} of {info['smem_block']} bytes per block"
+        need = largest_need(limits)
+        yield "shared memory", need <= limits[1], f"{need} of {limits[1]} bytes per block"
     except module.CudaError as error:
         yield "shared memory", False, str(error.args[0])

@@ -6,6 +6,7 @@ import pytest
 from gemm_module import DEVICES, needs_module
 
 from annie_quant.gemm import device_checks
+from annie_quant.gemm.arrays import native
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,32 @@ def test_native_code_is_found_by_architecture(built: str, capability: str, expec
 def test_a_gb10_has_the_shared_memory_that_its_plans_need() -> None:
     assert DEVICES["GB10"] == device_checks.SPARK
     assert 0 < device_checks.largest_need(device_checks.SPARK) <= device_checks.SPARK[1]
+
+
+class OfDevice:
+    """The compiled module as on a GPU with these limits."""
+
+    def __init__(self, limits: device_checks.Limits, built: str) -> None:
+        self.limits, self.ARCHS = (lambda: limits), built
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(native(), name)
+
+
+@needs_module
+@pytest.mark.parametrize(
+    ("gpu", "capability", "expected"),
+    [
+        ("GB10", (12, 1), {"machine code for 12.1": True, "shared memory": True}),
+        ("H200", (9, 0), {"shared memory": True}),
+    ],
+)
+def test_checks_of_a_gpu(
+    gpu: str, capability: tuple[int, int], expected: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = dict(zip(("major", "minor"), capability, strict=True))
+    module = OfDevice(DEVICES[gpu], "90a,121a")
+    monkeypatch.setattr(device_checks, "native", lambda: module)
+    assert {name: ok for name, ok, _ in device_checks.checks(info)} == expected
+    module.ARCHS = "90a,120a"
+    assert all(ok for _, ok, _ in device_checks.checks(info)) == (gpu == "H200")

@@ -68,9 +68,10 @@ class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
 def doctor(options: DoctorOptions) -> None:
     """Check what this machine lacks for which stage, with the fix. Exit code 3 on a fault.
 
-    With --server and --checkpoint: compare the log-probabilities that a server (vLLM, llama.cpp) returns for about 20 prompts with
-    the checkpoint's own under each numerics profile, and name the arithmetic that it runs, or "none of these"; compare the
-    tensors and formats that it loaded, and count the drafts that it accepts.
+    With --server: what a running server reports of itself, and the known faults of its version. With --checkpoint too: compare the
+    log-probabilities that a server (vLLM, llama.cpp) returns for about 20 prompts with the checkpoint's own under each numerics
+    profile, and name the arithmetic that it runs, or "none of these"; compare the tensors and formats that it loaded, and count the
+    drafts that it accepts.
 
     With --server and --images: whether the server takes images, and names the colours of two.
 
@@ -104,15 +105,15 @@ def check_server(url: str, options: DoctorOptions) -> tuple[list[CheckResult], d
     from annie_quant.bench.backend import key_headers
 
     headers = key_headers(options.key_env)
-    if not options.images and options.checkpoint is None:
-        raise UsageError("--server needs --checkpoint", "add --checkpoint DIR, the folder that it serves")
     quiet_engines()
-    if options.images or options.checkpoint is None:
+    if options.images:
         from annie_quant.ops.server_checks import check_images
 
         return [check_images(url, headers)], {}
-    from annie_quant.ops.served_model import check_served
+    from annie_quant.ops.served_model import check_served, describe_server
 
+    if options.checkpoint is None:
+        return describe_server(url, headers), {}
     findings, result = check_served(url, options.checkpoint, options.reference, options.load_report, headers)
     return findings, {"fingerprint": {"name": result.name, **asdict(result)}}
 

@@ -7,8 +7,6 @@ for a file that two models share.
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from annie_quant.bench.backend import Backend, identity, read_counters
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.gguf.equality import FileContent, compare_file
 from annie_quant.checkpoint.linears import label_of
@@ -37,6 +36,8 @@ from annie_quant.ops.server_checks import (
 from annie_quant.stream.client import fetch
 
 if TYPE_CHECKING:
+    from annie_quant.documents import Identity
+    from annie_quant.models import Family
     from annie_quant.offline.fingerprint import Fingerprint, GreedyTokens
 
 
@@ -81,7 +82,8 @@ def check_served(
     else:
         loaded = [note(TENSORS, "not compared", "only the answers show what the server has loaded", AGAIN)]
     drafts = check_drafts(root, served, headers)
-    return [*loaded, answers, drafts, *check_version(root, checkpoint, headers)], result
+    who = identity(Backend("server", root, headers=headers or {}))
+    return [*loaded, answers, drafts, *faults_of(who, ModelFolder(checkpoint).family)], result
 
 
 def check_file(root: str, checkpoint: Path, headers: Mapping[str, str] | None = None) -> list[CheckResult]:
@@ -138,10 +140,6 @@ def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[Chec
 
 DRAFTS = "drafts"
 N_DRAFTED, N_PROMPTS = 32, 8  # tokens per answer, and answers
-COUNTER = re.compile(
-    r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}]*\})? ([\d.]+)(?:e\+0?(\d))?$",
-    re.MULTILINE,
-)
 
 
 def check_drafts(root: str, served: Served, headers: Mapping[str, str] | None = None) -> CheckResult:
@@ -153,10 +151,14 @@ def check_drafts(root: str, served: Served, headers: Mapping[str, str] | None = 
         drafted, accepted = sum(a.draft_n for a in answers), sum(a.draft_n_accepted for a in answers)
         steps = sum(a.predicted_n - a.draft_n_accepted for a in answers)
     else:
-        before, model = counters(root, headers), model_name(root, headers)
+        server = Backend("server", root, headers=headers or {})
+        before, model = read_counters(server), model_name(root, headers)
         post(root + OPENAI, [openai_body(model, p, N_DRAFTED) for p in prompts], headers)
-        after = counters(root, headers)
-        steps, drafted, accepted = (after[n] - before[n] for n in ("drafts", "draft_tokens", "accepted_tokens"))
+        after = read_counters(server)
+        steps = drafted = accepted = 0
+        if before and after:
+            drafted, accepted = int(after.drafted - before.drafted), int(after.accepted - before.accepted)
+            steps = int(after.generated - before.generated) - accepted
     if drafted <= 0:
         return note(DRAFTS, "the server drafts nothing", "it was started without speculative decoding, or reports none")
     message = f"{accepted} of {drafted} drafted tokens accepted, {1 + accepted / max(1, steps):.2f} tokens per step"
@@ -166,27 +168,19 @@ def check_drafts(root: str, served: Served, headers: Mapping[str, str] | None = 
     return fault(DRAFTS, message, why, "annie-quant audit DIR --source BF16 compares the head's tensors")
 
 
-def counters(root: str, headers: Mapping[str, str] | None) -> Counter[str]:
-    """Return vLLM's counters of speculative decoding, summed over its engines."""
-    sums: Counter[str] = Counter()
-    for name, digits, exponent in COUNTER.findall(fetch(root + "/metrics", headers).body.decode(errors="replace")):
-        with contextlib.suppress(ValueError):
-            sums[name] += int(float(digits) * 10 ** int(exponent or 0))
-    return sums
+def describe_server(url: str, headers: Mapping[str, str] | None = None) -> list[CheckResult]:
+    """Return what a running server reports of itself, and the known faults of its version; nothing is compared."""
+    root = check_url(url)
+    model_name(root, headers)  # raises where nothing answers
+    who = identity(Backend("server", root, headers=headers or {}))
+    message = f"{who.runtime or 'unknown software'} {who.version or ''}".rstrip() + f" serves {who.model}"
+    what = f"{message}, weights in {who.format}" if who.format else message
+    add = "add --checkpoint DIR, the folder that it serves"
+    return [ok("server", what), *faults_of(who, None), note(TENSORS, "not compared", "no checkpoint is named", add)]
 
 
-class ServerVersion(msgspec.Struct):
-    """vLLM's /version."""
-
-    version: str = ""
-
-
-def check_version(root: str, checkpoint: Path, headers: Mapping[str, str] | None = None) -> list[CheckResult]:
+def faults_of(who: Identity, family: Family | None) -> list[CheckResult]:
     """Return the known faults of a running vLLM's version with this kind of model, and with this machine's GPU if it has one."""
-    try:
-        version = salvage_line(ServerVersion, fetch(root + "/version", headers).body).version[:40]
-    except (ValueError, msgspec.MsgspecError):
-        version = ""
-    if not version:
+    if who.runtime != "vllm" or not who.version:
         return []
-    return notes_on(known_versions.find([("vllm", version)], gpu_capability(Probe()), ModelFolder(checkpoint).family))
+    return notes_on(known_versions.find([("vllm", who.version[:40])], gpu_capability(Probe()), family))

@@ -24,7 +24,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from tiny_variants import save_variant, save_with_head  # noqa: E402
 
 import annie_quant as aq  # noqa: E402
+from annie_quant.bench.backend import Counters, draft_counters  # noqa: E402
 from annie_quant.checkpoint.gguf.equality import compare_file  # noqa: E402
+from annie_quant.core.errors import ServerError  # noqa: E402
 from annie_quant.offline import fingerprint as offline  # noqa: E402
 from annie_quant.ops import served_model, server_checks, serving  # noqa: E402
 from annie_quant.ops.doctor import CheckResult  # noqa: E402
@@ -133,7 +135,8 @@ def test_a_server_elsewhere_is_judged_by_its_answers_alone(right: Path) -> None:
 
 
 METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
-vllm:spec_decode_num_drafts_total{engine="0",model_name="annie"} 1.2e+06
+vllm:spec_decode_num_drafts_total{engine="0",model_name="annie"} 20.0
+vllm:generation_tokens_total{engine="0",model_name="annie"} 1.2e+06
 vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="annie"} 40.0
 vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="annie"} 2.0
 vllm:spec_decode_num_draft_tokens_created{engine="0",model_name="annie"} 1.78e+09
@@ -143,8 +146,14 @@ vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="annie"} 30.0
 
 
 def test_vllms_counters_are_summed_over_its_engines() -> None:
-    found = {
-        name: float(digits) * 10 ** int(power or 0) for name, digits, power in served_model.COUNTER.findall(METRICS)
-    }
-    assert found["drafts"] == 1_200_000 and found["accepted_tokens"] == 30
-    assert [d for n, d, _ in served_model.COUNTER.findall(METRICS) if n == "draft_tokens"] == ["40.0", "2.0"]
+    assert draft_counters(METRICS) == Counters(drafted=42, accepted=30, generated=1_200_000)
+
+
+def test_without_a_checkpoint_the_doctor_says_what_is_served(right: Path) -> None:
+    file = Path(aq.checkpoint.convert(right, "gguf", right.with_suffix(".gguf"), force=True).path)
+    with serving.start(file) as server:
+        who, missing = served_model.describe_server(server.url)
+    assert who.level == "ok" and who.message.startswith("llama.cpp ") and "weights in NVFP4" in who.message
+    assert missing.level == "note" and "--checkpoint" in missing.fix
+    with pytest.raises(ServerError, match="does not answer"):
+        served_model.describe_server(server.url)

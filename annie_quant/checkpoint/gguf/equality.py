@@ -10,9 +10,8 @@ import numpy as np
 from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.checks.source import rel_l2
 from annie_quant.checkpoint.comparison import gguf_values
-from annie_quant.checkpoint.gguf.names import Layout
+from annie_quant.checkpoint.gguf.layout import Layout, read_settings
 from annie_quant.checkpoint.gguf.reader import open_gguf
-from annie_quant.checkpoint.gguf.settings import read_settings
 from annie_quant.checkpoint.shards import ModelFolder
 
 COMPUTED = ("rope_freqs.weight",)  # by the converter, from config.json

@@ -75,6 +75,17 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
             yield Import(name, rest if first == "annie_quant" else f"{first}:", path, getattr(node, "lineno", 1))
 
 
+def missing(known: dict[str, Path]) -> Iterator[tuple[Import, str]]:
+    """Return the imports from modules of this package that do not exist, which mypy takes for those of a missing library."""
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            first, _, module = (node.module or "").partition(".")
+            if first == "annie_quant" and module and not any(f"{k}.".startswith(f"{module}.") for k in known):
+                yield Import(name, module, path, node.lineno), f"there is no module annie_quant.{module}"
+
+
 def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
@@ -127,7 +138,7 @@ def main() -> int:
     statements = [item for name, path in known.items() for item in imports(name, path, known)]
     lines = {
         f"{item.path.relative_to(package.parent)}:{item.line}: {message}"
-        for item, message in (*layer_violations(statements), *cycles(statements))
+        for item, message in (*missing(known), *layer_violations(statements), *cycles(statements))
     }
     for line in sorted(lines):
         print(line)

@@ -47,6 +47,11 @@ def test_a_forbidden_library_is_reported(package):
     assert code == 1 and "bench may not import torch" in lines[0]
 
 
+def test_an_import_from_a_module_that_is_gone_is_reported(package):
+    code, lines = check("check_imports.py", package(judge__rules="from annie_quant.judge.gone import gate\n"))
+    assert code == 1 and lines == ["annie_quant/judge/rules.py:1: there is no module annie_quant.judge.gone"]
+
+
 def test_a_cycle_of_modules_is_reported(package):
     folder = package(
         bench__a="from annie_quant.bench.b import x\n",

@@ -3,20 +3,22 @@
 The phrasings of a built-in persona are in assets/offline_teacher/personas; those of any other persona are made from each tool's
 description and JSON schema. As in exchanges.py, every template and every free word belongs to one split.
 
-Arguments are drawn from the JSON schema: enums, constants, numbers with limits, text by format and by the property's name,
-arrays, nested objects, optional properties, unions and local references ($defs).
+Arguments are drawn from the JSON schema: enums, constants, examples, numbers with limits, text by pattern, format and the
+property's name, arrays, nested objects, optional properties, unions and local references ($defs).
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import msgspec
+import rstr
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import ASSETS
@@ -47,7 +49,7 @@ def draw_arguments(schema: Schema, rng: random.Random, split: str) -> JsonObject
     for _ in range(MAX_DRAWS):
         try:
             value = _draw(schema, schema, rng, split, "", 0)
-        except (RecursionError, AttributeError, TypeError, ValueError):
+        except (RecursionError, AttributeError, TypeError, ValueError, re.error):
             raise NoValue("the schema is not valid, or refers to itself without end") from None
         if isinstance(value, dict):
             reason = mismatch(value, schema)
@@ -116,6 +118,16 @@ def _number(node: Schema, rng: random.Random, kind: str) -> int | float:
 
 
 def _text(node: Schema, rng: random.Random, split: str, name: str) -> str:
+    """Return an example of the schema, or a text by its format and name; one by its pattern where that does not match."""
+    examples = [text for text in node.get("examples") or () if isinstance(text, str)]
+    text, pattern = rng.choice(examples) if examples else _word(node, rng, split, name), node.get("pattern")
+    if pattern is None or re.search(pattern, text):
+        return text
+    generator = rstr.Rstr(rng)
+    return min((generator.xeger(pattern) for _ in range(3)), key=len)  # * and + repeat up to 100 times
+
+
+def _word(node: Schema, rng: random.Random, split: str, name: str) -> str:
     kind, key = node.get("format"), name.lower()
     day, month, hour, minute = rng.randint(1, 28), rng.randint(1, 12), rng.randint(6, 22), rng.choice((0, 15, 30, 45))
     who = rng.choice(WORDS.names[split])

@@ -317,7 +317,7 @@ def test_other_files_are_not_overwritten(tmp_path):
 def test_an_error_leaves_no_new_folder(tmp_path):
     parameters = {
         "type": "object",
-        "properties": {"plate": {"type": "string", "pattern": "^[A-Z]{9}$"}},
+        "properties": {"plate": {"type": "string", "pattern": "^[A-Z]{9}$", "maxLength": 3}},
         "required": ["plate"],
     }
     tools = [{"type": "function", "function": {"name": "book", "parameters": parameters}}]

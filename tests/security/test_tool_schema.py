@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from stream_server import RawServer
@@ -63,4 +64,22 @@ def test_a_schema_that_refers_to_itself_ends():
     assert mismatch(draw_arguments(schema, random.Random(0), "gate"), schema) is None
     schema["$defs"]["node"]["properties"]["next"] = {"$ref": "#/$defs/node"}
     with pytest.raises(NoValue, match="refers to itself without end"):
+        draw_arguments(schema, random.Random(0), "gate")
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^[A-Z]{3}-\d{4}$", r"^\+?[0-9 ]{6,14}$", "(a|b)+[.]txt", "^#[0-9a-fA-F]{6}$", "^(on|off)$"]
+)
+def test_text_fits_its_pattern(pattern):
+    schema = {"type": "object", "properties": {"value": {"type": "string", "pattern": pattern}}, "required": ["value"]}
+    drawn = [draw_arguments(schema, random.Random(seed), "gate") for seed in range(40)]
+    assert all(re.search(pattern, row["value"]) and mismatch(row, schema) is None for row in drawn)
+    assert drawn[0] == draw_arguments(schema, random.Random(0), "gate") and len({row["value"] for row in drawn}) > 1
+
+
+def test_examples_are_used_and_an_invalid_pattern_is_one_line():
+    schema = {"type": "object", "properties": {"v": {"type": "string", "examples": ["x-1", "x-2"]}}, "required": ["v"]}
+    assert {draw_arguments(schema, random.Random(seed), "gate")["v"] for seed in range(20)} == {"x-1", "x-2"}
+    schema["properties"]["v"] = {"type": "string", "pattern": "("}
+    with pytest.raises(NoValue, match="not valid"):
         draw_arguments(schema, random.Random(0), "gate")

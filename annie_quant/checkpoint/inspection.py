@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from annie_quant import models
-from annie_quant.checkpoint import dialects, loader_support, prompt_files
+from annie_quant.checkpoint import dialects, loader_support, prompt_files, runtime_names
 from annie_quant.checkpoint.checks import completeness, experts, finding_of, settings, tensors
 from annie_quant.checkpoint.checks.source import source_differences
 from annie_quant.checkpoint.dialects import QuantizedFolder
@@ -47,7 +47,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
     rows, findings = [row for row, _ in inspected], [f for _, faults in inspected for f in faults]
     for check in (tensors.check_fused, experts.check, settings.check_kv_cache, settings.check):
         findings += check(model)
-    findings += loader_support.check_names(folder)
+    findings += runtime_names.check_names(folder)
     original = ModelFolder(source) if source is not None else None
     findings += completeness.check_auxiliary(model, original)
     findings += completeness.check_decoder(model, original)

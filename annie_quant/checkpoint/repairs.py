@@ -37,7 +37,7 @@ from annie_quant.checkpoint.linears import (
     excluded_module,
     plain_linears,
 )
-from annie_quant.checkpoint.loader_support import Renaming, is_multimodal, plan_renaming
+from annie_quant.checkpoint.runtime_names import Renaming, is_multimodal, plan_renaming
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, copied
 from annie_quant.core.errors import CheckpointError, UsageError

@@ -97,5 +97,7 @@ def versions(model: QuantizedFolder) -> list[LoadingVersions]:
     return result
 
 
-def key(version: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", version)]
+def key(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version or build (b9123); what follows, as in 0.28.1rc1.dev43, does not count."""
+    release = re.split(r"[a-zA-Z+]", version.lstrip("bv"))[0]
+    return (*map(int, re.findall(r"\d{1,6}", release)[:3]), 0, 0, 0)[:3]

@@ -17,7 +17,7 @@ _CHUNK_TYPES = ("message_", "content_block_", "response.")  # of the Messages an
 
 
 def stream_bytes(logged: object) -> bytes | None:
-    """Return a logged answer as server-sent events; None where it is no stream: neither such text nor a list of chunks."""
+    """Return a logged answer as server-sent events; None unless it is such text or a list of chunks."""
     if isinstance(logged, dict):
         return None  # a whole answer
     lines: list[Any] = logged if isinstance(logged, list) and logged else [logged]

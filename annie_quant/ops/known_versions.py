@@ -5,13 +5,13 @@ The list has what was reported in the thread that a row names, as of its date. A
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
 import msgspec
 
+from annie_quant.checkpoint.server_versions import key
 from annie_quant.core.files import ASSETS
 from annie_quant.models import Family
 
@@ -49,12 +49,6 @@ def rows() -> list[KnownBad]:
 def packages() -> list[str]:
     """Return the packages that have rows."""
     return list(dict.fromkeys(row.package for row in rows()))
-
-
-def key(version: str) -> tuple[int, ...]:
-    """Return the first three numbers of a version; what follows, as in 0.28.1rc1.dev43, does not count."""
-    numbers = [int(n) for n in re.findall(r"\d{1,6}", re.split(r"[a-zA-Z+]", version)[0])][:3]
-    return (*numbers, 0, 0, 0)[:3]
 
 
 class FoundVersion(NamedTuple):

@@ -17,7 +17,7 @@ from annie_quant.checkpoint.checks.tensors import QUANTIZED_SUFFIXES
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import owned_tensors
-from annie_quant.checkpoint.loader_support import is_multimodal
+from annie_quant.checkpoint.runtime_names import is_multimodal
 from annie_quant.checkpoint.shards import INDEX, ModelFolder
 from annie_quant.documents import Finding
 

@@ -246,7 +246,7 @@ def parsed_message(raw: object) -> Iterator[ChatMessage]:
     if role == "call":
         yield _assistant("", "", [_call(_decoded(text))])
     elif role == "assistant":
-        calls += [_call(c) for c in raw.get("tool_calls") or () if isinstance(c, Mapping)]
+        calls += _calls(raw.get("tool_calls"))
         if isinstance(raw.get("function_call"), Mapping):
             calls.append(_call(raw["function_call"]))
         text, more_thoughts, more_calls = _parsed(text)
@@ -308,6 +308,15 @@ def _parsed(text: str) -> tuple[str, str, list[ChatCall]]:
         calls += [_call(dict(c)) for c in answer.tool_calls]
         text = answer.text
     return text.strip(), thoughts, calls
+
+
+def _calls(raw: object) -> list[ChatCall]:
+    """Return the calls of a message's list; one call alone is a list of one."""
+    if isinstance(raw, Mapping):
+        raw = [raw]
+    if raw is not None and not isinstance(raw, list):
+        raise Unusable("tool_calls that are not a list")
+    return [_call(c) for c in raw or ()]
 
 
 def _call(raw: object) -> ChatCall:

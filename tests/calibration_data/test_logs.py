@@ -286,6 +286,20 @@ def test_any_file_is_read_to_its_end(tmp_path_factory, lines):
     read(path, Problems())
 
 
+@pytest.mark.parametrize(
+    ("calls", "reason"),
+    [(True, "not a list"), ("[]", "not a list"), (3, "not a list"), ([True], "not an object"), ([{}], "without a name")],
+)
+def test_calls_that_are_none_are_named(calls, reason):
+    with pytest.raises(Unusable, match=reason):
+        conversation_of([USER, {"type": "assistant", "tool_calls": calls}])
+
+
+def test_one_call_alone_is_a_list_of_one():
+    one, listed = ([USER, {"role": "assistant", "tool_calls": calls}] for calls in (CALL, [CALL]))
+    assert conversation_of(one) == conversation_of(listed)
+
+
 def test_tools_in_all_their_spellings():
     function = TOOL["function"]
     for raw in ([TOOL], [function], json.dumps([TOOL]), json.dumps(TOOL), [json.dumps(TOOL)], TOOL):

@@ -31,9 +31,9 @@ test: setup apt-test
 test-quick: setup
 	$(BIN)/python -m pytest -q $(PARALLEL) --quick
 
-# The randomised files with more cases: mutated and hostile files, and kills at random moments.
-THOROUGH := tests/checkpoint/test_fuzz.py tests/checkpoint/test_shards.py tests/checkpoint/test_direct.py tests/nvfp4/test_variants.py \
-	tests/fuzzing tests/bench/test_kill.py
+# The randomised files with more cases and new inputs: mutated and hostile files, properties, and kills at random moments.
+THOROUGH = tests/checkpoint/test_fuzz.py tests/checkpoint/test_shards.py tests/checkpoint/test_direct.py tests/nvfp4/test_variants.py \
+	tests/fuzzing tests/bench/test_kill.py $(shell grep -rl --include=test_*.py "from hypothesis" tests)
 test-thorough: setup
 	ANNIE_QUANT_FUZZ=20000 ANNIE_QUANT_FUZZ_CASES=1000 ANNIE_QUANT_KILLS=50 $(BIN)/python -m pytest $(PARALLEL) $(THOROUGH)
 

@@ -3,6 +3,8 @@ Ctrl-C and of a closed terminal as a terminal has them, because a shell starts b
 SIGHUP, and the processes of the tests inherit that.
 Groups of tests that a run leaves out: tests/helpers/run_groups.py.
 
+Hypothesis draws the same inputs in every run, so a run that fails fails for a change; new inputs are for `make test-thorough`.
+
 pytest-xdist's workers share the processors: with two workers that have two threads each on two cores, the threads of such small
 models mostly wait for each other. One test of quantize/test_awq.py takes 33 s of processor time with two threads and 22 with one
 (2026-11-22, a crowded machine, n = 1)."""
@@ -15,7 +17,11 @@ import signal
 import pytest
 import run_groups
 import shared
+from hypothesis import settings
 
+settings.register_profile("repeatable", derandomize=True, database=None)
+if "ANNIE_QUANT_FUZZ" not in os.environ:
+    settings.load_profile("repeatable")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))

@@ -1,6 +1,6 @@
 """`annie-quant quantize`: one strategy.
 
-`annie-quant search`: try strategies, cheapest first, until one keeps all gates.
+`annie-quant search`: try strategies, from the fewest bytes per token up, until one keeps all gates.
 
 `annie-quant demo`: all stages on the embedded model.
 
@@ -168,7 +168,7 @@ NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  
 
 @command(SearchSettings)
 def search(settings: SearchSettings) -> None:
-    """Try the strategies, cheapest first, and stop at the first that keeps every gate of bf16. Exit code 1 if none does."""
+    """Try the strategies, from the fewest bytes per token up, until one keeps every gate of bf16. Exit code 1 if none does."""
     from annie_quant.cli.pipeline.search import run
 
     result = run(settings, console)

@@ -279,7 +279,7 @@ def search_tree(result: documents.SearchResult) -> list[str]:
     lines = ["Does the bf16 model have the manners itself?"]
     if result.stopped:
         return [*lines, f"└── NO → {result.stopped}"]
-    lines += ["└── YES → strategies, cheapest first:"]
+    lines += ["└── YES → from the fewest bytes per token up:"]
     for i, row in enumerate(result.strategies):
         branch, indent = ("└──", "   ") if i == len(result.strategies) - 1 else ("├──", "│  ")
         lines.append(f"    {branch} {row.strategy}")

@@ -27,7 +27,7 @@ from annie_quant.documents import Device, PredictedSpeed
 from annie_quant.models.family import ModelSize
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import PLAIN_BITS
-from annie_quant.quantize.strategy import FLOAT32_BYTES, Cost
+from annie_quant.quantize.strategy import FLOAT32_BYTES, Cost, Strategy
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,17 @@ def estimate(
     read_bytes = size_bytes - counts.get("embedding", 0) * 2
     read = TokenBytes(read_bytes, size.layers)
     if not published:
-        read = decode_speed.token_bytes(shards := ModelFolder(model), bytes_per_token(
-            shards, lambda name: shards.info(name).elements * part.bits(shards.family.kind_of(name)) / 8))  # fmt: skip
+        shards = ModelFolder(model)
+        read = decode_speed.token_bytes(shards, strategy_read_bytes(shards, part))
     return Estimate(part.name, size.label, weights, round(size_bytes), 8 * size_bytes / weights,
                     decode_speed.speed_of(read, device), round(peak), layerwise and not whole, seconds, rates)  # fmt: skip
+
+
+def strategy_read_bytes(folder: ModelFolder, strategy: Strategy) -> float:
+    """Return the bytes of weights per token of a model that a strategy has quantized, by its formats."""
+    return bytes_per_token(
+        folder, lambda name: folder.info(name).elements * strategy.bits(folder.family.kind_of(name)) / 8
+    )
 
 
 def text_of_file(file: Path, samples: int, share: bool) -> tuple[int, int]:

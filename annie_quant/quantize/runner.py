@@ -67,6 +67,7 @@ def run(
     persona: str | None = None,
     allow_prompt_mismatch: bool = False,
     kv_cache: str = "none",
+    work: Path | None = None,
     **options: object,
 ) -> QuantizeResult:
     """Quantize `model` into `output`.
@@ -75,6 +76,7 @@ def run(
     name; another prompt is refused unless allow_prompt_mismatch. Its hash is stored in annie_quant.json.
     report: receives the progress; a function takes one line per report.
     kv_cache: "fp8" (scales calibrated on the conversations), "fp8_cast" (without scales) or "none".
+    work: folder of measurements that outlives the run, for runs whose budgets alone differ.
     options: of the strategy.
     Raises UsageError where a pattern matches nothing or the output is in the way, CheckpointError where the model
     folder cannot be used. The output appears under its name only when it is complete.
@@ -95,7 +97,7 @@ def run(
         scale=scale_rule(part, scale),
         options=part.settings(options),
         seed=seed,
-        work=output.with_name(f".{output.name}.work"),
+        work=work or output.with_name(f".{output.name}.work"),
     )
     kv_format, rank = kv_cache_format.check(kv_cache), launcher_rank()
     # What needs no library is reported before libraries and the model are loaded.
@@ -118,7 +120,8 @@ def run(
             if kv_format != "none":
                 kv_cache_format.add(job, folder, kv_format, progress)
         write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe_of(job, part.name, prompts, kv_format, plan)))
-    shutil.rmtree(job.work if first else target, ignore_errors=True)
+    if work is None or not first:
+        shutil.rmtree(job.work if first else target, ignore_errors=True)
     seconds = round(time.monotonic() - start, 2)
     size = expected_bytes(ModelFolder(job.model), plan.formats)
     return QuantizeResult(

@@ -121,7 +121,8 @@ def sha256_of(file: Path | None) -> str | None:
 class Cost:
     """What a strategy needs, for its place in a search and for estimates before it starts.
 
-    rank: a search tries lower ranks first: cheapest to serve, then cheapest to make.
+    rank: of strategies with equal bytes per token a search tries the lowest first, the cheapest to make.
+    trains: a search tries it last.
     layerwise: one decoder layer is in memory at a time.
     passes: forward passes of the calibration text through the whole model, or their equivalent.
     encode: time of the codec relative to plain rounding.
@@ -135,6 +136,7 @@ class Cost:
     """
 
     rank: int
+    trains: bool = False
     layerwise: bool = False
     passes: float = 0.0
     encode: float = 1.0

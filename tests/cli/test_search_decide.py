@@ -7,17 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
+from paths import ROOT, TINY_ANNIE
 
-from annie_quant import judge
+from annie_quant import judge, quantize
+from annie_quant.checkpoint import ModelFolder, decode_speed
 from annie_quant.cli.pipeline import search
-from annie_quant.cli.pipeline.stages import AuditResult
+from annie_quant.cli.pipeline.run_directory import RunDirectory
+from annie_quant.cli.pipeline.stages import AuditResult, Stages
 from annie_quant.cli.tables import search_outcome
+from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.core.progress import SilentConsole
 from annie_quant.data import load_persona
 from annie_quant.documents import KLSummary, NumericsResult, PairedGate, SameAnswers
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, LARGE_N, decide
 from annie_quant.judge.sampling import answers_per_gate
+from annie_quant.quantize import estimates
 
 
 def gate_row(gate, passes, n):
@@ -146,13 +151,58 @@ def test_what_only_activations_lose():
     assert search.by_activations(tables(tool_call=gate_row("tool_call", 99, 100))) is None
 
 
-def test_the_order_is_cheapest_first_and_training_last():
-    order = search.chosen_order(None)
-    assert [s for s in order if s in ("naive", "direct", "mlp_only", "qad")] == ["naive", "direct", "mlp_only", "qad"]
-    assert order[-1] == "qad"
-    assert search.chosen_order(["mlp_only", "naive"]) == ["mlp_only", "naive"]
-    with pytest.raises(Exception, match="unknown strategy 'x'"):
-        search.chosen_order(["x"])
+@pytest.mark.parametrize("model", [TINY_ANNIE, ROOT / "annie_quant/assets/tiny-moe"])
+def test_the_order_is_that_of_bytes_per_token_and_training_is_last(model):
+    order = search.frontier_order(SimpleNamespace(model=model, console=SilentConsole()))
+    named = [name for name in order if "@" not in name]
+    budgets = {name: float(name.partition("@")[2]) for name in order if "@" in name}
+    assert sorted(named) == sorted(quantize.available()) and order[-1] == "qad"
+    # What the dry run predicts, and before it the smallest budget: a 4-bit head.
+    read = {n: estimates.estimate(model, n, rates=estimates.SPARK).speed.read_bytes / 1e9 for n in named}
+    bytes_per_token = [(read | budgets)[name] for name in order[:-1]]
+    assert bytes_per_token == sorted(bytes_per_token)
+    assert order[0].startswith("best@") and budgets[order[0]] < read["naive"] and order[1:3] == ["naive", "best"]
+    assert sum(b > read["naive"] for b in budgets.values()) == 4 and max(budgets.values()) < read["mlp_only"] * 1.5
+
+
+def test_a_family_without_a_frontier_is_searched_by_its_strategies_alone(tmp_path, monkeypatch):
+    def refuse(model):
+        raise CheckpointError("no linear can be quantized")
+
+    lines = []
+    monkeypatch.setattr(search, "budgets", refuse)
+    order = search.frontier_order(SimpleNamespace(model=TINY_ANNIE, console=SimpleNamespace(note=lines.append)))
+    assert sorted(order) == sorted(quantize.available()) and "no linear can be quantized" in lines[0]
+
+
+def test_chosen_strategies_may_have_budgets():
+    assert search.chosen_order(["mlp_only", "best@0.5", "naive"]) == ["mlp_only", "best@0.5", "naive"]
+    for name, message in (("x", "unknown strategy 'x'"), ("naive@1", "only `best`"), ("best@", "GB"), ("best@nan", "GB")):
+        with pytest.raises(UsageError, match=message):
+            search.chosen_order([name])
+
+
+def test_a_budget_is_a_limit_of_best_and_its_measurements_are_shared(tmp_path, monkeypatch):
+    asked = []
+
+    def run(strategy, model, output, **settings):
+        asked.append((strategy, output.name, settings))
+        (output / "config.json").parent.mkdir(parents=True)
+        (output / "config.json").write_text("{}")
+        return SimpleNamespace(size_bytes=1, source_bytes=2)
+
+    monkeypatch.setattr(quantize, "run", run)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n')
+    stages = Stages(RunDirectory(tmp_path / "run"), TINY_ANNIE, rows, 4, SilentConsole())
+    stages.work = tmp_path / "work"
+    for name in ("best@0.0045", "best"):
+        stages.quantize(name)
+    (strategy, folder, limited), (_, _, plain) = asked
+    assert (strategy, folder) == ("best", "best@0.0045") and limited["work"] == plain["work"]
+    read = decode_speed.token_bytes(ModelFolder(TINY_ANNIE))
+    assert decode_speed.largest_bytes(read, decode_speed.DEVICES["gb10"], limited["min_tps"]) == pytest.approx(4.5e6)
+    assert "min_tps" not in plain
 
 
 class FakeStages:

@@ -13,7 +13,7 @@ import runtime_models
 from dense_models import make
 
 from annie_quant import checkpoint, quantize
-from annie_quant.checkpoint.decode_speed import TokenBytes, find_device
+from annie_quant.checkpoint.decode_speed import DEVICES, TokenBytes, find_device, tok_s, token_bytes
 from annie_quant.checkpoint.linears import HEAD
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token
@@ -31,7 +31,7 @@ pytest.importorskip("transformers", reason="models are loaded with transformers:
 pytest.importorskip("matplotlib", reason="the frontier's picture: pip install annie-quant[plots]")
 from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import frontier_plan, kl_trial, mixed_formats, recipe_choice  # noqa: E402
-from annie_quant.quantize.frontier_plan import FormatPlanner  # noqa: E402
+from annie_quant.quantize.frontier_plan import FormatPlanner, budgets  # noqa: E402
 from annie_quant.quantize.mixed_formats import PLAIN, Group, groups_of  # noqa: E402
 
 SLOW = find_device("0.001:0")  # one megabyte per second: bytes alone decide
@@ -285,3 +285,15 @@ def test_a_tied_head_is_quantized_for_speed(tmp_path: Path, home: Path) -> None:
         run(home, "no", max_loss=-1)
     with pytest.raises(UsageError, match="no such device file"):
         run(home, "no", min_tps=5, device="gb11")
+
+
+def test_budgets_of_one_model_share_their_measurements(home: Path, tmp_path: Path) -> None:
+    figures = []
+    for name, budget in zip("ab", budgets(home / "model")[1:], strict=False):
+        read = token_bytes(ModelFolder(home / "model"), budget * 1.001)
+        limits = {"min_tps": tok_s(read, DEVICES["gb10"]), "device": "gb10"}
+        folder = run(home, f"shared-{name}", work=tmp_path / "work", **limits)
+        assert bytes_per_token(ModelFolder(folder)) <= budget * 1.001
+        figures.append(json.loads((tmp_path / "work/format_figures.json").read_text()))
+    first, both = (stored["value"] for stored in figures)
+    assert len(first) > 4 and first.items() <= both.items() and len(both) - len(first) < len(first)

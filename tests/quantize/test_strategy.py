@@ -9,7 +9,6 @@ import pytest
 from paths import ROOT, TINY_ANNIE
 
 from annie_quant import quantize
-from annie_quant.cli.pipeline import search
 from annie_quant.core.errors import UsageError
 from annie_quant.quantize import estimates, runner, strategies
 
@@ -57,14 +56,12 @@ def test_a_new_strategy_is_one_file(new: str, tmp_path: Path) -> None:
     assert result.expected_bytes == pytest.approx(result.size_bytes, rel=0.01) and "FP8" in lines[0]
     expected = estimates.estimate(TINY_ANNIE, new, rates=estimates.SPARK)
     assert expected.size_bytes == pytest.approx(result.size_bytes, rel=0.03)
-    assert search.chosen_order(None)[:4] == ["naive", "best", "new", "direct"]
+    assert [s.name for s in strategies.by_rank()][:4] == ["naive", "best", "new", "direct"]
 
 
 def test_the_order_of_a_search_is_that_of_the_ranks() -> None:
-    order = search.chosen_order(None)
-    ranks = [strategies.find(name).cost.rank for name in order]
+    ranks = [s.cost.rank for s in strategies.by_rank()]
     assert ranks == sorted(ranks) and len(set(ranks)) == len(ranks)
-    assert set(order) == set(strategies.available()) and order[:2] == ["naive", "best"] and order[-1] == "qad"
     assert [s.name for s in strategies.by_rank() if s.conservative] == ["auto_mixed"]
 
 

@@ -17,7 +17,7 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     calib_data: JSON lines of conversations.
     output: Run directory; finished steps are not repeated.
     every: Evaluate every strategy on all prompts, also after one that keeps.
-    strategies: Names, comma-separated, in the order to try. Default: all, cheapest first.
+    strategies: Names in the order to try; best@1.5: at most 1.5 GB per token. Default: all, and best under budgets.
     required: Numerics with which all gates must keep; w4a16 alone allows weight-only checkpoints.
     seeds: Calibration draws in which a strategy must keep.
     samples: Conversations to calibrate with.

@@ -1,4 +1,7 @@
-"""The decision tree as code: strategies cheapest first; the first that keeps every gate that bf16 has is chosen.
+"""The decision tree as code: from the fewest bytes per token up; the first that keeps every gate that bf16 has is chosen.
+
+Tried are the strategies and, between them, `best` under budgets of bytes (best@1.5: at most 1.5 GB of weights per token), whose
+measurements are shared. With --strategies only those, in their order.
 
     bf16 is the fine-tune? → quantize → audit → smoke test → early look → all prompts → chosen, or explained and the next one
 
@@ -7,7 +10,9 @@ The output is a run directory: a finished step is not done again. search.json an
 
 from __future__ import annotations
 
+import math
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +25,7 @@ from annie_quant.checkpoint.size import folder_size
 from annie_quant.cli import tables as texts
 from annie_quant.cli.pipeline import SearchSettings
 from annie_quant.cli.pipeline.run_directory import RunDirectory
-from annie_quant.cli.pipeline.stages import Stages, drawn, offline_prompts
+from annie_quant.cli.pipeline.stages import Stages, drawn, offline_prompts, with_budget
 from annie_quant.core import host
 from annie_quant.core.errors import AnnieError, DiskFull, UsageError
 from annie_quant.core.files import write_json, write_text
@@ -31,6 +36,8 @@ from annie_quant.judge import Workload, decision
 from annie_quant.judge.decision import failing, rule
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.sampling import answers_per_gate, compares_with_reference
+from annie_quant.quantize.estimates import strategy_read_bytes
+from annie_quant.quantize.frontier_plan import budgets
 from annie_quant.quantize.strategies import by_rank, find
 
 KL_CONVERSATIONS = 60
@@ -50,24 +57,53 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
     workloads = resolve(settings.persona, settings.workloads)
     with directory.locked():
         stages = Stages(directory, settings.model, settings.calib_data, settings.samples, console)
-        search = Search(stages, settings, chosen_order(settings.strategies), workloads)
+        order = chosen_order(settings.strategies) if settings.strategies is not None else frontier_order(stages)
+        stages.work = directory / "models/.work"
+        search = Search(stages, settings, order, workloads)
         search.result.notes += [stale] if stale else []
         search.check_reference()
         if not search.result.stopped:
             search.try_strategies()
         search.save()
+        shutil.rmtree(stages.work, ignore_errors=True)
     return search.result
 
 
-def chosen_order(strategies: Sequence[str] | None) -> list[str]:
-    """Return the names of the strategies to try: by default all, cheapest first (Cost.rank)."""
-    if strategies is None:
-        return [s.name for s in by_rank()]
+def chosen_order(strategies: Sequence[str]) -> list[str]:
+    """Return the strategies that the user chose. Raises UsageError for an unknown one, or for a budget that it cannot have."""
     available = list(quantize.available())
     for name in strategies:
-        if name not in available:
+        strategy, _, budget = name.partition("@")
+        if strategy not in available:
             raise UsageError(f"unknown strategy {name!r}", f"choose from: {', '.join(available)}")
+        if "@" in name and not (strategy == "best" and is_positive(budget)):
+            raise UsageError(f"{name}: only `best` has a budget, in GB of weights per token", "for example best@1.5")
     return list(strategies)
+
+
+def frontier_order(stages: Stages) -> list[str]:
+    """Return the strategies and the budgets of `best` by predicted bytes per token, cheapest to make first, training last."""
+    folder = ModelFolder(stages.model)
+    strategies = by_rank()
+    points = [(s.cost.trains, strategy_read_bytes(folder, s), s.name) for s in strategies]
+    try:
+        points += [(False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(stages.model))]
+    except AnnieError as error:
+        stages.console.note(f"best under budgets is not tried: {error.message}")
+    return [name for *_, name in sorted(points, key=lambda point: point[:2])]
+
+
+def rounded_up(read: float) -> float:
+    """Return bytes rounded up to four digits of GB: a budget that its name has in full."""
+    unit = 10.0 ** (math.floor(math.log10(read)) - 3)
+    return math.ceil(read / unit) * unit
+
+
+def is_positive(number: str) -> bool:
+    try:
+        return 0 < float(number) < math.inf
+    except ValueError:
+        return False
 
 
 class Search:
@@ -123,7 +159,7 @@ class Search:
             if row.passed and not self.settings.every:
                 return
             if row.incoherent:  # R46: the quantization is too aggressive
-                waiting.sort(key=lambda name: not find(name).conservative)
+                waiting.sort(key=lambda name: not find(with_budget(name)[0]).conservative)
         if self.result.chosen is None:
             self.result.seconds = self.spent_s()
 

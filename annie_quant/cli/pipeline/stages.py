@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from annie_quant import __version__, checkpoint, documents, judge, quantize
-from annie_quant.checkpoint.shards import model_sha256
+from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.shards import ModelFolder, model_sha256
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Console, Progress
@@ -76,6 +77,7 @@ class Stages:
         self.model, self.conversations, self.samples = model, conversations, samples
         self.base = {"version": __version__, "model": model_sha256(model)[:16]}  # inputs of every stage
         self.rows: list[documents.Stage] = []
+        self.work: Path | None = None  # of the measurements that several budgets of a strategy share
         self._text_key: str | None = None
 
     def stage(
@@ -129,8 +131,13 @@ class Stages:
         return path
 
     def quantize(self, strategy: str, draw: int = 0, effort: str | None = None) -> FileResult:
-        """Quantize. effort: of a strategy that has that option; None: its default."""
+        """Quantize. strategy: with a budget or without one.  effort: of a strategy that has that option; None: its default."""
+        plain, budget = with_budget(strategy)
         options: dict[str, Any] = {"effort": effort} if effort else {}
+        if budget is not None:
+            device = decode_speed.DEVICES["gb10"]
+            read = decode_speed.token_bytes(ModelFolder(self.model), budget)
+            options |= {"min_tps": decode_speed.tok_s(read, device), "device": "gb10"}
 
         def work(progress: Progress) -> FileResult:
             calibration = {"calib_data": self.rows_of_draw(draw), "calib_samples": self.samples}
@@ -141,8 +148,9 @@ class Stages:
                 "force": True,
                 "report": progress,
                 "allow_prompt_mismatch": True,
+                "work": self.work and self.work / f"{plain}-{draw}",
             }
-            job = quantize.run(strategy, self.model, self.checkpoint(strategy, draw), **settings)
+            job = quantize.run(plain, self.model, self.checkpoint(strategy, draw), **settings)
             sizes = f"{job.size_bytes / 1e6:,.1f} of {job.source_bytes / 1e6:,.1f} MB"
             return FileResult(sizes, job.size_bytes)
 
@@ -223,6 +231,12 @@ class Stages:
 
     def data_inputs(self) -> dict[str, object]:
         return {"rows": self.samples, "text": self.text_key()}
+
+
+def with_budget(name: str) -> tuple[str, float | None]:
+    """Return the strategy of a name such as "best@1.5", and its budget: bytes of weights per token, None without one."""
+    strategy, _, gigabytes = name.partition("@")
+    return strategy, float(gigabytes) * 1e9 if gigabytes else None
 
 
 def drawn(strategy: str, draw: int) -> str:

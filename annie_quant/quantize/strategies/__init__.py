@@ -29,7 +29,7 @@ def find(name: str) -> Strategy:
 
 
 def by_rank() -> list[Strategy]:
-    """Return all strategies in the order in which a search tries them."""
+    """Return all strategies, the cheapest to make first."""
     return sorted(available().values(), key=lambda s: (s.cost.rank, s.name))
 
 

@@ -226,7 +226,7 @@ QAD = Strategy(
     name="qad",
     summary="E: distillation from the bf16 model with quantizers on, on the assistant's answers; W4A4 (--set steps=300)",
     formats=ALL_NVFP4,
-    cost=Cost(rank=100, passes=16, bytes_per_weight=18.0),
+    cost=Cost(rank=100, trains=True, passes=16, bytes_per_weight=18.0),
     plan=plan_training,
     options=QadOptions,
     requires=("torch", "transformers", "accelerate"),

@@ -203,9 +203,7 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
     text: A plain text file: its perplexity and KL divergence.
     layers: Also measure the divergence per layer, with a plot.
     layers_n: Prompts per gate for --layers.
-    rows: Answers per batch. Processes share whole batches, so fewer rows can keep more processes busy.
-    processes: Processes on this machine that share the work; default: 1 on one GPU; else up to 4 for a small model and
-        many prompts.
+    rows: Answers per batch.
     output: JSON file to write; --layers resumes from its folder.
     """
 
@@ -220,7 +218,6 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
     layers: bool = False
     layers_n: Annotated[int, opt.Option(least=1)] = 10
     rows: Annotated[int, opt.Option(least=1)] = 128
-    processes: Annotated[int | None, opt.Option(least=1)] = None
     output: Path | None = None
     allow_prompt_mismatch: opt.AllowMismatch = False
     as_json: opt.AsJson = False
@@ -261,7 +258,7 @@ def evaluate(options: EvalOptions) -> None:
         **opt.picked(options, "checkpoint", "reference", "numerics", "text", "output", "rows"),
     )
     with console.task("evaluate") as step:
-        result = job.run(settings, step, options.processes)
+        result = job.run(settings, step)
     speed = decode_speed.predict_if_readable(checkpoint)
     if options.as_json:
         emit(result.to_dict() | {"notes": [*faults, *result.notes], "predicted": msgspec.to_builtins(speed)})

@@ -28,10 +28,9 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
 from annie_quant.documents import ChatMessage
 from annie_quant.judge import Workload
-from annie_quant.offline.decoding import Completion, generate_distributed
+from annie_quant.offline.decoding import Completion, generate_in_parts
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load, numerics_of
-from annie_quant.offline.process_group import SINGLE, ProcessGroup
 from annie_quant.offline.prompts import Answered, Template, TurnRequest
 
 if TYPE_CHECKING:
@@ -64,31 +63,23 @@ class StoredAnswer(msgspec.Struct):
 
 
 class AnswerCache:
-    """Greedy answers in a JSON-lines file, written after every 512, so that a killed run resumes.
+    """Greedy answers in a JSON-lines file, written after every 512, so that a killed run resumes."""
 
-    The first process of a group reads and writes the file; `answers` is the same in all of them.
-    """
-
-    def __init__(self, path: Path, group: ProcessGroup = SINGLE) -> None:
-        self.log: JsonLines | None = None
-        answers: dict[str, Completion] = {}
-        if group.is_first:
-            self.log = JsonLines(path, sync=True)
-            for _, line in self.log.lines():
-                with contextlib.suppress(msgspec.DecodeError):
-                    stored = msgspec.json.decode(line, type=StoredAnswer)
-                    answers[stored.key] = Completion(stored.tokens, stored.finished)
-        self.answers = group.gather(answers)
+    def __init__(self, path: Path) -> None:
+        self.log = JsonLines(path, sync=True)
+        self.answers: dict[str, Completion] = {}
+        for _, line in self.log.lines():
+            with contextlib.suppress(msgspec.DecodeError):
+                stored = msgspec.json.decode(line, type=StoredAnswer)
+                self.answers[stored.key] = Completion(stored.tokens, stored.finished)
 
     def add(self, answers: dict[str, Completion]) -> None:
         self.answers |= answers
-        if self.log is not None:
-            stored = (StoredAnswer(key, c.tokens, c.finished) for key, c in answers.items())
-            self.log.append(*map(msgspec.json.encode, stored))
+        stored = (StoredAnswer(key, c.tokens, c.finished) for key, c in answers.items())
+        self.log.append(*map(msgspec.json.encode, stored))
 
     def close(self) -> None:
-        if self.log is not None:
-            self.log.close()
+        self.log.close()
 
 
 def request_key(request: TurnRequest, end_tokens: Sequence[int]) -> str:
@@ -100,13 +91,11 @@ def request_key(request: TurnRequest, end_tokens: Sequence[int]) -> str:
 class Reference:
     """The bf16 model. Its answers come from the cache; the model is loaded when something is missing there."""
 
-    def __init__(
-        self, job: EvaluationJob, template: Template, dtype: str, device: str, group: ProcessGroup = SINGLE
-    ) -> None:
-        self.job, self.template, self.dtype, self.device, self.group = job, template, dtype, device, group
+    def __init__(self, job: EvaluationJob, template: Template, dtype: str, device: str) -> None:
+        self.job, self.template, self.dtype, self.device = job, template, dtype, device
         self.sha256 = model_sha256(job.reference)
         self.cache_folder = job.cache or default_cache()
-        self.cache = AnswerCache(self.cache_path(), group)
+        self.cache = AnswerCache(self.cache_path())
         self._engine: Engine | None = None
         self._logits: dict[int, torch.Tensor] | None = None  # of self._rows, while all of them fit into memory
         self._rows: Sequence[Row] | None = None
@@ -121,7 +110,7 @@ class Reference:
             model = load(self.job.reference, dtype=getattr(torch, self.dtype), device=self.device)
             if numerics_of(model) != ["bf16"]:
                 raise UsageError(f"{self.job.reference} is quantized; --reference takes the bf16 checkpoint")
-            self._engine = Engine(model, rows=self.job.rows, group=self.group)
+            self._engine = Engine(model, rows=self.job.rows)
         return self._engine
 
     def answer(self, workloads: Sequence[Workload], progress: Progress = SILENT) -> list[Answered]:
@@ -142,7 +131,7 @@ class Reference:
 
         for at in range(0, len(work), ANSWERS_PER_WRITE):
             part = work[at : at + ANSWERS_PER_WRITE]
-            completions = generate_distributed(
+            completions = generate_in_parts(
                 self.engine(),
                 [list(r.prompt) for _, r in part],
                 [r.max_tokens for _, r in part],
@@ -293,7 +282,7 @@ def answer_from_differences(
                 outcomes[i] = Outcome(request, Completion(known, True), False, difference.index)
             else:
                 work.append((i, request, [*known, difference.token]))
-        rest = generate_distributed(
+        rest = generate_in_parts(
             engine,
             [[*request.prompt, *known] for _, request, known in work],
             [request.max_tokens - len(known) for _, request, known in work],

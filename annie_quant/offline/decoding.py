@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -94,7 +93,6 @@ def capture(engine: Engine, work: Callable[[], None]) -> torch.cuda.CUDAGraph | 
 
 FINISHED = -1  # in RunningBatch.rows: a finished row that is still computed
 REFILL = 0.5  # share of free rows at which waiting prompts join
-LEAST_ROWS = 16  # of a process's share on a GPU, where a step of few rows takes as long as one of many
 SHRINK = 0.75  # share of active rows below which finished rows are dropped
 
 
@@ -198,7 +196,7 @@ def generate(
             advance(engine, running)
 
 
-def generate_distributed(
+def generate_in_parts(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
@@ -206,33 +204,16 @@ def generate_distributed(
     on_finished: Callable[[int], None] = lambda n: None,
     n_decoded: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Generate by all processes of the engine's group: prompts are split into parts, one process per part.
-
-    A part has prompts of similar limit and length.
-    """
+    """Generate in parts that have prompts of similar limit and length."""
     order = sorted(range(len(prompts)), key=lambda i: (-limits[i], -len(prompts[i])))
-    rows = rows_per_part(engine, len(prompts))
-    parts = [order[at : at + rows] for at in range(0, len(order), rows)]
+    parts = [order[at : at + engine.rows] for at in range(0, len(order), engine.rows)]
     completions: dict[int, Completion] = {}
     decoded = n_decoded or [0] * len(prompts)
-    for number, part in enumerate(parts):
-        if engine.group.owns(number):
-            own, most = [prompts[i] for i in part], [limits[i] for i in part]
-            new = generate(engine, own, most, end_tokens, on_finished, [decoded[i] for i in part])
-            completions.update(zip(part, new, strict=True))
-    completions = engine.group.gather(completions)
+    for part in parts:
+        own, most = [prompts[i] for i in part], [limits[i] for i in part]
+        new = generate(engine, own, most, end_tokens, on_finished, [decoded[i] for i in part])
+        completions.update(zip(part, new, strict=True))
     return [completions[i] for i in range(len(prompts))]
-
-
-def rows_per_part(engine: Engine, n: int) -> int:
-    """Return how many of n prompts a process decodes together.
-
-    On a CPU it does not depend on the number of processes, so that every answer comes from the same tensors. A GPU's products
-    depend on the rows next to each other anyway, so there each process gets its share.
-    """
-    if engine.device.type == "cpu":
-        return engine.rows
-    return min(engine.rows, max(LEAST_ROWS, math.ceil(n / engine.group.size)))
 
 
 def start(

@@ -24,7 +24,6 @@ from annie_quant.offline import caches, codec
 from annie_quant.offline.deltanet import RaggedBatch, delta_layers, ragged_layers
 from annie_quant.offline.deltanet_cpu import SERVED_CHUNK
 from annie_quant.offline.emulation import profile_of, rounding
-from annie_quant.offline.process_group import SINGLE, ProcessGroup
 from annie_quant.offline.profiles import BFLOAT16, CPU_KERNELS, Profile
 
 NAME = "annie_quant_grouped"
@@ -159,8 +158,8 @@ class Engine:
     captures: whether those steps are captured as CUDA graphs, on the stream capture_stream.
     """
 
-    def __init__(self, model: Any, tokens: int | None = None, rows: int = 128, group: ProcessGroup = SINGLE) -> None:
-        self.model, self.rows, self.group = model, rows, group
+    def __init__(self, model: Any, tokens: int | None = None, rows: int = 128) -> None:
+        self.model, self.rows = model, rows
         self.device = next(model.parameters()).device
         launched = tokens_per_launch(model.config.get_text_config()) if self.device.type == "cuda" else 0
         self.tokens = tokens or max(TOKENS.get(self.device.type, LEAST_TOKENS), launched)
@@ -183,12 +182,11 @@ class Engine:
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (row index, logits float32 [len(target), V]) per row: the logits that each target token was chosen from.
 
-        The order depends on the rows alone, so two models yield the same rows in step. Each process of a group gets the
-        rows of its own batches.
+        The order depends on the rows alone, so two models yield the same rows in step.
         """
         inputs = [[*row.prompt, *row.target[:-1]] for row in rows]
         firsts = [len(r.prompt) - 1 for r in rows]
-        for forward in self.forwards(inputs, firsts, self.group, read=firsts):
+        for forward in self.forwards(inputs, firsts, read=firsts):
             sizes = [len(rows[i].target) for i in forward.rows]
             for part in split_by_size(sizes, max(1, MAX_LOGITS // self.vocabulary)):
                 firsts = [len(rows[forward.rows[j]].prompt) - 1 - forward.shared for j in part]
@@ -201,7 +199,6 @@ class Engine:
         self,
         inputs: Sequence[Sequence[int]],
         limits: Sequence[int],
-        group: ProcessGroup = SINGLE,
         prompts: Sequence[int] | None = None,
         read: Sequence[int] | None = None,
     ) -> Iterator[Forward]:
@@ -212,7 +209,6 @@ class Engine:
         the caller reads; None: 0.
         """
         prompts = [limit + 1 for limit in limits] if prompts is None else prompts
-        number = 0
         # vLLM's CPU kernels are emulated bit for bit, so DeltaNet's chunks have to begin where the server's do.
         multiple = SERVED_CHUNK if profile_of(self.model).delta_rule == CPU_KERNELS else 1
         for prefix_group in group_by_prefix(inputs, limits, self.group_cost, multiple):
@@ -223,9 +219,6 @@ class Engine:
                 width = len(inputs[waiting[0]]) - shared
                 count = max(1, min(self.rows, self.tokens // width))
                 batch, waiting = waiting[:count], waiting[count:]
-                number += 1
-                if not group.owns(number - 1):
-                    continue
                 if shared and prefix_cache is None:
                     prefix_cache = self.prefix(inputs[prefix_group.rows[0]][:shared])
                 cache = caches.new_cache(self.model.config, self.layer_types)

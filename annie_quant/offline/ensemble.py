@@ -155,8 +155,8 @@ def choose(
         pairs = None if base is None else [base[i].best for i in part]
         targets = [rows[j].target for j in numbers]
         choices |= zip(part, choices_of(logits, targets, pair.template.end_tokens, pairs), strict=True)
-        pair.progress.update(min(len(choices) * pair.group.size, len(rows)), len(rows), text)
-    return pair.group.gather(choices)
+        pair.progress.update(len(choices), len(rows), text)
+    return choices
 
 
 def differences_of(choices: Mapping[int, Choices]) -> dict[int, FirstDifference | None]:
@@ -204,7 +204,7 @@ def second_answers(pair: ModelPair, answered: Sequence[Answered]) -> list[Answer
     another order).
     """
     reference = pair.reference
-    cache = AnswerCache(reference.cache_path("second"), pair.group)
+    cache = AnswerCache(reference.cache_path("second"))
     keys = [request_key(request, pair.template.end_tokens) for request, _ in answered]
     if not all(key in cache.answers for key in keys):
         cache.add(dict(zip(keys, _compute(pair, answered), strict=True)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from annie_quant.checkpoint.inspection import export_notes
@@ -15,10 +14,9 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Evaluation
 from annie_quant.documents.persona import Persona
 from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate
-from annie_quant.offline import layers, process_group
+from annie_quant.offline import layers
 from annie_quant.offline.evaluation import evaluate_pair, reference_gates
 from annie_quant.offline.pair import EvaluationJob, StrPath, Workloads, distinct_workloads, open_pair
-from annie_quant.offline.process_group import ProcessGroup
 
 
 def evaluate(
@@ -83,24 +81,11 @@ def evaluate(
     return run(job, progress or SILENT).to_dict()
 
 
-def run(job: EvaluationJob, progress: Progress = SILENT, processes: int | None = 1) -> Evaluation:
-    """Evaluate a checkpoint and write the result to the job's output.
-
-    processes: on this machine, which share the work; None: as many as are fastest.
-    """
+def run(job: EvaluationJob, progress: Progress = SILENT) -> Evaluation:
+    """Evaluate a checkpoint and write the result to the job's output."""
     if job.output is not None:
         check_writable(job.output)  # before an hour of evaluation, not after it
-    if processes is None:
-        n_answers = sum(c.n_turns for w in job.prompts(job.n_per_gate) for c in w.cases)
-        processes = process_group.automatic([job.checkpoint, job.reference], n_answers)
-    with process_group.helped_by(partial(compute, job), processes) as group:
-        return compute(job, group, progress)
-
-
-def compute(job: EvaluationJob, group: ProcessGroup, progress: Progress = SILENT) -> Evaluation:
-    """Evaluate in one process of the group. The first one writes the files."""
-    output = job.output if group.is_first else None
-    with open_pair(job, progress, group) as pair:
+    with open_pair(job, progress) as pair:
         chosen = job.prompts(job.n_per_gate)
         if job.extends and job.n_per_gate is not None and compares_with_reference(chosen):
             per_gate = prompts_per_gate(job.n_per_gate, reference_gates(pair, chosen))
@@ -113,8 +98,8 @@ def compute(job: EvaluationJob, group: ProcessGroup, progress: Progress = SILENT
             kl = result.numerics[first].kl
             if kl is not None:
                 kl.by_layer = result.layers.by_layer()
-    if output is not None:
-        files.write_json(output, result.to_dict())
+    if job.output is not None:
+        files.write_json(job.output, result.to_dict())
     return result
 
 

@@ -17,7 +17,7 @@ import torch
 from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.core import files
 from annie_quant.core.errors import UsageError
-from annie_quant.core.progress import Progress
+from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import LayerDivergence, Sensitivity, SensitivityKey
 from annie_quant.judge import Workload
@@ -37,7 +37,7 @@ def sensitivity(
     modes: Sequence[str] = MODES,
     output: StrPath | None = None,
     cache: StrPath | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     n_per_gate: int | None = None,
     device: str | None = None,
     rows: int = 128,
@@ -91,8 +91,7 @@ def measure(
     key = SensitivityKey(
         model_sha256(pair.job.checkpoint), pair.reference.sha256, numerics, [len(s.target) for s in scored]
     )
-    stored = pair.group.gather({0: load_stored(output, key)} if pair.group.is_first else {})[0]
-    result = stored or Sensitivity(str(pair.job.checkpoint), numerics, key)
+    result = load_stored(output, key) or Sensitivity(str(pair.job.checkpoint), numerics, key)
 
     def divergence(restored: Iterable[str]) -> LayerDivergence:
         with restored_linears(linears, originals, restored):
@@ -151,5 +150,5 @@ def load_stored(output: Path | None, key: SensitivityKey) -> Sensitivity | None:
 
 
 def store(pair: ModelPair, result: Sensitivity, output: Path | None) -> None:
-    if output is not None and pair.group.is_first:
+    if output is not None:
         files.write_json(output, msgspec.to_builtins(result))

@@ -27,7 +27,6 @@ from annie_quant.offline.answers import Choices, Reference, choices_of
 from annie_quant.offline.engine import Engine, Row, batches
 from annie_quant.offline.kl import Tally, compare_logits
 from annie_quant.offline.loading import load
-from annie_quant.offline.process_group import SINGLE, ProcessGroup, default_device
 from annie_quant.offline.prompts import CLASSES, Answered, ScoredAnswer, Template
 
 SHOWN = 3
@@ -113,8 +112,7 @@ class ModelPair:
     """A checkpoint and its reference, loaded, with what their comparison needs. open_pair() makes one.
 
     job: settings.
-    group: the processes that share the work.
-    progress: of the first process of the group; silent in the others.
+    progress: what long steps report to.
     device, dtype: where and in what everything that is not packed is computed.
     template: the reference's tokenizer and chat template, with which both are evaluated.
     model, engine: the checkpoint and its batching.
@@ -123,7 +121,6 @@ class ModelPair:
     """
 
     job: EvaluationJob
-    group: ProcessGroup
     progress: Progress
     device: str
     dtype: str
@@ -143,7 +140,7 @@ class ModelPair:
     def compare(self, scored: Sequence[ScoredAnswer], text: str | None = None) -> dict[int, ComparedAnswer]:
         """Score the answers with both models, and return the comparison of each by its index.
 
-        text: reported as progress; None reports nothing. Each process of a group computes its batches and gets all results.
+        text: reported as progress; None reports nothing.
         """
         rows = [Row(s.prompt, s.target) for s in scored]
         comparisons: dict[int, ComparedAnswer] = {}
@@ -157,8 +154,8 @@ class ModelPair:
             parts = np.split(fields, np.cumsum([len(t) for t in targets])[:-1])
             comparisons |= zip(indices, map(ComparedAnswer, parts, choices), strict=True)
             if text is not None:
-                self.progress.update(min(len(comparisons) * self.group.size, len(rows)), len(rows), text)
-        return self.group.gather(comparisons)
+                self.progress.update(len(comparisons), len(rows), text)
+        return comparisons
 
     def summarize(
         self, scored: Sequence[ScoredAnswer], comparisons: Mapping[int, ComparedAnswer], offset: int = 0
@@ -172,26 +169,27 @@ class ModelPair:
         return tally.summary()
 
 
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @contextmanager
-def open_pair(
-    job: EvaluationJob, progress: Progress | None = None, group: ProcessGroup = SINGLE
-) -> Iterator[ModelPair]:
-    """Load the models of a job. group: the processes that share the work."""
+def open_pair(job: EvaluationJob, progress: Progress = SILENT) -> Iterator[ModelPair]:
+    """Load the models of a job."""
     start = time.monotonic()
-    shown: Progress = progress if progress is not None and group.is_first else SILENT
-    device = job.device or default_device(group)
+    device = job.device or default_device()
     if job.dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"dtype {job.dtype!r}", "choose float32 or bfloat16")
     dtype = job.dtype or working_dtype([job.checkpoint, job.reference], device)
     torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in convolutions too
-    shown.update(0, None, "loading")
+    progress.update(0, None, "loading")
     template = Template(job.reference)
     dense_cache = "float32" if dtype == "float32" else "bf16"
     model = load(job.checkpoint, cache=dense_cache, dtype=getattr(torch, dtype), device=device)
-    engine = Engine(model, rows=job.rows, group=group)
-    reference = Reference(job, template, dtype, device, group)
+    engine = Engine(model, rows=job.rows)
+    reference = Reference(job, template, dtype, device)
     try:
-        yield ModelPair(job, group, shown, device, dtype, template, model, engine, reference, start)
+        yield ModelPair(job, progress, device, dtype, template, model, engine, reference, start)
     finally:
         reference.cache.close()
 

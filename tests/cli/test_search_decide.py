@@ -177,7 +177,12 @@ def test_a_family_without_a_frontier_is_searched_by_its_strategies_alone(tmp_pat
 
 def test_chosen_strategies_may_have_budgets():
     assert search.chosen_order(["mlp_only", "best@0.5", "naive"]) == ["mlp_only", "best@0.5", "naive"]
-    for name, message in (("x", "unknown strategy 'x'"), ("naive@1", "only `best`"), ("best@", "GB"), ("best@nan", "GB")):
+    for name, message in (
+        ("x", "unknown strategy 'x'"),
+        ("naive@1", "only `best`"),
+        ("best@", "GB"),
+        ("best@nan", "GB"),
+    ):
         with pytest.raises(UsageError, match=message):
             search.chosen_order([name])
 

@@ -20,7 +20,6 @@ import torch  # noqa: E402
 
 from annie_quant.offline import engine, job  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, distinct_workloads  # noqa: E402
-from annie_quant.offline.process_group import SINGLE  # noqa: E402
 
 IMPORTED = time.process_time()
 
@@ -78,7 +77,7 @@ def main() -> None:
         extends=True,
         numerics=arguments.numerics.split(","),
     )
-    result = job.compute(settings, SINGLE, stages)
+    result = job.run(settings, stages)
     stages.end("")
     print(
         f"imports {IMPORTED - START:.2f} s; evaluation {sum(stages.seconds.values()):.2f} s; {result.verdict.verdict}"

@@ -1,8 +1,7 @@
-"""The figures of tests/perf/scale.md: measured rates, and estimates for 27 B, 400 B, 10,000 streams, 64 processes.
+"""The figures of tests/perf/scale.md: measured rates, and estimates for 27 B, 400 B and 10,000 streams.
 
 python tests/perf/scale.py plans                          no measurement: prints the tables of estimates
 python tests/perf/scale.py streams N [EVENTS] [GAP_US]    N streams at once from tests/perf/bench_stream_server.c
-python tests/perf/scale.py team [N [ROWS]]                an evaluation by one process and by two, one thread each
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import resource
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 # Measured (tests/perf/checkpoint.md, runtime.md; two x86-64 cores and one H200, 2026-11-21), bytes per second of bf16 input.
@@ -124,39 +123,8 @@ def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
     )
 
 
-def team(n: int = 60, rows: int = 128) -> None:
-    """Seconds of an evaluation with the reference's answers, by one process and by two: n prompts per gate, rows per batch."""
-    import torch
-
-    from annie_quant import judge, quantize
-    from annie_quant.offline import job
-    from annie_quant.offline.pair import EvaluationJob
-
-    tiny = Path(__file__).resolve().parents[2] / "annie_quant/assets/tiny-annie"
-    with tempfile.TemporaryDirectory() as built:
-        model = Path(built, "nvfp4")
-        quantize.run("direct", tiny, model)
-        settings = EvaluationJob(
-            checkpoint=model,
-            reference=tiny,
-            workloads=judge.load_workloads(),
-            n_per_gate=n,
-            numerics=("w4a16",),
-            rows=rows,
-        )
-        for processes in (1, 2):
-            torch.set_num_threads(processes)  # one thread each
-            begun = time.monotonic()
-            result = job.run(replace(settings, cache=Path(built, str(processes))), processes=processes)
-            kl = result.numerics["w4a16"].kl
-            assert kl is not None
-            seconds = round(time.monotonic() - begun, 1)
-            figures = {"n": n, "rows": rows, "processes": processes, "wall_s": seconds, "cases": result.n_answers}
-            print(json.dumps({**figures, "tokens": kl.n_tokens, "kl": kl.mean}), flush=True)
-
-
 if __name__ == "__main__":
-    kinds = {"plans": plans, "streams": streams, "team": team}
+    kinds = {"plans": plans, "streams": streams}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=list(kinds))
     parser.add_argument("arguments", nargs="*")

@@ -28,7 +28,7 @@ from annie_quant.core.progress import Progress
 from annie_quant.documents import FormatPlan, FrontierPoint
 from annie_quant.quantize import mixed_formats, recipe_choice
 from annie_quant.quantize.backend import device_kind
-from annie_quant.quantize.calibration_samples import CalibrationSample
+from annie_quant.quantize.calibration_samples import CalibrationSample, read_samples
 from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4, PLAIN_BITS, W4A16, active_weights, choose, decoder_linears
 from annie_quant.quantize.frontier import Front, Limits, front_of, frontier_lines
 from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
@@ -335,16 +335,24 @@ def plan_model(
     job: Job[StrategyOptions],
     limits: Limits,
     four_bit: Mapping[str, str],
-    samples: Sequence[CalibrationSample],
     method: Method,
     progress: Progress,
+    share: float | None = None,
     effort: str = "",
 ) -> QuantizationPlan:
     """Return the plan of a model: formats under the limits if there are any, a recipe, and the linears that it rounds.
 
+    Raises UsageError before anything is measured for limits that no choice satisfies.
+
     four_bit: linear → "nvfp4" or "w4a16".
+    share: of the divergence that rounding all inputs adds, what "nvfp4" may leave; other linears get "w4a16". None: any.
     effort: which changes of the method are compared on held-out conversations (recipe_choice.py); "": none.
     """
+    samples = read_samples(job)
+    if str(limits):
+        planner_of(job, limits, dict.fromkeys(four_bit, W4A16))
+    if share is not None:
+        four_bit = mixed_formats.formats_of_inputs(job, list(four_bit), samples, progress, share)
     planned = QuantizationPlan(dict(four_bit))
     if str(limits):
         planned = choose_formats(job, limits, four_bit, samples, method, progress)

@@ -104,7 +104,7 @@ def formats_of_inputs(
     chosen: Sequence[str],
     samples: Sequence[CalibrationSample],
     progress: Progress,
-    share: float = SHARE,
+    share: float,
 ) -> dict[str, str]:
     """Return "nvfp4" or "w4a16" for every chosen linear: rounded inputs for the most weights that leave `share` of the harm.
 
@@ -137,15 +137,11 @@ def measure_inputs(
     waiting = [u for u in units if u not in trials.figures]
     if waiting:
         amax = trials.trial.largest_inputs([n for members in units.values() for n in members])
+    noise = float(trials.shares("unchanged", QuantizationPlan({}))[:, :2].sum())  # the reference is float16
     harm = {}
     for done, (unit, members) in enumerate(units.items(), 1):
-        rounded = QuantizationPlan(dict.fromkeys(members, NVFP4), amax if unit in waiting else {})
-        plans = {
-            unit: rounded,
-            "unchanged": QuantizationPlan({}),
-        }  # the reference is float16: the model differs from it, too
-        loss, noise = (float(trials.shares(name, plan)[:, :2].sum()) for name, plan in plans.items())
-        harm[unit] = max(0.0, loss - noise)
+        plan = QuantizationPlan(dict.fromkeys(members, NVFP4), amax if unit in waiting else {})
+        harm[unit] = max(0.0, float(trials.shares(unit, plan)[:, :2].sum()) - noise)
         if unit in waiting:
             progress.update(done, len(units), f"rounding inputs: {done} of {len(units)}, {unit}: {harm[unit]:.2g} nats")
     return harm

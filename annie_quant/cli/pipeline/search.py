@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -57,10 +58,11 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
     workloads = resolve(settings.persona, settings.workloads)
     with directory.locked():
         stages = Stages(directory, settings.model, settings.calib_data, settings.samples, console)
-        order = chosen_order(settings.strategies) if settings.strategies is not None else frontier_order(stages)
+        listed = settings.strategies
+        order, notes = frontier_order(settings.model) if listed is None else (chosen_order(listed), [])
         stages.work = directory / "models/.work"
         search = Search(stages, settings, order, workloads)
-        search.result.notes += [stale] if stale else []
+        search.result.notes += [*notes, *([stale] if stale else [])]
         search.check_reference()
         if not search.result.stopped:
             search.try_strategies()
@@ -73,37 +75,29 @@ def chosen_order(strategies: Sequence[str]) -> list[str]:
     """Return the strategies that the user chose. Raises UsageError for an unknown one, or for a budget that it cannot have."""
     available = list(quantize.available())
     for name in strategies:
-        strategy, _, budget = name.partition("@")
-        if strategy not in available:
+        if with_budget(name)[0] not in available:
             raise UsageError(f"unknown strategy {name!r}", f"choose from: {', '.join(available)}")
-        if "@" in name and not (strategy == "best" and is_positive(budget)):
-            raise UsageError(f"{name}: only `best` has a budget, in GB of weights per token", "for example best@1.5")
     return list(strategies)
 
 
-def frontier_order(stages: Stages) -> list[str]:
-    """Return the strategies and the budgets of `best` by predicted bytes per token, cheapest to make first, training last."""
-    folder = ModelFolder(stages.model)
-    strategies = by_rank()
-    points = [(s.cost.trains, strategy_read_bytes(folder, s), s.name) for s in strategies]
+def frontier_order(model: Path) -> tuple[list[str], list[str]]:
+    """Return the strategies and the budgets of `best` by predicted bytes per token, and notes on what is not tried.
+
+    Of equal bytes the cheapest to make is first. Training is last.
+    """
+    folder, notes = ModelFolder(model), list[str]()
+    points = [(s.cost.trains, strategy_read_bytes(folder, s), s.name) for s in by_rank()]
     try:
-        points += [(False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(stages.model))]
+        points += [(False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(model))]
     except AnnieError as error:
-        stages.console.note(f"best under budgets is not tried: {error.message}")
-    return [name for *_, name in sorted(points, key=lambda point: point[:2])]
+        notes.append(f"best under budgets is not tried: {error.message}")
+    return [name for *_, name in sorted(points, key=lambda point: point[:2])], notes
 
 
 def rounded_up(read: float) -> float:
     """Return bytes rounded up to four digits of GB: a budget that its name has in full."""
     unit = 10.0 ** (math.floor(math.log10(read)) - 3)
     return math.ceil(read / unit) * unit
-
-
-def is_positive(number: str) -> bool:
-    try:
-        return 0 < float(number) < math.inf
-    except ValueError:
-        return False
 
 
 class Search:

@@ -214,14 +214,14 @@ class FakeStages:
         self.model, self.conversations = tmp_path, tmp_path / "c.jsonl"
         self.console = SilentConsole()
 
-    def quantize(self, strategy):
+    def quantize(self, strategy, draw=0):
         self.log.append(strategy)
         if self.tables[strategy] is None:
             from annie_quant.core.errors import UsageError
 
             raise UsageError("infeasible: at least 9 bits are needed")
 
-    def audit(self, strategy):
+    def audit(self, strategy, draw=0):
         return AuditResult("sound", {"ok": True, "summary": {}})
 
     def checkpoint(self, strategy):

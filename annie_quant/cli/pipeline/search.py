@@ -26,7 +26,7 @@ from annie_quant.checkpoint.size import folder_size
 from annie_quant.cli import tables as texts
 from annie_quant.cli.pipeline import SearchSettings
 from annie_quant.cli.pipeline.run_directory import RunDirectory
-from annie_quant.cli.pipeline.stages import Stages, drawn, offline_prompts, with_budget
+from annie_quant.cli.pipeline.stages import AuditResult, Stages, drawn, offline_prompts, with_budget
 from annie_quant.core import host
 from annie_quant.core.errors import AnnieError, DiskFull, UsageError
 from annie_quant.core.files import write_json, write_text
@@ -165,21 +165,17 @@ class Search:
         """Try one strategy, and return its row of the table."""
         stages, before_s = self.stages, self.spent_s()
         row = documents.StrategyRow(strategy, passed=False, outcome="", why=[], path=[], numerics={})
-        try:
-            stages.quantize(strategy)
-            audit = stages.audit(strategy)
-        except DiskFull:
-            raise
-        except AnnieError as error:
-            row.error, row.outcome, row.path = error.message, "could not be made", [f"quantize → {error.message}"]
+        audit, fault = quantize_and_audit(stages, strategy)
+        if audit is None:
+            row.error, row.outcome, row.path = fault, "could not be made", [f"quantize → {fault}"]
             return row
         self.measure_size(row)
         row.audit, row.loads = audit.summary, audit.loads
-        if audit.ok:
-            self.evaluate(row)
+        if fault:
+            row.outcome, row.why = "unsound checkpoint", [fault]
+            row.path.append(f"audit → {fault}")
         else:
-            row.outcome, row.why = "unsound checkpoint", [audit.summary]
-            row.path.append(f"audit → {audit.summary}")
+            self.evaluate(row)
         row.seconds = round(self.spent_s() - before_s, 1)
         return row
 
@@ -264,20 +260,25 @@ class Search:
         write_text(self.stages.dir / "search.md", texts.search_page(self.result))
 
 
+def quantize_and_audit(stages: Stages, strategy: str, draw: int = 0) -> tuple[AuditResult | None, str]:
+    """Return the audit of a strategy's checkpoint and what is wrong with it; None and the reason where it cannot be made."""
+    try:
+        stages.quantize(strategy, draw)
+        audit = stages.audit(strategy, draw)
+    except DiskFull:
+        raise
+    except AnnieError as error:
+        return None, error.message
+    return audit, "" if audit.ok else audit.summary
+
+
 def try_draws(stages: Stages, row: documents.StrategyRow, prompts: Sequence[Workload], seeds: int) -> None:
     """Make and evaluate a strategy again from `seeds` - 1 further draws of calibration rows. It passes if it keeps in each."""
     for seed in range(1, seeds):
-        fault = ""
-        try:
-            stages.quantize(row.strategy, seed)
-            audit = stages.audit(row.strategy, seed)
-            fault = "" if audit.ok else f"calibration draw {seed}: {audit.summary}"
-        except DiskFull:
-            raise
-        except AnnieError as error:
-            fault = f"calibration draw {seed} could not be made: {error.message}"
+        audit, fault = quantize_and_audit(stages, row.strategy, seed)
         if fault:
-            row.passed, row.why = False, [*row.why, fault]
+            made = "" if audit else " could not be made"
+            row.passed, row.why = False, [*row.why, f"calibration draw {seed}{made}: {fault}"]
             return
         folder = stages.checkpoint(row.strategy, seed)
         evaluation = stages.evaluate(drawn(row.strategy, seed), folder, prompts, ensemble=True)

@@ -18,8 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "annie_quant/assets/tiny-annie"
-# Without auto_mixed and qad, which need a GPU for an hour's work.
-STRATEGIES = "naive,direct,awq_lite,gptq,w4a16_mixed,sensitivity,mlp_only"
+# The order of a search of this model, without auto_mixed and qad, which need a GPU for an hour's work.
+STRATEGIES = (
+    "best@0.004115,naive,best,direct,awq_lite,gptq,w4a16_mixed,best@0.00517,sensitivity,best@0.00566,best@0.00664,mlp_only,"
+    "best@0.008599"
+)
 ROWS = (
     "naive,direct,direct four_over_six,direct sweep,awq_lite,mlp_only,w4a16_mixed,gptq,gptq W4A16,best,"
     "sensitivity 5.5 bits,sensitivity 5 bits,sensitivity at B's size"

@@ -28,12 +28,12 @@ from annie_quant.core.progress import Progress
 from annie_quant.documents import FormatPlan, FrontierPoint
 from annie_quant.quantize import mixed_formats, recipe_choice
 from annie_quant.quantize.backend import device_kind
-from annie_quant.quantize.calibration_samples import CalibrationSample
+from annie_quant.quantize.calibration_samples import CalibrationSample, read_samples
 from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4, PLAIN_BITS, W4A16, active_weights, choose, decoder_linears
 from annie_quant.quantize.frontier import Front, Limits, front_of, frontier_lines
-from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
+from annie_quant.quantize.kl_trial import answers_to_score
 from annie_quant.quantize.layer_rounder import Method
-from annie_quant.quantize.mixed_formats import PLAIN, Group, groups_of
+from annie_quant.quantize.mixed_formats import PLAIN, FormatTrials, Group, groups_of
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.rounding import round_head, round_model
 from annie_quant.quantize.strategy import Job, StrategyOptions
@@ -43,33 +43,6 @@ ROUNDS = 6  # solutions that are evaluated at most
 POINTS = 12  # of the frontier, in the table
 STEPS = (0.05, 0.1, 0.2, 0.4)  # budgets of a search, between all linears in 4 bits and in 16
 HEAD_TOKENS = {"cpu": 4096, "cuda": 1 << 15}  # inputs of the head at most
-
-
-class FormatTrials(StoredTrials):
-    """Measures choices of formats on held-out answers.
-
-    rounded: all decoder linears in NVFP4, by the conversations that are not held out.
-    """
-
-    def __init__(
-        self, job: Job[StrategyOptions], samples: Sequence[CalibrationSample], rounded: QuantizationPlan
-    ) -> None:
-        tokens, positions = (
-            (mixed_formats.TOKENS, mixed_formats.POSITIONS)
-            if device_kind() == "cpu"
-            else (recipe_choice.TOKENS, math.inf)
-        )
-        super().__init__(job, "format_figures.json", answers_to_score(samples, tokens, positions))
-        self.rounded = rounded
-
-    def measure(self, formats: Mapping[str, str]) -> np.ndarray:
-        """Return Trial.shares of a choice of formats, without those of the unchanged model."""
-        return self.figures_of(formats) - self.figures_of({})
-
-    def figures_of(self, formats: Mapping[str, str]) -> np.ndarray:
-        packed = {n: self.rounded.packed[n] for n, f in formats.items() if f != FP8_CHANNEL}
-        plan = QuantizationPlan(dict(formats), self.rounded.amax, packed=packed)
-        return self.shares(sha256_text(json.dumps(sorted(formats.items())))[:16], plan)
 
 
 @dataclass(frozen=True)
@@ -335,16 +308,24 @@ def plan_model(
     job: Job[StrategyOptions],
     limits: Limits,
     four_bit: Mapping[str, str],
-    samples: Sequence[CalibrationSample],
     method: Method,
     progress: Progress,
+    share: float | None = None,
     effort: str = "",
 ) -> QuantizationPlan:
     """Return the plan of a model: formats under the limits if there are any, a recipe, and the linears that it rounds.
 
+    Raises UsageError before anything is measured for limits that no choice satisfies.
+
     four_bit: linear → "nvfp4" or "w4a16".
+    share: of the divergence that rounding all inputs adds, what "nvfp4" may leave; other linears get "w4a16". None: any.
     effort: which changes of the method are compared on held-out conversations (recipe_choice.py); "": none.
     """
+    samples = read_samples(job)
+    if str(limits):
+        planner_of(job, limits, dict.fromkeys(four_bit, W4A16))
+    if share is not None:
+        four_bit = mixed_formats.formats_of_inputs(job, list(four_bit), samples, progress, share)
     planned = QuantizationPlan(dict(four_bit))
     if str(limits):
         planned = choose_formats(job, limits, four_bit, samples, method, progress)

@@ -1,4 +1,4 @@
-"""The linears that have one format, with their bytes in each, and which of them round their inputs (W4A4), by measured divergence.
+"""The linears that have one format, with their bytes and divergence in each, and which of them round their inputs (W4A4).
 
 NVFP4 weights have one size whether a server rounds the inputs of their linear to 4 bits (W4A4) or not (W4A16). The inputs of a few
 linears carry most of the harm, so W4A4 for the others keeps most of its matrix products for a small part of its divergence.
@@ -6,14 +6,19 @@ linears carry most of the harm, so W4A4 for the others keeps most of its matrix 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from annie_quant.checkpoint.linears import HEAD, unties, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family, in_layer
+from annie_quant.quantize import recipe_choice
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import FP8_CHANNEL, GROUP, NVFP4, W4A16, active_weights, names_module, quantized_bytes
@@ -104,7 +109,7 @@ def formats_of_inputs(
     chosen: Sequence[str],
     samples: Sequence[CalibrationSample],
     progress: Progress,
-    share: float = SHARE,
+    share: float,
 ) -> dict[str, str]:
     """Return "nvfp4" or "w4a16" for every chosen linear: rounded inputs for the most weights that leave `share` of the harm.
 
@@ -137,15 +142,34 @@ def measure_inputs(
     waiting = [u for u in units if u not in trials.figures]
     if waiting:
         amax = trials.trial.largest_inputs([n for members in units.values() for n in members])
+    noise = float(trials.shares("unchanged", QuantizationPlan({}))[:, :2].sum())  # the reference is float16
     harm = {}
     for done, (unit, members) in enumerate(units.items(), 1):
-        rounded = QuantizationPlan(dict.fromkeys(members, NVFP4), amax if unit in waiting else {})
-        plans = {
-            unit: rounded,
-            "unchanged": QuantizationPlan({}),
-        }  # the reference is float16: the model differs from it, too
-        loss, noise = (float(trials.shares(name, plan)[:, :2].sum()) for name, plan in plans.items())
-        harm[unit] = max(0.0, loss - noise)
+        plan = QuantizationPlan(dict.fromkeys(members, NVFP4), amax if unit in waiting else {})
+        harm[unit] = max(0.0, float(trials.shares(unit, plan)[:, :2].sum()) - noise)
         if unit in waiting:
             progress.update(done, len(units), f"rounding inputs: {done} of {len(units)}, {unit}: {harm[unit]:.2g} nats")
     return harm
+
+
+class FormatTrials(StoredTrials):
+    """Measures choices of formats on held-out answers.
+
+    rounded: all decoder linears in NVFP4, by the conversations that are not held out.
+    """
+
+    def __init__(
+        self, job: Job[StrategyOptions], samples: Sequence[CalibrationSample], rounded: QuantizationPlan
+    ) -> None:
+        tokens, positions = (TOKENS, POSITIONS) if device_kind() == "cpu" else (recipe_choice.TOKENS, math.inf)
+        super().__init__(job, "format_figures.json", answers_to_score(samples, tokens, positions))
+        self.rounded = rounded
+
+    def measure(self, formats: Mapping[str, str]) -> np.ndarray:
+        """Return Trial.shares of a choice of formats, without those of the unchanged model."""
+        return self.figures_of(formats) - self.figures_of({})
+
+    def figures_of(self, formats: Mapping[str, str]) -> np.ndarray:
+        packed = {n: self.rounded.packed[n] for n, f in formats.items() if f != FP8_CHANNEL}
+        plan = QuantizationPlan(dict(formats), self.rounded.amax, packed=packed)
+        return self.shares(sha256_text(json.dumps(sorted(formats.items())))[:16], plan)

@@ -153,7 +153,8 @@ def test_what_only_activations_lose():
 
 @pytest.mark.parametrize("model", [TINY_ANNIE, ROOT / "annie_quant/assets/tiny-moe"])
 def test_the_order_is_that_of_bytes_per_token_and_training_is_last(model):
-    order = search.frontier_order(SimpleNamespace(model=model, console=SilentConsole()))
+    order, notes = search.frontier_order(model)
+    assert not notes
     named = [name for name in order if "@" not in name]
     budgets = {name: float(name.partition("@")[2]) for name in order if "@" in name}
     assert sorted(named) == sorted(quantize.available()) and order[-1] == "qad"
@@ -169,10 +170,10 @@ def test_a_family_without_a_frontier_is_searched_by_its_strategies_alone(tmp_pat
     def refuse(model):
         raise CheckpointError("no linear can be quantized")
 
-    lines = []
     monkeypatch.setattr(search, "budgets", refuse)
-    order = search.frontier_order(SimpleNamespace(model=TINY_ANNIE, console=SimpleNamespace(note=lines.append)))
-    assert sorted(order) == sorted(quantize.available()) and "no linear can be quantized" in lines[0]
+    order, notes = search.frontier_order(TINY_ANNIE)
+    assert sorted(order) == sorted(quantize.available())
+    assert notes == ["best under budgets is not tried: no linear can be quantized"]
 
 
 def test_chosen_strategies_may_have_budgets():
@@ -218,14 +219,14 @@ class FakeStages:
         self.model, self.conversations = tmp_path, tmp_path / "c.jsonl"
         self.console = SilentConsole()
 
-    def quantize(self, strategy):
+    def quantize(self, strategy, draw=0):
         self.log.append(strategy)
         if self.tables[strategy] is None:
             from annie_quant.core.errors import UsageError
 
             raise UsageError("infeasible: at least 9 bits are needed")
 
-    def audit(self, strategy):
+    def audit(self, strategy, draw=0):
         return AuditResult("sound", {"ok": True, "summary": {}})
 
     def checkpoint(self, strategy):

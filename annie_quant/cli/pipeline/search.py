@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -25,7 +26,7 @@ from annie_quant.checkpoint.size import folder_size
 from annie_quant.cli import tables as texts
 from annie_quant.cli.pipeline import SearchSettings
 from annie_quant.cli.pipeline.run_directory import RunDirectory
-from annie_quant.cli.pipeline.stages import Stages, drawn, offline_prompts, with_budget
+from annie_quant.cli.pipeline.stages import AuditResult, Stages, drawn, offline_prompts, with_budget
 from annie_quant.core import host
 from annie_quant.core.errors import AnnieError, DiskFull, UsageError
 from annie_quant.core.files import write_json, write_text
@@ -57,10 +58,11 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
     workloads = resolve(settings.persona, settings.workloads)
     with directory.locked():
         stages = Stages(directory, settings.model, settings.calib_data, settings.samples, console)
-        order = chosen_order(settings.strategies) if settings.strategies is not None else frontier_order(stages)
+        listed = settings.strategies
+        order, notes = frontier_order(settings.model) if listed is None else (chosen_order(listed), [])
         stages.work = directory / "models/.work"
         search = Search(stages, settings, order, workloads)
-        search.result.notes += [stale] if stale else []
+        search.result.notes += [*notes, *([stale] if stale else [])]
         search.check_reference()
         if not search.result.stopped:
             search.try_strategies()
@@ -73,37 +75,29 @@ def chosen_order(strategies: Sequence[str]) -> list[str]:
     """Return the strategies that the user chose. Raises UsageError for an unknown one, or for a budget that it cannot have."""
     available = list(quantize.available())
     for name in strategies:
-        strategy, _, budget = name.partition("@")
-        if strategy not in available:
+        if with_budget(name)[0] not in available:
             raise UsageError(f"unknown strategy {name!r}", f"choose from: {', '.join(available)}")
-        if "@" in name and not (strategy == "best" and is_positive(budget)):
-            raise UsageError(f"{name}: only `best` has a budget, in GB of weights per token", "for example best@1.5")
     return list(strategies)
 
 
-def frontier_order(stages: Stages) -> list[str]:
-    """Return the strategies and the budgets of `best` by predicted bytes per token, cheapest to make first, training last."""
-    folder = ModelFolder(stages.model)
-    strategies = by_rank()
-    points = [(s.cost.trains, strategy_read_bytes(folder, s), s.name) for s in strategies]
+def frontier_order(model: Path) -> tuple[list[str], list[str]]:
+    """Return the strategies and the budgets of `best` by predicted bytes per token, and notes on what is not tried.
+
+    Of equal bytes the cheapest to make is first. Training is last.
+    """
+    folder, notes = ModelFolder(model), list[str]()
+    points = [(s.cost.trains, strategy_read_bytes(folder, s), s.name) for s in by_rank()]
     try:
-        points += [(False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(stages.model))]
+        points += [(False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(model))]
     except AnnieError as error:
-        stages.console.note(f"best under budgets is not tried: {error.message}")
-    return [name for *_, name in sorted(points, key=lambda point: point[:2])]
+        notes.append(f"best under budgets is not tried: {error.message}")
+    return [name for *_, name in sorted(points, key=lambda point: point[:2])], notes
 
 
 def rounded_up(read: float) -> float:
     """Return bytes rounded up to four digits of GB: a budget that its name has in full."""
     unit = 10.0 ** (math.floor(math.log10(read)) - 3)
     return math.ceil(read / unit) * unit
-
-
-def is_positive(number: str) -> bool:
-    try:
-        return 0 < float(number) < math.inf
-    except ValueError:
-        return False
 
 
 class Search:
@@ -171,21 +165,17 @@ class Search:
         """Try one strategy, and return its row of the table."""
         stages, before_s = self.stages, self.spent_s()
         row = documents.StrategyRow(strategy, passed=False, outcome="", why=[], path=[], numerics={})
-        try:
-            stages.quantize(strategy)
-            audit = stages.audit(strategy)
-        except DiskFull:
-            raise
-        except AnnieError as error:
-            row.error, row.outcome, row.path = error.message, "could not be made", [f"quantize → {error.message}"]
+        audit, fault = quantize_and_audit(stages, strategy)
+        if audit is None:
+            row.error, row.outcome, row.path = fault, "could not be made", [f"quantize → {fault}"]
             return row
         self.measure_size(row)
         row.audit, row.loads = audit.summary, audit.loads
-        if audit.ok:
-            self.evaluate(row)
+        if fault:
+            row.outcome, row.why = "unsound checkpoint", [fault]
+            row.path.append(f"audit → {fault}")
         else:
-            row.outcome, row.why = "unsound checkpoint", [audit.summary]
-            row.path.append(f"audit → {audit.summary}")
+            self.evaluate(row)
         row.seconds = round(self.spent_s() - before_s, 1)
         return row
 
@@ -270,20 +260,25 @@ class Search:
         write_text(self.stages.dir / "search.md", texts.search_page(self.result))
 
 
+def quantize_and_audit(stages: Stages, strategy: str, draw: int = 0) -> tuple[AuditResult | None, str]:
+    """Return the audit of a strategy's checkpoint and what is wrong with it; None and the reason where it cannot be made."""
+    try:
+        stages.quantize(strategy, draw)
+        audit = stages.audit(strategy, draw)
+    except DiskFull:
+        raise
+    except AnnieError as error:
+        return None, error.message
+    return audit, "" if audit.ok else audit.summary
+
+
 def try_draws(stages: Stages, row: documents.StrategyRow, prompts: Sequence[Workload], seeds: int) -> None:
     """Make and evaluate a strategy again from `seeds` - 1 further draws of calibration rows. It passes if it keeps in each."""
     for seed in range(1, seeds):
-        fault = ""
-        try:
-            stages.quantize(row.strategy, seed)
-            audit = stages.audit(row.strategy, seed)
-            fault = "" if audit.ok else f"calibration draw {seed}: {audit.summary}"
-        except DiskFull:
-            raise
-        except AnnieError as error:
-            fault = f"calibration draw {seed} could not be made: {error.message}"
+        audit, fault = quantize_and_audit(stages, row.strategy, seed)
         if fault:
-            row.passed, row.why = False, [*row.why, fault]
+            made = "" if audit else " could not be made"
+            row.passed, row.why = False, [*row.why, f"calibration draw {seed}{made}: {fault}"]
             return
         folder = stages.checkpoint(row.strategy, seed)
         evaluation = stages.evaluate(drawn(row.strategy, seed), folder, prompts, ensemble=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from annie_quant import __version__, checkpoint, documents, judge, quantize
 from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.shards import ModelFolder, model_sha256
 from annie_quant.cli.pipeline.run_directory import RunDirectory
+from annie_quant.core.errors import UsageError
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Console, Progress
 from annie_quant.core.untrusted import JsonObject
@@ -131,7 +133,7 @@ class Stages:
         return path
 
     def quantize(self, strategy: str, draw: int = 0, effort: str | None = None) -> FileResult:
-        """Quantize. strategy: with a budget or without one.  effort: of a strategy that has that option; None: its default."""
+        """Quantize. strategy: with a budget or without one. effort: of a strategy that has that option; None: its default."""
         plain, budget = with_budget(strategy)
         options: dict[str, Any] = {"effort": effort} if effort else {}
         if budget is not None:
@@ -234,9 +236,20 @@ class Stages:
 
 
 def with_budget(name: str) -> tuple[str, float | None]:
-    """Return the strategy of a name such as "best@1.5", and its budget: bytes of weights per token, None without one."""
-    strategy, _, gigabytes = name.partition("@")
-    return strategy, float(gigabytes) * 1e9 if gigabytes else None
+    """Return the strategy of a name such as "best@1.5", and its budget: bytes of weights per token, None without one.
+
+    Raises UsageError for a budget that the strategy cannot have.
+    """
+    strategy, at, gigabytes = name.partition("@")
+    if not at:
+        return strategy, None
+    try:
+        budget = float(gigabytes) * 1e9
+    except ValueError:
+        budget = 0.0
+    if strategy != "best" or not 0 < budget < math.inf:
+        raise UsageError(f"{name}: only `best` has a budget, in GB of weights per token", "for example best@1.5")
+    return strategy, budget
 
 
 def drawn(strategy: str, draw: int) -> str:

@@ -18,7 +18,7 @@ from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import Progress
-from annie_quant.quantize.formats import W4A16, choose
+from annie_quant.quantize.formats import choose
 from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import (
@@ -66,24 +66,17 @@ class BestOptions(StrategyOptions):
 
 
 def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
-    from annie_quant.quantize.calibration_samples import read_samples
-    from annie_quant.quantize.frontier_plan import plan_model, planner_of
+    from annie_quant.quantize.frontier_plan import plan_model
     from annie_quant.quantize.layer_rounder import Method
-    from annie_quant.quantize.mixed_formats import formats_of_inputs
 
     options, limits = job.options, limits_of(job.options)
     if not 0 <= options.share <= 1:
         raise UsageError(f"share={options.share}: expected a share of 0 to 1", "--set share=0.05")
-    chosen, samples = choose(ModelFolder(job.model), job.exclude), read_samples(job)
-    if str(limits):
-        planner_of(job, limits, dict.fromkeys(chosen, W4A16))  # refuses limits before anything is measured
-    if options.activations == "mixed":
-        formats = formats_of_inputs(job, chosen, samples, progress, options.share)
-    else:
-        formats = dict.fromkeys(chosen, four_bit_format(options.activations))
+    formats = dict.fromkeys(choose(ModelFolder(job.model), job.exclude), four_bit_format(options.activations))
+    share = options.share if options.activations == "mixed" else None
     fixed = options.recipe == "fixed"
     method = Method(prompt=options.prompt, markup=options.markup, damping=options.damping, two_streams=fixed)
-    return plan_model(job, limits, formats, samples, method, progress, "" if fixed else options.effort)
+    return plan_model(job, limits, formats, method, progress, share, "" if fixed else options.effort)
 
 
 def limits_of(options: BestOptions) -> Limits:

@@ -165,17 +165,12 @@ def within_bits(in_four_bits: bool, of_decoder: bool) -> Callable[..., Quantizat
     """
 
     def plan(job: Job[AutoMixedOptions | SensitivityOptions], progress: Progress) -> QuantizationPlan:
-        from annie_quant.quantize.calibration_samples import read_samples
-        from annie_quant.quantize.frontier_plan import plan_model, planner_of
+        from annie_quant.quantize.frontier_plan import plan_model
         from annie_quant.quantize.layer_rounder import Method
-        from annie_quant.quantize.mixed_formats import formats_of_inputs
+        from annie_quant.quantize.mixed_formats import SHARE
 
         limits = Limits(decode_speed.default_device(), max_bits=job.options.bits, of_decoder=of_decoder)
-        formats, samples = all_nvfp4(job), read_samples(job)
-        planner_of(job, limits, formats)  # refuses limits before anything is measured
-        if not in_four_bits:
-            formats = formats_of_inputs(job, list(formats), samples, progress)
-        return plan_model(job, limits, formats, samples, Method(), progress)
+        return plan_model(job, limits, all_nvfp4(job), Method(), progress, None if in_four_bits else SHARE)
 
     return plan
 

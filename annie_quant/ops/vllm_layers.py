@@ -276,6 +276,11 @@ def experts_class(marlin: type[VllmObject]) -> type[VllmObject]:
         def apply(self, **arguments: VllmObject) -> None:
             if self.annie_width is None:
                 return super().apply(**arguments)
+            if getattr(self, "post_gemm2_hook", None) is not None:  # vLLM 0.33: a model weights and adds the outputs itself
+                raise NotImplementedError(
+                    "this model adds its experts' outputs itself, which annie_quant's kernel for experts does not do: "
+                    "start vLLM without ANNIE_QUANT_VLLM_EXPERTS"
+                )
             return compute_experts(self, self.annie_width, **arguments)
 
     AnnieQuantNvFp4Experts.__name__ = AnnieQuantNvFp4Experts.__qualname__ = EXPERTS_NAME

@@ -212,6 +212,14 @@ def test_a_mixture_is_computed_with_the_routers_weights(vllm, ours, caplog, widt
             assert apart(y, expected(*wrong)) > 0.1
 
 
+def test_a_model_that_adds_the_experts_outputs_itself_is_refused(vllm, ours):
+    """vLLM 0.33 gives the hook after the weights are repacked; Marlin would call it and leave the sum to it."""
+    instance, w13, w2 = load(vllm, *mixture(ours)[:2])
+    instance.post_gemm2_hook = lambda unfinalized, output: None
+    with pytest.raises(NotImplementedError, match="start vLLM without ANNIE_QUANT_VLLM_EXPERTS"):
+        run(instance, w13, w2, 3)
+
+
 def test_experts_of_other_ranks_and_shards_of_experts(vllm, ours):
     """Expert parallelism: a map of experts. Tensor parallelism: rows of gate and up, columns of down, and a sum over ranks."""
     expert_map = torch.tensor([-1, 0, -1, 1, 2, -1], dtype=torch.int32)

@@ -22,7 +22,7 @@ DOCUMENTS = {
     "run": documents.Run,
     "bench": documents.Bench,
     "inputs": documents.Inputs,
-    "record": documents.RequestRecord,
+    "record": documents.RecordLine,
     "workload": documents.WorkloadFile,
     "audit": documents.Audit,
     "recipe": documents.Recipe,

@@ -371,8 +371,8 @@ class Acceptance:
         """Set the drafted and accepted tokens of these records, if no other client used the server meanwhile."""
         if before is None:
             return
-        received = sum(r.completion_tokens or 0 for r in records)
-        if not received or any(r.tokens_estimated or r.error for r in records):
+        received = sum(r.tokens.completion_tokens or 0 for r in records)
+        if not received or any(r.tokens.tokens_estimated or r.answer.error for r in records):
             return
         for wait_s in SETTLE_S:
             time.sleep(wait_s)
@@ -380,7 +380,7 @@ class Acceptance:
             if now is not None and abs(now.generated - before.generated - received) <= OTHERS_TOKENS * len(records):
                 drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
                 for record in records if 0 <= accepted <= drafted else ():  # else the server was restarted
-                    share = (record.completion_tokens or 0) / received
-                    record.drafted_tokens, record.accepted_tokens = drafted * share, accepted * share
-                    record.acceptance_source = "metrics"
+                    share = (record.tokens.completion_tokens or 0) / received
+                    record.tokens.drafted_tokens, record.tokens.accepted_tokens = drafted * share, accepted * share
+                    record.tokens.acceptance_source = "metrics"
                 return

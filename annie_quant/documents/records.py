@@ -246,7 +246,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         tokens, gaps = self.tokens, self.timings.itl_ms
         if len(tokens.event_tokens) == len(gaps) and gaps:
             return [
-                gap / n for gap, n in zip(gaps, tokens.event_tokens, strict=True) for _ in range(min(n, MAX_EVENT_TOKENS))
+                gap / n
+                for gap, n in zip(gaps, tokens.event_tokens, strict=True)
+                for _ in range(min(n, MAX_EVENT_TOKENS))
             ]
         count = tokens.completion_tokens
         if tokens.tokens_estimated or not count or count < 2 or not gaps:
@@ -269,7 +271,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 def _line_fields() -> list[tuple[str, Any] | tuple[str, Any, Any]]:
     """Return (name, type, default) of each field of a line, in the order in which lines have them."""
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
-    for kind in (RequestRecord, *GROUPS.values()):
+    kinds: list[type[msgspec.Struct]] = [RequestRecord, *GROUPS.values()]
+    for kind in kinds:
         for field in msgspec.structs.fields(kind):
             if field.name in GROUPS:
                 continue
@@ -292,19 +295,19 @@ def pick(kind: type[S], fields: Mapping[str, Any]) -> S:
     return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})
 
 
-def record_of(fields: Mapping[str, Any]) -> RequestRecord:
-    """Return the record with the fields of a line; the groups' fields that are missing have their defaults."""
+def record_of(**fields: Any) -> RequestRecord:
+    """Return the record with these fields of a line, by name; fields that are missing have their defaults."""
     return pick(RequestRecord, {**fields, **{name: pick(kind, fields) for name, kind in GROUPS.items()}})
 
 
 def decode_record(line: bytes, where: str, hint: str = "") -> RequestRecord:
     """Return the record of a line; faults as in `decode`."""
-    return record_of(msgspec.structs.asdict(decode(RecordLine, line, where, hint=hint)))
+    return record_of(**msgspec.structs.asdict(decode(RecordLine, line, where, hint=hint)))
 
 
 def salvage_record(line: bytes) -> RequestRecord:
     """Return the record of a line as `salvage_line` reads it."""
-    return record_of(msgspec.structs.asdict(salvage_line(RecordLine, line)))
+    return record_of(**msgspec.structs.asdict(salvage_line(RecordLine, line)))
 
 
 def encode_record(record: RequestRecord) -> bytes:

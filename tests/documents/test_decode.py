@@ -14,7 +14,7 @@ from paths import DATA, ROOT, TINY_ANNIE
 from annie_quant import checkpoint, documents, quantize
 from annie_quant.core import files
 from annie_quant.core.errors import EnvironmentFault, UsageError
-from annie_quant.documents import Bench, Identity, Inputs, RequestRecord, Run, WorkloadSummary, decode, limited_identity
+from annie_quant.documents import Bench, Identity, Inputs, Run, WorkloadSummary, decode, limited_identity
 from annie_quant.judge.metrics import METRICS
 
 RUNS = sorted((DATA / "runs").iterdir())
@@ -95,7 +95,7 @@ def test_what_a_server_reports_is_limited():
 
 
 def test_unknown_fields_are_ignored():
-    record = decode(RequestRecord, b'{"id": "1", "backend": "a", "workload": "w", "case": "c", "new": [1]}')
+    record = documents.decode_record(b'{"id": "1", "backend": "a", "workload": "w", "case": "c", "new": [1]}', "x")
     assert record.prompt == ("w", "c", 0)
 
 

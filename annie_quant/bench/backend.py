@@ -306,13 +306,19 @@ def scrape_metrics(backends: Sequence[Backend]) -> dict[str, Samples]:
     return {name: samples for name, page in pages.items() if page and (samples := parse_metrics(page))}
 
 
-def store_metrics(folder: Path, before: Mapping[str, Samples], after: Mapping[str, Samples]) -> None:
-    """Write server_metrics.json for the servers that were read twice; a resumed run keeps the first run's start."""
+@contextlib.contextmanager
+def metrics_stored(folder: Path, backends: Sequence[Backend]) -> Iterator[None]:
+    """Write server_metrics.json for the servers that have /metrics before and after the block.
+
+    A resumed run keeps the first run's start. Nothing is written where the block raises.
+    """
+    before = scrape_metrics(backends)
+    yield
     path = folder / METRICS_FILE
     first = documents.decode(dict[str, ServerMetrics], path) if path.exists() else {}
     rows = {
         name: ServerMetrics(before=first[name].before if name in first else before[name], after=samples)
-        for name, samples in after.items()
+        for name, samples in (scrape_metrics(backends) if before else {}).items()
         if name in before
     }
     if rows:

@@ -28,7 +28,7 @@ from annie_quant.bench.run_folder import workload_settings
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents import BenchConfig, Load, PairedGate, PairedResult, RequestRecord, Roles
+from annie_quant.documents import BenchConfig, Load, PairedGate, PairedResult, RequestLoad, RequestRecord, Roles
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, LARGE_N, Threshold, decides
 from annie_quant.judge.library import build_workload, load_workloads
@@ -140,6 +140,28 @@ class Visit:
         load = self.load.label.replace("/", "p")  # "@2ps" of "@2/s": a "/" separates the parts of an id
         name = f"{self.backend}/{self.workload.name}{load}"
         return [f"{name}/{case.id}/{repeat}/{turn}" for turn in range(case.n_turns)]
+
+    def record(self, case: Case, repeat: int, turn: int) -> RequestRecord:
+        """Return the record of one request with what is planned; the rest is set when it is sent."""
+        context = self.workload.context
+        return RequestRecord(
+            id=self.ids(case, repeat)[turn],
+            backend=self.backend,
+            workload=self.workload.name,
+            case=case.id,
+            turn=turn,
+            repeat=repeat,
+            block=self.block,
+            warmup=self.warmup,
+            load=RequestLoad(
+                concurrency=self.load.concurrency,
+                rate_per_s=self.load.rate_per_s,
+                trace_speed=self.load.trace_speed,
+                depth=context.tokens if context else None,
+                prefix=context.prefix if context else None,
+                n_tools=len(self.workload.tools_for(case) or ()),
+            ),
+        )
 
 
 def fits(visit: Visit, most: float | None) -> bool:

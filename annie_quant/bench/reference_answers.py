@@ -19,11 +19,21 @@ from annie_quant import documents, judge
 from annie_quant.bench.cliffs import PREFIX as LADDER
 from annie_quant.bench.run_folder import complete_workload, read_records, write_records
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import Inputs, Judgement, RequestRecord, SentCase, SentWorkload, incomplete, read_bench
+from annie_quant.documents import (
+    Inputs,
+    Judgement,
+    RecordedAnswer,
+    RequestRecord,
+    SentCase,
+    SentWorkload,
+    incomplete,
+    read_bench,
+)
 from annie_quant.judge import decision
 from annie_quant.judge.answers import Answer, from_record
 from annie_quant.judge.checks.reference import normalized_call
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
+from annie_quant.judge.tool_eval import GATE, Played
 from annie_quant.judge.workloads import Case, Workload
 
 STORED = "reference.jsonl"  # bf16's records of an earlier run, in the run directory
@@ -46,6 +56,18 @@ def judge_record(record: RequestRecord, answer: Answer, case: Case, workload: Wo
         record.judgement = Judgement(faults=described, right=right)
     else:
         record.judgement = Judgement(checks=checks, faults=described)
+
+
+def judge_scenario(record: RequestRecord, played: Played) -> None:
+    """Set the answer, the duration and the judgement of a scenario that tool-eval-bench has played."""
+    passed = played.status == "pass"
+    record.answer = RecordedAnswer(
+        text=f"{played.status}, {played.points} points: {played.summary}",
+        error=played.error or None,
+        finish_reason="stop",
+    )
+    record.timings.e2e_ms = 1e3 * played.duration_s
+    record.judgement = Judgement(checks={GATE: passed}, faults={} if passed else {GATE: played.summary})
 
 
 def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], reference: Sequence[RequestRecord]) -> bool:

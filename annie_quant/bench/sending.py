@@ -35,7 +35,7 @@ class BudgetEnded(Exception):
         self.waited_s = waited_s
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedRequest:
     """One request to a server.
 

@@ -13,7 +13,7 @@ import secrets
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +21,17 @@ from annie_quant import documents, judge
 from annie_quant.bench import machine, memory, run_folder
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.bench.backend import (
-    PROBE_TIMEOUT_S,
-    Acceptance,
-    Backend,
-    alive,
-    identity,
-    scrape_metrics,
-    store_metrics,
-)
+from annie_quant.bench.backend import PROBE_TIMEOUT_S, Acceptance, Backend, alive, identity, metrics_stored
 from annie_quant.bench.confounds import is_slow
 from annie_quant.bench.exports import export
-from annie_quant.bench.reference_answers import STORED, judge_record, mark, store_reference, stored_reference
+from annie_quant.bench.reference_answers import (
+    STORED,
+    judge_record,
+    judge_scenario,
+    mark,
+    store_reference,
+    stored_reference,
+)
 from annie_quant.bench.sending import BudgetEnded, PlannedRequest, Sender
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import ASSETS, read_json, sha256_text
@@ -45,10 +44,7 @@ from annie_quant.documents import (
     EarlyStop,
     Ended,
     Identity,
-    Judgement,
-    MemoryLevels,
     RecordedAnswer,
-    RequestLoad,
     RequestRecord,
     RequestTimings,
     RequestTokens,
@@ -64,18 +60,20 @@ if TYPE_CHECKING:
 
 OnRecord = Callable[[RequestRecord], None]
 
-PEAK_SAMPLE_S = 1.0  # interval of memory samples while requests run
 SMOKE = read_json(ASSETS / "smoke.json")  # sent before anything is measured (R40)
 
 
-@dataclass
-class PendingRequest:
-    """One request that is about to be sent."""
+@dataclass(kw_only=True)
+class TurnRequest(PlannedRequest):
+    """The request of one turn, with what its answer is judged by.
+
+    record: its record, which the answer completes.
+    history: the conversation's earlier answers; this request's is added.
+    """
 
     record: RequestRecord
-    body: JsonObject  # of a chat completion
     case: Case
-    history: list[ChatMessage]  # the conversation's earlier answers; this request's is added
+    history: list[ChatMessage]
 
 
 def _now() -> str:
@@ -113,21 +111,8 @@ class Session:
         self.marked = any(r.load.invalid for r in records.rows)
         self.session = 1 + max((r.session for r in records.rows), default=0)
         self.sender = Sender(self.config, self.session, self.identities)
+        self.memory = memory.ServerMemory(plan.backends if self.config.with_memory else (), self.folder)
         self.batch = sum(1 for _ in (self.folder / "streams").glob("*"))
-        self.peaks = {
-            b.name: memory.PeakMemory(int(b.meta["pid"]), every_s=PEAK_SAMPLE_S)
-            for b in plan.backends
-            if self.config.with_memory and b.meta.get("pid")
-        }
-
-    @contextlib.contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Sample the servers' memory while the block runs, and the machine's state before requests."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.machine.log.close)
-            for peak in self.peaks.values():
-                stack.enter_context(peak)
-            yield
 
     def run(self) -> Ended:
         """Send what is left of the plan, until it is done, the time budget ends, or everything is decided.
@@ -279,7 +264,7 @@ class Session:
                     # The same for all backends and turns; a trace's prompts share beginnings with each other.
                     unique = f"{self.unique} {repeat}" + ("" if case.blocks else f" {visit.block} {case.id}")
                     body = workload.request(case, turn, history, record.model, unique)
-                    turns.append(PendingRequest(record, body, case, history))
+                    turns.append(TurnRequest(tag=record.id, body=body, record=record, case=case, history=history))
             if turns:
                 self._measure(visit, turns)
 
@@ -295,65 +280,38 @@ class Session:
         played = tool_eval.play(case.id, backend.root, record.model, key, timeout_s)
         if played.error and not alive(backend):
             raise ServerError(f"backend {backend.name!r} at {backend.public_url} went away: {played.error}")
-        record.load.started_at = started_at
-        record.timings = RequestTimings(started_unix_s=started_s, e2e_ms=1e3 * played.duration_s)
-        record.answer = RecordedAnswer(
-            text=f"{played.status}, {played.points} points: {played.summary}",
-            error=played.error or None,
-            finish_reason="stop",
-        )
-        passed = played.status == "pass"
-        record.judgement = Judgement(
-            checks={tool_eval.GATE: passed}, faults={} if passed else {tool_eval.GATE: played.summary}
-        )
+        record.load.started_at, record.timings.started_unix_s = started_at, started_s
+        judge_scenario(record, played)
         self.records.append(record)
         self.done[record.id] = record
         self.on_record(record)
 
     def _new_record(self, visit: planning.Visit, case: Case, repeat: int, turn: int, cold: bool) -> RequestRecord:
-        name, context = visit.ids(case, repeat)[turn], visit.workload.context
         prompt = visit.workload.name, case.id
         if prompt not in self.digests:
             self.digests[prompt] = judge.prompt_sha256(case, visit.workload)
-        return RequestRecord(
-            id=f"{name}#warm{self.session}" if visit.warmup else name,
-            backend=visit.backend,
-            model=self._model(visit.backend),
-            workload=visit.workload.name,
-            case=case.id,
-            turn=turn,
-            repeat=repeat,
-            block=visit.block,
-            warmup=visit.warmup,
-            cold=cold,
-            session=self.session,
-            prompt_sha256=self.digests[prompt],
-            load=RequestLoad(
-                concurrency=visit.load.concurrency,
-                rate_per_s=visit.load.rate_per_s,
-                trace_speed=visit.load.trace_speed,
-                endpoint=self.backends[visit.backend].endpoint,
-                depth=context.tokens if context else None,
-                prefix=context.prefix if context else None,
-                n_tools=len(visit.workload.tools_for(case) or ()),
-            ),
-        )
+        record = visit.record(case, repeat, turn)
+        if visit.warmup:
+            record.id += f"#warm{self.session}"
+        record.model, record.load.endpoint = self._model(visit.backend), self.backends[visit.backend].endpoint
+        record.session, record.cold, record.prompt_sha256 = self.session, cold, self.digests[prompt]
+        return record
 
     def _model(self, name: str) -> str | None:
         return self.backends[name].model or self.identities[name].model
 
-    def _measure(self, visit: planning.Visit, turns: Sequence[PendingRequest]) -> None:
+    def _measure(self, visit: planning.Visit, turns: Sequence[TurnRequest]) -> None:
         """Send turns together, judge their answers and append their records."""
         backend = self.backends[visit.backend]
         self.machine.sample()
         started_at = _now()
-        names = [t.record.id.removeprefix(backend.name) for t in turns]
-        arrivals = planning.arrival_times(visit.load, names, [t.case for t in turns])
-        starts: Sequence[float | None] = arrivals or [None] * len(turns)
+        names = [turn.tag.removeprefix(backend.name) for turn in turns]
+        arrivals = planning.arrival_times(visit.load, names, [turn.case for turn in turns])
+        for turn, arrival_s in zip(turns, arrivals or (), strict=arrivals is not None):
+            turn.start_s = turn.record.load.arrival_s = arrival_s
         identity = self.identities.get(backend.name)
         counters = self.acceptance.before(backend, identity.runtime if identity else None)
-        planned = [PlannedRequest(t.record.id, t.body, start_s) for t, start_s in zip(turns, starts, strict=True)]
-        timings = self._send(backend, planned)
+        timings = self._send(backend, turns)
         state = machine_state()
         answers = {answer["tag"]: answer for answer in timings.records() if answer["tag"] is not None}
         lost = [answer for answer in answers.values() if answer["error"]]
@@ -365,8 +323,8 @@ class Session:
         stream = f"{self.batch:06d}"
         timings.save(self.folder / "streams" / stream)
         self.batch += 1
-        for turn, start_s in zip(turns, starts, strict=True):
-            record, received = turn.record, answers[turn.record.id]
+        for turn in turns:
+            record, received = turn.record, answers[turn.tag]
             record.answer = documents.pick(RecordedAnswer, received)
             record.tokens = documents.pick(RequestTokens, received)
             record.timings = documents.pick(RequestTimings, received)
@@ -375,7 +333,6 @@ class Session:
             record.load.started_at = started_at
             record.load.load_per_core = load_per_core()
             record.load.clock_mhz, record.load.temperature_c, record.load.throttle = state
-            record.load.arrival_s = start_s
             record.stream = stream
             record.request_sha256 = sha256_text(json.dumps(turn.body, sort_keys=True))
             judge_record(record, answer, turn.case, visit.workload)
@@ -399,38 +356,19 @@ class Session:
                 self.hung = backend.name if slow else ""
             raise
 
-    def measure_memory(self) -> dict[str, MemoryLevels]:
-        """Measure the memory of each backend whose process id is known, unless memory.json has it already."""
+    def measure_memory(self) -> None:
+        """Measure the memory of each identified server; those that the budget leaves out have none."""
         single = next((w for w in self.workloads if not w.cases[0].turns), None)
-        path = self.folder / "memory.json"
-        levels = documents.decode(dict[str, MemoryLevels], path) if path.exists() else {}
-        for name, peak in self.peaks.items():
-            if single is None or name in levels or name not in self.identities:
-                continue
-            backend = self.backends[name]
-            cases = planning.choose(single, self.config.n, self.config.seed)
+        if single is None:
+            return
+        cases = planning.choose(single, self.config.n, self.config.seed)
 
-            def send(count: int, backend: Backend = backend, cases: list[Case] = cases) -> None:
-                bodies = [single.request(cases[i % len(cases)], 0, (), self._model(backend.name)) for i in range(count)]
-                self._send(backend, [PlannedRequest(f"memory/{i}", body) for i, body in enumerate(bodies)])
+        def send(name: str, count: int) -> None:
+            bodies = [single.request(cases[i % len(cases)], 0, (), self._model(name)) for i in range(count)]
+            self._send(self.backends[name], [PlannedRequest(f"memory/{i}", body) for i, body in enumerate(bodies)])
 
-            try:
-                own = memory.measure(peak.pid, send)
-            except BudgetEnded:
-                break
-            own.peak = memory.highest(peak.highest, own.idle, own.one, own.five)
-            levels[name] = own
-            documents.write(path, levels)
-        return levels
-
-    def add_traces(self) -> dict[str, memory.Trace]:
-        """Add the memory samples of this execution to memory_trace.json; return all samples by backend."""
-        traces: dict[str, memory.Trace] = {**memory.read_traces(self.folder)}
-        for name, peak in self.peaks.items():
-            traces[name] = [*traces.get(name, ()), *peak.trace]
-        if traces:
-            documents.write(self.folder / memory.FILE, traces)
-        return traces
+        with contextlib.suppress(BudgetEnded):
+            self.memory.measure(self.identities, send)
 
 
 def run(
@@ -470,12 +408,10 @@ def run(
     records = run_folder.RecordLog(folder / "records.jsonl")
     try:
         session = Session(plan, records, recorded, progress, watch or (lambda record: None))
-        metrics = scrape_metrics(backends)
-        with session.sampling():
+        with metrics_stored(folder, backends), contextlib.closing(session.machine.log), session.memory:
             ended = session.run()
-            levels = session.measure_memory()
-        store_metrics(folder, metrics, scrape_metrics(backends) if metrics else {})
-        traces = session.add_traces()
+            session.measure_memory()
+        levels, traces = session.memory.levels(), session.memory.add_traces()
     finally:
         records.close()
     if session.compare_with_reference() or session.marked:

@@ -210,7 +210,7 @@ def deviations(records: Sequence[RequestRecord], metric: str) -> tuple[list[Requ
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for key, members in prompts.items():
         record = records[members[0]]
-        groups[key if len(members) > 1 else (record.workload, record.turn, record.load)] += members
+        groups[key if len(members) > 1 else (record.workload, record.turn, record.load.level)] += members
     group_of = {i: number for number, members in enumerate(groups.values()) for i in members}
     groups_of = np.array([group_of[i] for i in values], dtype=np.int64)
     rest = _centred(np.array(list(values.values())), groups_of)

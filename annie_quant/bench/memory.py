@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -180,7 +181,7 @@ class ServerMemory:
         for name, peak in self.peaks.items():
             levels = self.levels()
             if name in names and name not in levels:
-                own = measure(peak.pid, lambda count, name=name: send(name, count))
+                own = measure(peak.pid, partial(send, name))
                 own.peak = highest(peak.highest, own.idle, own.one, own.five)
                 documents.write(self.path, levels | {name: own})
 

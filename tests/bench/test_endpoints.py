@@ -196,7 +196,7 @@ def test_ollamas_native_stream_is_measured(tmp_path):
     assert (
         fact.answer.text == "It is Tokyo."
         and fact.tokens.completion_tokens == 5
-        and fact.prompt_tokens == 12
+        and fact.tokens.prompt_tokens == 12
         and len(fact.timings.itl_ms) == 3
     )
     assert (

@@ -95,7 +95,6 @@ from annie_quant.documents.records import (
     Judgement,
     Load,
     RecordedAnswer,
-    RecordLine,
     RequestLoad,
     RequestRecord,
     RequestTimings,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 import msgspec
@@ -208,7 +208,7 @@ class Judgement(msgspec.Struct, kw_only=True):
 class RequestRecord(msgspec.Struct, kw_only=True):
     """One request of a benchmark: its identity, and what was measured of it.
 
-    A line of records.jsonl has the fields of the groups without the groups (RecordLine), as in version 0.1.
+    A line of records.jsonl has the fields of the groups next to each other, without the groups.
     """
 
     id: str  # backend, workload, load, case, repeat and turn
@@ -268,28 +268,6 @@ GROUPS: dict[str, type[msgspec.Struct]] = {
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def _line_fields() -> list[tuple[str, Any] | tuple[str, Any, Any]]:
-    """Return (name, type, default) of each field of a line, in the order in which lines have them."""
-    fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
-    kinds: list[type[msgspec.Struct]] = [RequestRecord, *GROUPS.values()]
-    for kind in kinds:
-        for field in msgspec.structs.fields(kind):
-            if field.name in GROUPS:
-                continue
-            if field.required:
-                fields.append((field.name, field.type))
-            elif field.default is msgspec.NODEFAULT:
-                fields.append((field.name, field.type, msgspec.field(default_factory=field.default_factory)))
-            else:
-                fields.append((field.name, field.type, field.default))
-    return fields
-
-
-RecordLine = msgspec.defstruct(
-    "RecordLine", _line_fields(), kw_only=True, namespace={"__doc__": "One line of records.jsonl: one request."}
-)
-
-
 def pick(kind: type[S], fields: Mapping[str, Any]) -> S:
     """Return the struct with those of `fields` that it has."""
     return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})
@@ -300,14 +278,22 @@ def record_of(**fields: Any) -> RequestRecord:
     return pick(RequestRecord, {**fields, **{name: pick(kind, fields) for name, kind in GROUPS.items()}})
 
 
+def _assembled(read: Callable[[type[Any]], Any]) -> RequestRecord:
+    """Return the record of a line; `read` returns the fields of a type, which ignores those of the others."""
+    record: RequestRecord = read(RequestRecord)
+    for name, kind in GROUPS.items():
+        setattr(record, name, read(kind))
+    return record
+
+
 def decode_record(line: bytes, where: str, hint: str = "") -> RequestRecord:
     """Return the record of a line; faults as in `decode`."""
-    return record_of(**msgspec.structs.asdict(decode(RecordLine, line, where, hint=hint)))
+    return _assembled(lambda kind: decode(kind, line, where, hint=hint))
 
 
 def salvage_record(line: bytes) -> RequestRecord:
     """Return the record of a line as `salvage_line` reads it."""
-    return record_of(**msgspec.structs.asdict(salvage_line(RecordLine, line)))
+    return _assembled(lambda kind: salvage_line(kind, line))
 
 
 def encode_record(record: RequestRecord) -> bytes:

@@ -16,13 +16,35 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from annie_quant import documents  # noqa: E402
+from annie_quant.documents.records import GROUPS  # noqa: E402
+
+
+def default(field: msgspec.structs.FieldInfo) -> object:
+    """Return the default of a field, as msgspec.defstruct takes it."""
+    return msgspec.field(default_factory=field.default_factory) if field.default is msgspec.NODEFAULT else field.default
+
+
+def record_line() -> type[msgspec.Struct]:
+    """Return the type of a line of records.jsonl: the fields of a record and of its groups next to each other."""
+    kinds = [documents.RequestRecord, *GROUPS.values()]
+    fields = [
+        (field.name, field.type) if field.required else (field.name, field.type, default(field))
+        for kind in kinds
+        for field in msgspec.structs.fields(kind)
+        if field.name not in GROUPS
+    ]
+    namespace = {
+        "__doc__": "One line of records.jsonl: one request of a benchmark, its answer and what the gates found."
+    }
+    return msgspec.defstruct("RecordLine", fields, kw_only=True, namespace=namespace)
+
 
 FOLDER = ROOT / "docs" / "reference" / "schemas"
 DOCUMENTS = {
     "run": documents.Run,
     "bench": documents.Bench,
     "inputs": documents.Inputs,
-    "record": documents.RequestRecord,
+    "record": record_line(),
     "workload": documents.WorkloadFile,
     "audit": documents.Audit,
     "recipe": documents.Recipe,

@@ -104,7 +104,7 @@ def aggregate_records(
             runtime=identity.runtime,
             format=identity.format or "",
             requests=len(own),
-            errors=sum(bool(r.error) for r in own),
+            errors=sum(bool(r.answer.error) for r in own),
             left_out_of_timings=len(own) - len(own_fit),
             gates=tabulate(checks_by_prompt(own, config.greedy).values()),
             speed_gates=_speed_gates(own_fit, config.with_thinking, config.seed),
@@ -143,7 +143,7 @@ def aggregate_records(
 
 def timed(measured: Sequence[documents.RequestRecord]) -> list[documents.RequestRecord]:
     """Return the requests whose times count: no cold starts, stalls, failures, impossible stamps or invalid ones."""
-    complete = [r for r in measured if not r.cold and not r.error and not r.invalid and not impossible(r)]
+    complete = [r for r in measured if not r.cold and not r.answer.error and not r.load.invalid and not impossible(r)]
     stalled = {id(r) for r in stalls(complete)}
     return [r for r in complete if id(r) not in stalled]
 
@@ -195,7 +195,7 @@ def _speed_gates(
     records: Sequence[documents.RequestRecord], thinking: Collection[str], seed: int
 ) -> dict[str, documents.SpeedGate]:
     """Compare the median content TTFT and decode speed with their limits: one request in flight, thinking off."""
-    single = [r for r in records if r.workload not in thinking and r.alone]
+    single = [r for r in records if r.workload not in thinking and r.load.alone]
     gates = {}
     for gate, (metric, limit) in SPEED_LIMITS.items():
         if median := summary(values_by_prompt(single, metric), seed):
@@ -223,10 +223,10 @@ def tool_surface(records: Iterable[documents.RequestRecord], name: str) -> list[
 
     levels: dict[int, dict[str, bool]] = defaultdict(dict)
     for record in records:
-        passed = record.checks.get("tool_call")
+        passed = record.judgement.checks.get("tool_call")
         if record.workload == "tool_surface" and record.backend == name and passed is not None:
             prompt = record.case.rpartition("-")[2]  # the same number at every level
-            levels[record.n_tools][prompt] = levels[record.n_tools].get(prompt, True) and passed
+            levels[record.load.n_tools][prompt] = levels[record.load.n_tools].get(prompt, True) and passed
     points = []
     for n_tools, answers in sorted(levels.items()):
         fewest = levels[min(levels)]
@@ -274,7 +274,7 @@ def labelled(records: Iterable[documents.RequestRecord]) -> dict[str, list[docum
     """Return records by workload and load: "greeting", "greeting@8", "greeting@2/s"."""
     groups: dict[str, list[documents.RequestRecord]] = defaultdict(list)
     for record in records:
-        groups[record.workload + record.load.label].append(record)
+        groups[record.workload + record.load.level.label].append(record)
     return dict(sorted(groups.items()))
 
 
@@ -296,7 +296,7 @@ def _comparisons(records: Sequence[documents.RequestRecord], a: str, b: str, see
     left, right = (labelled(r for r in records if r.backend == name) for name in (a, b))
     groups = [(label, left[label], right[label]) for label in left if label in right]
     if len(groups) > 1:
-        pooled = [[r for label, *_ in groups for r in side[label] if r.alone] for side in (left, right)]
+        pooled = [[r for label, *_ in groups for r in side[label] if r.load.alone] for side in (left, right)]
         groups.append(("all", pooled[0], pooled[1]))
     rows = []
     for label, ours, theirs in groups:
@@ -313,7 +313,7 @@ def _floors(records: Sequence[documents.RequestRecord], seed: int) -> list[docum
     """Return the noise of one backend by workload, load and metric, and of all workloads together."""
     groups = labelled(records)
     if len(groups) > 1:
-        groups["all"] = [r for r in records if r.alone]
+        groups["all"] = [r for r in records if r.load.alone]
     return stability.noise_floors(records, groups, seed)
 
 
@@ -328,7 +328,7 @@ def _turns(records: Sequence[documents.RequestRecord], seed: int) -> list[docume
     conversations = {r.workload for r in records if r.turn > 0}
     by_turn: dict[int, list[documents.RequestRecord]] = defaultdict(list)
     for record in records:
-        if record.workload in conversations and record.alone:
+        if record.workload in conversations and record.load.alone:
             by_turn[record.turn].append(record)
     points = []
     for turn, group in sorted(by_turn.items()):

@@ -306,13 +306,19 @@ def scrape_metrics(backends: Sequence[Backend]) -> dict[str, Samples]:
     return {name: samples for name, page in pages.items() if page and (samples := parse_metrics(page))}
 
 
-def store_metrics(folder: Path, before: Mapping[str, Samples], after: Mapping[str, Samples]) -> None:
-    """Write server_metrics.json for the servers that were read twice; a resumed run keeps the first run's start."""
+@contextlib.contextmanager
+def metrics_stored(folder: Path, backends: Sequence[Backend]) -> Iterator[None]:
+    """Write server_metrics.json for the servers that have /metrics before and after the block.
+
+    A resumed run keeps the first run's start. Nothing is written where the block raises.
+    """
+    before = scrape_metrics(backends)
+    yield
     path = folder / METRICS_FILE
     first = documents.decode(dict[str, ServerMetrics], path) if path.exists() else {}
     rows = {
         name: ServerMetrics(before=first[name].before if name in first else before[name], after=samples)
-        for name, samples in after.items()
+        for name, samples in (scrape_metrics(backends) if before else {}).items()
         if name in before
     }
     if rows:
@@ -371,8 +377,8 @@ class Acceptance:
         """Set the drafted and accepted tokens of these records, if no other client used the server meanwhile."""
         if before is None:
             return
-        received = sum(r.completion_tokens or 0 for r in records)
-        if not received or any(r.tokens_estimated or r.error for r in records):
+        received = sum(r.tokens.completion_tokens or 0 for r in records)
+        if not received or any(r.tokens.tokens_estimated or r.answer.error for r in records):
             return
         for wait_s in SETTLE_S:
             time.sleep(wait_s)
@@ -380,7 +386,7 @@ class Acceptance:
             if now is not None and abs(now.generated - before.generated - received) <= OTHERS_TOKENS * len(records):
                 drafted, accepted = now.drafted - before.drafted, now.accepted - before.accepted
                 for record in records if 0 <= accepted <= drafted else ():  # else the server was restarted
-                    share = (record.completion_tokens or 0) / received
-                    record.drafted_tokens, record.accepted_tokens = drafted * share, accepted * share
-                    record.acceptance_source = "metrics"
+                    share = (record.tokens.completion_tokens or 0) / received
+                    record.tokens.drafted_tokens, record.tokens.accepted_tokens = drafted * share, accepted * share
+                    record.tokens.acceptance_source = "metrics"
                 return

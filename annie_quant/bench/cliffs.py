@@ -57,9 +57,9 @@ def measured_ladders(records: Iterable[RequestRecord]) -> list[MeasuredLadder]:
     answers: dict[tuple[str, str], dict[int, dict[str, list[bool]]]] = {}
     for record in records:
         at = level_of(record)
-        if at is not None and record.right is not None:
+        if at is not None and record.judgement.right is not None:
             levels = answers.setdefault((record.backend, at[0]), {})
-            levels.setdefault(at[1], defaultdict(list))[record.case].append(record.right)
+            levels.setdefault(at[1], defaultdict(list))[record.case].append(record.judgement.right)
     return [_measured(*key, dict(sorted(levels.items()))) for key, levels in answers.items()]
 
 

@@ -44,7 +44,7 @@ def find_confounds(
     """Return all findings of a benchmark; records include warm-ups."""
     measured = [r for r in records if not r.warmup]
     names = list(identities)
-    good = {name: [r for r in measured if r.backend == name and not r.error] for name in names}
+    good = {name: [r for r in measured if r.backend == name and not r.answer.error] for name in names}
     findings = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
     findings += [*_prompt_tokens(names, measured), *_estimates(measured), *_smoke(records)]
     findings += [*_different_answers(names, measured, config), *_busy(names, measured), *_priority(names, measured)]
@@ -98,8 +98,8 @@ def _prompt_tokens(names: Sequence[str], records: Records) -> Findings:
     """Report first-turn requests with another number of tokens per side: template or tokenizer differ."""
     counts: dict[str, dict[tuple[str, str], int]] = defaultdict(dict)
     for record in records:
-        if record.prompt_tokens and record.turn == 0:
-            counts[record.backend][record.workload, record.case] = record.prompt_tokens
+        if record.tokens.prompt_tokens and record.turn == 0:
+            counts[record.backend][record.workload, record.case] = record.tokens.prompt_tokens
     for a, b in itertools.combinations(names, 2):
         shared = counts[a].keys() & counts[b].keys()
         if differing := sorted(key for key in shared if counts[a][key] != counts[b][key]):
@@ -112,14 +112,21 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
     """Two formats of one model start most greedy answers alike, and none gives one answer to different questions."""
     answers: dict[str, dict[tuple[str, str], RequestRecord]] = defaultdict(dict)
     for record in records:
-        if record.workload in config.greedy and record.turn == 0 and not record.error:
+        if record.workload in config.greedy and record.turn == 0 and not record.answer.error:
             answers[record.backend][record.workload, record.case] = record
     for a, b in itertools.permutations(names, 2):
-        both = [key for key in sorted(answers[a].keys() & answers[b].keys()) if not has_label(answers[b][key].checks)]
-        if constant := constant_answer([answers[a][key] for key in both], [answers[b][key] for key in both]):
+        both = [
+            key
+            for key in sorted(answers[a].keys() & answers[b].keys())
+            if not has_label(answers[b][key].judgement.checks)
+        ]
+        ours, theirs = ([answers[side][key].answer for key in both] for side in (a, b))
+        if constant := constant_answer(ours, theirs):
             yield finding("constant_answers", a, b, answer=constant)
     for a, b in itertools.combinations(names, 2):
-        pairs = ([answers[side][key].text.split() for side in (a, b)] for key in answers[a].keys() & answers[b].keys())
+        pairs = (
+            [answers[side][key].answer.text.split() for side in (a, b)] for key in answers[a].keys() & answers[b].keys()
+        )
         shared = [pair for pair in pairs if all(pair)]
         equal = sum(first[:OPENING_WORDS] == second[:OPENING_WORDS] for first, second in shared)
         if len(shared) >= LEAST_ANSWERS and equal < LEAST_EQUAL_SHARE * len(shared):
@@ -138,28 +145,30 @@ def _incomplete(names: Sequence[str], ended: Ended) -> Findings:
 
 def _busy(names: Sequence[str], records: Records) -> Findings:
     """More work than the cores can do: every time is an upper bound, and so is the client's own delay."""
-    loads = [r.load_per_core for r in records if r.load_per_core is not None]
+    loads = [r.load.load_per_core for r in records if r.load.load_per_core is not None]
     if loads and (load := statistics.median(loads)) >= BUSY_LOAD:
         yield finding("busy_machine", *names, load=load)
 
 
 def _priority(names: Sequence[str], records: Records) -> Findings:
     """Without real-time priority the client may read late, and one kernel stamp covers all events of a read."""
-    flags = [r.realtime for r in records if r.realtime is not None]
+    flags = [r.timings.realtime for r in records if r.timings.realtime is not None]
     if without := flags.count(False):
         yield finding("normal_priority", *names, n=without, of=len(flags))
 
 
 def _estimates(records: Records) -> Findings:
-    if names := sorted({r.backend for r in records if r.tokens_estimated and not r.error}):
+    if names := sorted({r.backend for r in records if r.tokens.tokens_estimated and not r.answer.error}):
         yield finding("tokens_estimated", *names)
 
 
 def _smoke(records: Records) -> Findings:
     last = {r.backend: r for r in records if r.workload == "smoke"}
     for name, record in last.items():
-        if record.faults:
-            yield finding("smoke", name, faults="; ".join(record.faults.values()), answer=record.text[:80])
+        if record.judgement.faults:
+            yield finding(
+                "smoke", name, faults="; ".join(record.judgement.faults.values()), answer=record.answer.text[:80]
+            )
 
 
 # ---- one server: its answers
@@ -179,9 +188,13 @@ def _in_times(code: str, name: str, affected: Records, answers: Records, effect:
 
 def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
     """Thinking that is shown, hidden, or uses up the whole answer although it is switched off."""
-    off = [r for r in records if r.workload not in config.with_thinking and not r.error]
-    leaked = [r for r in off if "thinking_leak" in r.faults and r.text.strip() and not r.reasoning.strip()]
-    hidden = [r for r in off if r.reasoning.strip()]
+    off = [r for r in records if r.workload not in config.with_thinking and not r.answer.error]
+    leaked = [
+        r
+        for r in off
+        if "thinking_leak" in r.judgement.faults and r.answer.text.strip() and not r.answer.reasoning.strip()
+    ]
+    hidden = [r for r in off if r.answer.reasoning.strip()]
     effect = (
         "its TTFT is the time to the first thinking token, not to an answer (is the server's --reasoning-parser set? is "
         "thinking off in its template?)"
@@ -189,7 +202,7 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
     yield from _in_times("thinking_as_content", name, leaked, off, effect)
     effect = "its content TTFT includes that thinking"
     yield from _in_times("hidden_thinking", name, hidden, off, effect)
-    empty = [r.completion_tokens for r in off if not r.text.strip() and not r.tool_calls]
+    empty = [r.tokens.completion_tokens for r in off if not r.answer.text.strip() and not r.answer.tool_calls]
     if lengths := [tokens for tokens in empty if tokens and tokens > 8]:
         tokens = round(statistics.median(lengths))
         yield finding("empty_after_thinking", name, tokens=tokens, n=len(lengths), of=len(off))
@@ -197,25 +210,25 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
 
 def _tool_parser(name: str, records: Records) -> Findings:
     """HTTP 400 on requests with tools, or calls in the text: the fault is the server's parser, not the model."""
-    tools = [r for r in records if "tool_call" in r.checks]
-    if refused := sum(r.status == 400 for r in tools):
+    tools = [r for r in records if "tool_call" in r.judgement.checks]
+    if refused := sum(r.answer.status == 400 for r in tools):
         yield finding("tool_parser_missing", name, n=refused, of=len(tools))
-    failed = [r for r in tools if not r.checks["tool_call"]]
-    in_text = sum(r.checks.get("tool_call_raw", False) for r in failed)
-    unparsed = sum(has_call_markup(Answer(text=r.text)) for r in failed if not r.tool_calls)
+    failed = [r for r in tools if not r.judgement.checks["tool_call"]]
+    in_text = sum(r.judgement.checks.get("tool_call_raw", False) for r in failed)
+    unparsed = sum(has_call_markup(Answer(text=r.answer.text)) for r in failed if not r.answer.tool_calls)
     if in_text or unparsed:
         yield finding("tool_parser_fault", name, n=max(in_text, unparsed), of=len(tools))
 
 
 def _errors(name: str, records: Records) -> Findings:
-    errors = [str(r.error)[:100] for r in records if r.error]
+    errors = [str(r.answer.error)[:100] for r in records if r.answer.error]
     if not errors:
         return
     kinds = sorted(set(errors))
     reason = kinds[0] + (f", and {len(kinds) - 1} other kinds" if len(kinds) > 1 else "")
     code = "no_answers" if len(errors) == len(records) else "errors"
     yield finding(code, name, n=len(errors), of=len(records), reason=reason)
-    unanswered = [r for r in records if r.cause in ("hung", "not_sent")]
+    unanswered = [r for r in records if r.answer.cause in ("hung", "not_sent")]
     if unanswered and code == "errors":
         prompt = f"{unanswered[0].workload}/{unanswered[0].case}"
         yield finding("hung", name, prompt=prompt, others=len(unanswered) - 1)
@@ -223,8 +236,8 @@ def _errors(name: str, records: Records) -> Findings:
 
 def _cut(name: str, records: Records) -> Findings:
     """Answers that max_tokens ended fail their gates: where they are many, the gates say nothing about the model."""
-    judged = [r for r in records if r.checks and not r.error]
-    if cut := sum(r.finish_reason == "length" for r in judged):
+    judged = [r for r in records if r.judgement.checks and not r.answer.error]
+    if cut := sum(r.answer.finish_reason == "length" for r in judged):
         often = cut >= LEAST_CUT_SHARE * len(judged)
         effect = "raise max_tokens of the workload" if often else "they count as failed"
         severity: Severity = "confound" if often else "note"
@@ -236,7 +249,7 @@ def _cut(name: str, records: Records) -> Findings:
 
 def _slow_starts(name: str, records: Records) -> Findings:
     if slow := [r for r in records if r.cold] + stalls(records):
-        yield finding("cold_start", name, n=len(slow), longest=max(r.e2e_ms or 0 for r in slow) / 1000)
+        yield finding("cold_start", name, n=len(slow), longest=max(r.timings.e2e_ms or 0 for r in slow) / 1000)
 
 
 def is_slow(time_ms: float, usual_ms: float) -> bool:
@@ -248,9 +261,9 @@ def stalls(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     """Return the requests whose first token was slow against their workload's median."""
     groups: dict[tuple, list[tuple[float, RequestRecord]]] = defaultdict(list)
     for record in records:
-        first = record.first_token_ms
+        first = record.timings.first_token_ms
         if first is not None and not record.warmup and not record.cold:
-            groups[record.backend, record.workload, record.load, record.turn].append((first, record))
+            groups[record.backend, record.workload, record.load.level, record.turn].append((first, record))
     slow = []
     for group in groups.values():
         median = statistics.median(first for first, _ in group)
@@ -260,7 +273,7 @@ def stalls(records: Iterable[RequestRecord]) -> list[RequestRecord]:
 
 def impossible(record: RequestRecord) -> bool:
     """Whether an answer was stamped before its request was sent: the stamp, and so all its times, are wrong."""
-    first, sent = record.first_event_ms, record.sent_ms
+    first, sent = record.timings.first_event_ms, record.timings.sent_ms
     return first is not None and sent is not None and first < sent
 
 
@@ -273,9 +286,9 @@ def _clock(name: str, records: Records) -> Findings:
     """Our time per token against the server's own (llama.cpp sends it): the rest is network, client or queueing."""
     pairs = []
     for record in records:
-        theirs = (record.server_timings or {}).get("predicted_per_token_ms")
-        if record.tpot_ms and isinstance(theirs, (int, float)) and theirs and not record.error:
-            pairs.append((record.tpot_ms, theirs))
+        theirs = (record.timings.server_timings or {}).get("predicted_per_token_ms")
+        if record.timings.tpot_ms and isinstance(theirs, (int, float)) and theirs and not record.answer.error:
+            pairs.append((record.timings.tpot_ms, theirs))
     if not pairs:
         return
     measured, reported = (statistics.median(side) for side in zip(*pairs, strict=True))
@@ -294,10 +307,16 @@ def tokens_per_event(rows: Iterable[RequestRecord]) -> tuple[float, int] | None:
     """
     tokens = events = 0
     for r in rows:
-        if r.tokens_estimated or not r.token_events or not r.completion_tokens or r.tool_calls or r.error:
+        if (
+            r.tokens.tokens_estimated
+            or not r.tokens.token_events
+            or not r.tokens.completion_tokens
+            or r.answer.tool_calls
+            or r.answer.error
+        ):
             continue
-        tokens += max(0, r.completion_tokens - (r.finish_reason == "stop"))
-        events += r.token_events
+        tokens += max(0, r.tokens.completion_tokens - (r.answer.finish_reason == "stop"))
+        events += r.tokens.token_events
     return (tokens / events, events) if events >= LEAST_EVENTS and tokens else None
 
 
@@ -315,24 +334,24 @@ def _events(name: str, rows: Records) -> Findings:
 
 
 def _prefix_cache(name: str, rows: Records) -> Findings:
-    for workload, own in _by_workload(r for r in rows if r.prefix and r.turn == 0).items():
-        reported = [r for r in own if r.cached_tokens is not None and r.prompt_tokens]
+    for workload, own in _by_workload(r for r in rows if r.load.prefix and r.turn == 0).items():
+        reported = [r for r in own if r.tokens.cached_tokens is not None and r.tokens.prompt_tokens]
         if not reported:
-            if own[0].prefix == "hit":
+            if own[0].load.prefix == "hit":
                 yield finding("prefix_cache_unproven", name, workload=workload)
             continue
-        shares = [(r.cached_tokens or 0) / r.prompt_tokens for r in reported]
+        shares = [(r.tokens.cached_tokens or 0) / r.tokens.prompt_tokens for r in reported]
         hits = sum(share >= HIT_SHARE for share in shares)
-        if own[0].prefix == "hit" and hits < HIT_SHARE * len(shares):
+        if own[0].load.prefix == "hit" and hits < HIT_SHARE * len(shares):
             figures = {"n": len(shares) - hits, "of": len(shares), "median": statistics.median(shares)}
             yield finding("prefix_cache_dropped", name, workload=workload, **figures)
-        elif own[0].prefix == "miss" and hits:
+        elif own[0].load.prefix == "miss" and hits:
             yield finding("prefix_cache_hit", name, workload=workload, n=hits, of=len(shares))
 
 
 def _depth(name: str, rows: Records) -> Findings:
-    for workload, own in _by_workload(r for r in rows if r.depth and r.prompt_tokens).items():
-        depth, prompt = own[0].depth or 0, statistics.median(r.prompt_tokens for r in own)
+    for workload, own in _by_workload(r for r in rows if r.load.depth and r.tokens.prompt_tokens).items():
+        depth, prompt = own[0].load.depth or 0, statistics.median(r.tokens.prompt_tokens for r in own)
         if prompt < DEPTH_SHARE * depth:
             yield finding("depth_not_reached", name, workload=workload, prompt=prompt, depth=depth)
 
@@ -347,7 +366,11 @@ def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]
 
 def acceptance(rows: Iterable[RequestRecord]) -> tuple[float, float] | None:
     """Return (share of drafted tokens that were accepted, drafted tokens); None where nothing was drafted."""
-    pairs = [(r.drafted_tokens, r.accepted_tokens) for r in rows if r.drafted_tokens and r.accepted_tokens is not None]
+    pairs = [
+        (r.tokens.drafted_tokens, r.tokens.accepted_tokens)
+        for r in rows
+        if r.tokens.drafted_tokens and r.tokens.accepted_tokens is not None
+    ]
     drafted = sum(d for d, _ in pairs)
     return (sum(a for _, a in pairs) / drafted, drafted) if drafted else None
 

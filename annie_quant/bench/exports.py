@@ -14,7 +14,7 @@ import os
 import statistics
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +30,13 @@ Records = Sequence[RequestRecord]
 Json = JsonObject
 
 _VLLM = {"ttft": "ttft_content_ms", "tpot": "tpot_ms", "itl": "itl_ms", "e2el": "e2e_ms"}
-_ORIGINAL = {
-    "ttft_ms": "first_content_ms", "tool_ms": "first_tool_ms", "total_ms": "e2e_ms", "tokens": "completion_tokens",
-    "tok_per_s": "decode_tok_s",
-}  # fmt: skip
+_ORIGINAL: Mapping[str, Callable[[RequestRecord], float | None]] = {
+    "ttft_ms": lambda r: r.timings.first_content_ms,
+    "tool_ms": lambda r: r.timings.first_tool_ms,
+    "total_ms": lambda r: r.timings.e2e_ms,
+    "tokens": lambda r: r.tokens.completion_tokens,
+    "tok_per_s": lambda r: r.timings.decode_tok_s,
+}
 # The parts of each form that are the same for all runs.
 _FORMS: Json = decode_json((ASSETS / "exports.json").read_bytes())
 # What a form says about a series of values: its name → a function of NumPy, or a percentile.
@@ -92,12 +95,12 @@ class _Alone:
     """
 
     def __init__(self, records: Records) -> None:
-        self.records = [r for r in records if r.alone and not r.cold]
-        self.good = [r for r in self.records if not r.error]
+        self.records = [r for r in records if r.load.alone and not r.cold]
+        self.good = [r for r in self.records if not r.answer.error]
         self.failed = len(self.records) - len(self.good)
-        self.seconds = sum(r.e2e_ms for r in self.good if r.e2e_ms) / 1e3
-        self.tokens_in = sum(r.prompt_tokens for r in self.good)
-        self.tokens_out = sum(r.completion_tokens or 0 for r in self.good)
+        self.seconds = sum(r.timings.e2e_ms for r in self.good if r.timings.e2e_ms) / 1e3
+        self.tokens_in = sum(r.tokens.prompt_tokens for r in self.good)
+        self.tokens_out = sum(r.tokens.completion_tokens or 0 for r in self.good)
 
     def per_second(self, amount: float) -> float | None:
         return amount / self.seconds if self.seconds else None
@@ -133,15 +136,15 @@ def aiperf(records: Records) -> Json:
     alone = _Alone(records)
     good = alone.good
     series: dict[tuple[str, str], Sequence[float | None]] = {
-        ("time_to_first_token", "ms"): [r.first_token_ms for r in good],
-        ("time_to_second_token", "ms"): [r.itl_ms[0] for r in good if r.itl_ms],
-        ("inter_token_latency", "ms"): [r.tpot_ms for r in good],
-        ("inter_chunk_latency", "ms"): [gap for r in good for gap in r.itl_ms],
-        ("request_latency", "ms"): [r.e2e_ms for r in good],
-        ("output_sequence_length", "tokens"): [r.completion_tokens or None for r in good],
-        ("input_sequence_length", "tokens"): [r.prompt_tokens or None for r in good],
+        ("time_to_first_token", "ms"): [r.timings.first_token_ms for r in good],
+        ("time_to_second_token", "ms"): [r.timings.itl_ms[0] for r in good if r.timings.itl_ms],
+        ("inter_token_latency", "ms"): [r.timings.tpot_ms for r in good],
+        ("inter_chunk_latency", "ms"): [gap for r in good for gap in r.timings.itl_ms],
+        ("request_latency", "ms"): [r.timings.e2e_ms for r in good],
+        ("output_sequence_length", "tokens"): [r.tokens.completion_tokens or None for r in good],
+        ("input_sequence_length", "tokens"): [r.tokens.prompt_tokens or None for r in good],
         ("output_token_throughput_per_user", "tokens/sec/user"): [
-            1e3 / r.tpot_ms for r in good if r.tpot_ms and not r.tokens_estimated
+            1e3 / r.timings.tpot_ms for r in good if r.timings.tpot_ms and not r.tokens.tokens_estimated
         ],
     }
     totals: dict[tuple[str, str], float | None] = {
@@ -167,7 +170,7 @@ def llama_benchy(bench: Bench, records: Records, name: str) -> Json:
     """
     by_workload: dict[str, list[RequestRecord]] = defaultdict(list)
     for record in _Alone(records).good:
-        if record.prompt_tokens and record.completion_tokens and not record.tokens_estimated:
+        if record.tokens.prompt_tokens and record.tokens.completion_tokens and not record.tokens.tokens_estimated:
             by_workload[record.workload].append(record)
     return {
         "version": __version__,
@@ -182,16 +185,16 @@ def llama_benchy(bench: Bench, records: Records, name: str) -> Json:
 
 
 def _benchy_run(rows: Records) -> Json:
-    depth = rows[0].depth or 0
-    firsts = [(r, first) for r in rows if (first := r.first_event_ms)]
-    prefill = _benchy_metric([1e3 * r.prompt_tokens / first for r, first in firsts])
-    decode = _benchy_metric([r.decode_tok_s for r in rows])
+    depth = rows[0].load.depth or 0
+    firsts = [(r, first) for r in rows if (first := r.timings.first_event_ms)]
+    prefill = _benchy_metric([1e3 * r.tokens.prompt_tokens / first for r, first in firsts])
+    decode = _benchy_metric([r.timings.decode_tok_s for r in rows])
     first_event = _benchy_metric([first for _, first in firsts])
     return {
         "concurrency": 1,
         "context_size": depth,
-        "prompt_size": max(0, round(statistics.median(r.prompt_tokens for r in rows)) - depth),
-        "response_size": round(statistics.median(r.completion_tokens or 0 for r in rows)),
+        "prompt_size": max(0, round(statistics.median(r.tokens.prompt_tokens for r in rows)) - depth),
+        "response_size": round(statistics.median(r.tokens.completion_tokens or 0 for r in rows)),
         "is_context_prefill_phase": False,
         "pp_throughput": prefill,
         "pp_req_throughput": prefill,
@@ -199,7 +202,7 @@ def _benchy_run(rows: Records) -> Json:
         "tg_req_throughput": decode,
         "ttfr": first_event,
         "est_ppt": first_event,
-        "e2e_ttft": _benchy_metric([r.first_token_ms for r in rows]),
+        "e2e_ttft": _benchy_metric([r.timings.first_token_ms for r in rows]),
     }
 
 
@@ -213,7 +216,7 @@ def original_plan(bench: Bench, records: Records) -> Json:
     tests: dict[str, dict[str, list[RequestRecord]]] = {name: defaultdict(list) for name in bench.backends}
     conversations = {r.workload for r in records if r.turn}
     for record in records:
-        if record.alone:
+        if record.load.alone:
             turn = f"_{record.turn + 1}" if record.workload in conversations else ""
             tests[record.backend][record.workload + turn].append(record)
     config, aggregates = bench.config, bench.aggregates
@@ -238,13 +241,13 @@ def original_plan(bench: Bench, records: Records) -> Json:
 def _original_test(records: Records) -> Json:
     """Return the medians of the requests without an error, and all requests."""
     medians: Json = {}
-    for key, field in _ORIGINAL.items():
-        values = [v for r in records if (v := getattr(r, field)) is not None and not r.error]
+    for key, value in _ORIGINAL.items():
+        values = [v for r in records if (v := value(r)) is not None and not r.answer.error]
         medians |= _figures(values, {f"{key}_p50": "median"})
     runs = [
-        {key: getattr(r, field) for key, field in _ORIGINAL.items()}
-        | {"cold_start": r.cold, "error": r.error or None, "response": r.text}
-        | {"tool_calls": [call.get("name") for call in r.tool_calls]}
+        {key: value(r) for key, value in _ORIGINAL.items()}
+        | {"cold_start": r.cold, "error": r.answer.error or None, "response": r.answer.text}
+        | {"tool_calls": [call.get("name") for call in r.answer.tool_calls]}
         for r in records
     ]
     return medians | {"runs": runs}
@@ -261,22 +264,22 @@ _IDS = uuid.UUID("6d1cf9a2-6e0b-4b4c-9f55-0c6a3c1f2b77")  # so that the same run
 
 
 def _start(record: RequestRecord) -> float:
-    return record.started_unix_s or 0.0
+    return record.timings.started_unix_s or 0.0
 
 
 def guidellm(bench: Bench, records: Records, name: str) -> Json:
     """Return GuideLLM's report of one backend."""
-    alone = sorted((r for r in records if r.alone and not r.cold and r.started_unix_s), key=_start)
-    good = [r for r in alone if not r.error]
+    alone = sorted((r for r in records if r.load.alone and not r.cold and r.timings.started_unix_s), key=_start)
+    good = [r for r in alone if not r.answer.error]
     begin = _start(alone[0]) if alone else 0.0
-    end = max((_start(r) + (r.e2e_ms or 0.0) / 1e3 for r in alone), default=begin)
+    end = max((_start(r) + (r.timings.e2e_ms or 0.0) / 1e3 for r in alone), default=begin)
     totals = {"successful": len(good), "errored": len(alone) - len(good), "incomplete": 0, "total": len(alone)}
     identity, environment = bench.backends[name], bench.environment
     backend = _FORMS["guidellm"]["backend"] | {"target": identity.url or "http://localhost", "model": identity.model}
     run_id = str(uuid.uuid5(_IDS, f"{environment.time}/{name}"))
     config = {"id_": str(uuid.uuid5(_IDS, f"{run_id}/0")), "run_id": run_id, "backend": backend}
     config["requests"] = {"workloads": list(bench.config.workloads)}
-    requests = {"successful": good, "errored": [r for r in alone if r.error]}
+    requests = {"successful": good, "errored": [r for r in alone if r.answer.error]}
     benchmark = {
         "config": config,
         **_scheduler(begin, end, good, totals),
@@ -312,31 +315,33 @@ def _by_status(values: Sequence[float | None]) -> Json:
 
 
 def _guidellm_metrics(good: Records, totals: Json, seconds: float) -> Json:
-    counted = [r for r in good if r.completion_tokens and not r.tokens_estimated]
-    timed = [(r, r.completion_tokens or 0, r.e2e_ms) for r in counted if r.e2e_ms]
-    events = [(r, r.completion_tokens or 0, len(r.itl_ms) + 1) for r in counted if r.itl_ms]
+    counted = [r for r in good if r.tokens.completion_tokens and not r.tokens.tokens_estimated]
+    timed = [(r, r.tokens.completion_tokens or 0, r.timings.e2e_ms) for r in counted if r.timings.e2e_ms]
+    events = [(r, r.tokens.completion_tokens or 0, len(r.timings.itl_ms) + 1) for r in counted if r.timings.itl_ms]
     per_event = [tokens / n for _, tokens, n in events]
-    busy_s = sum(r.e2e_ms or 0 for r in good) / 1e3
+    busy_s = sum(r.timings.e2e_ms or 0 for r in good) / 1e3
     counts: dict[str, Sequence[float | None]] = {
-        "prompt": [r.prompt_tokens or None for r in good],
-        "output": [r.completion_tokens for r in counted],
-        "total": [r.prompt_tokens + (r.completion_tokens or 0) for r in counted],
+        "prompt": [r.tokens.prompt_tokens or None for r in good],
+        "output": [r.tokens.completion_tokens for r in counted],
+        "total": [r.tokens.prompt_tokens + (r.tokens.completion_tokens or 0) for r in counted],
     }
     series: dict[str, Sequence[float | None]] = {
         "requests_per_second": [len(good) / seconds if seconds else 0.0] if good else [],
         "request_concurrency": [busy_s / seconds if seconds else 0.0] if good else [],
-        "request_latency": [None if r.e2e_ms is None else r.e2e_ms / 1e3 for r in good],
-        "request_streaming_iterations_count": [len(r.itl_ms) + 1 for r in good if r.itl_ms],
+        "request_latency": [None if r.timings.e2e_ms is None else r.timings.e2e_ms / 1e3 for r in good],
+        "request_streaming_iterations_count": [len(r.timings.itl_ms) + 1 for r in good if r.timings.itl_ms],
         **{f"{side}_token_count": values for side, values in counts.items()},
-        "time_to_first_token_ms": [r.first_token_ms for r in good],
-        "time_to_first_output_token_ms": [r.first_content_ms for r in good],
+        "time_to_first_token_ms": [r.timings.first_token_ms for r in good],
+        "time_to_first_output_token_ms": [r.timings.first_content_ms for r in good],
         "time_per_output_token_ms": [ms / tokens for _, tokens, ms in timed],
-        "inter_token_latency_ms": [r.tpot_ms for r in good if not r.tokens_estimated],
+        "inter_token_latency_ms": [r.timings.tpot_ms for r in good if not r.tokens.tokens_estimated],
         "time_to_last_round_trip_ms": [],
         "avg_round_trip_time_ms": [],
-        "prompt_tokens_per_second": [1e3 * r.prompt_tokens / first for r in good if (first := r.first_token_ms)],
+        "prompt_tokens_per_second": [
+            1e3 * r.tokens.prompt_tokens / first for r in good if (first := r.timings.first_token_ms)
+        ],
         "output_tokens_per_second": [1e3 * tokens / ms for _, tokens, ms in timed],
-        "tokens_per_second": [1e3 * (r.prompt_tokens + tokens) / ms for r, tokens, ms in timed],
+        "tokens_per_second": [1e3 * (r.tokens.prompt_tokens + tokens) / ms for r, tokens, ms in timed],
         **dict.fromkeys(("output_tokens_per_iteration", "iter_tokens_per_iteration"), per_event),
     }
     text = {"input" if side == "prompt" else side: _by_status(values) for side, values in counts.items()}
@@ -354,39 +359,39 @@ def _guidellm_request(record: RequestRecord) -> Json:
     after = ("last_request_iteration", "request_end", "resolve_end", "finalized")
     timings = {
         **dict.fromkeys(before, start),
-        "first_request_iteration": at(record.first_event_ms),
-        "first_token_iteration": at(record.first_token_ms),
-        "first_output_token_iteration": at(record.first_content_ms),
-        "last_token_iteration": at(record.last_token_ms),
-        "request_iterations": len(record.itl_ms) + 1,
-        "token_iterations": len(record.itl_ms) + 1,
-        **dict.fromkeys(after, at(record.e2e_ms) or start),
+        "first_request_iteration": at(record.timings.first_event_ms),
+        "first_token_iteration": at(record.timings.first_token_ms),
+        "first_output_token_iteration": at(record.timings.first_content_ms),
+        "last_token_iteration": at(record.timings.last_token_ms),
+        "request_iterations": len(record.timings.itl_ms) + 1,
+        "token_iterations": len(record.timings.itl_ms) + 1,
+        **dict.fromkeys(after, at(record.timings.e2e_ms) or start),
     }
     identifier = str(uuid.uuid5(_IDS, record.id))
     conversation = f"{record.backend}/{record.workload}/{record.case}/{record.repeat}"
-    counted = not record.error and not record.tokens_estimated
+    counted = not record.answer.error and not record.tokens.tokens_estimated
     request = {
         "request_id": identifier,
-        "output": record.text or None,
-        "reasoning_output": record.reasoning or None,
+        "output": record.answer.text or None,
+        "reasoning_output": record.answer.reasoning or None,
         "info": {
             "request_id": identifier,
             "conversation_id": str(uuid.uuid5(_IDS, conversation)),
             "turn_index": record.turn,
-            "status": "errored" if record.error else "completed",
+            "status": "errored" if record.answer.error else "completed",
             "scheduler_start_time": start,
             "timings": timings,
-            "error": record.error,
+            "error": record.answer.error,
         },
-        "input_metrics": {"text_tokens": record.prompt_tokens or None},
-        "output_metrics": {"text_tokens": record.completion_tokens if counted else None},
+        "input_metrics": {"text_tokens": record.tokens.prompt_tokens or None},
+        "output_metrics": {"text_tokens": record.tokens.completion_tokens if counted else None},
     }
     return filled(_FORMS["guidellm"]["request"], request)
 
 
 def _scheduler(begin: float, end: float, good: Records, totals: Json) -> Json:
     """Return the state and the metrics of GuideLLM's scheduler, which had nothing to wait for."""
-    mean = statistics.fmean(r.e2e_ms or 0.0 for r in good) / 1e3 if good else 0.0
+    mean = statistics.fmean(r.timings.e2e_ms or 0.0 for r in good) / 1e3 if good else 0.0
     names = {"created": "total", "processed": "total", "successful": "successful", "errored": "errored"}
     state = {f"{state}_requests": totals[name] for state, name in names.items()}
     state |= {"start_time": begin, "end_time": end, "start_requests_time": begin, "end_requests_time": end}

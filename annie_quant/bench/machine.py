@@ -187,10 +187,10 @@ def mark(records: Iterable[RequestRecord], spans: Sequence[MachineSpan]) -> list
     """Set `invalid` of each record, and return those whose time overlaps with a span."""
     marked = []
     for record in records:
-        start = math.inf if record.started_unix_s is None else record.started_unix_s
-        end = start + (record.e2e_ms or 0.0) / 1e3
-        record.invalid = next((s.cause for s in spans if start <= s.end_unix_s and end >= s.start_unix_s), None)
-        if record.invalid is not None:
+        start = math.inf if record.timings.started_unix_s is None else record.timings.started_unix_s
+        end = start + (record.timings.e2e_ms or 0.0) / 1e3
+        record.load.invalid = next((s.cause for s in spans if start <= s.end_unix_s and end >= s.start_unix_s), None)
+        if record.load.invalid is not None:
             marked.append(record)
     return marked
 
@@ -216,8 +216,8 @@ def summarize(samples: Sequence[Sample], records: Sequence[RequestRecord]) -> Ma
         least_change=math.expm1(_medians(np.log(values))[1]) if enough else 0.0,
         resolution_s=(WINDOW // 2 + 1) * usual_s,
         spans=unsteady(samples),
-        marked=sum(r.invalid is not None for r in records),
-        left=sum(r.invalid is not None for r in last.values()),
+        marked=sum(r.load.invalid is not None for r in records),
+        left=sum(r.load.invalid is not None for r in last.values()),
     )
 
 

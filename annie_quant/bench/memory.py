@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from annie_quant import documents
+from annie_quant.bench.backend import Backend
 from annie_quant.core import host
 from annie_quant.documents import MemoryFigures, MemoryGrowth, MemoryLevels
 
 SAMPLE_S = 0.02
+RUN_SAMPLE_S = 1.0  # while the benchmark sends its requests
 MAX_TRACE = 7200  # samples of a trace; a longer one keeps every second sample, and later ones at that distance
 GPU_SAMPLE_S = 1.0  # where there is no NVML, a call of nvidia-smi takes tens of milliseconds
 
@@ -146,3 +150,46 @@ def read_traces(folder: Path) -> dict[str, list[tuple[float, float]]]:
     """Return the samples by backend; {} for a run without any."""
     path = folder / FILE
     return documents.decode(dict[str, list[tuple[float, float]]], path) if path.exists() else {}
+
+
+class ServerMemory:
+    """The memory of a run's servers, sampled while the block runs.
+
+    backends: those whose process id (`pid` in their meta) is known are sampled.
+    folder: the run directory, with memory.json and memory_trace.json.
+    """
+
+    def __init__(self, backends: Sequence[Backend], folder: Path) -> None:
+        pids = {b.name: int(b.meta["pid"]) for b in backends if b.meta.get("pid")}
+        self.path, self.folder, self._stack = folder / "memory.json", folder, ExitStack()
+        self.peaks = {name: PeakMemory(pid, every_s=RUN_SAMPLE_S) for name, pid in pids.items()}
+
+    def __enter__(self) -> ServerMemory:
+        for peak in self.peaks.values():
+            self._stack.enter_context(peak)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def levels(self) -> dict[str, MemoryLevels]:
+        """Return what was measured so far, by backend."""
+        return documents.decode(dict[str, MemoryLevels], self.path) if self.path.exists() else {}
+
+    def measure(self, names: Collection[str], send: Callable[[str, int], None]) -> None:
+        """Measure those of `names` that memory.json does not have, and add them; `send(name, n)` sends n requests at once."""
+        for name, peak in self.peaks.items():
+            levels = self.levels()
+            if name in names and name not in levels:
+                own = measure(peak.pid, partial(send, name))
+                own.peak = highest(peak.highest, own.idle, own.one, own.five)
+                documents.write(self.path, levels | {name: own})
+
+    def add_traces(self) -> dict[str, Trace]:
+        """Add the samples of this execution to memory_trace.json; return all samples by backend."""
+        traces: dict[str, Trace] = {**read_traces(self.folder)}
+        for name, peak in self.peaks.items():
+            traces[name] = [*traces.get(name, ()), *peak.trace]
+        if traces:
+            documents.write(self.folder / FILE, traces)
+        return traces

@@ -9,6 +9,7 @@ for two backends), so that a slow drift of the machine affects all of them alike
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,11 +23,12 @@ from annie_quant import documents
 from annie_quant.bench import endpoints
 from annie_quant.bench.aggregates import gate_counts, judged_pairs, timed, values_by_prompt
 from annie_quant.bench.backend import Backend
+from annie_quant.bench.cliffs import PREFIX as LADDER
 from annie_quant.bench.run_folder import workload_settings
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents import BenchConfig, Load, PairedGate, PairedResult, RequestRecord, Roles
+from annie_quant.documents import BenchConfig, Load, PairedGate, PairedResult, RequestLoad, RequestRecord, Roles
 from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, LARGE_N, Threshold, decides
 from annie_quant.judge.library import build_workload, load_workloads
@@ -36,6 +38,7 @@ from annie_quant.judge.workloads import Case, Workload, context_text
 
 PathLike = str | os.PathLike[str]
 ALONE = Load()
+JSON_CHARACTERS = 3.0  # of tools and messages per token, at least
 OPEN_LOOP_REQUESTS = 32  # of an open loop, before the next backend's requests
 
 
@@ -137,6 +140,38 @@ class Visit:
         load = self.load.label.replace("/", "p")  # "@2ps" of "@2/s": a "/" separates the parts of an id
         name = f"{self.backend}/{self.workload.name}{load}"
         return [f"{name}/{case.id}/{repeat}/{turn}" for turn in range(case.n_turns)]
+
+    def record(self, case: Case, repeat: int, turn: int) -> RequestRecord:
+        """Return the record of one request with what is planned; the rest is set when it is sent."""
+        context = self.workload.context
+        return RequestRecord(
+            id=self.ids(case, repeat)[turn],
+            backend=self.backend,
+            workload=self.workload.name,
+            case=case.id,
+            turn=turn,
+            repeat=repeat,
+            block=self.block,
+            warmup=self.warmup,
+            load=RequestLoad(
+                concurrency=self.load.concurrency,
+                rate_per_s=self.load.rate_per_s,
+                trace_speed=self.load.trace_speed,
+                depth=context.tokens if context else None,
+                prefix=context.prefix if context else None,
+                n_tools=len(self.workload.tools_for(case) or ()),
+            ),
+        )
+
+
+def fits(visit: Visit, most: float | None) -> bool:
+    """Return whether a level of a ladder fits a context of `most` tokens: a ladder ends where the server's context does."""
+    workload = visit.workload
+    if not most or not workload.name.startswith(LADDER):
+        return True
+    sent = [[workload.tools_for(case), case.messages, case.turns] for case, _ in visit.cases]
+    tokens = max(len(json.dumps(parts)) for parts in sent) / JSON_CHARACTERS
+    return (workload.context.tokens if workload.context else 0) + tokens + workload.max_tokens <= most
 
 
 def choose(workload: Workload, n: int | None, seed: int) -> list[Case]:
@@ -292,7 +327,7 @@ def compared_times(
     records: Sequence[RequestRecord], backends: Sequence[str], confidence: float = 0.95
 ) -> Iterator[tuple[str, str, str, PairedResult]]:
     """Yield (a, b, metric, result) of each compared time that both backends have, one request in flight."""
-    fit = [r for r in timed(records) if r.alone]
+    fit = [r for r in timed(records) if r.load.alone]
     for a, b in itertools.combinations(backends, 2):
         for metric in METRICS:
             x, y = (values_by_prompt((r for r in fit if r.backend == name), metric) for name in (a, b))

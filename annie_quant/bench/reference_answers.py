@@ -1,4 +1,4 @@
-"""Gates that compare a server's answers with bf16's own answers to the same prompts (`same_tool`, ...), in a benchmark.
+"""The gates of a benchmark's answers, and those that compare them with bf16's answers to the same prompts (`same_tool`, ...).
 
 The bf16 answers are those of the run's reference, or of an earlier run that had one (`bench --reference-run`). The
 order of requests is random, so bf16 may answer a prompt after the side that is compared with it: the checks are made when the
@@ -15,19 +15,59 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from annie_quant import documents
+from annie_quant import documents, judge
+from annie_quant.bench.cliffs import PREFIX as LADDER
 from annie_quant.bench.run_folder import complete_workload, read_records, write_records
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import Inputs, RequestRecord, SentCase, SentWorkload, read_bench
+from annie_quant.documents import (
+    Inputs,
+    Judgement,
+    RecordedAnswer,
+    RequestRecord,
+    SentCase,
+    SentWorkload,
+    incomplete,
+    read_bench,
+)
 from annie_quant.judge import decision
 from annie_quant.judge.answers import Answer, from_record
 from annie_quant.judge.checks.reference import normalized_call
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
+from annie_quant.judge.tool_eval import GATE, Played
 from annie_quant.judge.workloads import Case, Workload
 
 STORED = "reference.jsonl"  # bf16's records of an earlier run, in the run directory
 RECORDED = "bf16 (recorded)"  # how results name these answers
 Key = tuple[str, str, int, str]  # workload, case, turn, earlier answers
+
+
+def judge_record(record: RequestRecord, answer: Answer, case: Case, workload: Workload) -> None:
+    """Set the judgement of a record. An answer that is not complete fails each gate that applies to the case."""
+    faults = judge.faults(answer, case.at_turn(record.turn), workload)
+    if reason := incomplete(answer.error, answer.finish_reason):
+        # A rule about the text, not a rate, applies to every answer.
+        rules = {gate for gate in faults if GATES[gate].basis == "rule" and not GATES[gate].two_sided}
+        applying = [gate for gate, fault in faults.items() if fault is not None or gate in rules]
+        faults = {gate: faults[gate] or reason for gate in applying}
+    checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
+    described = {gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided}
+    if workload.name.startswith(LADDER):
+        right = all(checks.get(gate, True) for gate in workload.gates)
+        record.judgement = Judgement(faults=described, right=right)
+    else:
+        record.judgement = Judgement(checks=checks, faults=described)
+
+
+def judge_scenario(record: RequestRecord, played: Played) -> None:
+    """Set the answer, the duration and the judgement of a scenario that tool-eval-bench has played."""
+    passed = played.status == "pass"
+    record.answer = RecordedAnswer(
+        text=f"{played.status}, {played.points} points: {played.summary}",
+        error=played.error or None,
+        finish_reason="stop",
+    )
+    record.timings.e2e_ms = 1e3 * played.duration_s
+    record.judgement = Judgement(checks={GATE: passed}, faults={} if passed else {GATE: played.summary})
 
 
 def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], reference: Sequence[RequestRecord]) -> bool:
@@ -41,16 +81,18 @@ def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], refere
         if w.temperature == 0 and set(REFERENCE_GATES) & set(w.gates)
         for c in w.cases
     }
-    before = [(dict(r.checks), dict(r.faults)) for r in records]
+    before = [(dict(r.judgement.checks), dict(r.judgement.faults)) for r in records]
     own = keyed([r for r in reference if (r.workload, r.case) in cases])
-    answers = {key: from_record(record) for record, key in reversed(own) if not record.fault}  # the first of each
+    answers = {
+        key: from_record(record) for record, key in reversed(own) if not record.answer.fault
+    }  # the first of each
     unstable: set[tuple[Key, str]] = set()
     for record, key in own:
         _check(record, key, cases, answers, unstable=())
-        unstable |= {(key, gate) for gate in REFERENCE_GATES if record.checks.get(gate) is False}
+        unstable |= {(key, gate) for gate in REFERENCE_GATES if record.judgement.checks.get(gate) is False}
     for record, key in [*own, *keyed([r for r in records if (r.workload, r.case) in cases])]:
         _check(record, key, cases, answers, unstable)
-    return before != [(r.checks, r.faults) for r in records]
+    return before != [(r.judgement.checks, r.judgement.faults) for r in records]
 
 
 def _check(
@@ -62,19 +104,19 @@ def _check(
 ) -> None:
     workload, case = cases[record.workload, record.case]
     for gate in REFERENCE_GATES:
-        record.checks.pop(gate, None)
-        record.faults.pop(gate, None)
+        record.judgement.checks.pop(gate, None)
+        record.judgement.faults.pop(gate, None)
     if (reference := answers.get(key)) is None:
         return
     at_turn = replace(case.at_turn(record.turn), reference=reference)
     for gate in workload.gates:
         if gate in REFERENCE_GATES and (key, gate) not in unstable:
             fault = GATES[gate].check(from_record(record), at_turn, workload)
-            if record.fault and GATES[gate].check(reference, at_turn, workload) is not None:
-                fault = record.fault
+            if record.answer.fault and GATES[gate].check(reference, at_turn, workload) is not None:
+                fault = record.answer.fault
             if fault is not None:
-                record.checks[gate] = not fault
-                record.faults |= {gate: fault} if fault else {}
+                record.judgement.checks[gate] = not fault
+                record.judgement.faults |= {gate: fault} if fault else {}
 
 
 def keyed(records: Iterable[RequestRecord]) -> list[tuple[RequestRecord, Key]]:
@@ -82,7 +124,7 @@ def keyed(records: Iterable[RequestRecord]) -> list[tuple[RequestRecord, Key]]:
     conversations: dict[str, dict[int, str]] = {}
     measured = [r for r in records if not r.warmup]
     for record in measured:
-        answer = json.dumps([record.text.strip(), [normalized_call(c) for c in record.tool_calls]])
+        answer = json.dumps([record.answer.text.strip(), [normalized_call(c) for c in record.answer.tool_calls]])
         conversations.setdefault(_conversation(record), {})[record.turn] = answer
     result = []
     for record in measured:

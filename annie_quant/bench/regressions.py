@@ -108,7 +108,11 @@ def regression(
         gates_lost=gates_lost,
         rows=rows,
         outcome=standing,
-        silent=[n for n in shared if all(r.error for r in by_side[1][n]) and not all(r.error for r in by_side[0][n])],
+        silent=[
+            n
+            for n in shared
+            if all(r.answer.error for r in by_side[1][n]) and not all(r.answer.error for r in by_side[0][n])
+        ],
         left_out=left_out,
         machine=unequal(*(run.aggregates.machine for run in runs)),
     )

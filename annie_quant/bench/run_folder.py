@@ -94,7 +94,7 @@ class RecordLog:
             raise
 
     def append(self, record: RequestRecord) -> None:
-        self._log.append(documents.encode(record))
+        self._log.append(documents.encode_record(record))
         self.rows.append(record)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class RecordLog:
 
 def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
     with replacing(path) as file:
-        file.writelines(documents.encode(record) + b"\n" for record in records)
+        file.writelines(documents.encode_record(record) + b"\n" for record in records)
 
 
 def read_records(path: str | os.PathLike[str], every: bool = False) -> list[RequestRecord]:
@@ -127,7 +127,7 @@ def valid_records(rows: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 def _decode(path: Path, lines: Iterable[tuple[int, bytes]]) -> list[RequestRecord]:
-    return [documents.decode(RequestRecord, line, f"{path}: line {number}", hint=_HINT) for number, line in lines]
+    return [documents.decode_record(line, f"{path}: line {number}", _HINT) for number, line in lines]
 
 
 UNANSWERED = "unanswered.jsonl"

@@ -9,42 +9,49 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import math
 import secrets
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from annie_quant import documents, judge
-from annie_quant.bench import endpoints, machine, memory, run_folder
+from annie_quant.bench import machine, memory, run_folder
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.bench.backend import (
-    PROBE_TIMEOUT_S,
-    Acceptance,
-    Backend,
-    alive,
-    identity,
-    scrape_metrics,
-    store_metrics,
-)
-from annie_quant.bench.cliffs import PREFIX as LADDER
+from annie_quant.bench.backend import PROBE_TIMEOUT_S, Acceptance, Backend, alive, identity, metrics_stored
 from annie_quant.bench.confounds import is_slow
 from annie_quant.bench.exports import export
-from annie_quant.bench.reference_answers import STORED, mark, store_reference, stored_reference
+from annie_quant.bench.reference_answers import (
+    STORED,
+    judge_record,
+    judge_scenario,
+    mark,
+    store_reference,
+    stored_reference,
+)
+from annie_quant.bench.sending import BudgetEnded, PlannedRequest, Sender
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import ASSETS, read_json, sha256_text
 from annie_quant.core.host import environment, load_per_core, machine_state
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, integer
-from annie_quant.documents import Bench, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord, Roles
-from annie_quant.documents.records import incomplete
+from annie_quant.documents import (
+    Bench,
+    ChatMessage,
+    EarlyStop,
+    Ended,
+    Identity,
+    RecordedAnswer,
+    RequestRecord,
+    RequestTimings,
+    RequestTokens,
+    Roles,
+)
 from annie_quant.judge import decision, tool_eval
 from annie_quant.judge.answers import Answer, assistant_message
-from annie_quant.judge.gates import GATES
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
 
@@ -53,45 +60,24 @@ if TYPE_CHECKING:
 
 OnRecord = Callable[[RequestRecord], None]
 
-PEAK_SAMPLE_S = 1.0  # interval of memory samples while requests run
-MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = 64_000_000, 1 << 18  # far above 32,768 tokens with their log probabilities
-JSON_CHARACTERS = 3.0  # of tools and messages per token, at least
-CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
-
 SMOKE = read_json(ASSETS / "smoke.json")  # sent before anything is measured (R40)
 
 
-class BudgetEnded(Exception):
-    """The time budget ended before a request was complete. It is not in records.jsonl, so a resumed run sends it again."""
+@dataclass(kw_only=True)
+class TurnRequest(PlannedRequest):
+    """The request of one turn, with what its answer is judged by.
 
-
-@dataclass
-class PendingRequest:
-    """One request that is about to be sent."""
+    record: its record, which the answer completes.
+    history: the conversation's earlier answers; this request's is added.
+    """
 
     record: RequestRecord
-    body: JsonObject  # of a chat completion
     case: Case
-    history: list[ChatMessage]  # the conversation's earlier answers; this request's is added
+    history: list[ChatMessage]
 
 
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-
-
-def _judge(record: RequestRecord, answer: Answer, case: Case, workload: Workload) -> None:
-    """Set the checks and faults of a record. An answer that is not complete fails each gate that applies to the case."""
-    faults = judge.faults(answer, case.at_turn(record.turn), workload)
-    if reason := incomplete(answer.error, answer.finish_reason):
-        # A rule about the text, not a rate, applies to every answer.
-        rules = {gate for gate in faults if GATES[gate].basis == "rule" and not GATES[gate].two_sided}
-        applying = [gate for gate, fault in faults.items() if fault is not None or gate in rules]
-        faults = {gate: faults[gate] or reason for gate in applying}
-    record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
-    record.faults = {gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided}
-    if workload.name.startswith(LADDER):
-        record.right = all(record.checks.get(gate, True) for gate in workload.gates)
-        record.checks = {}
 
 
 class Session:
@@ -113,7 +99,6 @@ class Session:
         self.records, self.recorded = records, recorded
         self.backends = {b.name: b for b in plan.backends}
         self.progress, self.on_record = progress, on_record
-        self.deadline = None if self.config.budget_s is None else time.monotonic() + self.config.budget_s
         self.identities: dict[str, Identity] = {}
         self.acceptance = Acceptance()
         self.sized: dict[str, Workload] = {}  # those with a context, fitted to the models' tokenizer
@@ -123,23 +108,11 @@ class Session:
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
         self.done: dict[str, RequestRecord] = {}  # the last measurement of each request, but those to measure again
         self.machine = machine.Monitor(self.folder, restart=not records.rows)
-        self.marked = any(r.invalid for r in records.rows)
+        self.marked = any(r.load.invalid for r in records.rows)
         self.session = 1 + max((r.session for r in records.rows), default=0)
+        self.sender = Sender(self.config, self.session, self.identities)
+        self.memory = memory.ServerMemory(plan.backends if self.config.with_memory else (), self.folder)
         self.batch = sum(1 for _ in (self.folder / "streams").glob("*"))
-        self.peaks = {
-            b.name: memory.PeakMemory(int(b.meta["pid"]), every_s=PEAK_SAMPLE_S)
-            for b in plan.backends
-            if self.config.with_memory and b.meta.get("pid")
-        }
-
-    @contextlib.contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Sample the servers' memory while the block runs, and the machine's state before requests."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.machine.log.close)
-            for peak in self.peaks.values():
-                stack.enter_context(peak)
-            yield
 
     def run(self) -> Ended:
         """Send what is left of the plan, until it is done, the time budget ends, or everything is decided.
@@ -192,7 +165,7 @@ class Session:
             self._identify(smoke=bool(left))
         except BudgetEnded:
             return self._budget_ended(left)
-        left, beyond = [v for v in left if self._fits(v)], len(left)
+        left, beyond = [v for v in left if planning.fits(v, self.identities[v.backend].max_model_len)], len(left)
         done_before += beyond - len(left)
         names_left = {v.workload.name for v in left}
         warm = planning.warmups(names, [w for w in self.workloads if w.name in names_left], self.config)
@@ -210,15 +183,6 @@ class Session:
         self.progress.update(total, total)
         return Ended(prefix_cache=self.config.prefix_cache)
 
-    def _fits(self, visit: planning.Visit) -> bool:
-        """Return whether a level of a ladder fits the server's context: a ladder ends where the context does."""
-        most, workload = self.identities[visit.backend].max_model_len, visit.workload
-        if not most or not workload.name.startswith(LADDER):
-            return True
-        sent = [[workload.tools_for(case), case.messages, case.turns] for case, _ in visit.cases]
-        tokens = max(len(json.dumps(parts)) for parts in sent) / JSON_CHARACTERS
-        return (workload.context.tokens if workload.context else 0) + tokens + workload.max_tokens <= most
-
     def _budget_ended(self, unasked: Sequence[planning.Visit]) -> Ended:
         """Return how the run ended. What a backend that hung was still to answer counts as failed answers of this backend."""
         rows: list[RequestRecord] = []
@@ -227,8 +191,8 @@ class Session:
             for turn in range(case.n_turns):
                 record = self._new_record(visit, case, repeat, turn, cold=False)
                 if record.id not in self.done and not (rows and self.config.sustained):
-                    record.cause, record.error = run_folder.UNANSWERED_CAUSES[bool(rows)]
-                    _judge(record, Answer(error=record.error), case, visit.workload)
+                    record.answer.cause, record.answer.error = run_folder.UNANSWERED_CAUSES[bool(rows)]
+                    judge_record(record, Answer(error=record.answer.error), case, visit.workload)
                     rows.append(record)
         run_folder.write_unanswered(self.folder, rows)
         return Ended(unasked=len(unasked), prefix_cache=self.config.prefix_cache)
@@ -260,7 +224,7 @@ class Session:
         workload = build_workload(SMOKE)
         for name, backend in self.backends.items():
             try:
-                self.identities[name] = identity(backend, min(PROBE_TIMEOUT_S, self._left_s() or PROBE_TIMEOUT_S))
+                self.identities[name] = identity(backend, self.sender.timeout_s(PROBE_TIMEOUT_S))
             except OSError as error:
                 raise ServerError(
                     f"backend {name!r}: no server answers at {backend.public_url} ({error})",
@@ -276,7 +240,7 @@ class Session:
         """Send a chat completion's body to the first backend; return usage.prompt_tokens."""
         backend = next(iter(self.backends.values()))
         model = self._model(backend.name)
-        timings = self._send(backend, [("context", body | ({"model": model} if model else {}))])
+        timings = self._send(backend, [PlannedRequest("context", body | ({"model": model} if model else {}))])
         usage = next(answer["usage"] for answer in timings.records() if answer["tag"] == "context")
         return integer((usage or {}).get("prompt_tokens"))
 
@@ -295,12 +259,12 @@ class Session:
                 record = self._new_record(visit, case, repeat, turn, cold)
                 before = None if visit.warmup else self.done.get(record.id)
                 if before is not None:
-                    history.append(assistant_message(before.text, before.tool_calls))
+                    history.append(assistant_message(before.answer.text, before.answer.tool_calls))
                 else:
                     # The same for all backends and turns; a trace's prompts share beginnings with each other.
                     unique = f"{self.unique} {repeat}" + ("" if case.blocks else f" {visit.block} {case.id}")
                     body = workload.request(case, turn, history, record.model, unique)
-                    turns.append(PendingRequest(record, body, case, history))
+                    turns.append(TurnRequest(tag=record.id, body=body, record=record, case=case, history=history))
             if turns:
                 self._measure(visit, turns)
 
@@ -310,62 +274,44 @@ class Session:
         if record.id in self.done:
             return
         self.machine.sample()
-        backend, left_s = self.backends[visit.backend], self._left_s()
+        backend, timeout_s = self.backends[visit.backend], self.sender.timeout_s(self.config.timeout_s)
         started_at, started_s = _now(), time.time()
-        timeout_s = min(self.config.timeout_s, left_s or self.config.timeout_s)
         key = backend.headers.get("Authorization", "").removeprefix("Bearer ") or None
         played = tool_eval.play(case.id, backend.root, record.model, key, timeout_s)
         if played.error and not alive(backend):
             raise ServerError(f"backend {backend.name!r} at {backend.public_url} went away: {played.error}")
-        record.started_at, record.started_unix_s, record.e2e_ms = started_at, started_s, 1e3 * played.duration_s
-        record.text = f"{played.status}, {played.points} points: {played.summary}"
-        record.error, record.finish_reason = played.error or None, "stop"
-        record.checks = {tool_eval.GATE: played.status == "pass"}
-        record.faults = {} if played.status == "pass" else {tool_eval.GATE: played.summary}
+        record.load.started_at, record.timings.started_unix_s = started_at, started_s
+        judge_scenario(record, played)
         self.records.append(record)
         self.done[record.id] = record
         self.on_record(record)
 
     def _new_record(self, visit: planning.Visit, case: Case, repeat: int, turn: int, cold: bool) -> RequestRecord:
-        name, context = visit.ids(case, repeat)[turn], visit.workload.context
         prompt = visit.workload.name, case.id
         if prompt not in self.digests:
             self.digests[prompt] = judge.prompt_sha256(case, visit.workload)
-        return RequestRecord(
-            id=f"{name}#warm{self.session}" if visit.warmup else name,
-            backend=visit.backend,
-            model=self._model(visit.backend),
-            workload=visit.workload.name,
-            case=case.id,
-            turn=turn,
-            repeat=repeat,
-            block=visit.block,
-            warmup=visit.warmup,
-            cold=cold,
-            session=self.session,
-            concurrency=visit.load.concurrency,
-            rate_per_s=visit.load.rate_per_s,
-            trace_speed=visit.load.trace_speed,
-            endpoint=self.backends[visit.backend].endpoint,
-            depth=context.tokens if context else None,
-            prefix=context.prefix if context else None,
-            n_tools=len(visit.workload.tools_for(case) or ()),
-            prompt_sha256=self.digests[prompt],
-        )
+        record = visit.record(case, repeat, turn)
+        if visit.warmup:
+            record.id += f"#warm{self.session}"
+        record.model, record.load.endpoint = self._model(visit.backend), self.backends[visit.backend].endpoint
+        record.session, record.cold, record.prompt_sha256 = self.session, cold, self.digests[prompt]
+        return record
 
     def _model(self, name: str) -> str | None:
         return self.backends[name].model or self.identities[name].model
 
-    def _measure(self, visit: planning.Visit, turns: Sequence[PendingRequest]) -> None:
+    def _measure(self, visit: planning.Visit, turns: Sequence[TurnRequest]) -> None:
         """Send turns together, judge their answers and append their records."""
         backend = self.backends[visit.backend]
         self.machine.sample()
         started_at = _now()
-        names = [t.record.id.removeprefix(backend.name) for t in turns]
-        starts = planning.arrival_times(visit.load, names, [t.case for t in turns])
+        names = [turn.tag.removeprefix(backend.name) for turn in turns]
+        arrivals = planning.arrival_times(visit.load, names, [turn.case for turn in turns])
+        for turn, arrival_s in zip(turns, arrivals or (), strict=arrivals is not None):
+            turn.start_s = turn.record.load.arrival_s = arrival_s
         identity = self.identities.get(backend.name)
         counters = self.acceptance.before(backend, identity.runtime if identity else None)
-        timings = self._send(backend, [(t.record.id, t.body) for t in turns], starts)
+        timings = self._send(backend, turns)
         state = machine_state()
         answers = {answer["tag"]: answer for answer in timings.records() if answer["tag"] is not None}
         lost = [answer for answer in answers.values() if answer["error"]]
@@ -377,20 +323,19 @@ class Session:
         stream = f"{self.batch:06d}"
         timings.save(self.folder / "streams" / stream)
         self.batch += 1
-        for index, turn in enumerate(turns):
-            record, received = turn.record, answers[turn.record.id]
-            for name in RequestRecord.__struct_fields__:
-                if name in received and name != "model":
-                    setattr(record, name, received[name])
+        for turn in turns:
+            record, received = turn.record, answers[turn.tag]
+            record.answer = documents.pick(RecordedAnswer, received)
+            record.tokens = documents.pick(RequestTokens, received)
+            record.timings = documents.pick(RequestTimings, received)
             answer = judge.from_record(record)
             turn.history.append(assistant_message(answer.text, answer.tool_calls))
-            record.started_at = started_at
-            record.load_per_core = load_per_core()
-            record.clock_mhz, record.temperature_c, record.throttle = state
-            record.arrival_s = starts[index] if starts else None
+            record.load.started_at = started_at
+            record.load.load_per_core = load_per_core()
+            record.load.clock_mhz, record.load.temperature_c, record.load.throttle = state
             record.stream = stream
             record.request_sha256 = sha256_text(json.dumps(turn.body, sort_keys=True))
-            _judge(record, answer, turn.case, visit.workload)
+            judge_record(record, answer, turn.case, visit.workload)
         self.acceptance.after(backend, counters, [t.record for t in turns])
         for record in (t.record for t in turns):
             self.records.append(record)
@@ -398,104 +343,32 @@ class Session:
                 self.done[record.id] = record
                 self.on_record(record)
 
-    def _send(
-        self, backend: Backend, requests: Sequence[tuple[str, JsonObject]], starts: Sequence[float] | None = None
-    ) -> Timings:
-        """Send (tag, body) pairs to a server, all at once or at their start times in seconds; return Timings.
-
-        Each connection is opened by a request for the list of models, as a client in daily use has it open already.
-        """
-        from annie_quant import stream
-
-        headers = dict(backend.headers)
-        timeout_s = self.config.timeout_s
-        left_s = self._left_s()
-        models, probe_s = f"{backend.root}/v1/models", min(timeout_s, PROBE_TIMEOUT_S)
-        opening = [stream.Request(models, headers=headers, timeout_s=probe_s) for _ in requests]
-        begins = {tag: None if starts is None else CONNECT_S + starts[i] for i, (tag, _) in enumerate(requests)}
-        measured = [
-            stream.Request(
-                backend.completions_url,
-                json=endpoints.request_body(backend.endpoint, body | self._cache_fields(backend.name, tag)),
-                headers=headers,
-                timeout_s=timeout_s,
-                start_s=begins[tag],
-                tag=tag,
-            )
-            for tag, body in requests
-        ]
-        sent_s = time.monotonic()
-        timings = stream.run(
-            [*opening, *measured],
-            concurrency=None if starts is not None else len(measured),
-            deadline_s=left_s,
-            max_answer_bytes=MAX_ANSWER_BYTES,
-            max_answer_events=MAX_ANSWER_EVENTS,
-        )
-        if left_s is not None:
-            cut = {a["tag"]: a["cause"] for a in timings.records() if a["cause"] in ("deadline", "not_started")}
-            cut.pop(None, None)  # the openings of connections
-            if cut:
-                first_s = min(
-                    (begins[tag] or 0.0 for tag, cause in cut.items() if cause == "deadline"), default=math.inf
-                )
+    def _send(self, backend: Backend, requests: Sequence[PlannedRequest]) -> Timings:
+        """Send requests to a server; note whether it hung where the time budget ends meanwhile."""
+        try:
+            return self.sender.send(backend, requests)
+        except BudgetEnded as ended:
+            if ended.waited_s is not None:
                 # A request that was stopped hangs where it was slow against the median of its backend's others.
-                others = [r.e2e_ms for r in self.done.values() if r.backend == backend.name and not r.error]
-                usual_ms = statistics.median([ms for ms in others if ms is not None] or [0.0])
-                self.hung = backend.name if is_slow(1000 * (time.monotonic() - sent_s - first_s), usual_ms) else ""
-                raise BudgetEnded
-        return timings
+                answered = [r for r in self.done.values() if r.backend == backend.name and not r.answer.error]
+                times = [ms for r in answered if (ms := r.timings.e2e_ms) is not None]
+                slow = is_slow(1000 * ended.waited_s, statistics.median(times or [0.0]))
+                self.hung = backend.name if slow else ""
+            raise
 
-    def _cache_fields(self, name: str, tag: str) -> dict[str, bool | str]:
-        """Return the request fields that keep a server from reusing earlier prompts."""
-        if self.config.prefix_cache == "warm":
-            return {}
-        runtime = self.identities[name].runtime
-        if runtime == "llama.cpp":
-            return {"cache_prompt": False}
-        return {"cache_salt": f"{self.session}/{tag}"} if runtime == "vllm" else {}
-
-    def _left_s(self) -> float | None:
-        """Return what is left of the time budget; None without one. Raises BudgetEnded when nothing is."""
-        if self.deadline is None:
-            return None
-        left_s = self.deadline - time.monotonic()
-        if left_s <= 0:
-            raise BudgetEnded
-        return left_s
-
-    def measure_memory(self) -> dict[str, MemoryLevels]:
-        """Measure the memory of each backend whose process id is known, unless memory.json has it already."""
+    def measure_memory(self) -> None:
+        """Measure the memory of each identified server; those that the budget leaves out have none."""
         single = next((w for w in self.workloads if not w.cases[0].turns), None)
-        path = self.folder / "memory.json"
-        levels = documents.decode(dict[str, MemoryLevels], path) if path.exists() else {}
-        for name, peak in self.peaks.items():
-            if single is None or name in levels or name not in self.identities:
-                continue
-            backend = self.backends[name]
-            cases = planning.choose(single, self.config.n, self.config.seed)
+        if single is None:
+            return
+        cases = planning.choose(single, self.config.n, self.config.seed)
 
-            def send(count: int, backend: Backend = backend, cases: list[Case] = cases) -> None:
-                bodies = [single.request(cases[i % len(cases)], 0, (), self._model(backend.name)) for i in range(count)]
-                self._send(backend, [(f"memory/{i}", body) for i, body in enumerate(bodies)])
+        def send(name: str, count: int) -> None:
+            bodies = [single.request(cases[i % len(cases)], 0, (), self._model(name)) for i in range(count)]
+            self._send(self.backends[name], [PlannedRequest(f"memory/{i}", body) for i, body in enumerate(bodies)])
 
-            try:
-                own = memory.measure(peak.pid, send)
-            except BudgetEnded:
-                break
-            own.peak = memory.highest(peak.highest, own.idle, own.one, own.five)
-            levels[name] = own
-            documents.write(path, levels)
-        return levels
-
-    def add_traces(self) -> dict[str, memory.Trace]:
-        """Add the memory samples of this execution to memory_trace.json; return all samples by backend."""
-        traces: dict[str, memory.Trace] = {**memory.read_traces(self.folder)}
-        for name, peak in self.peaks.items():
-            traces[name] = [*traces.get(name, ()), *peak.trace]
-        if traces:
-            documents.write(self.folder / memory.FILE, traces)
-        return traces
+        with contextlib.suppress(BudgetEnded):
+            self.memory.measure(self.identities, send)
 
 
 def run(
@@ -535,12 +408,10 @@ def run(
     records = run_folder.RecordLog(folder / "records.jsonl")
     try:
         session = Session(plan, records, recorded, progress, watch or (lambda record: None))
-        metrics = scrape_metrics(backends)
-        with session.sampling():
+        with metrics_stored(folder, backends), contextlib.closing(session.machine.log), session.memory:
             ended = session.run()
-            levels = session.measure_memory()
-        store_metrics(folder, metrics, scrape_metrics(backends) if metrics else {})
-        traces = session.add_traces()
+            session.measure_memory()
+        levels, traces = session.memory.levels(), session.memory.add_traces()
     finally:
         records.close()
     if session.compare_with_reference() or session.marked:

@@ -163,7 +163,7 @@ def find_drifts(records: Sequence[RequestRecord], backends: Iterable[str], seed:
     """
     rows = []
     for name in backends:
-        own = sorted((r for r in records if r.backend == name and r.started_unix_s is not None), key=_start)
+        own = sorted((r for r in records if r.backend == name and r.timings.started_unix_s is not None), key=_start)
         rows += [row for metric in TESTED if (row := _drift_of(name, metric, own, seed))]
     for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
         row.p_holm = p
@@ -172,7 +172,7 @@ def find_drifts(records: Sequence[RequestRecord], backends: Iterable[str], seed:
 
 
 def _start(record: RequestRecord) -> float:
-    return record.started_unix_s or 0.0
+    return record.timings.started_unix_s or 0.0
 
 
 def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: int) -> Drift | None:
@@ -185,12 +185,12 @@ def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: in
     shift, low, high = _shift(deviation, groups, at, seed)
     row = Drift(backend=name, metric=metric, n=len(rows), after_s=since - start, shift=shift, low=low, high=high, p=p)
     for field in ("clock_mhz", "temperature_c", "load_per_core"):
-        values = [getattr(r, field) for r in rows]
+        values = [getattr(r.load, field) for r in rows]
         if None not in values and len(set(values)) > 1:
             row.machine[field] = moved(values, at, seed)
-    throttled = [bool(r.throttle) for r in rows]
+    throttled = [bool(r.load.throttle) for r in rows]
     row.throttled_before, row.throttled_after = statistics.fmean(throttled[:at]), statistics.fmean(throttled[at:])
-    row.throttle = next((str(r.throttle) for r in rows[at:] if r.throttle), None)
+    row.throttle = next((str(r.load.throttle) for r in rows[at:] if r.load.throttle), None)
     return row
 
 
@@ -206,11 +206,11 @@ def deviations(records: Sequence[RequestRecord], metric: str) -> tuple[list[Requ
             values[index] = math.log(value)
     prompts: dict[Hashable, list[int]] = defaultdict(list)
     for index in values:
-        prompts[records[index].prompt, records[index].load].append(index)
+        prompts[records[index].prompt, records[index].load.level].append(index)
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for key, members in prompts.items():
         record = records[members[0]]
-        groups[key if len(members) > 1 else (record.workload, record.turn, record.load)] += members
+        groups[key if len(members) > 1 else (record.workload, record.turn, record.load.level)] += members
     group_of = {i: number for number, members in enumerate(groups.values()) for i in members}
     groups_of = np.array([group_of[i] for i in values], dtype=np.int64)
     rest = _centred(np.array(list(values.values())), groups_of)
@@ -337,9 +337,9 @@ def depth_of(record: RequestRecord) -> int | None:
 
     It is what the workload aims at, else the server's count of prompt tokens in steps of a factor of four.
     """
-    if record.depth is not None:
-        return record.depth
-    tokens = record.prompt_tokens
+    if record.load.depth is not None:
+        return record.load.depth
+    tokens = record.tokens.prompt_tokens
     if not tokens:
         return None
     return 0 if tokens < FIRST else FIRST * STEP ** int(math.log(tokens / FIRST, STEP))
@@ -354,7 +354,7 @@ def compare_depths(records: Sequence[RequestRecord], backends: Sequence[str], se
     groups: dict[str, dict[int, list[RequestRecord]]] = {name: defaultdict(list) for name in backends}
     for record in records:
         depth = depth_of(record)
-        if record.alone and depth is not None and record.backend in groups:
+        if record.load.alone and depth is not None and record.backend in groups:
             groups[record.backend][depth].append(record)
     for (a, b), metric in itertools.product(itertools.combinations(backends, 2), TESTED):
         rows += _compare_pair(a, b, metric, groups[a], groups[b], seed)

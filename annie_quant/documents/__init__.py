@@ -91,7 +91,22 @@ from annie_quant.documents.reading import (
     salvage_value,
     write,
 )
-from annie_quant.documents.records import Load, RequestRecord, ToolCall, incomplete
+from annie_quant.documents.records import (
+    Judgement,
+    Load,
+    RecordedAnswer,
+    RequestLoad,
+    RequestRecord,
+    RequestTimings,
+    RequestTokens,
+    ToolCall,
+    decode_record,
+    encode_record,
+    incomplete,
+    pick,
+    record_of,
+    salvage_record,
+)
 from annie_quant.documents.results import (
     Aggregates,
     Cliff,

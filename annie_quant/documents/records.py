@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypedDict
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from annie_quant.core.errors import UsageError
-from annie_quant.documents.reading import Count, Milliseconds
+from annie_quant.documents.reading import Count, Milliseconds, decode, encode, salvage_line
 
 MAX_EVENT_TOKENS = 1000  # values of one event in `itl_token_ms`
 
@@ -70,30 +71,9 @@ def incomplete(error: str | None, finish_reason: str | None) -> str:
     return "" if finish_reason in FINISHED else f"it ended with the reason {finish_reason!r}"
 
 
-class RequestRecord(msgspec.Struct, kw_only=True):
-    """One line of records.jsonl: one request, its answer, its times and what the gates found.
+class RequestLoad(msgspec.Struct, kw_only=True):
+    """How a request reached the server, and the state of the client's machine after it."""
 
-    Times that end in _ms are milliseconds after the request was handed to its connection (annie_quant.stream.decode defines each).
-    Every field of annie_quant.stream's records that has the same name is taken from there.
-    """
-
-    # Identity: which prompt, to which backend, in which place of the plan
-    id: str  # backend, workload, load, case, repeat and turn
-    backend: str
-    workload: str
-    case: str
-    turn: int = 0  # of a conversation, from 0
-    repeat: int = 0  # of the same prompt, from 0
-    block: int = -1  # number of the interleaved block; -1: a warm-up or the smoke question
-    warmup: bool = False  # never counted
-    cold: bool = False  # the first request to a server
-    session: int = 0  # number of the execution in this run directory, from 1
-    model: str | None = None  # the name that the request asked for
-    stream: str = ""  # folder of the raw frames
-    request_sha256: str = ""  # of the request's body
-    prompt_sha256: str = ""  # of what the case asks (judge.prompt_sha256); "" in a record of version 0.2.0 or older
-
-    # Load: how the request reached the server, and what the machine did meanwhile
     concurrency: Count = 1  # requests in flight; 0 in an open loop
     rate_per_s: Annotated[float, Meta(ge=0)] | None = None  # mean arrivals per second of an open loop
     trace_speed: Annotated[float, Meta(ge=0)] | None = None  # how many times as fast a trace's requests arrive
@@ -103,25 +83,48 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     prefix: Literal["hit", "miss"] | None = None  # whether its beginning should be in the prefix cache
     n_tools: int = 0  # tools on offer
     started_at: str | float | None = None  # ISO 8601, UTC
-    load_per_core: float | None = None  # load average of the last minute per core, after the request
-    clock_mhz: float | None = None  # of the GPU, else of the processor, after the request (host.machine_state)
+    load_per_core: float | None = None  # load average of the last minute per core
+    clock_mhz: float | None = None  # of the GPU, else of the processor (host.machine_state)
     temperature_c: float | None = None  # of the same
     throttle: str | None = None  # the limit that the driver names
     invalid: str | None = None  # why its times do not count: the machine's state (bench/machine.py)
 
-    # Answer
+    @property
+    def level(self) -> Load:
+        """The load of the plan that the request was measured under."""
+        if self.trace_speed:
+            return Load(0, None, self.trace_speed)
+        return Load(0, self.rate_per_s) if self.rate_per_s else Load(self.concurrency or 1)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other request was in flight at this backend."""
+        return not self.rate_per_s and not self.trace_speed and self.concurrency <= 1
+
+
+class RecordedAnswer(msgspec.Struct, kw_only=True):
+    """What the server answered."""
+
     status: int = 0  # HTTP status; 0: no answer
     error: str | None = None  # one line
     cause: str | None = None  # its short form (annie_quant.stream.answer), "hung" or "not_sent"
-    warnings: list[str] = []
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = []
-    finish_reason: str | None = None
+    warnings: list[str] = []  # about the stream, one line each
+    text: str = ""  # content, without reasoning
+    reasoning: str = ""  # thinking, in its own field of the stream
+    tool_calls: list[ToolCall] = []  # in the order of the stream
+    finish_reason: str | None = None  # as the server sent it
 
-    # Tokens
+    @property
+    def fault(self) -> str:
+        """Why the answer is not complete: an error, no finish reason, or a cut at max_tokens; "" for a complete answer."""
+        return incomplete(self.error, self.finish_reason)
+
+
+class RequestTokens(msgspec.Struct, kw_only=True):
+    """Counts of tokens."""
+
     usage: dict[str, Any] | None = None  # as the server sent it
-    completion_tokens: Annotated[int, Meta(ge=-(10**15), le=10**15)] | None = None
+    completion_tokens: Annotated[int, Meta(ge=-(10**15), le=10**15)] | None = None  # reasoning included
     tokens_estimated: bool = False  # counted from events, because the server reported no count
     token_events: Count | None = None  # events with text, reasoning or a tool call
     tokens_per_event: Annotated[float, Meta(ge=0, le=1e12)] | None = None  # the server's count over these events
@@ -132,93 +135,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     # "timings": llama.cpp's, of this request. "metrics": vLLM's counters over the requests that were sent together, split by
     # their completion tokens.
     acceptance_source: Literal["timings", "metrics"] | None = None
-
-    # Timings
-    first_byte_ms: Milliseconds | None = None
-    first_event_ms: Milliseconds | None = None
-    first_reasoning_ms: Milliseconds | None = None
-    first_content_ms: Milliseconds | None = None
-    first_tool_ms: Milliseconds | None = None
-    last_token_ms: Milliseconds | None = None
-    done_ms: Milliseconds | None = None  # [DONE]
-    e2e_ms: Milliseconds | None = None  # end of the answer
-    tpot_ms: Milliseconds | None = None  # (last - first token) / (completion_tokens - 1)
-    itl_ms: list[Milliseconds] = []  # gaps between events with tokens
-    decode_tok_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None  # tokens per second after the first
-    merged_reads: int = 0  # network reads with more than one event that has tokens
-    server_timings: dict[str, Any] | None = None  # llama.cpp's own account
-    clock: str | None = None  # "kernel" or "user": where the stamps are from
-    realtime: bool | None = None  # the client had a real-time priority
-    unstamped_events: int = 0  # events without a kernel stamp
-    started_s: float | None = None  # seconds after the start of the client's run
-    started_unix_s: float | None = None  # seconds since 1970
-    # Open loop: times from the intended start, which include the wait for a free connection.
-    wait_ms: Milliseconds | None = None
-    scheduled_first_content_ms: Milliseconds | None = None
-    scheduled_e2e_ms: Milliseconds | None = None
-    # Phases of the connection, each with its own length.
-    new_connection: bool = False
-    name_lookup_ms: Milliseconds | None = None
-    connect_ms: Milliseconds | None = None
-    tls_ms: Milliseconds | None = None
-    sent_ms: Milliseconds | None = None
-    http_version: str | None = None
-    server_date: str | None = None  # the answer's Date header
-    server: str | None = None  # the answer's Server header
-    body_bytes: int = 0  # of the answer
-
-    # Judgement
-    checks: dict[str, bool] = {}  # gate → passed, for the gates that apply
-    faults: dict[str, str] = {}  # gate → reason, for the checks that failed
-    right: bool | None = (
-        None  # an answer on a ladder (bench/cliffs.py), whose gates decide nothing and are not in `checks`
-    )
-
-    @property
-    def load(self) -> Load:
-        """The load that the request was measured under."""
-        if self.trace_speed:
-            return Load(0, None, self.trace_speed)
-        return Load(0, self.rate_per_s) if self.rate_per_s else Load(self.concurrency or 1)
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other request was in flight at this backend."""
-        return not self.rate_per_s and not self.trace_speed and self.concurrency <= 1
-
-    @property
-    def prompt(self) -> tuple[str, str, int]:
-        """(workload, digest of the case's content, turn): what was asked. Equal for all backends and repeats, whatever the ids."""
-        return self.workload, self.prompt_sha256 or self.case, self.turn
-
-    @property
-    def fault(self) -> str:
-        """Why the answer is not complete: an error, no finish reason, or a cut at max_tokens; "" for a complete answer."""
-        return incomplete(self.error, self.finish_reason)
-
-    @property
-    def first_token_ms(self) -> float | None:
-        """Time to the first token of any kind: reasoning, content or tool call."""
-        times = (self.first_reasoning_ms, self.first_content_ms, self.first_tool_ms)
-        return min((t for t in times if t is not None), default=None)
-
-    @property
-    def itl_token_ms(self) -> list[float]:
-        """Return the ITL per token where an event may hold several.
-
-        Each gap is divided by the tokens of its event; where only the whole answer was counted, by their mean. [] where the server
-        counted none.
-        """
-        if len(self.event_tokens) == len(self.itl_ms) and self.itl_ms:
-            return [
-                gap / n
-                for gap, n in zip(self.itl_ms, self.event_tokens, strict=True)
-                for _ in range(min(n, MAX_EVENT_TOKENS))
-            ]
-        tokens = self.completion_tokens
-        if self.tokens_estimated or not tokens or tokens < 2 or not self.itl_ms:
-            return []
-        return [gap * len(self.itl_ms) / (tokens - 1) for gap in self.itl_ms]
 
     @property
     def acceptance(self) -> float | None:
@@ -232,3 +148,158 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         """The server's count of prompt tokens; 0 where it sent none."""
         tokens = (self.usage or {}).get("prompt_tokens")
         return tokens if isinstance(tokens, int) else 0
+
+
+class RequestTimings(msgspec.Struct, kw_only=True):
+    """Times of a request and of its connection.
+
+    Names in _ms are milliseconds after the request was handed to its connection (annie_quant.stream.decode defines each).
+    """
+
+    first_byte_ms: Milliseconds | None = None  # of the body
+    first_event_ms: Milliseconds | None = None  # of any kind
+    first_reasoning_ms: Milliseconds | None = None  # first event with reasoning
+    first_content_ms: Milliseconds | None = None  # first event with text
+    first_tool_ms: Milliseconds | None = None  # first event with a tool call
+    last_token_ms: Milliseconds | None = None  # last event with text, reasoning or a tool call
+    done_ms: Milliseconds | None = None  # [DONE]
+    e2e_ms: Milliseconds | None = None  # end of the answer
+    tpot_ms: Milliseconds | None = None  # (last - first token) / (completion_tokens - 1)
+    itl_ms: list[Milliseconds] = []  # gaps between events with tokens
+    decode_tok_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None  # tokens per second after the first
+    merged_reads: int = 0  # network reads with more than one event that has tokens
+    server_timings: dict[str, Any] | None = None  # llama.cpp's own account
+    clock: str | None = None  # "kernel" or "user": where the stamps are from
+    realtime: bool | None = None  # the client had a real-time priority
+    unstamped_events: int = 0  # events without a kernel stamp
+    started_s: float | None = None  # seconds after the start of the client's run
+    started_unix_s: float | None = None  # seconds since 1970
+    # Open loop: times from the intended start, which include the wait for a free connection.
+    wait_ms: Milliseconds | None = None  # from the intended start to the real one
+    scheduled_first_content_ms: Milliseconds | None = None  # first event with text
+    scheduled_e2e_ms: Milliseconds | None = None  # end of the answer
+    # Phases of the connection, each with its own length.
+    new_connection: bool = False  # the request opened it
+    name_lookup_ms: Milliseconds | None = None  # DNS
+    connect_ms: Milliseconds | None = None  # TCP
+    tls_ms: Milliseconds | None = None  # TLS
+    sent_ms: Milliseconds | None = None  # the request itself
+    http_version: str | None = None  # of the answer
+    server_date: str | None = None  # the answer's Date header
+    server: str | None = None  # the answer's Server header
+    body_bytes: int = 0  # of the answer
+
+    @property
+    def first_token_ms(self) -> float | None:
+        """Time to the first token of any kind: reasoning, content or tool call."""
+        times = (self.first_reasoning_ms, self.first_content_ms, self.first_tool_ms)
+        return min((t for t in times if t is not None), default=None)
+
+
+class Judgement(msgspec.Struct, kw_only=True):
+    """What the gates found in the answer."""
+
+    checks: dict[str, bool] = {}  # gate → passed, for the gates that apply
+    faults: dict[str, str] = {}  # gate → reason, for the checks that failed
+    # An answer on a ladder (bench/cliffs.py), whose gates decide nothing and are not in `checks`
+    right: bool | None = None
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """One request of a benchmark: its identity, and what was measured of it.
+
+    A line of records.jsonl has the fields of the groups next to each other, without the groups.
+    """
+
+    id: str  # backend, workload, load, case, repeat and turn
+    backend: str  # its name in the run
+    workload: str  # its name, without the load
+    case: str  # its id in the workload
+    turn: int = 0  # of a conversation, from 0
+    repeat: int = 0  # of the same prompt, from 0
+    block: int = -1  # number of the interleaved block; -1: a warm-up or the smoke question
+    warmup: bool = False  # never counted
+    cold: bool = False  # the first request to a server
+    session: int = 0  # number of the execution in this run directory, from 1
+    model: str | None = None  # the name that the request asked for
+    stream: str = ""  # folder of the raw frames
+    request_sha256: str = ""  # of the request's body
+    prompt_sha256: str = ""  # of what the case asks (judge.prompt_sha256); "" in a record of version 0.2.0 or older
+    load: RequestLoad = msgspec.field(default_factory=RequestLoad)
+    answer: RecordedAnswer = msgspec.field(default_factory=RecordedAnswer)
+    tokens: RequestTokens = msgspec.field(default_factory=RequestTokens)
+    timings: RequestTimings = msgspec.field(default_factory=RequestTimings)
+    judgement: Judgement = msgspec.field(default_factory=Judgement)
+
+    @property
+    def prompt(self) -> tuple[str, str, int]:
+        """(workload, digest of the case's content, turn): what was asked. Equal for all backends and repeats, whatever the ids."""
+        return self.workload, self.prompt_sha256 or self.case, self.turn
+
+    @property
+    def itl_token_ms(self) -> list[float]:
+        """Return the ITL per token where an event may hold several.
+
+        Each gap is divided by the tokens of its event; where only the whole answer was counted, by their mean. [] where the server
+        counted none.
+        """
+        tokens, gaps = self.tokens, self.timings.itl_ms
+        if len(tokens.event_tokens) == len(gaps) and gaps:
+            return [
+                gap / n
+                for gap, n in zip(gaps, tokens.event_tokens, strict=True)
+                for _ in range(min(n, MAX_EVENT_TOKENS))
+            ]
+        count = tokens.completion_tokens
+        if tokens.tokens_estimated or not count or count < 2 or not gaps:
+            return []
+        return [gap * len(gaps) / (count - 1) for gap in gaps]
+
+
+# ---- records.jsonl: one flat line per request
+
+GROUPS: dict[str, type[msgspec.Struct]] = {
+    "load": RequestLoad,
+    "answer": RecordedAnswer,
+    "tokens": RequestTokens,
+    "timings": RequestTimings,
+    "judgement": Judgement,
+}
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def pick(kind: type[S], fields: Mapping[str, Any]) -> S:
+    """Return the struct with those of `fields` that it has."""
+    return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})
+
+
+def record_of(**fields: Any) -> RequestRecord:
+    """Return the record with these fields of a line, by name; fields that are missing have their defaults."""
+    return pick(RequestRecord, {**fields, **{name: pick(kind, fields) for name, kind in GROUPS.items()}})
+
+
+def _assembled(read: Callable[[type[Any]], Any]) -> RequestRecord:
+    """Return the record of a line; `read` returns the fields of a type, which ignores those of the others."""
+    record: RequestRecord = read(RequestRecord)
+    for name, kind in GROUPS.items():
+        setattr(record, name, read(kind))
+    return record
+
+
+def decode_record(line: bytes, where: str, hint: str = "") -> RequestRecord:
+    """Return the record of a line; faults as in `decode`."""
+    return _assembled(lambda kind: decode(kind, line, where, hint=hint))
+
+
+def salvage_record(line: bytes) -> RequestRecord:
+    """Return the record of a line as `salvage_line` reads it."""
+    return _assembled(lambda kind: salvage_line(kind, line))
+
+
+def encode_record(record: RequestRecord) -> bytes:
+    """Return a record as a line of records.jsonl, without the newline."""
+    fields = msgspec.structs.asdict(record)
+    groups = [fields.pop(name) for name in GROUPS]
+    for group in groups:
+        fields |= msgspec.structs.asdict(group)
+    return encode(fields)

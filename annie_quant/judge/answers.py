@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from annie_quant.documents import ChatMessage, RequestRecord, ToolCall
+from annie_quant.documents import ChatMessage, RecordedAnswer, RequestRecord, ToolCall
 from annie_quant.documents.prompts import CalledFunction
 
 Form = Literal["qwen_xml", "hermes", "llama_json"]
@@ -166,16 +166,16 @@ class Answer:
 def from_record(record: RequestRecord) -> Answer:
     """Return the answer in a record. Tokens that the client has counted itself are unknown here."""
     return Answer(
-        text=record.text,
-        reasoning=record.reasoning,
-        tool_calls=record.tool_calls,
-        finish_reason=record.finish_reason,
-        error=record.error or "",
-        completion_tokens=None if record.tokens_estimated else record.completion_tokens,
+        text=record.answer.text,
+        reasoning=record.answer.reasoning,
+        tool_calls=record.answer.tool_calls,
+        finish_reason=record.answer.finish_reason,
+        error=record.answer.error or "",
+        completion_tokens=None if record.tokens.tokens_estimated else record.tokens.completion_tokens,
     )
 
 
-def constant_answer(own: Sequence[Answer | RequestRecord], other: Sequence[Answer | RequestRecord]) -> str:
+def constant_answer(own: Sequence[Answer | RecordedAnswer], other: Sequence[Answer | RecordedAnswer]) -> str:
     """Return a description of the answer that `own` gives to many prompts and `other` does not; both in the prompts' order."""
     texts, others = ([(a.text, *(str(c["arguments"]) for c in a.tool_calls)) for a in side] for side in (own, other))
     [(text, n)] = Counter(texts).most_common(1) or [(("",), 0)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
-from annie_quant.documents import PairedGate, PooledGates, RequestRecord, incomplete
+from annie_quant.documents import PairedGate, PooledGates, RecordedAnswer, RequestRecord, incomplete
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.gates import BEHAVIOURS, GATES, REFERENCE_GATES, checks, decides
 from annie_quant.judge.statistics import mcnemar
@@ -22,7 +22,7 @@ Change = tuple[int, Mapping[str, int]]
 FLIPS = 4999  # random sign flips of a permutation test
 
 
-def is_complete(answer: Answer | RequestRecord) -> bool:
+def is_complete(answer: Answer | RecordedAnswer) -> bool:
     """Return whether the answer arrived and ended by itself."""
     return not incomplete(answer.error, answer.finish_reason)
 
@@ -63,12 +63,12 @@ def _by_prompt(
     for record in records:
         unit: tuple[Hashable, ...] = record.prompt
         if record.workload not in greedy:
-            unit = (*record.prompt, record.load.label, repeats[record.prompt, record.load.label])
-            repeats[record.prompt, record.load.label] += 1
+            unit = (*record.prompt, record.load.level.label, repeats[record.prompt, record.load.level.label])
+            repeats[record.prompt, record.load.level.label] += 1
         merged, complete = answers.get(unit, ({}, True))
-        for gate, passed in record.checks.items():
+        for gate, passed in record.judgement.checks.items():
             merged[gate] = merged.get(gate, True) and passed
-        answers[unit] = merged, complete and is_complete(record)
+        answers[unit] = merged, complete and is_complete(record.answer)
     return answers
 
 

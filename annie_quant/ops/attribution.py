@@ -94,7 +94,7 @@ class AttributionRun:
             conclusion=step,
             varied=self.target.varied,
             fixed=self.target.fixed,
-            in_text=sum("<tool_call>" in r.text and not r.tool_calls for r in most),
+            in_text=sum("<tool_call>" in r.answer.text and not r.answer.tool_calls for r in most),
             arms=self.results,
         )
         documents.write(self.folder / FILE, attribution)
@@ -143,7 +143,7 @@ class Watch:
 
     def __call__(self, record: RequestRecord) -> None:
         self.done += 1
-        self.unanswered = self.unanswered + 1 if record.cause in ("timeout", "idle") else 0
+        self.unanswered = self.unanswered + 1 if record.answer.cause in ("timeout", "idle") else 0
         if self.unanswered == HANGS:
             raise ServerError(f"the server hangs: {HANGS} requests in a row had no answer", "use a longer --timeout-s")
         self.progress.message(f"{self.name}: {self.done} answers to {self.total} prompts")

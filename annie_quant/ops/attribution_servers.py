@@ -69,7 +69,7 @@ class ServedFactor:
 
 
 def _prefix_hits(suspect: bool, records: Sequence[RequestRecord]) -> str:
-    counts = [r.cached_tokens for r in records if r.cached_tokens is not None]
+    counts = [r.tokens.cached_tokens for r in records if r.tokens.cached_tokens is not None]
     if not suspect:
         return f"{sum(counts)} prompt tokens came from the prefix cache, which should be off" if sum(counts) else ""
     if not counts:
@@ -78,7 +78,7 @@ def _prefix_hits(suspect: bool, records: Sequence[RequestRecord]) -> str:
 
 
 def _drafts(suspect: bool, records: Sequence[RequestRecord]) -> str:
-    counts = [r.drafted_tokens for r in records if r.drafted_tokens is not None]
+    counts = [r.tokens.drafted_tokens for r in records if r.tokens.drafted_tokens is not None]
     if not suspect:
         return f"{sum(counts):.0f} tokens were drafted, and none should be" if sum(counts) else ""
     return "" if sum(counts) else "the server reports no drafted tokens"

@@ -362,7 +362,14 @@ def token_streams(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
         "illustration, not a measurement."
     )
     streams = [
-        (s.model, list(itertools.accumulate(answers[s.name].itl_ms, initial=answers[s.name].first_token_ms or 0.0)))
+        (
+            s.model,
+            list(
+                itertools.accumulate(
+                    answers[s.name].timings.itl_ms, initial=answers[s.name].timings.first_token_ms or 0.0
+                )
+            ),
+        )
         for s in run.served
         if s.name in answers
     ]
@@ -380,10 +387,12 @@ def _answers(backends: list[str], fit: list[RequestRecord]) -> dict[str, Request
     """Return, by backend, the answers to the prompt that most backends streamed and whose shortest answer is longest."""
     prompts: dict[tuple[str, str, int], dict[str, RequestRecord]] = {}
     for record in fit:
-        if record.backend in backends and record.itl_ms:
+        if record.backend in backends and record.timings.itl_ms:
             prompts.setdefault(record.prompt, {}).setdefault(record.backend, record)
     return max(
-        prompts.values(), key=lambda answers: (len(answers), min(len(r.itl_ms) for r in answers.values())), default={}
+        prompts.values(),
+        key=lambda answers: (len(answers), min(len(r.timings.itl_ms) for r in answers.values())),
+        default={},
     )
 
 

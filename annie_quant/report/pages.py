@@ -143,11 +143,13 @@ def collect(run: LoadedRun) -> Browser:
 
 
 def _failed(record: RequestRecord) -> list[str]:
-    return [gate for gate, passed in record.checks.items() if not passed] or (["error"] if record.error else [])
+    return [gate for gate, passed in record.judgement.checks.items() if not passed] or (
+        ["error"] if record.answer.error else []
+    )
 
 
 def _differs(answers: ByBackend) -> bool:
-    return len({(r.text, str([c.get("name") for c in r.tool_calls])) for r in answers.values()}) > 1
+    return len({(r.answer.text, str([c.get("name") for c in r.answer.tool_calls])) for r in answers.values()}) > 1
 
 
 def _rank(answers: ByBackend, advisory: set[str]) -> int:
@@ -196,18 +198,18 @@ def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -
 
 
 def _answer(run: LoadedRun, model: str, record: RequestRecord) -> ShownAnswer:
-    text, cut = _cut(record.text, ANSWER_CHARACTERS)
-    failed, error = _failed(record), _cut(record.error or "", 300)[0]
+    text, cut = _cut(record.answer.text, ANSWER_CHARACTERS)
+    failed, error = _failed(record), _cut(record.answer.error or "", 300)[0]
     return ShownAnswer(
         label=run.label(model),
         model=model,
         record=record,
         pieces=marked(text, [] if error else failed),
-        reasoning=_cut(record.reasoning, ANSWER_CHARACTERS // 2)[0],
-        calls=[_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in record.tool_calls[:8]],
+        reasoning=_cut(record.answer.reasoning, ANSWER_CHARACTERS // 2)[0],
+        calls=[_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in record.answer.tool_calls[:8]],
         wrong_call=bool(CALL_GATES & set(failed)),
         faults=[
-            ("error" if gate == "error" else run.gate_title(gate), _cut(record.faults.get(gate, ""), 160)[0])
+            ("error" if gate == "error" else run.gate_title(gate), _cut(record.judgement.faults.get(gate, ""), 160)[0])
             for gate in failed
         ],
         note="; ".join(filter(None, [error, cut])),

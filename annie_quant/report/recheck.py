@@ -92,10 +92,10 @@ def before_server(measured: Sequence[RequestRecord]) -> int:
     """Count requests that ended, by the client's clock, well before the server's own times allow."""
     early = 0
     for record in measured:
-        times = [(record.server_timings or {}).get(k) for k in ("prompt_ms", "predicted_ms")]
+        times = [(record.timings.server_timings or {}).get(k) for k in ("prompt_ms", "predicted_ms")]
         numbers = [t for t in times if isinstance(t, (int, float)) and 0 <= t < 1e15]
-        if record.e2e_ms is not None and not record.error and len(numbers) == 2:
-            early += record.e2e_ms < LEAST_SERVER_SHARE * sum(numbers)
+        if record.timings.e2e_ms is not None and not record.answer.error and len(numbers) == 2:
+            early += record.timings.e2e_ms < LEAST_SERVER_SHARE * sum(numbers)
     return early
 
 

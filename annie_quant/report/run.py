@@ -147,7 +147,7 @@ class LoadedRun:
     @property
     def failed(self) -> int:
         """Measured requests that failed."""
-        return sum(bool(r.error) for r in self.measured)
+        return sum(bool(r.answer.error) for r in self.measured)
 
     @property
     def models(self) -> list[documents.ModelRow]:
@@ -351,7 +351,7 @@ def _records(path: Path) -> tuple[list[documents.RequestRecord], list[str]]:
     for number, line in enumerate(path.read_bytes().split(b"\n") if path.is_file() else (), 1):
         if line.strip():
             try:
-                records.append(documents.salvage_line(documents.RequestRecord, line))
+                records.append(documents.salvage_record(line))
             except (ValueError, RecursionError) as error:
                 bad_lines.append(f"line {number}: {error}"[:200])
     return records, bad_lines

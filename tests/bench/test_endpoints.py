@@ -124,22 +124,28 @@ def test_the_real_llama_cpp_gives_the_same_records_through_each_api(tmp_path):
     finally:
         server.stop()
     rows = [r for r in read_records(tmp_path / "run/records.jsonl") if not r.warmup]
-    assert len(rows) == 3 * (3 + 5 + 1) and not [r.error for r in rows if r.error]
-    assert {r.endpoint for r in rows} == {"chat", "messages", "responses"}
+    assert len(rows) == 3 * (3 + 5 + 1) and not [r.answer.error for r in rows if r.answer.error]
+    assert {r.load.endpoint for r in rows} == {"chat", "messages", "responses"}
     chat = {(r.workload, r.case, r.turn): r for r in rows if r.backend == "chat"}
     for r in rows:
         same = chat[r.workload, r.case, r.turn]
         # Greedy, one server: the same text, and the same counts, through each API.
-        assert r.text == same.text and [c["name"] for c in r.tool_calls] == [c["name"] for c in same.tool_calls]
-        assert r.completion_tokens == same.completion_tokens and not r.tokens_estimated
-        assert r.cached_tokens is not None and r.done_ms is not None and r.finish_reason == same.finish_reason
-        assert not r.reasoning, "thinking is off in each API"
-        assert (r.first_content_ms or r.first_tool_ms) <= r.last_token_ms <= r.e2e_ms
+        assert r.answer.text == same.answer.text and [c["name"] for c in r.answer.tool_calls] == [
+            c["name"] for c in same.answer.tool_calls
+        ]
+        assert r.tokens.completion_tokens == same.tokens.completion_tokens and not r.tokens.tokens_estimated
+        assert (
+            r.tokens.cached_tokens is not None
+            and r.timings.done_ms is not None
+            and r.answer.finish_reason == same.answer.finish_reason
+        )
+        assert not r.answer.reasoning, "thinking is off in each API"
+        assert (r.timings.first_content_ms or r.timings.first_tool_ms) <= r.timings.last_token_ms <= r.timings.e2e_ms
         if r.workload == "factual":
-            assert r.prompt_tokens == same.prompt_tokens
+            assert r.tokens.prompt_tokens == same.tokens.prompt_tokens
     texts = [r for r in read_records(tmp_path / "plain/records.jsonl") if not r.warmup]
     assert len(texts) == 3 and all(
-        r.error is None and r.completion_tokens and r.endpoint == "completions" for r in texts
+        r.answer.error is None and r.tokens.completion_tokens and r.load.endpoint == "completions" for r in texts
     )
 
 
@@ -185,13 +191,16 @@ def test_ollamas_native_stream_is_measured(tmp_path):
         done = bench.run([side], [FACTS, MEMORY], tmp_path, warmup=0, runs=1, with_memory=False)
         assert server.bodies[-1]["model"] == "m" and server.bodies[-1]["options"]["num_predict"] == 50
     rows = [r for r in read_records(tmp_path / "records.jsonl") if not r.warmup and r.workload != "smoke"]
-    assert len(rows) == 4 and not [r.error for r in rows if r.error]
+    assert len(rows) == 4 and not [r.answer.error for r in rows if r.answer.error]
     fact = next(r for r in rows if r.workload == "factual")
     assert (
-        fact.text == "It is Tokyo."
-        and fact.completion_tokens == 5
-        and fact.prompt_tokens == 12
-        and len(fact.itl_ms) == 3
+        fact.answer.text == "It is Tokyo."
+        and fact.tokens.completion_tokens == 5
+        and fact.tokens.prompt_tokens == 12
+        and len(fact.timings.itl_ms) == 3
     )
-    assert fact.server_timings["predicted_ms"] == 10.0 and fact.first_content_ms < fact.last_token_ms <= fact.done_ms
+    assert (
+        fact.timings.server_timings["predicted_ms"] == 10.0
+        and fact.timings.first_content_ms < fact.timings.last_token_ms <= fact.timings.done_ms
+    )
     assert done.aggregates.served["ollama"].gates["tool_call"].passes == 1

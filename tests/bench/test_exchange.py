@@ -22,8 +22,11 @@ def records():
     rows = [row("a", rng.uniform(10, 20), case=str(i), started_unix_s=1e9 + i, sent_ms=0.1) for i in range(30)]
     rows.append(row("a", 12.0, case="e", error="connection reset", started_unix_s=1e9 + 40))
     for i, record in enumerate(rows):
-        record.first_event_ms, record.last_token_ms = record.first_content_ms, record.e2e_ms
-        record.tpot_ms = 1.0 + i / 10
+        record.timings.first_event_ms, record.timings.last_token_ms = (
+            record.timings.first_content_ms,
+            record.timings.e2e_ms,
+        )
+        record.timings.tpot_ms = 1.0 + i / 10
     return rows
 
 
@@ -56,10 +59,12 @@ def test_a_report_for_guidellm_has_the_structure_of_its_own():
     assert metrics - set(ours["benchmarks"][0]["metrics"]) <= optional
     first = ours["benchmarks"][0]["metrics"]["time_to_first_token_ms"]["successful"]
     assert first["count"] == 30
-    assert first["median"] == pytest.approx(statistics.median(r.first_content_ms for r in records() if not r.error))
+    assert first["median"] == pytest.approx(
+        statistics.median(r.timings.first_content_ms for r in records() if not r.answer.error)
+    )
     request = ours["benchmarks"][0]["requests"]["successful"][0]["info"]["timings"]
     assert request["first_token_iteration"] - request["request_start"] == pytest.approx(
-        records()[0].first_content_ms / 1e3, abs=1e-6
+        records()[0].timings.first_content_ms / 1e3, abs=1e-6
     )
 
 
@@ -73,15 +78,15 @@ def test_aiperfs_summary_has_only_names_that_aiperf_has():
 
 def test_the_medians_are_those_of_the_records():
     bench = Bench(config=config_of(w={}), backends={"a": known("a")})
-    good = [r for r in records() if not r.error]
+    good = [r for r in records() if not r.answer.error]
     theirs = guidellm(bench, records(), "a")["benchmarks"][0]["metrics"]
     assert theirs["request_totals"]["total"] == 31 and theirs["request_totals"]["errored"] == 1
     ours = aiperf(records())
     assert ours["request_count"]["avg"] == 30 and ours["error_request_count"]["avg"] == 1
     for guide, perf, expected, unit in (
-        ("time_to_first_token_ms", "time_to_first_token", [r.first_content_ms for r in good], 1.0),
-        ("inter_token_latency_ms", "inter_token_latency", [r.tpot_ms for r in good], 1.0),
-        ("request_latency", "request_latency", [r.e2e_ms for r in good], 1e-3),
+        ("time_to_first_token_ms", "time_to_first_token", [r.timings.first_content_ms for r in good], 1.0),
+        ("inter_token_latency_ms", "inter_token_latency", [r.timings.tpot_ms for r in good], 1.0),
+        ("request_latency", "request_latency", [r.timings.e2e_ms for r in good], 1e-3),
     ):
         median = statistics.median(expected)
         assert theirs[guide]["successful"]["median"] == pytest.approx(median * unit)

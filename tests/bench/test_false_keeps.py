@@ -126,7 +126,7 @@ def test_a_cut_answer_is_not_a_reference():
         row("q", case="b", **cut),
     ]
     reference_answers.mark(rows, [one], [r for r in rows if r.backend == "bf16"])
-    assert [r.checks.get("same_markdown") for r in rows] == [None, None, True, False]
+    assert [r.judgement.checks.get("same_markdown") for r in rows] == [None, None, True, False]
 
 
 # ---- row 7

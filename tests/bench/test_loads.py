@@ -28,7 +28,7 @@ def two():
 def test_loads_have_labels_and_are_restored_from_records():
     rows = [row("a", concurrency=1), row("a", concurrency=8), row("a", concurrency=0, rate_per_s=2.5)]
     assert list(labelled(rows)) == ["w", "w@2.5/s", "w@8"]
-    assert [r.alone for r in rows] == [True, False, False] and rows[0].load == ALONE
+    assert [r.load.alone for r in rows] == [True, False, False] and rows[0].load.level == ALONE
     for wrong in ((0, None), (1, 0.0), (1, float("inf"))):
         with pytest.raises(UsageError):
             Load(*wrong)
@@ -145,7 +145,7 @@ def test_a_look_compares_with_the_reference(lost, won, decided):
     """bf16's own gates are no question, and neither is whether a rate is above a threshold that bf16 misses itself."""
     records = judged(np.random.default_rng(1), 200, lost, won)
     for record in records:
-        record.first_content_ms = record.tpot_ms = None
+        record.timings.first_content_ms = record.timings.tpot_ms = None
     assert bool(gates_open(records)) != decided
     few = judged(np.random.default_rng(1), 100, 0.0, 0.0)
     assert gates_open(few) == ["nvfp4: tool_call (lost 0 and won 0 of 100)"]

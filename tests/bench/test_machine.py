@@ -133,10 +133,10 @@ def slow_for(first, last):
 def test_marked_requests_are_measured_again(monkeypatch, tmp_path):
     done, asked, findings = measure(monkeypatch, tmp_path, slow_for(30, 42))
     every, valid = (read_records(tmp_path / "records.jsonl", every=flag) for flag in (True, False))
-    marked = [r for r in every if r.invalid]
+    marked = [r for r in every if r.load.invalid]
     assert 12 <= len(marked) <= 12 + 2 * machine.WINDOW and asked == 60 + len(marked)
-    assert all("the probe took 15% longer" in r.invalid for r in marked)
-    assert not [r for r in valid if r.invalid] and done.requests == 60 == done.aggregates.served["a"].requests
+    assert all("the probe took 15% longer" in r.load.invalid for r in marked)
+    assert not [r for r in valid if r.load.invalid] and done.requests == 60 == done.aggregates.served["a"].requests
     assert {r.id for r in marked} <= {r.id for r in valid}
     state = done.aggregates.machine
     assert (state.marked, state.left, state.probe) == (len(marked), 0, "planted")
@@ -156,7 +156,7 @@ def test_a_machine_that_never_settles_is_reported_and_bounded(monkeypatch, tmp_p
     done, asked, findings = measure(monkeypatch, tmp_path, flips)
     assert 60 < asked <= 60 * (1 + machine.PASSES)
     assert "machine_unsettled" in findings and findings["machine_unsettled"].severity == "fault"
-    left = [r for r in read_records(tmp_path / "records.jsonl") if r.invalid]
+    left = [r for r in read_records(tmp_path / "records.jsonl") if r.load.invalid]
     assert done.aggregates.machine.left == len(left) > 0
     assert done.aggregates.served["a"].left_out_of_timings >= len(left)
     assert done.aggregates.served["a"].gates["non_empty"].n == 12, "answers count although their times do not"
@@ -166,7 +166,7 @@ def test_a_machine_that_stays_slower_is_measured_in_one_state(monkeypatch, tmp_p
     done, _, findings = measure(monkeypatch, tmp_path, (1.0 if i < 25 else 1.4 for i in itertools.count()))
     valid = [r for r in read_records(tmp_path / "records.jsonl") if not r.warmup and r.workload == "talk"]
     since = min(s.time_unix_s for s in machine.read_samples(tmp_path) if s.probe_ms > 1)
-    assert done.aggregates.machine.left == 0 and all(r.started_unix_s >= since for r in valid)
+    assert done.aggregates.machine.left == 0 and all(r.timings.started_unix_s >= since for r in valid)
     assert "machine_unsettled" not in findings
 
 

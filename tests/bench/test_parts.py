@@ -215,7 +215,7 @@ def stored_answers(folder, lost=(), won=(), n=100, gate="tool_call"):
         for i in range(n)
     ]
     folder.mkdir()
-    (folder / "records.jsonl").write_bytes(b"".join(documents.encode(r) + b"\n" for r in rows))
+    (folder / "records.jsonl").write_bytes(b"".join(documents.encode_record(r) + b"\n" for r in rows))
     config, identities = config_of(w={"temperature": 0}), {"a": known("a")}
     aggregates = aggregate_records(rows, config, identities)
     documents.write(folder / "bench.json", documents.Bench(config=config, backends=identities, aggregates=aggregates))

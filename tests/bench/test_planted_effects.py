@@ -85,10 +85,10 @@ def test_a_dropped_prefix_cache_is_named(tmp_path):
     _, findings = run(tmp_path, caching, dropping, [workload])
     assert "prefix_hit" in findings["prefix_cache_dropped", "b"] and ("prefix_cache_dropped", "a") not in findings
     measured = [r for r in read_records(tmp_path / "run" / "records.jsonl") if not r.warmup]
-    assert {r.prefix for r in measured} == {"hit"} and {r.depth for r in measured} == {4096}
-    assert all((r.cached_tokens or 0) > 3000 for r in measured if r.backend == "a")
-    assert all(r.cached_tokens == 0 for r in measured if r.backend == "b")
-    assert all(0.9 * 4096 < r.prompt_tokens < 1.1 * 4096 for r in measured), (
+    assert {r.load.prefix for r in measured} == {"hit"} and {r.load.depth for r in measured} == {4096}
+    assert all((r.tokens.cached_tokens or 0) > 3000 for r in measured if r.backend == "a")
+    assert all(r.tokens.cached_tokens == 0 for r in measured if r.backend == "b")
+    assert all(0.9 * 4096 < r.tokens.prompt_tokens < 1.1 * 4096 for r in measured), (
         "one word is one token here: measured first"
     )
 
@@ -158,8 +158,8 @@ def test_streams_that_merge_words_are_named(tmp_path):
     )
     rows = [r for r in read_records(tmp_path / "run" / "records.jsonl") if not r.warmup]
     merged_row = next(r for r in rows if r.backend == "b")
-    assert merged_row.token_events == 10 and merged_row.tokens_per_event == pytest.approx(3.1)
-    assert sum(merged_row.itl_token_ms) / 9 == pytest.approx(merged_row.tpot_ms)
+    assert merged_row.tokens.token_events == 10 and merged_row.tokens.tokens_per_event == pytest.approx(3.1)
+    assert sum(merged_row.itl_token_ms) / 9 == pytest.approx(merged_row.timings.tpot_ms)
     served = done.aggregates.served
     # Per event b looks three times as slow as per token; per token the two are compared as they are.
     assert served["b"].workloads["story"].itl_ms.p50 > 2.5 * served["b"].workloads["story"].itl_token_ms.p50

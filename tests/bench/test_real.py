@@ -32,7 +32,7 @@ def test_a_against_a_on_a_real_server(tmp_path):
     finally:
         server.stop()
     measured = [r for r in read_records(tmp_path / "run" / "records.jsonl") if not r.warmup]
-    assert len(measured) == 2 * (3 + 3 + 3 * 5 + 3) and not any(r.error for r in measured)
+    assert len(measured) == 2 * (3 + 3 + 3 * 5 + 3) and not any(r.answer.error for r in measured)
     codes = {f.code for f in result.aggregates.confounds}
     assert "same_server" in codes and not codes & {
         "different_prompts",
@@ -48,9 +48,9 @@ def test_a_against_a_on_a_real_server(tmp_path):
     assert one.gates["tool_call"].passes == 3
     early = 0
     for row in measured:
-        timings = row.server_timings
+        timings = row.timings.server_timings
         # No token can arrive before the server has read the prompt; on a busy machine a stamp may be earlier.
-        early += impossible(row) or row.first_token_ms < 0.9 * timings["prompt_ms"]
-        assert row.completion_tokens == timings["predicted_n"] == row.usage["completion_tokens"]
-        assert bool(row.reasoning) == (row.workload == "thinking_on")
+        early += impossible(row) or row.timings.first_token_ms < 0.9 * timings["prompt_ms"]
+        assert row.tokens.completion_tokens == timings["predicted_n"] == row.tokens.usage["completion_tokens"]
+        assert bool(row.answer.reasoning) == (row.workload == "thinking_on")
     assert early <= 0.1 * len(measured)

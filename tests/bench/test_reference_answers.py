@@ -114,7 +114,7 @@ def test_a_prompt_on_which_bf16_does_not_agree_with_itself_does_not_count():
         ("bf16", "b", 0, "Plain.", 0), ("bf16", "b", 1, "Plain.", 0), ("nvfp4", "b", 0, "**Bold.**", 0),
     )  # fmt: skip
     assert reference_answers.mark(records, [one], [r for r in records if r.backend == "bf16"])
-    assert [r.checks.get("same_markdown") for r in records] == [None, None, None, True, True, False]
+    assert [r.judgement.checks.get("same_markdown") for r in records] == [None, None, None, True, True, False]
     assert not reference_answers.mark(records, [one], [r for r in records if r.backend == "bf16"])  # the same again
 
 
@@ -124,7 +124,7 @@ def test_a_turn_after_another_answer_is_another_prompt():
         ("nvfp4", "t", 0, "One.", 0), ("nvfp4", "t", 0, "**2**", 1), ("nvfp4", "t", 0, "Three.", 2),
     )  # fmt: skip
     reference_answers.mark(records, [TALK], records[:3])
-    assert [r.checks.get("same_markdown") for r in records] == [True, True, True, True, False, None]
+    assert [r.judgement.checks.get("same_markdown") for r in records] == [True, True, True, True, False, None]
 
 
 def test_sampled_answers_are_not_compared():

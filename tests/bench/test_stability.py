@@ -107,7 +107,7 @@ def test_a_difference_has_its_noise_in_the_report(tmp_path):
     assert 0 < comparison.noise < comparison.median_difference / 3
     floor = next(f for f in aggregates.noise["a"] if f.metric == "tpot_ms")
     assert floor.n_repeated == 40 and floor.low < 0 < floor.high
-    (tmp_path / "records.jsonl").write_bytes(b"".join(documents.encode(r) + b"\n" for r in rows))
+    (tmp_path / "records.jsonl").write_bytes(b"".join(documents.encode_record(r) + b"\n" for r in rows))
     documents.write(tmp_path / "bench.json", documents.Bench(config=config, backends=identities, aggregates=aggregates))
     report.build(tmp_path)
     page = (tmp_path / "report.md").read_text()
@@ -137,7 +137,7 @@ def test_a_server_slower_at_depth_is_named(shallow, deep, text):
         for backend, size in (("a", 1.0), ("b", factor)):
             some = records(backend, tokens, lambda s, size=size: size, prompts=10, spread=0.02)
             for record in some:
-                record.workload, record.usage = f"depth_{tokens}", {"prompt_tokens": tokens}
+                record.workload, record.tokens.usage = f"depth_{tokens}", {"prompt_tokens": tokens}
             rows += some
     findings = codes(rows, "a", "b")["slower_at_depth"]
     assert findings.backends == ["b"] and text in findings.message and "16k tokens" in findings.message
@@ -149,7 +149,7 @@ def test_a_constant_difference_is_not_one_of_depth():
         for backend, size in (("a", 1.0), ("b", 1.1)):
             some = records(backend, tokens, lambda s, size=size: size, prompts=10, spread=0.02)
             for record in some:
-                record.workload, record.usage = f"depth_{tokens}", {"prompt_tokens": tokens}
+                record.workload, record.tokens.usage = f"depth_{tokens}", {"prompt_tokens": tokens}
             rows += some
     rows_of_depth = stability.compare_depths(rows, ["a", "b"])
     assert rows_of_depth and findings.depth_findings(rows_of_depth) == []

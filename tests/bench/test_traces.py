@@ -81,7 +81,7 @@ def test_a_conversation_is_replayed_with_its_results(tmp_path):
     assert roles == ["system", "user", "assistant", "tool", "assistant", "user"]
     assert bodies[-1]["messages"][3]["content"] == "It walks." and bodies[-1]["tools"][0]["function"]["name"] == "find"
     rows = measured(tmp_path / "run")
-    assert [r.turn for r in rows] == [0, 1, 2] and rows[0].checks["logged_tool"] is True
+    assert [r.turn for r in rows] == [0, 1, 2] and rows[0].judgement.checks["logged_tool"] is True
     assert "sk-proj" not in (tmp_path / "run" / "inputs.json").read_text()
 
 
@@ -144,14 +144,14 @@ def test_arrivals_are_those_of_the_trace_scaled(tmp_path):
         assert time.monotonic() - begun > 2 * (0.8 + 0.4), "both sides wait for the trace's arrivals"
         assert {body["max_tokens"] for body in a.bodies[-3:]} == {4} and a.bodies[-1]["ignore_eos"] is True
     rows = measured(tmp_path / "run")
-    assert {r.load.label for r in rows} == {"@trace-x2", "@trace-x4"} and not any(r.alone for r in rows)
+    assert {r.load.level.label for r in rows} == {"@trace-x2", "@trace-x4"} and not any(r.load.alone for r in rows)
     assert len(rows) == 20
     for side in "ab":
-        own = sorted((r for r in rows if r.backend == side and r.trace_speed == 2), key=lambda r: r.case)
-        assert [r.arrival_s for r in own] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
-        starts = [r.started_s - own[0].started_s for r in own]
+        own = sorted((r for r in rows if r.backend == side and r.load.trace_speed == 2), key=lambda r: r.case)
+        assert [r.load.arrival_s for r in own] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
+        starts = [r.timings.started_s - own[0].timings.started_s for r in own]
         assert starts == pytest.approx([0, 0.2, 0.4, 0.6, 0.8], abs=0.15)
-    prompts = {(r.backend, r.case, r.trace_speed): r.request_sha256 for r in rows}
+    prompts = {(r.backend, r.case, r.load.trace_speed): r.request_sha256 for r in rows}
     assert all(prompts["a", c, s] == prompts["b", c, s] for _, c, s in prompts)
 
 

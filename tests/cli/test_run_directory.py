@@ -33,7 +33,7 @@ from annie_quant.cli.pipeline.stages import RunDirectory
 from annie_quant.core import files
 from annie_quant.core.errors import DiskFull, EnvironmentFault, UsageError
 from annie_quant.data.generation import Journal
-from annie_quant.documents import SCHEMA_VERSION, RequestRecord
+from annie_quant.documents import SCHEMA_VERSION, record_of
 from annie_quant.report import recheck
 from annie_quant.stream import Timings
 
@@ -304,7 +304,7 @@ def test_a_benchmark_whose_records_cannot_grow_keeps_them_and_can_be_resumed(sto
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
     try:
         with pytest.raises(EnvironmentFault, match="all earlier lines are safe"):
-            records.append(RequestRecord(id="new", backend="a", workload="w", case="c", text="x" * 1000))
+            records.append(record_of(id="new", backend="a", workload="w", case="c", text="x" * 1000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(RecordLog(path).rows) == rows and path.stat().st_size == size

@@ -39,7 +39,7 @@ def test_a_command_runs(line, tmp_path, monkeypatch):
     output = tmp_path / arguments[arguments.index("--output") + 1]
     rows = [r for r in read_records(output / "records.jsonl") if not r.warmup and r.workload != "smoke"]
     assert rows and (output / "report.html").exists()
-    failed = {r.backend for r in rows if r.error}
+    failed = {r.backend for r in rows if r.answer.error}
     assert failed <= {"messages"}, "the scripted server has chat completions only"
 
 

@@ -14,7 +14,8 @@ from paths import DATA, ROOT, TINY_ANNIE
 from annie_quant import checkpoint, documents, quantize
 from annie_quant.core import files
 from annie_quant.core.errors import EnvironmentFault, UsageError
-from annie_quant.documents import Bench, Identity, Inputs, RequestRecord, Run, WorkloadSummary, decode, limited_identity
+from annie_quant.documents import Bench, Identity, Inputs, Run, WorkloadSummary, decode, limited_identity
+from annie_quant.documents.records import GROUPS
 from annie_quant.judge.metrics import METRICS
 
 RUNS = sorted((DATA / "runs").iterdir())
@@ -95,8 +96,30 @@ def test_what_a_server_reports_is_limited():
 
 
 def test_unknown_fields_are_ignored():
-    record = decode(RequestRecord, b'{"id": "1", "backend": "a", "workload": "w", "case": "c", "new": [1]}')
+    record = documents.decode_record(b'{"id": "1", "backend": "a", "workload": "w", "case": "c", "new": [1]}', "x")
     assert record.prompt == ("w", "c", 0)
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
+def test_stored_records_are_read_into_groups_and_written_flat(folder):
+    """records.jsonl of 0.1 and 0.2 has the fields of all groups next to each other, and so have new lines."""
+    lines = (folder / "records.jsonl").read_bytes().splitlines()
+    for line in lines:
+        stored, record = json.loads(line), documents.decode_record(line, "x")
+        written = json.loads(documents.encode_record(record))
+        assert {name: written[name] for name in stored if name in written} == {
+            name: value for name, value in stored.items() if name in written
+        }
+        assert record.timings.e2e_ms == stored["e2e_ms"] and record.answer.text == stored["text"]
+        assert record.tokens.usage == stored["usage"] and record.judgement.checks == stored["checks"]
+        assert documents.salvage_record(line) == record
+    assert lines
+
+
+def test_a_field_of_a_record_is_in_one_group():
+    groups = [set(kind.__struct_fields__) for kind in GROUPS.values()]
+    own = set(documents.RequestRecord.__struct_fields__) - set(GROUPS)
+    assert len(own) + sum(map(len, groups)) == len(own.union(*groups))
 
 
 def test_each_metric_has_a_field_in_a_summary():

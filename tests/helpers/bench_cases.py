@@ -10,7 +10,7 @@ from fake_server import Script, words
 from annie_quant import bench, documents
 from annie_quant.bench import confounds
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.documents import BenchConfig, Ended, Identity, RequestRecord, convert
+from annie_quant.documents import BenchConfig, Ended, Identity, convert, record_of
 from annie_quant.judge.library import build_workload
 
 TOOLS = [
@@ -89,7 +89,7 @@ def row(backend, first=10.0, case="c", workload="w", turn=0, **more):
         **more,
     }
     identifier = f"{backend}/{workload}/{case}/{turn}"
-    return RequestRecord(id=identifier, backend=backend, workload=workload, case=case, turn=turn, **fields)
+    return record_of(id=identifier, backend=backend, workload=workload, case=case, turn=turn, **fields)
 
 
 def known(name, **more):
@@ -115,10 +115,10 @@ def folder_of(where, shift, leaks=0):
     for record in rows:
         record.prompt_sha256 = record.case
     for record in rows[:leaks]:
-        record.checks = {"non_empty": False}
+        record.judgement.checks = {"non_empty": False}
     identities, config = {"a": known("a")}, config_of(w={"temperature": 0})
     where.mkdir()
-    (where / "records.jsonl").write_bytes(b"".join(documents.encode(r) + b"\n" for r in rows))
+    (where / "records.jsonl").write_bytes(b"".join(documents.encode_record(r) + b"\n" for r in rows))
     aggregates = aggregate_records(rows, config, identities)
     documents.write(where / "bench.json", documents.Bench(config=config, backends=identities, aggregates=aggregates))
     return where

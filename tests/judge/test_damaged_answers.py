@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from annie_quant import bench, documents, judge
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import Aggregates, BenchConfig, Identity, ModelRow, OfflineSide, PairedGate, RequestRecord
+from annie_quant.documents import Aggregates, BenchConfig, Identity, ModelRow, OfflineSide, PairedGate, record_of
 from annie_quant.judge import decision
 from annie_quant.judge.gates import tabulate
 
@@ -266,7 +266,7 @@ def test_keeps_implies_that_enough_was_seen(n, candidate, reference):
     right = ("", "stop", dict.fromkeys(GATES_OF_RECORDS, True))
     rows = [{i: side.get(i, right) for i in range(n)} for side in (candidate, reference)]
     records = [
-        RequestRecord(
+        record_of(
             id=f"{name}/{i}", backend=name, workload="w", case=str(i), text="x", error=error or None, finish_reason=end,
             checks=checks,
         )

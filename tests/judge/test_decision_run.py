@@ -6,13 +6,13 @@ import pytest
 
 from annie_quant import documents, judge
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.documents import BenchConfig, Identity, RequestRecord
+from annie_quant.documents import BenchConfig, Identity, record_of
 from annie_quant.judge import decision
 
 
 def records(backend, passes, n=100, gate="tool_call", workload="w"):
     return [
-        RequestRecord(
+        record_of(
             id=f"{backend}-{gate}-{i}",
             backend=backend,
             workload=workload,

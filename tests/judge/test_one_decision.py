@@ -14,7 +14,7 @@ from annie_quant import documents, judge
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.cli.checkpoint import evaluate as eval_command
 from annie_quant.cli.pipeline import demo
-from annie_quant.documents import BenchConfig, Identity, ModelFiles, RequestRecord
+from annie_quant.documents import BenchConfig, Identity, ModelFiles, record_of
 from annie_quant.judge import decision
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks
@@ -165,7 +165,7 @@ def test_every_door_agrees_on_random_answers(tmp_path_factory, members):
 def test_a_benchmark_decides_as_an_evaluation_does(counts, verdict, tmp_path):
     """The same checks as answers of two servers, and as an evaluation without a server."""
     records = [
-        RequestRecord(
+        record_of(
             id=f"{backend}/{i}",
             backend=backend,
             workload="w",

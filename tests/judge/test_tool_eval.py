@@ -78,9 +78,11 @@ def test_each_scenario_is_one_record_with_the_packages_result(monkeypatch, tmp_p
     gate = done.aggregates.served["a"].gates["scenario"]
     assert (gate.passes, gate.n) == (1, 4) and again.requests == 8
     rows = {r.case: r for r in read_records(tmp_path / "records.jsonl") if r.workload == tool_eval.NAME}
-    assert rows["TC-01"].text == "pass, 2 points: TC-01 pass" and rows["TC-01"].checks == {"scenario": True}
-    assert rows["TC-02"].faults == {"scenario": "TC-02 partial"} and rows["TC-02"].error is None
-    assert rows["TC-04"].error == "timeout: TC-04 fail" and rows["TC-01"].e2e_ms == 250
+    assert rows["TC-01"].answer.text == "pass, 2 points: TC-01 pass" and rows["TC-01"].judgement.checks == {
+        "scenario": True
+    }
+    assert rows["TC-02"].judgement.faults == {"scenario": "TC-02 partial"} and rows["TC-02"].answer.error is None
+    assert rows["TC-04"].answer.error == "timeout: TC-04 fail" and rows["TC-01"].timings.e2e_ms == 250
     assert [c.code for c in done.aggregates.confounds if c.code == "errors"] == ["errors"]
 
 
@@ -160,7 +162,7 @@ def test_all_scenarios_give_what_the_packages_own_runner_gives(tmp_path):
                 wire_format="openai",
             )
         )
-    rows = {r.case: r.text for r in read_records(tmp_path / "records.jsonl") if r.workload == tool_eval.NAME}
+    rows = {r.case: r.answer.text for r in read_records(tmp_path / "records.jsonl") if r.workload == tool_eval.NAME}
     results = own["scores"]["scenario_results"]
     assert rows == {r["scenario_id"]: f"{r['status']}, {r['points']} points: {r['summary']}" for r in results}
     assert len({r["status"] for r in results}) == 3, "passes, partial passes and failures"

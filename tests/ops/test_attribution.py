@@ -16,7 +16,7 @@ import annie_quant as aq
 from annie_quant.core.errors import ServerError, UsageError
 from annie_quant.core.files import write_json
 from annie_quant.data.workloads import resolve
-from annie_quant.documents import RequestRecord
+from annie_quant.documents import RequestRecord, record_of
 from annie_quant.ops.attribution import AttributionRun, compare_answers
 from annie_quant.ops.attribution_servers import (
     SERVED,
@@ -198,7 +198,7 @@ def test_answers_without_a_label_are_compared_with_the_base_and_its_noise(tmp_pa
     def answers(changed) -> list[RequestRecord]:
         texts = ["seven other words" if changed(i) else "harbour lights again" for i in range(40)]
         return [
-            RequestRecord(id=f"s/w/c{i}/0/0", backend="s", workload="w", case=f"c{i}", text=t, finish_reason="stop")
+            record_of(id=f"s/w/c{i}/0/0", backend="s", workload="w", case=f"c{i}", text=t, finish_reason="stop")
             for i, t in enumerate(texts)
         ]
 
@@ -215,8 +215,8 @@ def test_an_answer_that_did_not_arrive_is_lost(tmp_path, workload):
     def answers(error: str | None) -> list[RequestRecord]:
         rows = []
         for i in range(N):
-            row = RequestRecord(id=f"s/facts/c{i}/0/0", backend="s", workload="facts", case=f"c{i}", text="yes")
-            row.finish_reason, row.error, row.checks = "stop", error, {"factual": True}
+            row = record_of(id=f"s/facts/c{i}/0/0", backend="s", workload="facts", case=f"c{i}", text="yes")
+            row.answer.finish_reason, row.answer.error, row.judgement.checks = "stop", error, {"factual": True}
             rows.append(row)
         return rows
 

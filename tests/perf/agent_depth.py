@@ -110,15 +110,15 @@ def main() -> None:
     for side in sides:
         for turn in range(REQUESTS):
             own = [r for r in rows if r.backend == side.name and r.turn == turn]
-            cached = [r.cached_tokens for r in own if r.cached_tokens is not None]
-            first = [r.first_token_ms for r in own if r.first_token_ms is not None]
-            tpot = [r.tpot_ms for r in own if r.tpot_ms is not None]
-            checks = [r.checks["tool_call"] for r in own if "tool_call" in r.checks]
+            cached = [r.tokens.cached_tokens for r in own if r.tokens.cached_tokens is not None]
+            first = [r.timings.first_token_ms for r in own if r.timings.first_token_ms is not None]
+            tpot = [r.timings.tpot_ms for r in own if r.timings.tpot_ms is not None]
+            checks = [r.judgement.checks["tool_call"] for r in own if "tool_call" in r.judgement.checks]
             print(
-                f"{side.name:20} {turn + 1:7} {statistics.median(r.prompt_tokens for r in own):14.0f}"
+                f"{side.name:20} {turn + 1:7} {statistics.median(r.tokens.prompt_tokens for r in own):14.0f}"
                 f" {statistics.median(cached) if cached else float('nan'):7.0f}"
                 f" {statistics.median(first) if first else float('nan'):8.0f}"
-                f" {statistics.median(tpot) if tpot else float('nan'):13.2f} {sum(bool(r.error) for r in own):7}"
+                f" {statistics.median(tpot) if tpot else float('nan'):13.2f} {sum(bool(r.answer.error) for r in own):7}"
                 f"  {sum(checks)}/{len(checks)}"
             )
 
@@ -127,7 +127,15 @@ def run(arguments: argparse.Namespace, bench, agent, sides, progress) -> None:
     """Measure, and print the gates and findings."""
 
     def watch(r) -> None:
-        print(r.id, r.error, r.prompt_tokens, r.cached_tokens, r.e2e_ms, file=progress, flush=True)
+        print(
+            r.id,
+            r.answer.error,
+            r.tokens.prompt_tokens,
+            r.tokens.cached_tokens,
+            r.timings.e2e_ms,
+            file=progress,
+            flush=True,
+        )
 
     done = bench.run(sides, [agent], arguments.folder / "run", warmup=1, runs=1, timeout_s=600.0, watch=watch)
     for name, side in done.aggregates.served.items():

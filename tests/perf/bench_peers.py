@@ -161,7 +161,7 @@ def measure(options, role: str, round_: int) -> list[dict]:
             if tool == "annie-quant":
                 own = [r for r in read_records(report / "records.jsonl") if not r.warmup]
                 figures["first_event_ms"] = statistics.median(
-                    r.first_event_ms for r in own if r.first_event_ms is not None
+                    r.timings.first_event_ms for r in own if r.timings.first_event_ms is not None
                 )
             truth = served(log, before, options.requests)
             rows.append({"tool": tool, "role": role, "round": round_, "load": load, "seconds": time.monotonic() - start,

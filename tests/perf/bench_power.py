@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.documents import BenchConfig, Comparison, Identity, RequestRecord, WorkloadSettings
+from annie_quant.documents import BenchConfig, Comparison, Identity, RequestRecord, WorkloadSettings, record_of
 
 WORKLOADS, PROMPTS, REPEATS = ("greeting", "factual", "long_response"), 34, 2
 
@@ -47,7 +47,7 @@ def record(
     rng, side: str, workload: str, case: int, repeat: int, own: float, pace: float, tokens: int
 ) -> RequestRecord:
     ttft, tpot = own * rng.normal(1, 0.05), pace * rng.normal(1, 0.03)
-    return RequestRecord(
+    return record_of(
         id=f"{side}/{workload}/{case}/{repeat}",
         backend=side,
         workload=workload,

@@ -19,7 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from annie_quant.bench import cliffs, findings, machine, stability
-from annie_quant.documents import Comparison, RequestRecord
+from annie_quant.documents import Comparison, record_of
 from annie_quant.judge.statistics import compare, wilson
 
 
@@ -59,7 +59,7 @@ def records_of(
         order, noise = common[0], common[1] + rng.normal(0, sigma / 2, len(order))
     times = np.exp(noise) * base[order]
     return [
-        RequestRecord(
+        record_of(
             id=f"{backend}/{workload}/{i}",
             backend=backend,
             workload=workload,
@@ -194,7 +194,7 @@ def simulate_cliff(runs):
             rng = np.random.default_rng([run, 8])
             at = int(rng.integers(2, 8))
             rows = [
-                RequestRecord(id=f"{level}/{i}", backend="a", workload=f"ladder_tools_{level}", case=str(i), right=bool(
+                record_of(id=f"{level}/{i}", backend="a", workload=f"ladder_tools_{level}", case=str(i), right=bool(
                     rng.random() < (before if level < at else after)))
                 for level in range(9) for i in range(prompts)
             ]  # fmt: skip

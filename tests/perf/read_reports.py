@@ -218,7 +218,7 @@ def _own(root: Path) -> list[ReportRow]:
         by_load: dict[str, list[RequestRecord]] = {}
         for record in fit:
             if record.backend == name:
-                by_load.setdefault(record.load.label, []).append(record)
+                by_load.setdefault(record.load.level.label, []).append(record)
         for load, own in by_load.items() or [("", [])]:
             ttft = _summary(own, "ttft_content_ms")
             row = ReportRow(

@@ -142,8 +142,8 @@ def test_the_shown_answers_are_those_of_the_records(run):
         for shown in prompt.answers:
             record = by_key[prompt.workload, prompt.case, prompt.turn, shown.record.backend]
             assert "".join(piece for piece, _ in shown.pieces).startswith(visible(record["text"][:800]))
-            assert shown.record.completion_tokens == record["completion_tokens"]
-            assert shown.record.first_content_ms == record["first_content_ms"]
+            assert shown.record.tokens.completion_tokens == record["completion_tokens"]
+            assert shown.record.timings.first_content_ms == record["first_content_ms"]
             assert len(shown.faults) == sum(not ok for ok in record["checks"].values())
             if shown.same_as:
                 repeated += 1
@@ -300,8 +300,8 @@ def test_thousands_of_records_give_a_page_of_limited_size(tmp_path, monkeypatch)
     from annie_quant.report import run as run_module
 
     calls = []
-    convert = run_module.documents.salvage_line
-    monkeypatch.setattr(run_module.documents, "salvage_line", lambda *args: calls.append(1) or convert(*args))
+    convert = run_module.documents.salvage_record
+    monkeypatch.setattr(run_module.documents, "salvage_record", lambda *args: calls.append(1) or convert(*args))
     folder = report_fixture.make_run(tmp_path / "large", n=60)
     lines = (folder / "records.jsonl").read_bytes().count(b"\n")
     assert lines >= 2_500

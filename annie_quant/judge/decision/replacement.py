@@ -145,7 +145,7 @@ def checklist(
     items = [
         _api(own),
         _gate(side, "tool_call", "calls tools"),
-        _thinking(side, [r for r in own if r.workload in with_thinking and not r.error]),
+        _thinking(side, [r for r in own if r.workload in with_thinking and not r.answer.error]),
         _memory(side),
     ]
     if incumbent is not None:
@@ -157,7 +157,7 @@ def checklist(
 
 
 def _api(records: Sequence[RequestRecord]) -> ChecklistItem:
-    succeeded = sum(not r.error for r in records)
+    succeeded = sum(not r.answer.error for r in records)
     verdict: Outcome = "undecided" if not records else "pass" if succeeded == len(records) else "fail"
     return ChecklistItem("speaks the OpenAI API", verdict, f"{succeeded} of {len(records)} chat completions succeeded")
 
@@ -177,7 +177,7 @@ def _thinking(side: ServedSide, records: Sequence[RequestRecord]) -> ChecklistIt
     evidence = f"off: no leak in {off.evidence}"
     if not records:
         return ChecklistItem(off.item, "fail" if off.verdict == "fail" else "undecided", evidence)
-    received = sum(bool(r.reasoning) for r in records)
+    received = sum(bool(r.answer.reasoning) for r in records)
     evidence += f"; on: reasoning was received in {received} of {len(records)}"
     return ChecklistItem(off.item, off.verdict if received == len(records) else "fail", evidence)
 

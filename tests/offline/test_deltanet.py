@@ -12,7 +12,7 @@ pytest.importorskip("hypothesis")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from randomised import examples
+from randomised import examples  # noqa: E402
 
 from annie_quant.core.errors import EnvironmentFault  # noqa: E402
 from annie_quant.offline import deltanet  # noqa: E402

@@ -15,13 +15,11 @@ import os
 import signal
 
 import pytest
+import randomised
 import run_groups
 import shared
-from hypothesis import settings
 
-settings.register_profile("repeatable", derandomize=True, database=None)
-if "ANNIE_QUANT_FUZZ" not in os.environ:
-    settings.load_profile("repeatable")
+randomised.load_profile()
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))

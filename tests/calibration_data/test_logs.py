@@ -9,6 +9,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from randomised import examples
 
 from annie_quant.core.errors import UsageError
 from annie_quant.data import read_rows
@@ -266,7 +267,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(JSON)
 def test_any_record_is_a_conversation_or_has_a_reason(record):
     try:
@@ -278,7 +279,7 @@ def test_any_record_is_a_conversation_or_has_a_reason(record):
     json.dumps(conversation.messages)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()), max_size=8))
 def test_any_file_is_read_to_its_end(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp("f") / "a.jsonl"

@@ -17,6 +17,7 @@ import pytest
 import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from randomised import examples
 
 from annie_quant.checkpoint import ModelFolder, ShardError, header, planned, write
 from annie_quant.checkpoint.shards import INDEX
@@ -256,7 +257,7 @@ def test_fuzzed_headers_only_ever_raise_shard_errors(tmp_path):
     assert accepted  # names and metadata may change without harm
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 1 << 40))
 def test_any_prefix_is_accepted_or_refused(raw, file_size):
     try:

@@ -12,6 +12,7 @@ from bench_cases import TOOLS, ask, workload
 from fake_server import FakeServer, Script, words
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from randomised import examples
 
 from annie_quant import bench, documents, judge
 from annie_quant.bench.aggregates import aggregate_records
@@ -254,7 +255,7 @@ ANSWER = st.tuples(
 FAULTY = st.dictionaries(st.integers(0, 79), ANSWER, max_size=5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @example(
     55,
     {},

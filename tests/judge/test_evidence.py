@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from randomised import examples
 
 from annie_quant import documents, judge
 from annie_quant.judge import evidence
@@ -36,7 +37,7 @@ def test_the_counts_are_those_of_the_outcomes(stored):
     assert evidence.differences(stored) == [] == evidence.differences(copy(stored))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.data())
 def test_counting_again_gives_what_the_answers_gave(data):
     """The same figures as from answers in their order, whatever gates apply to which of them."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_cases import TOOLS
+from randomised import examples
 
 from annie_quant import judge
 from annie_quant.judge.gates import GATES
@@ -91,7 +92,7 @@ def workload(expect, thinking):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(TEXT, TEXT, CALLS, st.sampled_from(EXPECT), st.booleans(), st.sampled_from([None, "stop", "length", "odd"]))
 def test_every_gate_accepts_any_answer(text, reasoning, calls, expect, thinking, finish):
     single = workload(expect, thinking)
@@ -101,7 +102,7 @@ def test_every_gate_accepts_any_answer(text, reasoning, calls, expect, thinking,
     assert judge.gate_table([(single, single.cases[0], answer)])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(TEXT, st.booleans())
 def test_any_raw_text_is_parsed_and_nothing_is_invented(raw, thinking):
     answer = judge.parse_raw(raw, thinking, TOOLS)

@@ -9,6 +9,7 @@ import evaluations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from randomised import examples
 
 from annie_quant import documents, judge
 from annie_quant.bench.aggregates import aggregate_records
@@ -144,7 +145,7 @@ COUNTS = st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda c: (120, *c
 MEMBER = st.fixed_dictionaries({"tool_call": COUNTS, "factual": COUNTS, "non_empty": st.just((60, 0, 0))})
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.fixed_dictionaries({name: MEMBER for name in ("w4a4", "w4a4+bf16", "w4a16")}))
 def test_every_door_agrees_on_random_answers(tmp_path_factory, members):
     shown, accepted, failed = doors(members, tmp_path_factory.mktemp("doors") / "run")

@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from randomised import examples
 
 from annie_quant import judge
 from annie_quant.judge.answers import form_of
@@ -110,7 +111,7 @@ NAME, HERMES, LLAMA = '{"name": "search", ', '"arguments": {}}', '"parameters": 
 PIECES = ["<tool_call>", "</tool_call>", "<|python_tag|>", NAME, HERMES, LLAMA, ";", "{", "}", "x"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.sampled_from(FORMS))
 def test_any_text_is_read_and_no_call_is_invented(text: str, form: str) -> None:
     answer = read(text, form)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from randomised import examples
 
 from annie_quant import nvfp4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40))
 def test_swizzle_is_a_permuted_view(rows, columns):
     scales = np.random.default_rng(rows * 41 + columns).integers(0, 256, (rows, columns), np.uint8)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvfp4_cases import DTYPES, VALUES, adversarial, in_dtype
+from randomised import examples
 
 from annie_quant import nvfp4
 
@@ -67,7 +68,7 @@ def test_sweep_of_larger_groups_is_all_126_codes(group):
             )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.integers(-20, 20), min_size=16, max_size=16), st.integers(-14, 10), st.integers(0, 3))
 def test_sweep_on_blocks_with_few_values(values, exponent, seed):
     """Small integers times a power of two: many codes have the same error, and the lowest code must be chosen."""

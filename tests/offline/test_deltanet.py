@@ -12,6 +12,7 @@ pytest.importorskip("hypothesis")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from randomised import examples  # noqa: E402
 
 from annie_quant.core.errors import EnvironmentFault  # noqa: E402
 from annie_quant.offline import deltanet  # noqa: E402
@@ -99,7 +100,7 @@ def test_repeated_keys_keep_their_digits() -> None:
     np.testing.assert_allclose(state, after, atol=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_padding_changes_neither_outputs_nor_states(lengths: list[int], seed: int) -> None:
     steps = max(lengths)

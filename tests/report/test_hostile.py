@@ -11,6 +11,7 @@ import report_fixture
 import report_page
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from randomised import examples
 
 from annie_quant import report
 from annie_quant.core.text import inert, visible
@@ -64,7 +65,7 @@ def test_a_megabyte_is_cut_with_a_note(folder):
 
 
 @given(st.text(max_size=400))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_visible_text_never_steers(words):
     shown = visible(words)
     assert steering(shown) == []
@@ -72,7 +73,7 @@ def test_visible_text_never_steers(words):
 
 
 @given(st.text(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_markdown_cell_stays_one_cell(words):
     from markdown_it import MarkdownIt
 
@@ -88,7 +89,7 @@ def test_a_markdown_cell_stays_one_cell(words):
     st.text(alphabet="*`#-<>/think \nab1.|", max_size=120),
     st.lists(st.sampled_from(["no_markdown", "thinking_leak", "stop"])),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_marking_never_changes_the_text(words, failed):
     assert "".join(piece for piece, _ in pages.marked(words, failed)) == words
 
@@ -131,7 +132,7 @@ PATHS = [
 
 
 @given(st.sampled_from(PATHS), JUNK)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_field_of_another_type_never_stops_the_report(folder, tmp_path, path, junk):
     document = json.loads((folder / "run.json").read_text())
     place = document
@@ -182,7 +183,7 @@ def test_a_speed_limit_of_an_unknown_metric_is_refused(folder, tmp_path):
         max_size=4,
     )
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_records_of_another_type_never_stop_the_report(folder, tmp_path, rows):
     (tmp_path / "run.json").write_bytes((folder / "run.json").read_bytes())
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"torn": ')

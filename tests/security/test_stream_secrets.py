@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from randomised import examples
 from stream_server import DONE, HEAD, RawServer, chunk, event, stream
 
 import annie_quant as aq
@@ -187,7 +188,7 @@ def test_an_escaped_echo_in_an_error_page_is_masked():
     assert KEY[:10] not in record["error"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(before=st.binary(max_size=40), after=st.binary(max_size=40), secret=st.binary(min_size=8, max_size=64))
 def test_complete_secrets_are_found_and_short_texts_are_not(before, after, secret):
     text = before + secret + after

@@ -11,6 +11,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from randomised import examples
 from stream_server import RawServer, chunk
 
 _stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
@@ -213,7 +214,7 @@ def test_lines_at_every_split(body: bytes) -> None:
         assert framed((body[:at], body[at:])) == lines_of(body)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(
         st.sampled_from(
@@ -248,7 +249,7 @@ def test_a_line_over_the_limit_ends_the_request() -> None:
         _stream.cut((b"x" * 200 + b"\n",), 100, True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from([MESSAGES, RESPONSES, OLLAMA]), st.data())
 def test_a_field_of_any_type_gives_a_record(pieces: list[bytes], data: st.DataObject) -> None:
     """One value anywhere in one event is replaced: there is an answer, or a named fault; nothing is raised."""

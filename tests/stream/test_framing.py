@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from randomised import examples
 
 _stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
 
@@ -134,7 +135,7 @@ pieces = st.sampled_from([b"data", b"event", b"id", b":", b" ", b"\n", b"\r", b"
                           b"\xef\xbb\xbf", "é🦊".encode(), b"x", b'{"a":1}', b"\0", b"retry: 5", b": c"])  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.lists(st.one_of(pieces, st.binary(max_size=4)), max_size=30), st.data())
 @example([b"data: x\r", b"\n", b"\r", b"\n"], None)
 def test_any_bytes_any_splits(parts: list[bytes], data: st.DataObject | None) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from randomised import examples
 from stream_server import HELLO, RawServer, chunk, stream
 
 _stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
@@ -228,7 +229,7 @@ def test_never_two_requests_on_the_wire(carrier: str, tls_server: ssl.SSLContext
 
     with server_of(carrier, tls_server, respond) as server:
 
-        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
         @given(
             st.none() | text, text, st.dictionaries(text, text, max_size=3), st.none() | st.binary(max_size=40) | text
         )

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from randomised import examples
 from replay_server import ReplayServer
 from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
 
@@ -319,7 +320,7 @@ def test_replay_repeats_a_fault() -> None:
     assert record["cause"] == recorded.records()[0]["cause"] == "truncated" and record["text"] == "Hi"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_frames_joined_are_the_body(data: st.DataObject) -> None:
     """However a server splits its data, the frames joined are its bytes and the reads add up to them."""

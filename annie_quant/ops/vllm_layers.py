@@ -276,7 +276,7 @@ def experts_class(marlin: type[VllmObject]) -> type[VllmObject]:
         def apply(self, **arguments: VllmObject) -> None:
             if self.annie_width is None:
                 return super().apply(**arguments)
-            if getattr(self, "post_gemm2_hook", None) is not None:  # vLLM 0.33: a model weights and adds the outputs itself
+            if getattr(self, "post_gemm2_hook", None) is not None:  # vLLM 0.33
                 raise NotImplementedError(
                     "this model adds its experts' outputs itself, which annie_quant's kernel for experts does not do: "
                     "start vLLM without ANNIE_QUANT_VLLM_EXPERTS"

@@ -289,7 +289,13 @@ def test_any_file_is_read_to_its_end(tmp_path_factory, lines):
 
 @pytest.mark.parametrize(
     ("calls", "reason"),
-    [(True, "not a list"), ("[]", "not a list"), (3, "not a list"), ([True], "not an object"), ([{}], "without a name")],
+    [
+        (True, "not a list"),
+        ("[]", "not a list"),
+        (3, "not a list"),
+        ([True], "not an object"),
+        ([{}], "without a name"),
+    ],
 )
 def test_calls_that_are_none_are_named(calls, reason):
     with pytest.raises(Unusable, match=reason):

@@ -246,12 +246,12 @@ def test_errors_of_libraries_under_a_memory_limit_are_reported_as_memory_and_els
 
 def test_a_full_disk_ends_a_search_and_is_not_a_failure_of_the_strategy(tmp_path):
     """Otherwise the search would continue with a larger strategy and choose that one."""
-    stages = SimpleNamespace(rows=[], quantize=lambda _: check_free_space(tmp_path, 1 << 62))
+    stages = SimpleNamespace(rows=[], quantize=lambda *_: check_free_space(tmp_path, 1 << 62))
     new = SimpleNamespace(stages=stages, spent_s=lambda: 0.0)
     with pytest.raises(DiskFull, match="GB to write and"):
         search.Search.attempt(new, "direct")
 
-    def cannot(_):
+    def cannot(*_):
         raise EnvironmentFault("torch is needed here and is not installed")
 
     stages.quantize = cannot

@@ -104,7 +104,6 @@ from annie_quant.documents.records import (
     encode_record,
     incomplete,
     pick,
-    record_of,
     salvage_record,
 )
 from annie_quant.documents.results import (

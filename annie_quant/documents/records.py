@@ -273,11 +273,6 @@ def pick(kind: type[S], fields: Mapping[str, Any]) -> S:
     return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})
 
 
-def record_of(**fields: Any) -> RequestRecord:
-    """Return the record with these fields of a line, by name; fields that are missing have their defaults."""
-    return pick(RequestRecord, {**fields, **{name: pick(kind, fields) for name, kind in GROUPS.items()}})
-
-
 def _assembled(read: Callable[[type[Any]], Any]) -> RequestRecord:
     """Return the record of a line; `read` returns the fields of a type, which ignores those of the others."""
     record: RequestRecord = read(RequestRecord)

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import make_run_sample as sample
 import pytest
 from click.testing import CliRunner
+from flat_records import record_of
 from paths import DATA, ROOT
 
 from annie_quant import report
@@ -33,7 +34,7 @@ from annie_quant.cli.pipeline.stages import RunDirectory
 from annie_quant.core import files
 from annie_quant.core.errors import DiskFull, EnvironmentFault, UsageError
 from annie_quant.data.generation import Journal
-from annie_quant.documents import SCHEMA_VERSION, record_of
+from annie_quant.documents import SCHEMA_VERSION
 from annie_quant.report import recheck
 from annie_quant.stream import Timings
 

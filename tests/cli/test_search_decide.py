@@ -200,8 +200,7 @@ def test_a_budget_is_a_limit_of_best_and_its_measurements_are_shared(tmp_path, m
     monkeypatch.setattr(quantize, "run", run)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n')
-    stages = Stages(RunDirectory(tmp_path / "run"), TINY_ANNIE, rows, 4, SilentConsole())
-    stages.work = tmp_path / "work"
+    stages = Stages(RunDirectory(tmp_path / "run"), TINY_ANNIE, rows, 4, SilentConsole(), tmp_path / "work")
     for name in ("best@0.0045", "best"):
         stages.quantize(name)
     (strategy, folder, limited), (_, _, plain) = asked

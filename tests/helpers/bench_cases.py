@@ -6,11 +6,12 @@ import json
 import random
 
 from fake_server import Script, words
+from flat_records import record_of
 
 from annie_quant import bench, documents
 from annie_quant.bench import confounds
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.documents import BenchConfig, Ended, Identity, convert, record_of
+from annie_quant.documents import BenchConfig, Ended, Identity, convert
 from annie_quant.judge.library import build_workload
 
 TOOLS = [

@@ -10,6 +10,7 @@ import evaluations
 import pytest
 from bench_cases import TOOLS, ask, workload
 from fake_server import FakeServer, Script, words
+from flat_records import record_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from randomised import examples
@@ -17,7 +18,7 @@ from randomised import examples
 from annie_quant import bench, documents, judge
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import Aggregates, BenchConfig, Identity, ModelRow, OfflineSide, PairedGate, record_of
+from annie_quant.documents import Aggregates, BenchConfig, Identity, ModelRow, OfflineSide, PairedGate
 from annie_quant.judge import decision
 from annie_quant.judge.gates import tabulate
 

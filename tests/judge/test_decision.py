@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from bench_cases import row
+from flat_records import record_of
 from msgspec import structs
 
 from annie_quant import documents, judge
@@ -222,7 +223,7 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
             "text": "x",
             "finish_reason": "stop",
         }
-        return documents.record_of(id=f"{backend}/{i}", checks={"tool_call": passed and i < 88 + won + lost}, **fields)
+        return record_of(id=f"{backend}/{i}", checks={"tool_call": passed and i < 88 + won + lost}, **fields)
 
     records = [answer(backend, i) for i in range(100) for backend in ("mlp_only", "q4_k_m")]
     aggregates = typed(mlp_only=side(), q4_k_m=side())
@@ -238,7 +239,7 @@ def test_one_leak_is_neither_a_loss_nor_a_gain_and_six_are():
     cases = (("q4_k_m", 1, (0, 0)), ("mlp_only", 1, (0, 0)), ("q4_k_m", 6, (1, 0)), ("mlp_only", 6, (0, 1)))
     for leaking, n_leaks, expected in cases:
         records = [
-            documents.record_of(
+            record_of(
                 id=f"{name}/{i}",
                 backend=name,
                 workload="w",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from flat_records import record_of
 
 from annie_quant import documents, judge
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.documents import BenchConfig, Identity, record_of
+from annie_quant.documents import BenchConfig, Identity
 from annie_quant.judge import decision
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import evaluations
 import pytest
+from flat_records import record_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from randomised import examples
@@ -15,7 +16,7 @@ from annie_quant import documents, judge
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.cli.checkpoint import evaluate as eval_command
 from annie_quant.cli.pipeline import demo
-from annie_quant.documents import BenchConfig, Identity, ModelFiles, record_of
+from annie_quant.documents import BenchConfig, Identity, ModelFiles
 from annie_quant.judge import decision
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from command_line import annie_quant
 from fake_server import FakeServer, words
+from flat_records import record_of
 from paths import HELPERS, TINY_ANNIE
 
 import annie_quant as aq
 from annie_quant.core.errors import ServerError, UsageError
 from annie_quant.core.files import write_json
 from annie_quant.data.workloads import resolve
-from annie_quant.documents import RequestRecord, record_of
+from annie_quant.documents import RequestRecord
 from annie_quant.ops.attribution import AttributionRun, compare_answers
 from annie_quant.ops.attribution_servers import (
     SERVED,

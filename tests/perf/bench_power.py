@@ -14,9 +14,12 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "helpers"))
+
+from flat_records import record_of
 
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.documents import BenchConfig, Comparison, Identity, RequestRecord, WorkloadSettings, record_of
+from annie_quant.documents import BenchConfig, Comparison, Identity, RequestRecord, WorkloadSettings
 
 WORKLOADS, PROMPTS, REPEATS = ("greeting", "factual", "long_response"), 34, 2
 

@@ -17,9 +17,12 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "helpers"))
+
+from flat_records import record_of
 
 from annie_quant.bench import cliffs, findings, machine, stability
-from annie_quant.documents import Comparison, record_of
+from annie_quant.documents import Comparison
 from annie_quant.judge.statistics import compare, wilson
 
 

@@ -57,17 +57,17 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
     stale = check_prompt_hash(settings.calib_data, settings.persona, allow=settings.allow_prompt_mismatch)
     workloads = resolve(settings.persona, settings.workloads)
     with directory.locked():
-        stages = Stages(directory, settings.model, settings.calib_data, settings.samples, console)
+        work = directory / "models/.work"
+        stages = Stages(directory, settings.model, settings.calib_data, settings.samples, console, work)
         listed = settings.strategies
         order, notes = frontier_order(settings.model) if listed is None else (chosen_order(listed), [])
-        stages.work = directory / "models/.work"
         search = Search(stages, settings, order, workloads)
         search.result.notes += [*notes, *([stale] if stale else [])]
         search.check_reference()
         if not search.result.stopped:
             search.try_strategies()
         search.save()
-        shutil.rmtree(stages.work, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
     return search.result
 
 

@@ -70,16 +70,26 @@ Result = TypeVar("Result", bound=StageResult)
 
 
 class Stages:
-    """The stages of one model in one run directory. rows: the stages so far, in order."""
+    """The stages of one model in one run directory.
+
+    work: folder of the measurements that several budgets of a strategy share; None: they share none.
+    rows: the stages so far, in order.
+    """
 
     def __init__(
-        self, directory: RunDirectory, model: Path, conversations: Path, samples: int, console: Console
+        self,
+        directory: RunDirectory,
+        model: Path,
+        conversations: Path,
+        samples: int,
+        console: Console,
+        work: Path | None = None,
     ) -> None:
         self.dir, self.console = directory, console
         self.model, self.conversations, self.samples = model, conversations, samples
         self.base = {"version": __version__, "model": model_sha256(model)[:16]}  # inputs of every stage
         self.rows: list[documents.Stage] = []
-        self.work: Path | None = None  # of the measurements that several budgets of a strategy share
+        self.work = work
         self._text_key: str | None = None
 
     def stage(

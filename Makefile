@@ -24,8 +24,11 @@ demo: setup
 # The files in the order of tests/helpers/run_groups.py: longest first.
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
+# More workers than processors make tests with servers and clocks late. What fails is run once more, alone, and printed both times:
+# what fails again ends `make test`.
 test: setup apt-test
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) || { test $$? -eq 1 && echo "== the tests that failed, once more and alone" && \
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1; }
 
 # Fast files of all packages, for the loop of editing and testing (tests/quick.txt).
 test-quick: setup

@@ -133,4 +133,4 @@ def test_long_difficult_text_is_judged_quickly(text):
     start = time.monotonic()
     judge.checks(judge.Answer(text), single.cases[0], single)
     judge.parse_raw(text, True)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15

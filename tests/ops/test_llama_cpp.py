@@ -194,7 +194,7 @@ def test_never_ready_is_reported_and_stopped(models):
     started = time.monotonic()
     with pytest.raises(ServerError, match=r"was not ready in 0\.01 s"):
         aq.serve.start(models["bf16"], timeout_s=0.01)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 25
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def Request(url: str, **fields) -> aq.stream.Request:
 
 
 def slow(connection, request: bytes) -> None:
-    time.sleep(0.4)
+    time.sleep(4)
     stream(HELLO)(connection, request)
 
 
@@ -34,7 +34,7 @@ def test_cancelling_the_warm_up_cancels_the_run() -> None:
         threading.Timer(0.1, cancel.cancel).start()
         began = time.monotonic()
         timings = aq.stream.run([Request(server.url)] * 3, warmup=[Request(server.url)] * 2, cancel=cancel)
-        assert time.monotonic() - began < 0.35
+        assert time.monotonic() - began < 3.5, "before the server answers"
         assert [r["cause"] for r in timings.records()] == ["not_started"] * 3 and len(server.requests) == 1
         again = aq.stream.run([Request(server.url)], cancel=cancel)
         assert again.records()[0]["cause"] == "not_started" and len(server.requests) == 1, "it stays cancelled"
@@ -57,7 +57,7 @@ def test_one_cancel_stops_every_run_that_has_it() -> None:
         cancel.cancel()
         cancel.cancel()
         assert [r.result().records()[0]["cause"] for r in runs] == ["cancelled"] * 4
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 4.5, "before the requests' own limit of 5 s"
         cancel.close()
         with pytest.raises(aq.errors.UsageError, match="closed"):
             aq.stream.run([Request(server.url)], cancel=cancel)

@@ -29,7 +29,7 @@ def one(respond, request: dict | None = None, **options) -> dict:
     with RawServer(respond) as server:
         began = time.monotonic()
         record = aq.stream.run([Request(server.url, json={}, **(request or {}))], **options).records()[0]
-        assert time.monotonic() - began < 5, "it hung"
+        assert time.monotonic() - began < 15, "it hung"
     return record
 
 
@@ -285,8 +285,8 @@ def test_ctrl_c_returns_the_results_so_far() -> None:
         time.sleep(0.3)
         began = time.monotonic()
         child.send_signal(signal.SIGINT)
-        out, _ = child.communicate(timeout=5)
-    assert time.monotonic() - began < 2
+        out, _ = child.communicate(timeout=15)
+    assert time.monotonic() - began < 10, "before the server's 20 s"
     assert json.loads(out) == [["cancelled", "Hi"], ["cancelled", "Hi"], ["not_started", ""]]
 
 
@@ -296,17 +296,19 @@ def test_a_signal_handler_that_does_not_raise_does_not_stop_the_run() -> None:
 
     def respond(connection, request) -> None:
         connection.sendall(HEAD)
-        time.sleep(0.3)
+        while not actual and time.monotonic() - began < 10:
+            time.sleep(0.01)
+        during.append(bool(actual))
         connection.sendall(b"".join(map(chunk, HELLO)) + b"0\r\n\r\n")
 
+    during, began = [], time.monotonic()
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        began = time.monotonic()
         record = one(respond)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert record["error"] is None and record["text"] == "Hello there."
-    assert actual and actual[0] - began < 0.25, "the handler ran during the run, not after it"
+    assert during == [True], "the handler runs while the answer is awaited, not after it"
 
 
 SERVER = """
@@ -342,12 +344,12 @@ def test_a_server_killed_or_stopped(what: signal.Signals, cause: tuple[str, ...]
 def test_deadline_stops_the_run_and_is_in_the_records() -> None:
     def stall(connection, request) -> None:
         connection.sendall(HEAD)
-        time.sleep(3)
+        time.sleep(20)
 
     with RawServer(stall) as server:
         began = time.monotonic()
         records = aq.stream.run([Request(server.url, json={})] * 3, concurrency=1, deadline_s=0.2).records()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     assert [r["cause"] for r in records] == ["deadline", "not_started", "not_started"]
 
 

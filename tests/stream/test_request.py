@@ -204,7 +204,7 @@ def test_head_ends_with_its_head(carrier: str, length: bytes, tls_server: ssl.SS
     with server_of(carrier, tls_server, lambda connection, request: connection.sendall(head)) as server:
         began = time.monotonic()
         timings = aq.stream.run([Request(server.url, method="HEAD")] * 2, verify_tls=False)
-        assert time.monotonic() - began < 2.5, "it hung"
+        assert time.monotonic() - began < 4.5, "it hung until its limit of 5 s"
     assert [int(r["cause"]) for r in timings.requests] == [0, 0] and timings.requests["status"].tolist() == [200, 200]
     assert all(r.startswith(b"HEAD " + PATH.encode() + b" HTTP/1.1\r\n") for r in server.requests)
     assert b"Content-Length" not in server.requests[0]

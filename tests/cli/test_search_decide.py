@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -214,7 +215,7 @@ class FakeStages:
     """Stages without models. tables: strategy → {"smoke"?, "all": {numerics: {gate: (passes, n)}}}; None: it cannot be made."""
 
     def __init__(self, tables, tmp_path):
-        self.tables, self.dir, self.rows, self.log = tables, tmp_path, [], []
+        self.tables, self.dir, self.rows, self.log, self.evaluated = tables, tmp_path, [], [], []
         self.model, self.conversations = tmp_path, tmp_path / "c.jsonl"
         self.console = SilentConsole()
 
@@ -236,7 +237,9 @@ class FakeStages:
         entry = self.tables[strategy]
         gates = entry.get("smoke", both(factual=(1, 1))) if part == "smoke" else entry["all"]
         verdict, numerics = judged_sides(gates)
-        return SimpleNamespace(numerics=numerics, members={}, verdict=verdict, checkpoint_files=None)
+        files = SimpleNamespace(sha256=entry.get("sha256", ""))
+        self.evaluated.append(strategy)
+        return SimpleNamespace(numerics=numerics, members={}, verdict=verdict, checkpoint_files=files)
 
 
 def numerics_result(gates):
@@ -258,6 +261,7 @@ def numerics_result(gates):
 
 def search_tables(tmp_path, monkeypatch, tables, every=False):
     def measure_size(self, row):
+        row.model_sha256 = (tables[row.strategy] or {}).get("sha256", "")
         row.size_bytes, row.bits_per_weight, row.read_bytes, row.predicted_tok_s = 1, 5.0, 1, 2.0
 
     monkeypatch.setattr(search.Search, "measure_size", measure_size)
@@ -289,6 +293,22 @@ def test_the_search_stops_at_the_first_that_passes_and_keeps_what_failed(tmp_pat
         assert part in page, part
     everything, log = search_tables(tmp_path, monkeypatch, tables, every=True)
     assert everything.chosen == "mlp_only" and log[-1] == "qad"
+
+
+def test_two_budgets_that_choose_the_same_formats_are_evaluated_once(tmp_path, monkeypatch):
+    lost, kept = both(tool_call=(10, 100)), both(tool_call=(99, 100))
+    tables = {
+        "best@1": {"all": lost, "sha256": "a"},
+        "best@2": {"all": lost, "sha256": "a"},
+        "best": {"all": kept, "sha256": "b"},
+    }
+    stages = FakeStages(tables, tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "FakeStages", lambda *of: stages)
+    result, log = search_tables(tmp_path, monkeypatch, tables)
+    first, second, third = result.strategies
+    assert log == ["best@1", "best@2", "best"] and "best@2" not in stages.evaluated and third.passed
+    assert second.strategy == "best@2" and second.path == [f"quantize → the same checkpoint as best@1: {first.outcome}"]
+    assert (second.outcome, second.numerics, second.verdict) == (first.outcome, first.numerics, first.verdict)
 
 
 def test_a_weight_only_checkpoint_is_not_evaluated_in_full_where_w4a4_is_required(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ import msgspec
 
 from annie_quant import __version__, documents, judge, quantize
 from annie_quant.checkpoint import ModelFolder, decode_speed
+from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.checkpoint.size import folder_size
 from annie_quant.cli import tables as texts
 from annie_quant.cli.pipeline import SearchSettings
@@ -170,6 +171,11 @@ class Search:
             row.error, row.outcome, row.path = fault, "could not be made", [f"quantize → {fault}"]
             return row
         self.measure_size(row)
+        if same := next((r for r in self.result.strategies if r.model_sha256 == row.model_sha256 != ""), None):
+            path = [f"quantize → the same checkpoint as {same.strategy}: {same.outcome}"]
+            return msgspec.structs.replace(
+                same, strategy=strategy, path=path, seconds=round(self.spent_s() - before_s, 1)
+            )
         row.audit, row.loads = audit.summary, audit.loads
         if fault:
             row.outcome, row.why = "unsound checkpoint", [fault]
@@ -181,6 +187,7 @@ class Search:
 
     def measure_size(self, row: documents.StrategyRow) -> None:
         shards = ModelFolder(self.stages.checkpoint(row.strategy))
+        row.model_sha256 = model_sha256(shards.path)
         size = folder_size(shards)
         row.size_bytes, row.bits_per_weight = size.size_bytes, size.bits_per_weight
         speed = decode_speed.predict(shards, decode_speed.DEVICES["gb10"])

@@ -236,7 +236,7 @@ def evaluate(options: EvalOptions) -> None:
     from annie_quant.checkpoint.inspection import export_notes
     from annie_quant.data.workloads import personas_of, resolve
     from annie_quant.judge.decision import FAILING
-    from annie_quant.offline import job
+    from annie_quant.offline import evaluation
     from annie_quant.offline.pair import EvaluationJob
     from annie_quant.quantize.runner import check_checkpoint
 
@@ -258,7 +258,7 @@ def evaluate(options: EvalOptions) -> None:
         **opt.picked(options, "checkpoint", "reference", "numerics", "text", "output", "rows"),
     )
     with console.task("evaluate") as step:
-        result = job.run(settings, step)
+        result = evaluation.run(settings, step)
     speed = decode_speed.predict_if_readable(checkpoint)
     if options.as_json:
         emit(result.to_dict() | {"notes": [*faults, *result.notes], "predicted": msgspec.to_builtins(speed)})

@@ -118,7 +118,7 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
     """Compute a job in this process."""
     prompts = job.prompts()  # before torch is imported, so that an unknown workload is named at once
     from annie_quant.offline import ensemble
-    from annie_quant.offline.job import run
+    from annie_quant.offline.evaluation import run
     from annie_quant.offline.pair import EvaluationJob, open_pair
 
     silence_transformers()

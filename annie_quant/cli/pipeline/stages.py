@@ -214,7 +214,7 @@ class Stages:
         ensemble: also compute the further members of each numerics, for a verdict that does not depend on one arithmetic; it
         costs about half as much again.
         """
-        from annie_quant.offline import job
+        from annie_quant.offline.evaluation import run
         from annie_quant.offline.pair import EvaluationJob
 
         output = f"eval/{name}.json"
@@ -232,7 +232,7 @@ class Stages:
                 output=self.dir / output,
                 cache=self.dir / "eval",
             )
-            result = job.run(settings, progress)
+            result = run(settings, progress)
             return StageResult(result.verdict.sentence if result.verdict else "")
 
         asked = {"asked": prompts_key(workloads), "numerics": list(numerics), "ensemble": ensemble}

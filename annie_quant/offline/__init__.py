@@ -23,12 +23,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 need("torch", "quantize")
 need("transformers", "quantize")
 
-from annie_quant.offline import codec, quantizer  # noqa: E402
+from annie_quant.offline import quantizer  # noqa: E402
 from annie_quant.offline.fp8_linear import FP8Linear  # noqa: E402
 from annie_quant.offline.loading import load, numerics_of  # noqa: E402
 from annie_quant.offline.nvfp4_linear import NVFP4Linear, set_cache, set_numerics  # noqa: E402
 
-codec.register()
 quantizer.register()
 
 __all__ = [

@@ -28,7 +28,7 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
 from annie_quant.documents import ChatMessage
 from annie_quant.judge import Workload
-from annie_quant.offline.decoding import Completion, generate_in_parts
+from annie_quant.offline.decoding import Completion, generate
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load, numerics_of
 from annie_quant.offline.prompts import Answered, Template, TurnRequest
@@ -131,7 +131,7 @@ class Reference:
 
         for at in range(0, len(work), ANSWERS_PER_WRITE):
             part = work[at : at + ANSWERS_PER_WRITE]
-            completions = generate_in_parts(
+            completions = generate(
                 self.engine(),
                 [list(r.prompt) for _, r in part],
                 [r.max_tokens for _, r in part],
@@ -282,7 +282,7 @@ def answer_from_differences(
                 outcomes[i] = Outcome(request, Completion(known, True), False, difference.index)
             else:
                 work.append((i, request, [*known, difference.token]))
-        rest = generate_in_parts(
+        rest = generate(
             engine,
             [[*request.prompt, *known] for _, request, known in work],
             [request.max_tokens - len(known) for _, request, known in work],

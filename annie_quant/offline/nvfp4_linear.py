@@ -230,13 +230,11 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
         x = self.rounded_input(x)
         if self.permutation is not None or self.parts > 1:
             return self.reordered(x)
-        if self.dense is not None or self.operands is not None:
+        has_gradient = torch.is_grad_enabled() and x.requires_grad  # which the products on packed weights have not
+        if has_gradient or self.dense is not None or self.operands is not None:
             return nn.functional.linear(x, self.weights(x.dtype), self.bias)
         if not torch.compiler.is_compiling():
             self.prepare()
-        if torch.is_grad_enabled() and x.requires_grad:
-            y = WithGradient.apply(x, self)
-            return y if self.bias is None else y + self.bias
         return self.packed_product(x, self.bias)
 
     def packed_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -285,27 +283,6 @@ class PackedNVFP4Linear(NVFP4Linear):
     FIXED_DTYPE = NAMES
     SCALAR_SHAPE = (1,)
     RECIPROCAL = True
-
-
-class WithGradient(torch.autograd.Function):
-    """NVFP4Linear.packed_product with the gradient dx = dy W; the packed weights get none.
-
-    The layer is saved for the gradient, not its dequantized weights.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: NVFP4Linear) -> torch.Tensor:
-        ctx.layer = layer
-        return layer.packed_product(x, None)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (dy,), layer = grads, ctx.layer
-        parts = (dy[..., start:stop] @ layer.rows(start, stop, dy.dtype) for start, stop in layer.row_spans(dy))
-        dx = next(parts)
-        for part in parts:
-            dx = dx + part
-        return dx, None
 
 
 def sum_of_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:

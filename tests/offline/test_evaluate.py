@@ -99,14 +99,14 @@ def test_the_references_answers_are_cached_and_a_killed_run_resumes(
     from annie_quant.offline.nvfp4_linear import NVFP4Linear
 
     generated: list[int] = []
-    plain = module.generate_in_parts
+    plain = module.generate
 
     def counted(engine, prompts, *more, **named):
         if not any(isinstance(layer, NVFP4Linear) for layer in engine.model.modules()):  # the reference's
             generated.append(len(prompts))
         return plain(engine, prompts, *more, **named)
 
-    monkeypatch.setattr(module, "generate_in_parts", counted)
+    monkeypatch.setattr(module, "generate", counted)
     first = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path, with_ensemble=False)
     assert sum(generated) == 6
     generated.clear()

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="the tokenizer is transformers': pip 
 
 from annie_quant.judge.answers import Form
 from annie_quant.offline.pair import FIELDS, kl_summary
-from annie_quant.offline.prompts import CLASSES, Template, covers, deciding
+from annie_quant.offline.prompts import Template, covers, deciding
 
 # "^" stands in front of every character that decides.
 PLANTED: list[tuple[Form, str]] = [

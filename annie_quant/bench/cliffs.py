@@ -1,4 +1,4 @@
-"""The cliff of a server on a ladder (data/ladders.py): the level from which its answers are wrong.
+"""The cliff of a server on a ladder (data/workloads.py): the level from which its answers are wrong.
 
 A prompt counts as right at a level where all its k repeats are right (pass^k). The cliff is the step of a binomial likelihood with
 one rate before it and one from it on. It is reported where the largest fall of the rate is larger than in 95 % of permutations of

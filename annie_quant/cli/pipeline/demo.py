@@ -32,7 +32,8 @@ from annie_quant.core.resume import KeyedJson
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import Aggregates, ModelRow
 from annie_quant.judge import decision
-from annie_quant.judge.decision.run import JudgedGate, compared_with
+from annie_quant.judge.decision.judged import JudgedGate
+from annie_quant.judge.decision.run import compared_with
 from annie_quant.judge.metrics import three_digits
 from annie_quant.ops import serving
 from annie_quant.quantize.runner import weight_bytes

@@ -246,6 +246,14 @@ def _matches(value: object, choice: object) -> bool:
 Allowed = Mapping[str, Sequence[object]]  # argument → allowed values
 ExpectedCall = Mapping[str, Allowed]  # one function → its arguments
 
+
+def allowed(value: object) -> object:
+    """Return a value as the leaderboard's answers have it: each field of an object is a list of allowed values."""
+    if isinstance(value, Mapping):
+        return {key: [allowed(item)] for key, item in value.items()}
+    return [allowed(item) for item in value] if isinstance(value, list) else value
+
+
 # Case, spaces and this punctuation do not decide whether a text argument is right.
 _IGNORED = re.compile(r"[ ,./\-_*^]")
 

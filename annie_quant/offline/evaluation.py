@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -61,7 +60,7 @@ from annie_quant.offline.pair import (
     open_pair,
 )
 from annie_quant.offline.profiles import find_profile, is_supported
-from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
+from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers
 
 Judged = tuple[Workload, Case, Answer]  # what judge.gate_table counts
 
@@ -73,8 +72,7 @@ class Baseline:
     answered: the reference's answers.
     judged: the same with what judges them, each with itself as its reference.
     characters: by gate, those of `judged` in gate_outcomes.
-    own, conversations, text: texts whose tokens are scored: the reference's answers, those of the job's conversations, and the
-        pieces of its text file.
+    own, conversations: texts whose tokens are scored: the reference's answers, and those of the job's conversations.
     """
 
     answered: list[Answered]
@@ -82,7 +80,6 @@ class Baseline:
     characters: list[dict[str, str]]
     own: list[ScoredAnswer]
     conversations: list[ScoredAnswer]
-    text: list[ScoredAnswer]
 
 
 def evaluate(
@@ -98,7 +95,6 @@ def evaluate(
     dtype: str | None = None,
     device: str | None = None,
     rows: int = 128,
-    text: StrPath | None = None,
     persona: StrPath | Persona | None = None,
     with_ensemble: bool = True,
 ) -> JsonObject:
@@ -117,7 +113,6 @@ def evaluate(
         cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME.
         dtype: "float32" or "bfloat16" for everything that is not packed; default: float32 on a CPU if memory allows.
         rows: answers per batch.
-        text: a plain text file for perplexity and KL over all of its tokens.
         with_ensemble: also compute the further members of each numerics (ensemble.py), for a verdict that does not hang on one
             arithmetic.
 
@@ -137,7 +132,6 @@ def evaluate(
         ensemble=with_ensemble,
         conversations=conversations,
         n_conversations=n_conversations,
-        text=text,
         faults=export_notes(model_dir, reference_dir),
         cache=None if cache is None else Path(cache),
         dtype=dtype,
@@ -189,7 +183,7 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
     workloads, n_repeated = judge.distinct_prompts(workloads)
     supported = profiles_of(pair.model)
     numerics = chosen_numerics(job, supported)
-    conversations, text = scored_texts(job, pair.template)  # a faulty file is reported before an hour of answers
+    conversations = scored_conversations(job, pair.template)  # a faulty file is reported before an hour of answers
     own_gates = compares_with_reference(workloads)
     workloads = [replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads]
     answered = pair.reference.answer(workloads, pair.progress)
@@ -197,7 +191,7 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
     blocking = [*job.faults, *(line for line in own_files.blocking if not any(line in fault for fault in job.faults))]
     before = with_references(judged(pair.template, answered))
     characters = [gate_characters(*row) for row in before]
-    baseline = Baseline(answered, before, characters, pair.scored(answered), conversations, text)
+    baseline = Baseline(answered, before, characters, pair.scored(answered), conversations)
     floor = judged_outcomes(pair.template, ensemble.second_answers(pair, answered), baseline)
     results: dict[str, NumericsResult] = {}
     members: dict[str, Member] = {}
@@ -235,7 +229,7 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
             workloads={w.name: EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w)) for w in workloads},
             n_answers=len(answered),
             n_conversation_answers=len(conversations),
-            n_text_tokens=sum(len(p.target) for p in text),
+            n_text_tokens=0,
             notes=notes,
             reference_gates={},
             numerics=results,
@@ -271,14 +265,14 @@ def chosen_numerics(job: EvaluationJob, supported: Sequence[str]) -> list[str]:
     return chosen
 
 
-def scored_texts(job: EvaluationJob, template: Template) -> tuple[list[ScoredAnswer], list[ScoredAnswer]]:
-    """Return the answers of the job's conversations, and the pieces of its text file."""
-    rows: Iterable[dict[str, Any]] = ()
+def scored_conversations(job: EvaluationJob, template: Template) -> list[ScoredAnswer]:
+    """Return the answers of the job's conversations."""
+    rows: Sequence[JsonObject] = ()
     if isinstance(job.conversations, (str, os.PathLike)):
         rows = read_conversations(job.conversations, job.n_conversations)
     elif job.conversations is not None:
-        rows = list(job.conversations)[: job.n_conversations]
-    return conversation_answers(template, rows), [] if job.text is None else text_pieces(template, job.text)
+        rows = job.conversations[: job.n_conversations]
+    return conversation_answers(template, rows)
 
 
 def evaluate_numerics(
@@ -290,9 +284,9 @@ def evaluate_numerics(
     """
     start = time.monotonic()
     profile = find_profile(name)
-    answered, own, conversations, text = baseline.answered, baseline.own, baseline.conversations, baseline.text
+    answered, own, conversations = baseline.answered, baseline.own, baseline.conversations
     with emulate(pair.model, profile):
-        comparisons = pair.compare([*own, *conversations, *text], f"{name}: checking answers")
+        comparisons = pair.compare([*own, *conversations], f"{name}: checking answers")
         base = {i: comparisons[i].choices for i in range(len(answered))}
         differences = ensemble.differences_of(base)
         outcomes = ensemble.answers_of(pair, pair.engine, answered, differences, name)
@@ -309,7 +303,7 @@ def evaluate_numerics(
         outcomes=gate_outcomes(after, baseline)[1],
         kl=kl,
         kl_conversations=pair.summarize(conversations, comparisons, len(own)),
-        kl_text=pair.summarize(text, comparisons, len(own) + len(conversations)),
+        kl_text=None,
         perplexity=kl.perplexity if kl else None,
         perplexity_reference=kl.perplexity_reference if kl else None,
         same_answers=SameAnswers(n=len(outcomes), same=sum(o.same for o in outcomes)),

@@ -61,7 +61,6 @@ class EvaluationJob:
     plain: those of `numerics` whose further members are not computed all the same.
     conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
     n_conversations: most conversations, taken evenly over the file.
-    text: a plain text file for perplexity and KL over all of its tokens.
     faults: of the export, which forbid the verdict "keeps".
     layers_n: prompts per gate for the sensitivity of layers, under the first numerics; None: not measured.
     output: JSON file for the evaluation. The sensitivity goes to OUTPUT.layers.json, from which a killed run resumes.
@@ -81,7 +80,6 @@ class EvaluationJob:
     plain: Sequence[str] = ()
     conversations: StrPath | Sequence[JsonObject] | None = None
     n_conversations: int | None = None
-    text: StrPath | None = None
     faults: Sequence[str] = ()
     layers_n: int | None = None
     output: Path | None = None
@@ -177,11 +175,7 @@ class ModelPair:
             return None
         template = self.template
         classes = [c for a in scored for c in template.classes(a.target, a.thinking)]
-        decisions = [
-            decides
-            for a in scored
-            for decides in ([False] * len(a.target) if a.plain else template.decisions(a.target, a.thinking))
-        ]
+        decisions = [d for a in scored for d in template.decisions(a.target, a.thinking)]
         return kl_summary(
             np.concatenate([comparisons[offset + i].fields for i in range(len(scored))]),
             np.repeat([a.category for a in scored], [len(a.target) for a in scored]),

@@ -42,7 +42,7 @@ from annie_quant.checkpoint.linears import (
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import aliases
-from annie_quant.offline.experts import SingleExperts, separate
+from annie_quant.offline.experts import separate
 from annie_quant.offline.fp8_linear import BlockFP8Linear, FP8Linear, NamedBlockFP8Linear
 from annie_quant.offline.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear, nvfp4_linears
 
@@ -307,9 +307,8 @@ class NVFP4Quantizer(HfQuantizer):
                 p.data = p.data.to(self.dtypes[name])
         with as_audit_finding(self.folder):
             check_values(model)
-        single = {m for experts in model.modules() if isinstance(experts, SingleExperts) for m in experts.modules()}
         for linear in nvfp4_linears(model).values():
-            if linear.codes.device.type == "cuda" and linear not in single:  # of experts, those that run one by one
+            if linear.codes.device.type == "cuda":
                 linear.prepare()
         return model
 

@@ -74,18 +74,15 @@ def resolve(
     Raises UsageError for a name or path that does not exist, and where two workloads have the same name.
     """
     who = None if persona is None else persona if isinstance(persona, Persona) else load_persona(str(persona))
-    chosen = default_workloads(who) if workloads is None else [w for item in _items(workloads) for w in _load(item)]
-    if who is not None and workloads is not None:
-        chosen = [with_persona(w, who) for w in chosen]
+    if workloads is not None:
+        named = [w for item in _items(workloads) for w in _load(item)]
+        chosen = named if who is None else [with_persona(w, who) for w in named]
+    else:
+        chosen = (stored_workloads(who) or generated_workloads(who)) if who else judge.load_workloads()
     names = [w.name for w in chosen]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(f"two workloads are called {duplicates[0]!r}", "give each its own name")
     return chosen
-
-
-def default_workloads(persona: Persona | None) -> list[Workload]:
-    """Return a persona's stored workloads, else workloads made from its tools. None: Annie's."""
-    return stored_workloads(persona) or generated_workloads(persona) if persona else judge.load_workloads()
 
 
 def stored_workloads(persona: Persona) -> list[Workload]:

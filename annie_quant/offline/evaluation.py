@@ -407,25 +407,20 @@ def differing_answers(
     outcomes: Sequence[Outcome], after: Sequence[Judged], before: Sequence[Judged]
 ) -> list[DifferingAnswer]:
     """Return the answers that differ from the reference's, with both texts and the gates that now fail."""
-    rows = []
-    for outcome, (workload, case, answer), (_, _, old) in zip(outcomes, after, before, strict=True):
-        if not outcome.same:
-            rows.append(
-                DifferingAnswer(
-                    case=outcome.request.name,
-                    agreed_tokens=outcome.agreed,
-                    failed=[
-                        gate
-                        for gate, passed in judge.checks(answer, case, workload).items()
-                        if not passed and not GATES[gate].two_sided
-                    ],
-                    text=answer.text,
-                    tool_calls=calls_as_text(answer),
-                    reference_text=old.text,
-                    reference_tool_calls=calls_as_text(old),
-                )
-            )
-    return rows
+    return [
+        DifferingAnswer(
+            case=outcome.request.name,
+            agreed_tokens=outcome.agreed,
+            failed=[gate for gate, ok in judge.checks(*row).items() if not ok and not GATES[gate].two_sided],
+            text=answer.text,
+            tool_calls=calls_as_text(answer),
+            reference_text=old.text,
+            reference_tool_calls=calls_as_text(old),
+        )
+        for outcome, (workload, case, answer), (_, _, old) in zip(outcomes, after, before, strict=True)
+        for row in [(answer, case, workload)]
+        if not outcome.same
+    ]
 
 
 def calls_as_text(answer: Answer) -> list[str]:
@@ -448,9 +443,7 @@ def model_notes(requested: Sequence[str], supported: Sequence[str], model: nn.Mo
 def template_notes(template: Template, workloads: Sequence[Workload]) -> list[str]:
     """Return a note if the chat template leaves out the tools that are offered."""
     offered = next((t for w in workloads for c in w.cases[:1] if (t := w.tools_for(c))), None)
-    if offered is None:
-        return []
     message = [{"role": "user", "content": "?"}]
-    if template.render(message, offered, False) != template.render(message, None, False):
+    if offered is None or template.render(message, offered, False) != template.render(message, None, False):
         return []
     return ["the chat template leaves out the tools: the model never sees them, and nothing about tools can be judged"]

@@ -184,15 +184,11 @@ class ModelPair:
         )
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @contextmanager
 def open_pair(job: EvaluationJob, progress: Progress = SILENT) -> Iterator[ModelPair]:
     """Load the models of a job."""
     start = time.monotonic()
-    device = job.device or default_device()
+    device = job.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if job.dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"dtype {job.dtype!r}", "choose float32 or bfloat16")
     dtype = job.dtype or working_dtype([job.checkpoint, job.reference], device)

@@ -277,13 +277,9 @@ def read_text_chunk(answer: StreamedAnswer, frame: Frame) -> bool:
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return False
     delta = chunk.choices[0].delta
-    answer.model = answer.model or (chunk.model[:MAX_NAME] if chunk.model is not None else None)
-    reasoning, content = delta.reasoning or delta.reasoning_content, delta.content
-    if reasoning:
-        answer.add_reasoning(reasoning, frame.stamp_ns)
-    if content:
-        answer.add_text(content, frame.stamp_ns)
-    if reasoning or content:
+    answer.model = answer.model or (chunk.model and chunk.model[:MAX_NAME])
+    has_reasoning = answer.add_reasoning(delta.reasoning or delta.reasoning_content or "", frame.stamp_ns)
+    if answer.add_text(delta.content or "", frame.stamp_ns) or has_reasoning:
         answer.token(frame)
     return True
 

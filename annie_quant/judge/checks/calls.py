@@ -61,9 +61,8 @@ def states(statement: str, text: str) -> bool:
     for sentence in _SENTENCE_END.split(fold(text)):
         if sentence.rstrip(" \"'”’)*_").endswith("?"):
             continue
-        for match in pattern.finditer(sentence):
-            if not _DENIED.search(sentence[: match.start()]):
-                return True
+        if any(not _DENIED.search(sentence[: match.start()]) for match in pattern.finditer(sentence)):
+            return True
     return False
 
 
@@ -81,8 +80,7 @@ def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
     statements = case.expect.get("contains")
     if not statements:
         return None
-    lacking = missing(statements, answer.text)
-    return f"the answer does not state {lacking!r}" if lacking else ""
+    return f"the answer does not state {lacking!r}" if (lacking := missing(statements, answer.text)) else ""
 
 
 # ---- tool calls and their schemas

@@ -207,7 +207,6 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
                 members[m.name] = Member(m.arithmetic, {}, {}, after, m.n_computed, m.n_changed)
     prompts, reference_outcomes = gate_outcomes(before, baseline)
     floor_outcomes = {k: v for k, v in gate_outcomes(floor, baseline)[1].items() if k in REFERENCE_GATES}
-    sha256 = model_sha256(job.checkpoint)
     left_out = template_notes(pair.template, workloads)
     notes = [*own_files.blocking, *own_files.notes, *model_notes(job.numerics, supported, pair.model)]
     if n_repeated:
@@ -216,6 +215,7 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
     for w in workloads:
         if w.informative:
             notes.append(f"{w.name}: {', '.join(w.informative)} for information only, as the workload states")
+    sha256 = model_sha256(job.checkpoint)
     evaluation = evidence.recounted(
         Evaluation(
             schema_version=SCHEMA_VERSION,

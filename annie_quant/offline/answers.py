@@ -217,10 +217,9 @@ def answer_workloads(
 
 def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> FirstDifference | None:
     """Return where the most likely tokens, int64 [len(target)], first differ from `target`. All end tokens are equal."""
-    for index, (chosen, expected) in enumerate(zip(choices.tolist(), target, strict=True)):
-        if chosen != expected and not (chosen in end_tokens and expected in end_tokens):
-            return FirstDifference(index, chosen)
-    return None
+    pairs = enumerate(zip(choices.tolist(), target, strict=True))
+    other = ((i, a) for i, (a, b) in pairs if a != b and not (a in end_tokens and b in end_tokens))
+    return next((FirstDifference(index, chosen) for index, chosen in other), None)
 
 
 def choices_of(

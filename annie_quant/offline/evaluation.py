@@ -200,7 +200,7 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
         results[name], outcomes, base = evaluate_numerics(pair, baseline, name)
         if constant := gives_one_answer(pair.template, baseline, outcomes):
             blocking.append(f"{name}: {constant}, which bf16 does not give")
-        if job.ensemble and name not in job.plain:
+        if job.ensemble:
             further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
             for m in further:
                 after = gate_outcomes(judged_outcomes(pair.template, m.outcomes, baseline), baseline)[1]

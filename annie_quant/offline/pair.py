@@ -58,7 +58,6 @@ class EvaluationJob:
     numerics: names of profiles (profiles.py); those that the checkpoint lacks are skipped.
     ensemble: whether the further members of each numerics are computed (ensemble.py), for a verdict that does not hang on one
         arithmetic.
-    plain: those of `numerics` whose further members are not computed all the same.
     conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
     n_conversations: most conversations, taken evenly over the file.
     faults: of the export, which forbid the verdict "keeps".
@@ -77,7 +76,6 @@ class EvaluationJob:
     extends: bool = False
     numerics: Sequence[str] = ("w4a4", "w4a16")
     ensemble: bool = True
-    plain: Sequence[str] = ()
     conversations: StrPath | Sequence[JsonObject] | None = None
     n_conversations: int | None = None
     faults: Sequence[str] = ()

@@ -83,8 +83,8 @@ def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder, per_to
     expected = ("U8", (n, k // 2)) if linear.format == "nvfp4" else ("F8_E4M3", (n, k))
     expect(folder, linear.weight, expected[0], expected[1])
     with torch.device("meta"):
-        is_nvfp4 = linear.format == "nvfp4"
-        new = build_nvfp4(linear, folder, module) if is_nvfp4 else build_fp8(linear, folder, module, per_token)
+        packed = linear.format == "nvfp4"
+        new: Any = build_nvfp4(linear, folder, module) if packed else build_fp8(linear, folder, module, per_token)
     new._is_hf_initialized = True  # so that transformers draws no random values for it
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, new.requires_grad_(False))

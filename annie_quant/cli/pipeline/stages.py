@@ -160,17 +160,18 @@ class Stages:
             options |= {"min_tps": decode_speed.tok_s(read, device), "device": "gb10"}
 
         def work(progress: Progress) -> StageResult:
-            calibration = {"calib_data": self.rows_of_draw(draw), "calib_samples": self.samples}
-            # The demo and the search have checked the prompt.
-            settings: dict[str, Any] = {
-                **calibration,
+            job = quantize.run(
+                plain,
+                self.model,
+                self.checkpoint(strategy, draw),
+                calib_data=self.rows_of_draw(draw),
+                calib_samples=self.samples,
+                allow_prompt_mismatch=True,  # the demo and the search have checked the prompt
+                force=True,
+                report=progress,
+                work=self.work and self.work / f"{plain}-{draw}",
                 **options,
-                "force": True,
-                "report": progress,
-                "allow_prompt_mismatch": True,
-                "work": self.work and self.work / f"{plain}-{draw}",
-            }
-            job = quantize.run(plain, self.model, self.checkpoint(strategy, draw), **settings)
+            )
             sizes = f"{job.size_bytes / 1e6:,.1f} of {job.source_bytes / 1e6:,.1f} MB"
             return StageResult(sizes)
 

@@ -498,9 +498,9 @@ def looks(n: int) -> list[int]:
     return [FIRST_LOOK, n] if n >= 2 * FIRST_LOOK else [n]
 
 
-def failing(gates: Mapping[str, GateResult], outcomes: Sequence[Outcome] = ("fail", "undecided")) -> list[str]:
-    """Return the deciding gates whose verdict is one of `outcomes`."""
-    return [name for name, result in gates.items() if result.verdict in outcomes and not result.advisory]
+def failing(gates: Mapping[str, GateResult]) -> list[str]:
+    """Return the deciding gates that fail or are undecided."""
+    return [name for name, result in gates.items() if result.verdict != "pass" and not result.advisory]
 
 
 def cannot_keep(gate: str, pair: PairedGate, in_all: int, n_looks: int) -> str | None:

@@ -202,8 +202,10 @@ def _speed_gates(
             low, high = (median.p50 if end is None else end for end in (median.low, median.high))
             passes, fails = (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
             verdict: documents.Outcome = "pass" if passes else "fail" if fails else "undecided"
-            limits = (median.low, median.high, median.n, limit, verdict)
-            gates[gate] = documents.SpeedGate(metric, median.p50, *limits)
+            interval = {"low": median.low, "high": median.high}
+            gates[gate] = documents.SpeedGate(
+                metric=metric, value=median.p50, n=median.n, limit=limit, verdict=verdict, **interval
+            )
     return gates
 
 

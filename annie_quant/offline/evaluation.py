@@ -411,14 +411,13 @@ def differing_answers(
         DifferingAnswer(
             case=outcome.request.name,
             agreed_tokens=outcome.agreed,
-            failed=[gate for gate, ok in judge.checks(*row).items() if not ok and not GATES[gate].two_sided],
+            failed=[g for g, ok in judge.checks(answer, case, workload).items() if not (ok or GATES[g].two_sided)],
             text=answer.text,
             tool_calls=calls_as_text(answer),
             reference_text=old.text,
             reference_tool_calls=calls_as_text(old),
         )
         for outcome, (workload, case, answer), (_, _, old) in zip(outcomes, after, before, strict=True)
-        for row in [(answer, case, workload)]
         if not outcome.same
     ]
 

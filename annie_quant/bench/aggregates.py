@@ -28,7 +28,7 @@ from annie_quant.judge import decision
 from annie_quant.judge.gates import count, tabulate
 from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
 from annie_quant.judge.pairing import checks_by_prompt, deciding_by_prompt, pair_by_prompt
-from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, wilson
+from annie_quant.judge.statistics import LEVEL, compare, holm, mcnemar, median_interval, wilson
 
 Values = dict[Hashable, list[float]]
 CheckedPrompts = Mapping[Hashable, Mapping[str, bool]]  # prompt → gate → passed
@@ -202,14 +202,9 @@ def _speed_gates(
             low, high = (median.p50 if end is None else end for end in (median.low, median.high))
             passes, fails = (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
             verdict: documents.Outcome = "pass" if passes else "fail" if fails else "undecided"
+            interval = {"low": median.low, "high": median.high}
             gates[gate] = documents.SpeedGate(
-                metric=metric,
-                value=median.p50,
-                low=median.low,
-                high=median.high,
-                n=median.n,
-                limit=limit,
-                verdict=verdict,
+                metric=metric, value=median.p50, n=median.n, limit=limit, verdict=verdict, **interval
             )
     return gates
 
@@ -219,8 +214,6 @@ def tool_surface(records: Iterable[documents.RequestRecord], name: str) -> list[
 
     Each number of tools is compared with the smallest over the same prompts (exact McNemar test, Holm over the numbers).
     """
-    from scipy.stats import binomtest
-
     levels: dict[int, dict[str, bool]] = defaultdict(dict)
     for record in records:
         passed = record.judgement.checks.get("tool_call")
@@ -230,11 +223,10 @@ def tool_surface(records: Iterable[documents.RequestRecord], name: str) -> list[
     points = []
     for n_tools, answers in sorted(levels.items()):
         fewest = levels[min(levels)]
-        lost = sum(fewest[p] and not answers[p] for p in answers if p in fewest)
-        gained = sum(answers[p] and not fewest[p] for p in answers if p in fewest)
+        changes = [answers[prompt] - fewest[prompt] for prompt in answers if prompt in fewest]
         passes, n = sum(answers.values()), len(answers)
         low, high = wilson(passes, n)
-        p = float(binomtest(lost, lost + gained, alternative="greater").pvalue) if lost + gained else 1.0
+        p = mcnemar(changes.count(-1), changes.count(1))
         points.append(documents.ToolSurfacePoint(n_tools=n_tools, passes=passes, n=n, low=low, high=high, p=p))
     for point, p_holm in zip(points, holm([point.p for point in points]), strict=True):
         point.worse = p_holm is not None and p_holm < LEVEL

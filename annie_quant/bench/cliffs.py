@@ -1,4 +1,4 @@
-"""The cliff of a server on a ladder (data/ladders.py): the level from which its answers are wrong.
+"""The cliff of a server on a ladder (data/workloads.py): the level from which its answers are wrong.
 
 A prompt counts as right at a level where all its k repeats are right (pass^k). The cliff is the step of a binomial likelihood with
 one rate before it and one from it on. It is reported where the largest fall of the rate is larger than in 95 % of permutations of
@@ -19,7 +19,7 @@ import numpy as np
 
 from annie_quant.bench.findings import finding
 from annie_quant.documents import Cliff, Confound, Ladder, LadderPoint, RequestRecord
-from annie_quant.judge.statistics import LEVEL, holm, wilson
+from annie_quant.judge.statistics import LEVEL, holm, mcnemar, wilson
 
 PREFIX = "ladder_"
 LIKELY = math.log(2 / 0.05)
@@ -83,9 +83,8 @@ def find_cliff(points: Sequence[LadderPoint], right: Right) -> Cliff | None:
     fits = {at: fit for at in range(1, len(points)) if (fit := _log_likelihood(points, at)) is not None}
     if not fits:
         return None
-    best = max(fits, key=lambda at: fits[at])
-    p = _fall_p(right)
-    if p >= LEVEL:
+    best = max(fits, key=fits.__getitem__)
+    if (p := _fall_p(right)) >= LEVEL:
         return None
     likely = [at for at, fit in fits.items() if fits[best] - fit <= LIKELY]
     first, last = levels[min(likely)], levels[max(likely)]
@@ -131,11 +130,8 @@ def _shares(right: Right, levels: Iterable[int]) -> dict[str, float]:
 
 def _worse_p(better: Mapping[str, float], worse: Mapping[str, float]) -> float:
     """Return p of the one-sided exact sign test that the second shares are smaller, over the prompts of both."""
-    from scipy.stats import binomtest
-
-    pairs = [(better[case], worse[case]) for case in better.keys() & worse.keys()]
-    lost, differing = sum(y < x for x, y in pairs), sum(y != x for x, y in pairs)
-    return float(binomtest(lost, differing, alternative="greater").pvalue) if differing else 1.0
+    changes = [worse[case] - better[case] for case in better.keys() & worse.keys()]
+    return mcnemar(sum(change < 0 for change in changes), sum(change > 0 for change in changes))
 
 
 # ---- in words

@@ -115,22 +115,18 @@ def _different_answers(names: Sequence[str], records: Records, config: BenchConf
         if record.workload in config.greedy and record.turn == 0 and not record.answer.error:
             answers[record.backend][record.workload, record.case] = record
     for a, b in itertools.permutations(names, 2):
-        both = [
-            key
-            for key in sorted(answers[a].keys() & answers[b].keys())
-            if not has_label(answers[b][key].judgement.checks)
-        ]
-        ours, theirs = ([answers[side][key].answer for key in both] for side in (a, b))
+        shared = sorted(answers[a].keys() & answers[b].keys())
+        unlabelled = [key for key in shared if not has_label(answers[b][key].judgement.checks)]
+        ours, theirs = ([answers[side][key].answer for key in unlabelled] for side in (a, b))
         if constant := constant_answer(ours, theirs):
             yield finding("constant_answers", a, b, answer=constant)
     for a, b in itertools.combinations(names, 2):
-        pairs = (
-            [answers[side][key].answer.text.split() for side in (a, b)] for key in answers[a].keys() & answers[b].keys()
-        )
-        shared = [pair for pair in pairs if all(pair)]
-        equal = sum(first[:OPENING_WORDS] == second[:OPENING_WORDS] for first, second in shared)
-        if len(shared) >= LEAST_ANSWERS and equal < LEAST_EQUAL_SHARE * len(shared):
-            yield finding("different_answers", a, b, equal=equal, n=len(shared), words=OPENING_WORDS)
+        both = answers[a].keys() & answers[b].keys()
+        pairs = ([answers[side][key].answer.text.split() for side in (a, b)] for key in both)
+        in_words = [pair for pair in pairs if all(pair)]
+        equal = sum(first[:OPENING_WORDS] == second[:OPENING_WORDS] for first, second in in_words)
+        if len(in_words) >= LEAST_ANSWERS and equal < LEAST_EQUAL_SHARE * len(in_words):
+            yield finding("different_answers", a, b, equal=equal, n=len(in_words), words=OPENING_WORDS)
 
 
 # ---- the whole run
@@ -165,10 +161,8 @@ def _estimates(records: Records) -> Findings:
 def _smoke(records: Records) -> Findings:
     last = {r.backend: r for r in records if r.workload == "smoke"}
     for name, record in last.items():
-        if record.judgement.faults:
-            yield finding(
-                "smoke", name, faults="; ".join(record.judgement.faults.values()), answer=record.answer.text[:80]
-            )
+        if faults := "; ".join(record.judgement.faults.values()):
+            yield finding("smoke", name, faults=faults, answer=record.answer.text[:80])
 
 
 # ---- one server: its answers
@@ -189,12 +183,9 @@ def _in_times(code: str, name: str, affected: Records, answers: Records, effect:
 def _thinking(name: str, records: Records, config: BenchConfig) -> Findings:
     """Thinking that is shown, hidden, or uses up the whole answer although it is switched off."""
     off = [r for r in records if r.workload not in config.with_thinking and not r.answer.error]
-    leaked = [
-        r
-        for r in off
-        if "thinking_leak" in r.judgement.faults and r.answer.text.strip() and not r.answer.reasoning.strip()
-    ]
     hidden = [r for r in off if r.answer.reasoning.strip()]
+    leaks = (r for r in off if "thinking_leak" in r.judgement.faults and r.answer.text.strip())
+    leaked = [r for r in leaks if not r.answer.reasoning.strip()]
     effect = (
         "its TTFT is the time to the first thinking token, not to an answer (is the server's --reasoning-parser set? is "
         "thinking off in its template?)"
@@ -307,24 +298,15 @@ def tokens_per_event(rows: Iterable[RequestRecord]) -> tuple[float, int] | None:
     """
     tokens = events = 0
     for r in rows:
-        if (
-            r.tokens.tokens_estimated
-            or not r.tokens.token_events
-            or not r.tokens.completion_tokens
-            or r.answer.tool_calls
-            or r.answer.error
-        ):
-            continue
-        tokens += max(0, r.tokens.completion_tokens - (r.answer.finish_reason == "stop"))
-        events += r.tokens.token_events
+        own, n = r.tokens.token_events, r.tokens.completion_tokens
+        if own and n and not (r.tokens.tokens_estimated or r.answer.tool_calls or r.answer.error):
+            tokens += max(0, n - (r.answer.finish_reason == "stop"))
+            events += own
     return (tokens / events, events) if events >= LEAST_EVENTS and tokens else None
 
 
 def _events(name: str, rows: Records) -> Findings:
-    measured = tokens_per_event(rows)
-    if measured is None:
-        return
-    ratio, events = measured
+    ratio, events = tokens_per_event(rows) or (1.0, 0)
     if not LEAST_RATIO <= ratio <= 1 / LEAST_RATIO:
         code = "merged_tokens" if ratio > 1 else "split_tokens"
         yield finding(code, name, ratio=ratio, inverse=1 / ratio, events=events, least=LEAST_RATIO)
@@ -366,11 +348,8 @@ def _by_workload(rows: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]
 
 def acceptance(rows: Iterable[RequestRecord]) -> tuple[float, float] | None:
     """Return (share of drafted tokens that were accepted, drafted tokens); None where nothing was drafted."""
-    pairs = [
-        (r.tokens.drafted_tokens, r.tokens.accepted_tokens)
-        for r in rows
-        if r.tokens.drafted_tokens and r.tokens.accepted_tokens is not None
-    ]
+    tokens = ((r.tokens.drafted_tokens, r.tokens.accepted_tokens) for r in rows)
+    pairs = [(drafted, accepted) for drafted, accepted in tokens if drafted and accepted is not None]
     drafted = sum(d for d, _ in pairs)
     return (sum(a for _, a in pairs) / drafted, drafted) if drafted else None
 
@@ -405,10 +384,5 @@ def _acceptance_falls(name: str, rows: Records) -> Findings:
     for workload, p in zip(groups, holm(p_values), strict=True):
         if p is not None and p < LEVEL:
             own, rest = groups[workload], others[workload]
-            means = {
-                "own": statistics.fmean(own),
-                "rest": statistics.fmean(rest),
-                "n_own": len(own),
-                "n_rest": len(rest),
-            }
-            yield finding("acceptance_falls", name, workload=workload, p=p, **means)
+            means = {"own": statistics.fmean(own), "rest": statistics.fmean(rest)}
+            yield finding("acceptance_falls", name, workload=workload, p=p, n_own=len(own), n_rest=len(rest), **means)

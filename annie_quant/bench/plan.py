@@ -191,7 +191,7 @@ def planned_visits(backends: Sequence[str], workloads: Sequence[Workload], confi
 
 def _plan_load(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig, load: Load) -> list[Visit]:
     rng = random.Random(f"{config.seed}/{load.label}")
-    together = requests_together(load)
+    together = load.concurrency or OPEN_LOOP_REQUESTS
     groups: list[tuple[Workload, tuple[tuple[Case, int], ...]]] = []
     for workload in (w for w in workloads if applies(load, w)):
         chosen = choose(workload, config.n, config.seed)
@@ -228,11 +228,6 @@ def warmups(backends: Sequence[str], workloads: Sequence[Workload], config: Benc
 
 
 # ---- loads: a number of requests in flight (closed loop), or a rate of arrivals (open loop)
-
-
-def requests_together(load: Load) -> int:
-    """Return how many requests are sent to one backend before the next backend's requests."""
-    return load.concurrency or OPEN_LOOP_REQUESTS
 
 
 def applies(load: Load, workload: Workload) -> bool:

@@ -81,7 +81,8 @@ def regression(
     folders = [Path(before), Path(after)]
     runs = [read_bench(folder) for folder in folders]
     greedy = [run.config.greedy for run in runs]
-    measured = [[r for r in _records(folder) if not r.warmup] for folder in folders]
+    read = ([*read_records(folder / "records.jsonl"), *read_unanswered(folder)] for folder in folders)
+    measured = [[r for r in side if not r.warmup] for side in read]
     measured, left_out = _same_prompts(folders, measured)
     by_side = [{n: [r for r in side if r.backend == n] for n in {r.backend: 0 for r in side}} for side in measured]
     shared = [name for name in by_side[0] if name in by_side[1]]
@@ -92,6 +93,7 @@ def regression(
             "run with the same backends and workloads",
         )
     records = [timed(side) for side in measured]
+    silent = [{n for n in shared if all(r.answer.error for r in side[n])} for side in by_side]
     rows = [row for backend in shared for row in _changes(records, backend)]
     adjust(rows)
     significant = [row for row in rows if row.significant and abs(row.change) > least_loss]
@@ -108,21 +110,13 @@ def regression(
         gates_lost=gates_lost,
         rows=rows,
         outcome=standing,
-        silent=[
-            n
-            for n in shared
-            if all(r.answer.error for r in by_side[1][n]) and not all(r.answer.error for r in by_side[0][n])
-        ],
+        silent=[n for n in shared if n in silent[1] - silent[0]],
         left_out=left_out,
         machine=unequal(*(run.aggregates.machine for run in runs)),
     )
     if result.lost:
         result.outcome = "loses"
     return result
-
-
-def _records(folder: Path) -> list[RequestRecord]:
-    return [*read_records(folder / "records.jsonl"), *read_unanswered(folder)]
 
 
 def _same_prompts(

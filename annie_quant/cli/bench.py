@@ -176,8 +176,7 @@ def backends_of(options: BenchOptions) -> list[Backend]:
 def workloads_of(options: BenchOptions) -> list[Workload]:
     """Return the workloads of a persona or by name, then those of logs, a trace and ladders, or of these alone."""
     from annie_quant.bench import traces
-    from annie_quant.data.ladders import ladder
-    from annie_quant.data.workloads import resolve
+    from annie_quant.data.workloads import ladder, resolve
     from annie_quant.documents.persona import load_persona
     from annie_quant.judge import tool_eval
 

@@ -200,7 +200,6 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
     numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16,
         llama.cpp-cpu, llama.cpp-blackwell (docs/numerics.md).
     calib_data: Conversations whose assistant tokens are also scored.
-    text: A plain text file: its perplexity and KL divergence.
     layers: Also measure the divergence per layer, with a plot.
     layers_n: Prompts per gate for --layers.
     rows: Answers per batch.
@@ -214,7 +213,6 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
     workloads: opt.WorkloadNames = None
     numerics: Annotated[tuple[str, ...], opt.Option(listed=True)] = ("w4a4", "w4a16")
     calib_data: Path | None = None
-    text: Path | None = None
     layers: bool = False
     layers_n: Annotated[int, opt.Option(least=1)] = 10
     rows: Annotated[int, opt.Option(least=1)] = 128
@@ -236,7 +234,7 @@ def evaluate(options: EvalOptions) -> None:
     from annie_quant.checkpoint.inspection import export_notes
     from annie_quant.data.workloads import personas_of, resolve
     from annie_quant.judge.decision import FAILING
-    from annie_quant.offline import job
+    from annie_quant.offline import evaluation
     from annie_quant.offline.pair import EvaluationJob
     from annie_quant.quantize.runner import check_checkpoint
 
@@ -255,10 +253,10 @@ def evaluate(options: EvalOptions) -> None:
         conversations=options.calib_data,
         layers_n=options.layers_n if options.layers else None,
         faults=faults,
-        **opt.picked(options, "checkpoint", "reference", "numerics", "text", "output", "rows"),
+        **opt.picked(options, "checkpoint", "reference", "numerics", "output", "rows"),
     )
     with console.task("evaluate") as step:
-        result = job.run(settings, step)
+        result = evaluation.run(settings, step)
     speed = decode_speed.predict_if_readable(checkpoint)
     if options.as_json:
         emit(result.to_dict() | {"notes": [*faults, *result.notes], "predicted": msgspec.to_builtins(speed)})

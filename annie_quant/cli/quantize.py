@@ -71,6 +71,10 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     as_json: AsJson = False
 
 
+# Options that are settings of quantize.run under the same name.
+SETTINGS = ("calib_data", "calib_samples", "persona", "scale", "force", "seed", "allow_prompt_mismatch", "kv_cache")
+
+
 @command(QuantizeOptions)
 def quantize(options: QuantizeOptions) -> None:
     """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
@@ -98,17 +102,7 @@ def quantize(options: QuantizeOptions) -> None:
     quiet_engines()
     refuse_stale_prompt(options.calib_data, options.allow_prompt_mismatch, options.persona)
     with console.task(f"quantize ({strategy})") as step:
-        names = (
-            "calib_data",
-            "calib_samples",
-            "persona",
-            "scale",
-            "force",
-            "seed",
-            "allow_prompt_mismatch",
-            "kv_cache",
-        )
-        settings = picked(options, *names) | own | ({"ray": options.ray} if options.ray else {})
+        settings = picked(options, *SETTINGS) | own | ({"ray": options.ray} if options.ray else {})
         result = annie_quant.quantize.run(
             strategy, model, options.output, exclude=options.exclude_layers, report=step, **settings
         )

@@ -82,16 +82,11 @@ def gate_lines(
 
 def _tables(head: Sequence[list[str]], cells: Sequence[list[str]], width: int) -> list[list[list[str]]]:
     """Return the columns of each table: the head's, then as many sides as the width has room for, at least one."""
-    tables: list[list[list[str]]] = []
-    at = 0
-    while at < len(cells) or not tables:
-        table = list(head)
-        end = at
-        while end < len(cells) and (end == at or sum(map(_width, [*table, cells[end]])) + len(table) <= width):
-            table.append(cells[end])
-            end += 1
-        tables.append(table)
-        at = max(end, at + 1)
+    tables = [list(head)]
+    for side in cells:
+        if len(tables[-1]) > len(head) and sum(map(_width, [*tables[-1], side])) + len(tables[-1]) > width:
+            tables.append(list(head))
+        tables[-1].append(side)
     return tables
 
 
@@ -111,8 +106,7 @@ def _ordered(tables: Sequence[Mapping[str, documents.GateResult]]) -> dict[str, 
 
 
 def _finds(columns: Sequence[Column], gate: str) -> str:
-    losses = [c.paired[gate].detectable for c in columns if gate in c.paired]
-    known = [loss for loss in losses if loss is not None]
+    known = [loss for c in columns if gate in c.paired and (loss := c.paired[gate].detectable) is not None]
     return f"{100 * max(known):.1f}" if known else ""
 
 
@@ -221,10 +215,9 @@ def requirement_lines(columns: Mapping[str, Mapping[str, documents.GateResult]],
     """Return per side which absolute requirements it meets, misses or leaves undecided. columns: by side."""
     lines = []
     for name, gates in columns.items():
-        numbers = {
-            o: sorted(r.requirement for r in gates.values() if r.requirement and _absolute(r) == o) for o in ABSOLUTE
-        }
-        if parts := [f"{word} {' '.join(numbers[o])}" for o, word in ABSOLUTE.items() if numbers[o]]:
+        required = sorted((r.requirement, _absolute(r)) for r in gates.values() if r.requirement)
+        numbers = {o: " ".join(number for number, own in required if own == o) for o in ABSOLUTE}
+        if parts := [f"{word} {numbers[o]}" for o, word in ABSOLUTE.items() if numbers[o]]:
             lines += wrap(f"{name} {'; '.join(parts)}", width)
     return lines
 

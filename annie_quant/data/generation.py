@@ -183,11 +183,8 @@ def generate(
     opened.check(who)
     texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
     forbidden = DuplicateFinder([*texts, *(gate_texts(who) if split != "gate" else ())])
-    key: dict[str, object] = {
-        "version": __version__,
-        "teacher": module.NAME,
-        "model": opened.model,
-    }  # the rows depend on it
+    # The rows depend on all of this.
+    key: dict[str, object] = {"version": __version__, "teacher": module.NAME, "model": opened.model}
     key |= {"persona": who.sha256, "n": n, "seed": seed, "split": split}
     journal = Journal(target, key, restart=force)
     run = _Run(
@@ -322,11 +319,8 @@ class _Run:
         first = len(self.rows_of(category))
         rows: list[JsonObject] = []
         for conversation in batch.rows:
-            row: JsonObject = {
-                "id": f"{category.name}-{first + len(rows):04d}",
-                "category": category.name,
-                **conversation,
-            }
+            name = f"{category.name}-{first + len(rows):04d}"
+            row: JsonObject = {"id": name, "category": category.name, **conversation}
             row |= {"provenance": provenance, "split": self.split}
             if reason := self.drop_reason(row, finder):
                 self.dropped[reason] += 1

@@ -330,10 +330,7 @@ def _call(raw: object) -> ChatCall:
         raise Unusable("a tool call without a name")
     if not isinstance(arguments, Mapping):
         raise Unusable("tool arguments that are not a JSON object")
-    call: ChatCall = {
-        "type": "function",
-        "function": {"name": str(function["name"]), "arguments": dict(arguments)},
-    }
+    call: ChatCall = {"type": "function", "function": {"name": str(function["name"]), "arguments": dict(arguments)}}
     return {"id": str(raw["id"]), **call} if raw.get("id") else call
 
 

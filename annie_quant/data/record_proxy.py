@@ -20,15 +20,13 @@ import logging
 import signal
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import msgspec
 
 from annie_quant.core.errors import EnvironmentFault, UsageError, need
 from annie_quant.core.host import is_local
@@ -37,6 +35,7 @@ from annie_quant.core.secrets import Redactor, refuse_secrets_in, secrets_of
 from annie_quant.data import recorded_chat
 from annie_quant.data.log_records import Unusable
 from annie_quant.data.masking import Scanner
+from annie_quant.data.recorded_chat import Copy, Held, Recorded, forwarded, returned
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession, web
@@ -52,11 +51,6 @@ LATE_S = 1.0  # a request whose body is late by this time can be ended in favour
 WRITE_S = 60.0
 SHUTDOWN_S = 10.0  # for answers in flight when recording ends
 PATH = "/chat/completions"
-# Headers of one connection (RFC 9110, section 7.6.1); Host and Expect are those of the client's connection.
-HOP_BY_HOP = {
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade", "host", "expect",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,27 +74,6 @@ class RecorderSettings:
     duration_s: float | None = None
 
 
-class Recorded(msgspec.Struct, kw_only=True):
-    """What was recorded.
-
-    requests: number of all requests that were passed on.
-    lines: number of chats in the file.
-    with_answer: number of chats in the file with their answer.
-    left_out: reason → number of chats that are not in the file, or without their answer.
-    masked: number of masked places per kind of secret.
-    stopped: why recording stopped while traffic went on; "" if it did not.
-    """
-
-    output: str
-    requests: int = 0
-    lines: int = 0
-    with_answer: int = 0
-    left_out: dict[str, int] = {}
-    masked: dict[str, int] = {}
-    size_bytes: int = 0
-    stopped: str = ""
-
-
 def checked_upstream(settings: RecorderSettings) -> str:
     """Return the upstream without a last / or /v1. Raises UsageError for an address that cannot be used."""
     url = settings.upstream
@@ -115,44 +88,6 @@ def checked_upstream(settings: RecorderSettings) -> str:
     if is_local(parts.hostname) and port == settings.port:
         raise UsageError(f"--upstream {url} is the address that annie-quant listens at", "choose another --port")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-class Held:
-    """The bytes that all copies hold together."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.now = most, 0
-
-
-@dataclass
-class Copy:
-    """A copy of one body while it is passed on. fault: why it is not kept; "" while it is."""
-
-    held: Held
-    most: int
-    name: str
-    fault: str = ""
-    size: int = 0
-    _pieces: list[bytes] = field(default_factory=list)
-
-    def add(self, piece: bytes) -> None:
-        if self.fault:
-            return
-        if self.size + len(piece) > self.most:
-            self.drop(f"{self.name} of more than {self.most // 1_000_000} MB")
-        elif self.held.now + len(piece) > self.held.most:
-            self.drop(f"more than {self.held.most // 1_000_000} MB in flight")
-        else:
-            self.size += len(piece)
-            self.held.now += len(piece)
-            self._pieces.append(piece)
-
-    def drop(self, fault: str = "") -> None:
-        self.held.now -= self.size
-        self.size, self.fault, self._pieces = 0, self.fault or fault, []
-
-    def body(self) -> bytes:
-        return b"".join(self._pieces)
 
 
 class Recorder:
@@ -454,25 +389,6 @@ def _fail_when_closed(answer: ClientResponse) -> None:
     closed = getattr(getattr(answer.connection, "protocol", None), "closed", None)
     if closed is not None:
         closed.add_done_callback(fail)
-
-
-def forwarded(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return a request's headers as they are passed on."""
-    return [(n, _codings(v) if n.lower() == "accept-encoding" else v) for n, v in returned(headers)]
-
-
-def returned(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return an answer's headers as they are passed back: those of one connection are left out."""
-    named = ",".join(v for k, v in headers.items() if k.lower() == "connection")
-    hop_by_hop = {name.strip().lower() for name in named.split(",")} | HOP_BY_HOP
-    return [(name, value) for name, value in headers.items() if name.lower() not in hop_by_hop]
-
-
-def _codings(value: str) -> str:
-    """Return Accept-Encoding with only those codings that can be read here."""
-    names = [item.strip() for item in value.split(",")]
-    readable = [n for n in names if n.partition(";")[0].strip().lower() in recorded_chat.READABLE_CODINGS[1:]]
-    return ", ".join(readable) or "identity"
 
 
 def error_page(status: int, message: str) -> web.Response:

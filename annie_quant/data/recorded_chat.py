@@ -13,10 +13,12 @@ from __future__ import annotations
 import itertools
 import json
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
+
+import msgspec
 
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.resume import JsonLines
@@ -217,3 +219,90 @@ class ChatLog(JsonLines):
         except EnvironmentFault as fault:
             self.stopped = fault.message
         return not self.stopped
+
+
+class Recorded(msgspec.Struct, kw_only=True):
+    """What was recorded.
+
+    requests: number of all requests that were passed on.
+    lines: number of chats in the file.
+    with_answer: number of chats in the file with their answer.
+    left_out: reason → number of chats that are not in the file, or without their answer.
+    masked: number of masked places per kind of secret.
+    stopped: why recording stopped while traffic went on; "" if it did not.
+    """
+
+    output: str
+    requests: int = 0
+    lines: int = 0
+    with_answer: int = 0
+    left_out: dict[str, int] = {}
+    masked: dict[str, int] = {}
+    size_bytes: int = 0
+    stopped: str = ""
+
+
+# ---- what the proxy passes on: copies of bodies within a limit of memory, and headers
+
+# Headers of one connection (RFC 9110, section 7.6.1); Host and Expect are those of the client's connection.
+HOP_BY_HOP = {
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "host", "expect",
+}  # fmt: skip
+
+
+class Held:
+    """The bytes that all copies hold together."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.now = most, 0
+
+
+@dataclass
+class Copy:
+    """A copy of one body while it is passed on. fault: why it is not kept; "" while it is."""
+
+    held: Held
+    most: int
+    name: str
+    fault: str = ""
+    size: int = 0
+    _pieces: list[bytes] = field(default_factory=list)
+
+    def add(self, piece: bytes) -> None:
+        if self.fault:
+            return
+        if self.size + len(piece) > self.most:
+            self.drop(f"{self.name} of more than {self.most // 1_000_000} MB")
+        elif self.held.now + len(piece) > self.held.most:
+            self.drop(f"more than {self.held.most // 1_000_000} MB in flight")
+        else:
+            self.size += len(piece)
+            self.held.now += len(piece)
+            self._pieces.append(piece)
+
+    def drop(self, fault: str = "") -> None:
+        self.held.now -= self.size
+        self.size, self.fault, self._pieces = 0, self.fault or fault, []
+
+    def body(self) -> bytes:
+        return b"".join(self._pieces)
+
+
+def forwarded(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return a request's headers as they are passed on."""
+    return [(n, _codings(v) if n.lower() == "accept-encoding" else v) for n, v in returned(headers)]
+
+
+def returned(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return an answer's headers as they are passed back: those of one connection are left out."""
+    named = ",".join(v for k, v in headers.items() if k.lower() == "connection")
+    hop_by_hop = {name.strip().lower() for name in named.split(",")} | HOP_BY_HOP
+    return [(name, value) for name, value in headers.items() if name.lower() not in hop_by_hop]
+
+
+def _codings(value: str) -> str:
+    """Return Accept-Encoding with only those codings that can be read here."""
+    names = [item.strip() for item in value.split(",")]
+    readable = [n for n in names if n.partition(";")[0].strip().lower() in READABLE_CODINGS[1:]]
+    return ", ".join(readable) or "identity"

@@ -105,9 +105,8 @@ class DuplicateFinder:
         if new in self._exact:
             return self._exact[new]
         least, most = THRESHOLD * len(new), len(new) / THRESHOLD
-        candidates = sorted({index for feature in _prefix(new) for index in self._index.get(feature, ())})
-        for index in candidates:
-            name, other = self._texts[index]
+        candidates = {index for feature in _prefix(new) for index in self._index.get(feature, ())}
+        for name, other in map(self._texts.__getitem__, sorted(candidates)):
             if least <= len(other) <= most:
                 shared = len(new & other)
                 if shared >= THRESHOLD * (len(new) + len(other) - shared):
@@ -272,7 +271,7 @@ def check_prompt_hash(rows: Rows, persona: str | Path | Persona | None = None, a
     for row in read_rows(rows):
         provenance = row.get("provenance") or {}
         source: Any = persona if persona is not None else provenance.get("persona")
-        if source is None or (persona is None and not _is_readable(source)):
+        if source is None or (persona is None and str(source) not in built_in() and not exists(Path(source))):
             continue  # nothing to compare with: no provenance, or that of another folder or machine
         current = (source if isinstance(source, Persona) else load(source)).system_prompt
         first = row["messages"][0]
@@ -291,12 +290,6 @@ def check_prompt_hash(rows: Rows, persona: str | Path | Persona | None = None, a
     if not allow:
         raise UsageError(difference, "make the data again (annie-quant data), or add --allow-prompt-mismatch")
     return difference
-
-
-def _is_readable(persona: str | Path) -> bool:
-    """Return whether a persona that rows name is built in, or a file or folder that exists here."""
-    name = str(persona)
-    return exists(Path(name)) or name in built_in()
 
 
 # ---- the rules: the form of a row, and a persona's own
@@ -360,9 +353,7 @@ def form_faults(row: Row, tools: Sequence[Tool] | None = ()) -> list[str]:
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return ["no messages"]
-    offered: Any = row.get("tools")
-    if offered is None:
-        offered = tools
+    offered: Any = tools if row.get("tools") is None else row["tools"]
     result = [] if offered is None else _tools_faults(offered)
     schemas = None if offered is None or result else {t["function"]["name"]: t["function"] for t in offered}
     for index, message in enumerate(messages):
@@ -410,14 +401,12 @@ def _category_faults(row: Row, persona: Persona) -> list[str]:
 
 
 def _style_faults(text: str, persona: Persona, limited: bool) -> list[str]:
-    result = []
-    if limited and len(text) > MAX_ANSWER:
-        result.append(f"an answer is longer than {MAX_ANSWER} characters")
-    if persona.forbids_markdown and markdown_in(text):
-        result.append(f"markdown in an answer: {markdown_in(text)}")
-    if leaked(text):
-        result.append("thinking in an answer")
-    return result
+    rules = {
+        f"an answer is longer than {MAX_ANSWER} characters": limited and len(text) > MAX_ANSWER,
+        f"markdown in an answer: {markdown_in(text)}": persona.forbids_markdown and markdown_in(text),
+        "thinking in an answer": leaked(text),
+    }
+    return [fault for fault, broken in rules.items() if broken]
 
 
 def _call_faults(call: object, schemas: Mapping[str, Tool] | None) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.stream import decode
-from annie_quant.stream.answer import Frame
+from annie_quant.stream.answer import Frame, field_lines
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _FIRST_EVENT = re.compile(r"\s*(?:event:.*\n)?data: ?[{\[]")
@@ -49,7 +49,7 @@ def message_of_events(body: bytes) -> tuple[JsonObject, str | None]:
 def frames(body: bytes) -> Iterator[Frame]:
     """Yield the events of a stream that was copied as a whole. Times are not known here: all stamps are 0."""
     for raw in _EVENT_END.split(body.removeprefix(b"\xef\xbb\xbf")):
-        fields = list(decode.field_lines(raw))
+        fields = list(field_lines(raw))
         lines = [value for name, value in fields if name == b"data"]
         if not lines:
             continue

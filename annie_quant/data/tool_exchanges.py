@@ -51,10 +51,8 @@ def draw_arguments(schema: Schema, rng: random.Random, split: str) -> JsonObject
             value = _draw(schema, schema, rng, split, "", 0)
         except (RecursionError, AttributeError, TypeError, ValueError, re.error):
             raise NoValue("the schema is not valid, or refers to itself without end") from None
-        if isinstance(value, dict):
-            reason = mismatch(value, schema)
-            if reason is None:
-                return value
+        if isinstance(value, dict) and (reason := mismatch(value, schema)) is None:
+            return value
     raise NoValue(f"no arguments that fit {json.dumps(schema)[:120]}" + (f": {reason}" if reason else ""))
 
 
@@ -86,7 +84,8 @@ def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str,
         low, high = int(node.get("minItems", depth < MAX_DEPTH)), int(node.get("maxItems", MAX_ITEMS))
         n = rng.randint(low, max(low, min(high, low + MAX_ITEMS - 1))) if depth < MAX_DEPTH else low
         items = [_draw(node.get("items", {}), root, rng, split, name, depth + 1) for _ in range(n)]
-        return _distinct(items) if node.get("uniqueItems") else items
+        unique = {json.dumps(item, sort_keys=True): item for item in items}
+        return list(unique.values()) if node.get("uniqueItems") else items
     if kind in ("integer", "number"):
         return _number(node, rng, kind)
     if kind == "boolean":
@@ -180,10 +179,6 @@ def _merged(nodes: Sequence[object], root: Schema) -> JsonObject:
 
 def _without(node: Schema, key: str) -> JsonObject:
     return {k: v for k, v in node.items() if k != key}
-
-
-def _distinct(items: Sequence[object]) -> list[object]:
-    return list({json.dumps(item, sort_keys=True): item for item in items}.values())
 
 
 ANNIE_TEMPLATES = {"search_memory": memory, "web_search": web}

@@ -198,7 +198,6 @@ def parse_raw(
     raw_text: str,
     thinking: bool,
     tools: Tools = None,
-    finish_reason: str | None = None,
     completion_tokens: int | None = None,
     form: Form = "qwen_xml",
 ) -> Answer:
@@ -208,7 +207,6 @@ def parse_raw(
     reasoning.
 
     tools: the types of arguments; without it every argument is a string.
-    finish_reason: where the text has no end mark; with one it is "stop", or "tool_calls".
     form: of tool calls.
     """
     ends = [at for at in (raw_text.find(mark) for mark in END_MARKS) if at >= 0]
@@ -219,8 +217,7 @@ def parse_raw(
         if not closed:
             body = ""
     calls, text = split_calls(body, form, tools)
-    if finish_reason is None and ends:
-        finish_reason = "tool_calls" if calls else "stop"
+    finish_reason = ("tool_calls" if calls else "stop") if ends else None
     return Answer(text.strip(), reasoning.strip(), calls, finish_reason, "", completion_tokens)
 
 

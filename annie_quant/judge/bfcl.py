@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import hashlib
 import importlib
 import importlib.util
 import itertools
@@ -22,7 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from annie_quant.core.errors import EnvironmentFault, UsageError
+from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import JsonObject
+from annie_quant.judge.checks.calls import allowed
 from annie_quant.judge.workloads import Case, Workload
 
 # ---- multi-turn cases: each step of the recorded solution is one prompt
@@ -122,13 +123,6 @@ def _turns_with_calls(
         history.append({"role": "assistant", "content": end})
 
 
-def allowed(value: object) -> object:
-    """Return a value as the leaderboard's answers have it: each field of an object is a list of allowed values."""
-    if isinstance(value, Mapping):
-        return {key: [allowed(item)] for key, item in value.items()}
-    return [allowed(item) for item in value] if isinstance(value, list) else value
-
-
 def parsed_call(text: str, orders: Mapping[str, Sequence[str]]) -> tuple[str, JsonObject]:
     """Return name and arguments of a recorded call such as "sort('a.txt', reverse=True)".
 
@@ -176,7 +170,6 @@ def load(categories: str = "", folder: str | Path | None = None, start: Start = 
     root = Path(folder) if folder is not None else _package_data()
     rows = (_steps(root, name, start) if name in MULTI_TURN else _cases(root, name) for name in names)
     cases = list(itertools.chain.from_iterable(rows))
-    digest = hashlib.sha256(json.dumps([[c.id, c.expect, c.tools] for c in cases], sort_keys=True).encode())
     return Workload(
         name="bfcl",
         description=f"BFCL v4, {', '.join(names)}",
@@ -188,7 +181,7 @@ def load(categories: str = "", folder: str | Path | None = None, start: Start = 
         temperature=0,
         gates=MULTI_TURN_GATES if set(names) & set(MULTI_TURN) else GATES,
         cases=tuple(cases),
-        sha256=digest.hexdigest(),
+        sha256=sha256_text(json.dumps([[c.id, c.expect, c.tools] for c in cases], sort_keys=True)),
         default=False,
     )
 

@@ -12,9 +12,9 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from annie_quant.documents import PairedGate, PooledGates, RecordedAnswer, RequestRecord, incomplete
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.gates import BEHAVIOURS, GATES, REFERENCE_GATES, checks, decides
+from annie_quant.judge.gates import BEHAVIOURS, GATES, REFERENCE_GATES, decides
 from annie_quant.judge.statistics import mcnemar
-from annie_quant.judge.workloads import Case, Workload
+from annie_quant.judge.workloads import Workload
 
 Checks = Mapping[str, bool]  # gate → passed, for the gates that apply to one answer
 # Of one answer: whether it is right (+1 won, -1 lost, 0 neither), and the same of each of its deciding gates that changed.
@@ -27,16 +27,9 @@ def is_complete(answer: Answer | RecordedAnswer) -> bool:
     return not incomplete(answer.error, answer.finish_reason)
 
 
-def deciding_checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:
-    """Return the checks that count for a verdict: none for an incomplete answer, none that the workload's author left out."""
-    return deciding(checks(answer, case, workload), answer, workload)
-
-
 def deciding(row: Checks, answer: Answer, workload: Workload) -> dict[str, bool]:
-    """Return those of an answer's checks that count for a verdict, as deciding_checks does."""
-    if not is_complete(answer):
-        return {}
-    return {gate: ok for gate, ok in row.items() if gate not in workload.informative}
+    """Return the checks that count for a verdict: none for an incomplete answer, none that the workload's author left out."""
+    return {gate: ok for gate, ok in row.items() if gate not in workload.informative} if is_complete(answer) else {}
 
 
 def with_floor(row: Checks, noisy: Checks) -> dict[str, bool]:

@@ -86,10 +86,8 @@ def compare_runs(bf16: Path, quantized: Path, seed: int = 0) -> Retention:
     before, after = read_samples(bf16), read_samples(quantized)
     shared = [key for key in before if key in after]
     same = [key for key in shared if before[key].identity == after[key].identity]
-    left_out = {
-        "in one run only": len(before.keys() ^ after.keys()),
-        "another prompt or target": len(shared) - len(same),
-    }
+    other = len(shared) - len(same)
+    left_out = {"in one run only": len(before.keys() ^ after.keys()), "another prompt or target": other}
     if not same:
         message = f"{bf16} and {quantized} have no sample in common"
         raise UsageError(message, "run the same --tasks with the same options twice")

@@ -139,8 +139,4 @@ def applying(workload: Workload, case: Case) -> Counter[str]:
 
 def answers_per_gate(workloads: Sequence[Workload]) -> Counter[str]:
     """Return how many answers each gate judges when all cases are used."""
-    counts: Counter[str] = Counter()
-    for workload in workloads:
-        for case in workload.cases:
-            counts += applying(workload, case)
-    return counts
+    return sum((applying(workload, case) for workload in workloads for case in workload.cases), Counter())

@@ -9,6 +9,7 @@ others say nothing about the difference (won - lost) / n, but n sets its precisi
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -194,10 +195,7 @@ def _root(lost: float, won: float, n: float, low: float, high: float, target: fl
     """Return the difference between low and high at which the score, which falls with the difference, has the value `target`."""
     for _ in range(60):
         middle = (low + high) / 2
-        if _score(lost, won, n, middle) > target:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if _score(lost, won, n, middle) > target else (low, middle)
     return (low + high) / 2
 
 
@@ -259,21 +257,14 @@ def excess_loss(lost: int, n: int, margin: float, won: int = 0) -> float:
 def detectable_excess(n: int, margin: float, level: float, power: float = 0.8) -> float | None:
     """Return the smallest share of lost answers that excess_loss finds with this power; None where n is too small."""
     import numpy as np
-    from scipy.stats import binom
+    from scipy.stats import beta, binom
 
     counts = np.arange(n + 1)
     significant = counts[binom.sf(counts - 1, n, margin) <= level]
     if not len(significant):
         return None
     # P(Binomial(n, loss) >= k) grows with the loss; it has the power at a quantile of a beta distribution.
-    return float(binom_rate(int(significant[0]), n, power))
-
-
-def binom_rate(k: int, n: int, power: float) -> float:
-    """Return the rate at which P(Binomial(n, rate) >= k) is `power`."""
-    from scipy.stats import beta
-
-    return float(beta.ppf(power, k, n - k + 1))
+    return float(beta.ppf(power, significant[0], n - significant[0] + 1))
 
 
 @lru_cache(maxsize=4096)
@@ -288,10 +279,7 @@ def detectable_loss(n: int, discordant: float, level: float, power: float = 0.8)
     low, high = 0.0, 1.0 - 2 * discordant
     while high - low > 1e-4:
         middle = (low + high) / 2
-        if _power(n, discordant, middle, level) >= power:
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if _power(n, discordant, middle, level) >= power else (middle, high)
     return high
 
 
@@ -315,8 +303,5 @@ def least_n(decided: Callable[[int], bool], n: int) -> int | None:
     """Return the smallest number of prompts above n for which `decided` holds, if it holds from there on; None up to MOST_N."""
     if not decided(MOST_N):
         return None
-    below, above = n, MOST_N
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (below, middle) if decided(middle) else (middle, above)
-    return above
+    above = range(n + 1, MOST_N)
+    return n + 1 + bisect.bisect_left(above, True, key=decided)

@@ -4,7 +4,7 @@ import annie_quant.offline                              registers NVFP4 checkpoi
 model = AutoModelForCausalLM.from_pretrained(folder)    works after that import
 load(folder, numerics="w4a16", cache="bf16")            the same with chosen numerics; every fault is named
 set_numerics(model, "w4a4"), set_cache(model, "bf16")   change either in place
-job.evaluate(folder, reference, workloads)              gates, KL divergence and perplexity compared with the reference
+evaluation.evaluate(folder, reference, workloads)       gates, KL divergence and perplexity compared with the reference
 layers.sensitivity(folder, reference, workloads)        which layers the divergence comes from
 
 `annie_quant.runtime` has the public names of both.
@@ -23,12 +23,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 need("torch", "quantize")
 need("transformers", "quantize")
 
-from annie_quant.offline import codec, quantizer  # noqa: E402
+from annie_quant.offline import quantizer  # noqa: E402
 from annie_quant.offline.fp8_linear import FP8Linear  # noqa: E402
 from annie_quant.offline.loading import load, numerics_of  # noqa: E402
 from annie_quant.offline.nvfp4_linear import NVFP4Linear, set_cache, set_numerics  # noqa: E402
 
-codec.register()
 quantizer.register()
 
 __all__ = [

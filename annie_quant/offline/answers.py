@@ -28,7 +28,7 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
 from annie_quant.documents import ChatMessage
 from annie_quant.judge import Workload
-from annie_quant.offline.decoding import Completion, generate_in_parts
+from annie_quant.offline.decoding import Completion, generate
 from annie_quant.offline.engine import Engine, Row
 from annie_quant.offline.loading import load, numerics_of
 from annie_quant.offline.prompts import Answered, Template, TurnRequest
@@ -131,7 +131,7 @@ class Reference:
 
         for at in range(0, len(work), ANSWERS_PER_WRITE):
             part = work[at : at + ANSWERS_PER_WRITE]
-            completions = generate_in_parts(
+            completions = generate(
                 self.engine(),
                 [list(r.prompt) for _, r in part],
                 [r.max_tokens for _, r in part],
@@ -217,10 +217,9 @@ def answer_workloads(
 
 def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> FirstDifference | None:
     """Return where the most likely tokens, int64 [len(target)], first differ from `target`. All end tokens are equal."""
-    for index, (chosen, expected) in enumerate(zip(choices.tolist(), target, strict=True)):
-        if chosen != expected and not (chosen in end_tokens and expected in end_tokens):
-            return FirstDifference(index, chosen)
-    return None
+    pairs = enumerate(zip(choices.tolist(), target, strict=True))
+    other = ((i, a) for i, (a, b) in pairs if a != b and not (a in end_tokens and b in end_tokens))
+    return next((FirstDifference(index, chosen) for index, chosen in other), None)
 
 
 def choices_of(
@@ -282,7 +281,7 @@ def answer_from_differences(
                 outcomes[i] = Outcome(request, Completion(known, True), False, difference.index)
             else:
                 work.append((i, request, [*known, difference.token]))
-        rest = generate_in_parts(
+        rest = generate(
             engine,
             [[*request.prompt, *known] for _, request, known in work],
             [request.max_tokens - len(known) for _, request, known in work],

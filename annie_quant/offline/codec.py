@@ -72,7 +72,7 @@ def dequantize(
     compressed-tensors checkpoint stores it; the weights are then value * f32(block scale / divisor).
     """
     if codes.device.type != "cpu":
-        return dequantize_torch(codes, block_scale, tensor_scale, group, dtype, divisor)
+        return dequantize_torch(codes, block_scale, tensor_scale, divisor).to(dtype)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
     reciprocal = None if divisor is None else np.float32(divisor)
     packed = nvfp4.Tensor(to_numpy(codes), to_numpy(block_scale), np.float32(tensor_scale), shape, group, reciprocal)
@@ -80,22 +80,17 @@ def dequantize(
 
 
 def dequantize_torch(
-    codes: torch.Tensor,
-    block_scale: torch.Tensor,
-    tensor_scale: float,
-    group: int,
-    dtype: torch.dtype,
-    divisor: float | None = None,
+    codes: torch.Tensor, block_scale: torch.Tensor, tensor_scale: float, divisor: float | None = None
 ) -> torch.Tensor:
-    """Dequantize in torch ops, for GPU tensors."""
+    """Dequantize in torch ops, for GPU tensors, to float32."""
     values = torch.tensor(E2M1, dtype=torch.float32, device=codes.device)
     # Both values of each byte; the low nibble is the even column.
     byte_values = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)
     # The divisor is a tensor because torch multiplies by the reciprocal of a Python number on a GPU.
     factor = torch.full((), tensor_scale if divisor is None else divisor, dtype=torch.float32, device=codes.device)
     scale = block_scale.float() * factor if divisor is None else block_scale.float() / factor
-    weights = byte_values[codes.int()].view(*scale.shape, group) * scale.unsqueeze(-1)
-    return weights.view(*codes.shape[:-1], -1).to(dtype)
+    weights = byte_values[codes.int()].view(*scale.shape, -1) * scale.unsqueeze(-1)
+    return weights.view(*codes.shape[:-1], -1)
 
 
 def packed_matmul(
@@ -119,11 +114,8 @@ def fake_quant(x: torch.Tensor, tensor_scale: float, group: int = 16) -> torch.T
 
     The gradient is passed straight through, as ModelOpt's dynamic block quantizer does by default.
     """
-    if torch.compiler.is_compiling():
-        rounded = torch.ops.annie_quant.nvfp4_fake_quant(x, tensor_scale, group)
-    else:
-        with torch.no_grad():
-            rounded = fake_quant_eager(x, tensor_scale, group)
+    with torch.no_grad():
+        rounded = fake_quant_eager(x, tensor_scale, group)
     return x + (rounded - x).detach() if x.requires_grad else rounded
 
 
@@ -263,20 +255,3 @@ def has_kernels() -> bool:
         return gemm.device_count() > 0
     except EnvironmentFault:
         return False
-
-
-@functools.cache
-def register() -> object:
-    """Define torch.ops.annie_quant.nvfp4_fake_quant, which torch.compile calls instead of fake_quant."""
-    schema = "(Tensor x, float tensor_scale, int group) -> Tensor"
-
-    @torch.library.custom_op("annie_quant::nvfp4_fake_quant", mutates_args=(), schema=schema)
-    def op(x: torch.Tensor, tensor_scale: float, group: int) -> torch.Tensor:
-        rounded = fake_quant_eager(x, tensor_scale, group)
-        return rounded.clone() if rounded is x else rounded
-
-    @op.register_fake
-    def _(x: torch.Tensor, tensor_scale: float, group: int) -> torch.Tensor:
-        return torch.empty_like(x)
-
-    return op

@@ -1,4 +1,4 @@
-"""Greedy decoding of many prompts in one batch: finished rows leave it, and waiting prompts join."""
+"""Greedy decoding of many prompts in batches, which finished rows leave."""
 
 from __future__ import annotations
 
@@ -92,7 +92,6 @@ def capture(engine: Engine, work: Callable[[], None]) -> torch.cuda.CUDAGraph | 
 
 
 FINISHED = -1  # in RunningBatch.rows: a finished row that is still computed
-REFILL = 0.5  # share of free rows at which waiting prompts join
 SHRINK = 0.75  # share of active rows below which finished rows are dropped
 
 
@@ -163,57 +162,33 @@ def generate(
 ) -> list[Completion]:
     """Return greedy continuations of at most limits[i] tokens, each up to and without an end token.
 
-    Long prompts are started first, so that rows of similar length are computed together. on_finished(n): called when n more
-    rows have ended. n_decoded[i]: last tokens of prompts[i] that a server has decoded, not read; None: no tokens.
+    A batch has prompts of similar limit and length. on_finished(n): called when n more rows have ended. n_decoded[i]: last tokens
+    of prompts[i] that a server has decoded, not read; None: no tokens.
     """
     read = [len(p) - n for p, n in zip(prompts, n_decoded or [0] * len(prompts), strict=True)]
     completions = [Completion([], False) for _ in prompts]
-    waiting = sorted((i for i in range(len(prompts)) if limits[i] > 0), key=lambda i: -len(prompts[i]))
-    running: RunningBatch | None = None
-    while True:
-        active = len(running.active) if running else 0
-        if waiting and active <= engine.rows * (1 - REFILL):
-            free = engine.rows - active
-            joining = start(engine, prompts, waiting[:free], read)
-            waiting = waiting[free:]
-            running = join(engine, [running, *joining] if running and active else joining)
-        elif not active:
-            return completions
-        assert running is not None
-        n_finished = 0
-        for j, token in enumerate(running.tokens.tolist()):
-            if running.rows[j] == FINISHED:
-                continue
-            completion, limit = completions[running.rows[j]], limits[running.rows[j]]
-            completion.finished = token in end_tokens
-            if not completion.finished:
-                completion.tokens.append(token)
-            if completion.finished or len(completion.tokens) == limit:
-                running.rows[j] = FINISHED
-                n_finished += 1
-        on_finished(n_finished)
-        if running.active:
-            advance(engine, running)
-
-
-def generate_in_parts(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    end_tokens: Sequence[int],
-    on_finished: Callable[[int], None] = lambda n: None,
-    n_decoded: Sequence[int] | None = None,
-) -> list[Completion]:
-    """Generate in parts that have prompts of similar limit and length."""
     order = sorted(range(len(prompts)), key=lambda i: (-limits[i], -len(prompts[i])))
-    parts = [order[at : at + engine.rows] for at in range(0, len(order), engine.rows)]
-    completions: dict[int, Completion] = {}
-    decoded = n_decoded or [0] * len(prompts)
-    for part in parts:
-        own, most = [prompts[i] for i in part], [limits[i] for i in part]
-        new = generate(engine, own, most, end_tokens, on_finished, [decoded[i] for i in part])
-        completions.update(zip(part, new, strict=True))
-    return [completions[i] for i in range(len(prompts))]
+    for at in range(0, len(order), engine.rows):
+        part = [i for i in order[at : at + engine.rows] if limits[i] > 0]
+        if not part:
+            continue
+        running = join(engine, start(engine, prompts, sorted(part, key=lambda i: -len(prompts[i])), read))
+        while running.active:
+            n_finished = 0
+            for j, token in enumerate(running.tokens.tolist()):
+                if running.rows[j] == FINISHED:
+                    continue
+                completion, limit = completions[running.rows[j]], limits[running.rows[j]]
+                completion.finished = token in end_tokens
+                if not completion.finished:
+                    completion.tokens.append(token)
+                if completion.finished or len(completion.tokens) == limit:
+                    running.rows[j] = FINISHED
+                    n_finished += 1
+            on_finished(n_finished)
+            if running.active:
+                advance(engine, running)
+    return completions
 
 
 def start(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -177,7 +177,8 @@ class Engine:
         self.compared_tokens = 1 if self.device.type == "cpu" else min(COMPARED_TOKENS, MAX_LOGITS // self.vocabulary)
         self.captures = self.device.type == "cuda"
         self.capture_stream = torch.cuda.Stream(self.device) if self.captures else None
-        self.fixed_buffers = self.captures and can_fix_buffers(model)
+        as_it_is = self.config._attn_implementation == "sdpa"  # the attention takes the mask as it is
+        self.fixed_buffers = self.captures and as_it_is and hasattr(model.base_model, "layers")
 
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (row index, logits float32 [len(target), V]) per row: the logits that each target token was chosen from.
@@ -313,11 +314,6 @@ def tokens_per_launch(config: PretrainedConfig) -> int:
     return min(MOST_TOKENS, int(LAUNCH_FLOP / (2 * weights)))
 
 
-def can_fix_buffers(model: PreTrainedModel) -> bool:
-    """Return whether decoding.advance_fixed can compute the model: its attention takes the mask as it is."""
-    return model.config.get_text_config()._attn_implementation == "sdpa" and hasattr(model.base_model, "layers")
-
-
 def batches(rows: Iterable[tuple[Any, ...]], least: int) -> Iterator[tuple[Any, ...]]:
     """Yield (row indices, their logits [n, V], ...) of rows (index, logits, ...), at least `least` tokens at a time.
 
@@ -368,12 +364,8 @@ class PrefixGroup:
 
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the common prefix."""
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def group_by_prefix(
@@ -386,23 +378,15 @@ def group_by_prefix(
     Greedy over the rows in lexicographic order: a row joins the group while the shorter prefix costs less than a new group.
     """
     order = sorted(range(len(rows)), key=lambda i: list(rows[i]))
-    groups: list[PrefixGroup] = []
-    members: list[int] = []
-    shared = 0
-
-    def close() -> None:
-        if members:
-            whole = shared - shared % multiple
-            groups.append(PrefixGroup(whole if whole >= MIN_SHARED else 0, tuple(members)))
-
+    groups: list[tuple[int, list[int]]] = []
     for i in order:
-        if members:
+        if groups:
+            shared, members = groups[-1]
             shorter = min(shared, limits[i], common_prefix(rows[members[-1]], rows[i]))
             if (len(members) - 1) * (shared - shorter) <= shorter + group_cost:
+                groups[-1] = shorter, members
                 members.append(i)
-                shared = shorter
                 continue
-            close()
-        members, shared = [i], limits[i]
-    close()
-    return groups
+        groups.append((limits[i], [i]))
+    whole = [(shared - shared % multiple, tuple(members)) for shared, members in groups]
+    return [PrefixGroup(shared if shared >= MIN_SHARED else 0, members) for shared, members in whole]

@@ -8,18 +8,22 @@ Counts and verdicts are made from the outcomes per prompt (judge/evidence.py).
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from annie_quant import __version__, judge
 from annie_quant.checkpoint import ModelFolder, prompt_files
+from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.checkpoint.shards import model_sha256
-from annie_quant.core.errors import CheckpointError, UsageError
+from annie_quant.core import files
+from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError
+from annie_quant.core.progress import SILENT, Progress
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import read_conversations
 from annie_quant.documents import (
     SCHEMA_VERSION,
@@ -33,21 +37,30 @@ from annie_quant.documents import (
     NumericsResult,
     SameAnswers,
 )
+from annie_quant.documents.persona import Persona
 from annie_quant.judge import Answer, Case, Workload, evidence
 from annie_quant.judge.answers import constant_answer
 from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
 from annie_quant.judge.pairing import deciding
-from annie_quant.judge.sampling import compares_with_reference, reference_notes, shortages
-from annie_quant.offline import draft_head, ensemble
+from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate, reference_notes, shortages
+from annie_quant.offline import draft_head, ensemble, layers
 from annie_quant.offline.answers import Choices, Outcome
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
 from annie_quant.offline.loading import profiles_of
 from annie_quant.offline.nvfp4_linear import NVFP4Linear
-from annie_quant.offline.pair import EvaluationJob, ModelPair, check_prompts
+from annie_quant.offline.pair import (
+    EvaluationJob,
+    ModelPair,
+    StrPath,
+    Workloads,
+    check_prompts,
+    distinct_workloads,
+    open_pair,
+)
 from annie_quant.offline.profiles import find_profile, is_supported
-from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
+from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers
 
 Judged = tuple[Workload, Case, Answer]  # what judge.gate_table counts
 
@@ -59,8 +72,7 @@ class Baseline:
     answered: the reference's answers.
     judged: the same with what judges them, each with itself as its reference.
     characters: by gate, those of `judged` in gate_outcomes.
-    own, conversations, text: texts whose tokens are scored: the reference's answers, those of the job's conversations, and the
-        pieces of its text file.
+    own, conversations: texts whose tokens are scored: the reference's answers, and those of the job's conversations.
     """
 
     answered: list[Answered]
@@ -68,7 +80,99 @@ class Baseline:
     characters: list[dict[str, str]]
     own: list[ScoredAnswer]
     conversations: list[ScoredAnswer]
-    text: list[ScoredAnswer]
+
+
+def evaluate(
+    model_dir: StrPath,
+    reference_dir: StrPath,
+    workloads: Workloads = None,
+    numerics: Sequence[str] = ("w4a4", "w4a16"),
+    n_per_gate: int | None = None,
+    conversations: StrPath | Sequence[JsonObject] | None = None,
+    n_conversations: int | None = None,
+    cache: StrPath | None = None,
+    progress: Progress | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    rows: int = 128,
+    persona: StrPath | Persona | None = None,
+    with_ensemble: bool = True,
+) -> JsonObject:
+    """Return gates, KL divergence and perplexity of a checkpoint under each of `numerics` that it supports.
+
+    A model without NVFP4 linears is evaluated as it is, under the name "bf16".
+
+    Parameters:
+        model_dir: folder of the checkpoint.
+        reference_dir: folder of the bf16 checkpoint that it was made from.
+        workloads: Workload objects, names, JSON files or folders; default: those of the persona, else Annie's.
+        persona: a name, a JSON file or a folder from `annie-quant init`; its system prompt and tools are used (data/workloads.py).
+        n_per_gate: number of prompts per gate, drawn from the workloads; default: all.
+        conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
+        n_conversations: most conversations, taken evenly over the file.
+        cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME.
+        dtype: "float32" or "bfloat16" for everything that is not packed; default: float32 on a CPU if memory allows.
+        rows: answers per batch.
+        with_ensemble: also compute the further members of each numerics (ensemble.py), for a verdict that does not hang on one
+            arithmetic.
+
+    Returns:
+        The Evaluation document as a dict that JSON can hold: `numerics` has one entry per numerics, with gates, kl,
+        perplexity, paired and cases.
+
+    Raises:
+        UsageError: a workload has a temperature, or the checkpoint supports none of `numerics`.
+    """
+    job = EvaluationJob(
+        checkpoint=Path(model_dir),
+        reference=Path(reference_dir),
+        workloads=distinct_workloads(workloads, persona),
+        n_per_gate=n_per_gate,
+        numerics=numerics,
+        ensemble=with_ensemble,
+        conversations=conversations,
+        n_conversations=n_conversations,
+        faults=export_notes(model_dir, reference_dir),
+        cache=None if cache is None else Path(cache),
+        dtype=dtype,
+        device=device,
+        rows=rows,
+    )
+    return run(job, progress or SILENT).to_dict()
+
+
+def run(job: EvaluationJob, progress: Progress = SILENT) -> Evaluation:
+    """Evaluate a checkpoint and write the result to the job's output."""
+    if job.output is not None:
+        check_writable(job.output)  # before an hour of evaluation, not after it
+    with open_pair(job, progress) as pair:
+        chosen = job.prompts(job.n_per_gate)
+        if job.extends and job.n_per_gate is not None and compares_with_reference(chosen):
+            per_gate = prompts_per_gate(job.n_per_gate, reference_gates(pair, chosen))
+            chosen = chosen if per_gate == job.n_per_gate else job.prompts(per_gate)
+        result = evaluate_pair(pair, job, chosen)
+        if job.layers_n is not None and list(result.numerics) != ["bf16"]:
+            first = next(iter(result.numerics))
+            resumed = None if job.output is None else job.output.with_suffix(".layers.json")
+            result.layers = layers.measure(pair, job.prompts(job.layers_n), first, output=resumed)
+            kl = result.numerics[first].kl
+            if kl is not None:
+                kl.by_layer = result.layers.by_layer()
+    if job.output is not None:
+        files.write_json(job.output, result.to_dict())
+    return result
+
+
+def check_writable(path: Path) -> None:
+    """Raise EnvironmentFault if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path}: cannot be written ({error.strerror}{files.owner(path.parent)})", "choose another --output"
+        ) from error
 
 
 def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workload]) -> Evaluation:
@@ -79,7 +183,7 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
     workloads, n_repeated = judge.distinct_prompts(workloads)
     supported = profiles_of(pair.model)
     numerics = chosen_numerics(job, supported)
-    conversations, text = scored_texts(job, pair.template)  # a faulty file is reported before an hour of answers
+    conversations = scored_conversations(job, pair.template)  # a faulty file is reported before an hour of answers
     own_gates = compares_with_reference(workloads)
     workloads = [replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads]
     answered = pair.reference.answer(workloads, pair.progress)
@@ -87,7 +191,7 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
     blocking = [*job.faults, *(line for line in own_files.blocking if not any(line in fault for fault in job.faults))]
     before = with_references(judged(pair.template, answered))
     characters = [gate_characters(*row) for row in before]
-    baseline = Baseline(answered, before, characters, pair.scored(answered), conversations, text)
+    baseline = Baseline(answered, before, characters, pair.scored(answered), conversations)
     floor = judged_outcomes(pair.template, ensemble.second_answers(pair, answered), baseline)
     results: dict[str, NumericsResult] = {}
     members: dict[str, Member] = {}
@@ -96,14 +200,13 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
         results[name], outcomes, base = evaluate_numerics(pair, baseline, name)
         if constant := gives_one_answer(pair.template, baseline, outcomes):
             blocking.append(f"{name}: {constant}, which bf16 does not give")
-        if job.ensemble and name not in job.plain:
+        if job.ensemble:
             further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
             for m in further:
                 after = gate_outcomes(judged_outcomes(pair.template, m.outcomes, baseline), baseline)[1]
                 members[m.name] = Member(m.arithmetic, {}, {}, after, m.n_computed, m.n_changed)
     prompts, reference_outcomes = gate_outcomes(before, baseline)
     floor_outcomes = {k: v for k, v in gate_outcomes(floor, baseline)[1].items() if k in REFERENCE_GATES}
-    sha256 = model_sha256(job.checkpoint)
     left_out = template_notes(pair.template, workloads)
     notes = [*own_files.blocking, *own_files.notes, *model_notes(job.numerics, supported, pair.model)]
     if n_repeated:
@@ -112,6 +215,7 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
     for w in workloads:
         if w.informative:
             notes.append(f"{w.name}: {', '.join(w.informative)} for information only, as the workload states")
+    sha256 = model_sha256(job.checkpoint)
     evaluation = evidence.recounted(
         Evaluation(
             schema_version=SCHEMA_VERSION,
@@ -125,7 +229,7 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
             workloads={w.name: EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w)) for w in workloads},
             n_answers=len(answered),
             n_conversation_answers=len(conversations),
-            n_text_tokens=sum(len(p.target) for p in text),
+            n_text_tokens=0,
             notes=notes,
             reference_gates={},
             numerics=results,
@@ -161,14 +265,14 @@ def chosen_numerics(job: EvaluationJob, supported: Sequence[str]) -> list[str]:
     return chosen
 
 
-def scored_texts(job: EvaluationJob, template: Template) -> tuple[list[ScoredAnswer], list[ScoredAnswer]]:
-    """Return the answers of the job's conversations, and the pieces of its text file."""
-    rows: Iterable[dict[str, Any]] = ()
+def scored_conversations(job: EvaluationJob, template: Template) -> list[ScoredAnswer]:
+    """Return the answers of the job's conversations."""
+    rows: Sequence[JsonObject] = ()
     if isinstance(job.conversations, (str, os.PathLike)):
         rows = read_conversations(job.conversations, job.n_conversations)
     elif job.conversations is not None:
-        rows = list(job.conversations)[: job.n_conversations]
-    return conversation_answers(template, rows), [] if job.text is None else text_pieces(template, job.text)
+        rows = job.conversations[: job.n_conversations]
+    return conversation_answers(template, rows)
 
 
 def evaluate_numerics(
@@ -180,9 +284,9 @@ def evaluate_numerics(
     """
     start = time.monotonic()
     profile = find_profile(name)
-    answered, own, conversations, text = baseline.answered, baseline.own, baseline.conversations, baseline.text
+    answered, own, conversations = baseline.answered, baseline.own, baseline.conversations
     with emulate(pair.model, profile):
-        comparisons = pair.compare([*own, *conversations, *text], f"{name}: checking answers")
+        comparisons = pair.compare([*own, *conversations], f"{name}: checking answers")
         base = {i: comparisons[i].choices for i in range(len(answered))}
         differences = ensemble.differences_of(base)
         outcomes = ensemble.answers_of(pair, pair.engine, answered, differences, name)
@@ -199,7 +303,7 @@ def evaluate_numerics(
         outcomes=gate_outcomes(after, baseline)[1],
         kl=kl,
         kl_conversations=pair.summarize(conversations, comparisons, len(own)),
-        kl_text=pair.summarize(text, comparisons, len(own) + len(conversations)),
+        kl_text=None,
         perplexity=kl.perplexity if kl else None,
         perplexity_reference=kl.perplexity_reference if kl else None,
         same_answers=SameAnswers(n=len(outcomes), same=sum(o.same for o in outcomes)),
@@ -303,25 +407,19 @@ def differing_answers(
     outcomes: Sequence[Outcome], after: Sequence[Judged], before: Sequence[Judged]
 ) -> list[DifferingAnswer]:
     """Return the answers that differ from the reference's, with both texts and the gates that now fail."""
-    rows = []
-    for outcome, (workload, case, answer), (_, _, old) in zip(outcomes, after, before, strict=True):
-        if not outcome.same:
-            rows.append(
-                DifferingAnswer(
-                    case=outcome.request.name,
-                    agreed_tokens=outcome.agreed,
-                    failed=[
-                        gate
-                        for gate, passed in judge.checks(answer, case, workload).items()
-                        if not passed and not GATES[gate].two_sided
-                    ],
-                    text=answer.text,
-                    tool_calls=calls_as_text(answer),
-                    reference_text=old.text,
-                    reference_tool_calls=calls_as_text(old),
-                )
-            )
-    return rows
+    return [
+        DifferingAnswer(
+            case=outcome.request.name,
+            agreed_tokens=outcome.agreed,
+            failed=[g for g, ok in judge.checks(answer, case, workload).items() if not (ok or GATES[g].two_sided)],
+            text=answer.text,
+            tool_calls=calls_as_text(answer),
+            reference_text=old.text,
+            reference_tool_calls=calls_as_text(old),
+        )
+        for outcome, (workload, case, answer), (_, _, old) in zip(outcomes, after, before, strict=True)
+        if not outcome.same
+    ]
 
 
 def calls_as_text(answer: Answer) -> list[str]:
@@ -344,9 +442,7 @@ def model_notes(requested: Sequence[str], supported: Sequence[str], model: nn.Mo
 def template_notes(template: Template, workloads: Sequence[Workload]) -> list[str]:
     """Return a note if the chat template leaves out the tools that are offered."""
     offered = next((t for w in workloads for c in w.cases[:1] if (t := w.tools_for(c))), None)
-    if offered is None:
-        return []
     message = [{"role": "user", "content": "?"}]
-    if template.render(message, offered, False) != template.render(message, None, False):
+    if offered is None or template.render(message, offered, False) != template.render(message, None, False):
         return []
     return ["the chat template leaves out the tools: the model never sees them, and nothing about tools can be judged"]

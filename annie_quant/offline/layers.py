@@ -102,13 +102,13 @@ def measure(
     pair.progress.update(0, total, "sensitivity: all")
     if result.all is None:
         result.all = divergence(())
-        store(pair, result, output)
+        store(result, output)
     for index, (mode, layer) in enumerate(((m, layer) for m in modes for layer in layers), 1):
         pair.progress.update(index, total, f"sensitivity: {mode} {layer}")
         measured = result.alone if mode == "alone" else result.restored
         if layer not in measured:
             measured[layer] = divergence(n for n in linears if (layer_of(n) == layer) == (mode == "restored"))
-            store(pair, result, output)
+            store(result, output)
     return result
 
 
@@ -149,6 +149,6 @@ def load_stored(output: Path | None, key: SensitivityKey) -> Sensitivity | None:
     return stored if stored is not None and stored.key == key else None
 
 
-def store(pair: ModelPair, result: Sensitivity, output: Path | None) -> None:
+def store(result: Sensitivity, output: Path | None) -> None:
     if output is not None:
         files.write_json(output, msgspec.to_builtins(result))

@@ -13,7 +13,7 @@ exact weights in float32 and round the sum once. Tensor names are the checkpoint
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -47,37 +47,7 @@ class Scalars(NamedTuple):
     input_scale: float | None
 
 
-class Watched(nn.Module):
-    """A module that counts every change of its settings, submodules and forward hooks.
-
-    Whether one kernel may compute all linears of a mixture's layer depends on the settings of hundreds of them, and reading those
-    takes longer than the launch. So experts.GroupedExperts reads them again only after a change.
-
-    SETTINGS: names of the attributes that are counted.
-    """
-
-    SETTINGS: ClassVar[frozenset[str]] = frozenset()
-    changes: ClassVar[int] = 0  # of all watched modules
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.SETTINGS or isinstance(value, nn.Module):
-            Watched.changes += 1
-        super().__setattr__(name, value)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        Watched.changes += 1
-        super().add_module(name, module)
-
-    def register_forward_hook(self, *arguments: Any, **options: Any) -> Any:
-        Watched.changes += 1
-        return super().register_forward_hook(*arguments, **options)
-
-    def register_forward_pre_hook(self, *arguments: Any, **options: Any) -> Any:
-        Watched.changes += 1
-        return super().register_forward_pre_hook(*arguments, **options)
-
-
-class NVFP4Linear(Watched, FixedDtypeLinear):
+class NVFP4Linear(FixedDtypeLinear):
     """A linear with ModelOpt's tensor names.
 
     Parameters: weight uint8 [N, K/2]; weight_scale float8_e4m3fn [N, K/group]; weight_scale_2 float32 []; input_scale float32
@@ -86,7 +56,6 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
 
     NAMES: ClassVar[Names] = Names("weight", "weight_scale", "weight_scale_2", "input_scale")
     FIXED_DTYPE = NAMES
-    SETTINGS = frozenset({"numerics", "dense", "permutation", "parts", "bias", "pre_quant_scale"})
     SCALAR_SHAPE: ClassVar[tuple[int, ...]] = ()
     RECIPROCAL: ClassVar[bool] = False  # whether the scalar scales are stored as divisors
 
@@ -230,13 +199,11 @@ class NVFP4Linear(Watched, FixedDtypeLinear):
         x = self.rounded_input(x)
         if self.permutation is not None or self.parts > 1:
             return self.reordered(x)
-        if self.dense is not None or self.operands is not None:
+        has_gradient = torch.is_grad_enabled() and x.requires_grad  # which the products on packed weights have not
+        if has_gradient or self.dense is not None or self.operands is not None:
             return nn.functional.linear(x, self.weights(x.dtype), self.bias)
         if not torch.compiler.is_compiling():
             self.prepare()
-        if torch.is_grad_enabled() and x.requires_grad:
-            y = WithGradient.apply(x, self)
-            return y if self.bias is None else y + self.bias
         return self.packed_product(x, self.bias)
 
     def packed_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -285,27 +252,6 @@ class PackedNVFP4Linear(NVFP4Linear):
     FIXED_DTYPE = NAMES
     SCALAR_SHAPE = (1,)
     RECIPROCAL = True
-
-
-class WithGradient(torch.autograd.Function):
-    """NVFP4Linear.packed_product with the gradient dx = dy W; the packed weights get none.
-
-    The layer is saved for the gradient, not its dequantized weights.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: NVFP4Linear) -> torch.Tensor:
-        ctx.layer = layer
-        return layer.packed_product(x, None)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (dy,), layer = grads, ctx.layer
-        parts = (dy[..., start:stop] @ layer.rows(start, stop, dy.dtype) for start, stop in layer.row_spans(dy))
-        dx = next(parts)
-        for part in parts:
-            dx = dx + part
-        return dx, None
 
 
 def sum_of_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:

@@ -1,7 +1,18 @@
-"""What is evaluated: the settings of an evaluation, a checkpoint and its bf16 reference, and the comparison of their logits."""
+"""What is evaluated: the settings of an evaluation, a checkpoint and its bf16 reference, and the comparison of their logits.
+
+KL divergence of the checkpoint's next-token distributions from its reference's, on assistant tokens.
+Per token: KL(p || q) = sum p (ln p - ln q) in nats, with p the reference's distribution and q the quantized model's, computed
+in float64 from the logits; whether both have the same most likely token; the negative log likelihood of the actual token
+under both and the change of its probability; the reference's margin (best minus second-best logit); and the noise (standard
+deviation of the logit errors over the reference's eight most likely tokens).
+Margins and noise predict flips: with independent normal noise n on both top logits, P(flip) = Φ(-margin / (n √2)). More flips
+than predicted mean that the errors are not such noise.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import psutil
 import torch
+from scipy.stats import norm
 
 from annie_quant import judge
 from annie_quant.checkpoint import prompt_files
@@ -20,12 +33,11 @@ from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.workloads import resolve
-from annie_quant.documents import KLSummary
+from annie_quant.documents import KLFigures, KLSummary, MarginBin
 from annie_quant.documents.persona import Persona
 from annie_quant.judge import Workload, tool_eval
 from annie_quant.offline.answers import Choices, Reference, choices_of
 from annie_quant.offline.engine import Engine, Row, batches
-from annie_quant.offline.kl import Tally, compare_logits
 from annie_quant.offline.loading import load
 from annie_quant.offline.prompts import CLASSES, Answered, ScoredAnswer, Template
 
@@ -46,10 +58,8 @@ class EvaluationJob:
     numerics: names of profiles (profiles.py); those that the checkpoint lacks are skipped.
     ensemble: whether the further members of each numerics are computed (ensemble.py), for a verdict that does not hang on one
         arithmetic.
-    plain: those of `numerics` whose further members are not computed all the same.
     conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
     n_conversations: most conversations, taken evenly over the file.
-    text: a plain text file for perplexity and KL over all of its tokens.
     faults: of the export, which forbid the verdict "keeps".
     layers_n: prompts per gate for the sensitivity of layers, under the first numerics; None: not measured.
     output: JSON file for the evaluation. The sensitivity goes to OUTPUT.layers.json, from which a killed run resumes.
@@ -66,10 +76,8 @@ class EvaluationJob:
     extends: bool = False
     numerics: Sequence[str] = ("w4a4", "w4a16")
     ensemble: bool = True
-    plain: Sequence[str] = ()
     conversations: StrPath | Sequence[JsonObject] | None = None
     n_conversations: int | None = None
-    text: StrPath | None = None
     faults: Sequence[str] = ()
     layers_n: int | None = None
     output: Path | None = None
@@ -161,23 +169,24 @@ class ModelPair:
         self, scored: Sequence[ScoredAnswer], comparisons: Mapping[int, ComparedAnswer], offset: int = 0
     ) -> KLSummary | None:
         """Return the KL figures of `scored`, whose comparisons have the indices from `offset` on; None without tokens."""
-        tally = Tally(CLASSES)
-        for i, answer in enumerate(scored, offset):
-            classes = self.template.classes(answer.target, answer.thinking)
-            decides = None if answer.plain else self.template.decisions(answer.target, answer.thinking)
-            tally.add(answer.category, classes, comparisons[i].fields, decides)
-        return tally.summary()
-
-
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+        if not scored:
+            return None
+        template = self.template
+        classes = [c for a in scored for c in template.classes(a.target, a.thinking)]
+        decisions = [d for a in scored for d in template.decisions(a.target, a.thinking)]
+        return kl_summary(
+            np.concatenate([comparisons[offset + i].fields for i in range(len(scored))]),
+            np.repeat([a.category for a in scored], [len(a.target) for a in scored]),
+            np.array(classes),
+            np.array(decisions, dtype=bool),
+        )
 
 
 @contextmanager
 def open_pair(job: EvaluationJob, progress: Progress = SILENT) -> Iterator[ModelPair]:
     """Load the models of a job."""
     start = time.monotonic()
-    device = job.device or default_device()
+    device = job.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if job.dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"dtype {job.dtype!r}", "choose float32 or bfloat16")
     dtype = job.dtype or working_dtype([job.checkpoint, job.reference], device)
@@ -256,3 +265,92 @@ def working_dtype(folders: Sequence[Path], device: str) -> str:
     # the rest is for activations and logits.
     size = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
     return "float32" if 5 * size < free / 2 else "bfloat16"
+
+
+# ---- figures of the comparison
+
+FIELDS = ("kl", "same_top", "nll_reference", "nll", "delta_p", "margin", "noise")
+NEAR = 8  # most likely tokens over which the noise is computed
+MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, math.inf)
+
+
+@torch.inference_mode()
+def compare_logits(reference: torch.Tensor, quantized: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+    """Return FIELDS of n tokens, float64 [n, len(FIELDS)]. reference, quantized: logits [n, V]. target: tokens int64 [n]."""
+    p = torch.log_softmax(reference.double(), -1)
+    q = torch.log_softmax(quantized.double(), -1)
+    top = reference.topk(min(NEAR, reference.shape[-1]), -1)
+    error = (quantized.double() - reference.double()).gather(-1, top.indices)
+    at = target.unsqueeze(-1)
+    columns = (
+        (p.exp() * (p - q)).sum(-1).clamp_min(0),
+        (top.indices[:, 0] == quantized.argmax(-1)).double(),
+        -p.gather(-1, at).squeeze(-1),
+        -q.gather(-1, at).squeeze(-1),
+        q.gather(-1, at).squeeze(-1).exp() - p.gather(-1, at).squeeze(-1).exp(),
+        (top.values[:, 0] - top.values[:, 1]).double(),
+        error.std(-1, correction=1),
+    )
+    return torch.stack(columns, -1).cpu().numpy()
+
+
+def kl_summary(fields: np.ndarray, categories: np.ndarray, classes: np.ndarray, decisions: np.ndarray) -> KLSummary:
+    """Return the figures of n tokens, per category, per class and of decisions.
+
+    fields: from compare_logits.
+    categories: text [n], in the order in which they are shown.
+    classes: int64 [n], indices in CLASSES.
+    decisions: bool [n], whether a token decides.
+    """
+    return KLSummary(
+        **msgspec.structs.asdict(figures(fields)),
+        by_category={str(c): figures(fields[categories == c]) for c in dict.fromkeys(categories)},
+        by_class={name: figures(fields[classes == i]) for i, name in enumerate(CLASSES) if (classes == i).any()},
+        margins=margin_bins(fields),
+        decisions=figures(fields[decisions]) if decisions.any() else None,
+    )
+
+
+def figures(rows: np.ndarray) -> KLFigures:
+    """Return the figures of tokens float64 [n, len(FIELDS)], n >= 1."""
+    col = {name: rows[:, i] for i, name in enumerate(FIELDS)}
+    return KLFigures(
+        n_tokens=len(rows),
+        mean=float(col["kl"].mean()),
+        median=float(np.median(col["kl"])),
+        p99=float(np.quantile(col["kl"], 0.99)),
+        max=float(col["kl"].max()),
+        same_top=float(col["same_top"].mean()),
+        flips=int((col["same_top"] == 0).sum()),
+        flips_predicted=float(flip_chance(col["margin"], col["noise"]).sum()),
+        perplexity=float(np.exp(col["nll"].mean())),
+        perplexity_reference=float(np.exp(col["nll_reference"].mean())),
+        delta_p_mean=float(col["delta_p"].mean()),
+        delta_p_rms=float(np.sqrt(np.square(col["delta_p"]).mean())),
+        margin_median=float(np.median(col["margin"])),
+        noise_median=float(np.median(col["noise"])),
+    )
+
+
+def flip_chance(margin: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Return Φ(-margin / (noise √2)), the probability that independent errors swap the two top logits."""
+    return norm.cdf(-margin / np.maximum(noise * math.sqrt(2), 1e-30))
+
+
+def margin_bins(rows: np.ndarray) -> list[MarginBin]:
+    """Return counts of tokens, flips and predicted flips per range of the reference's margin."""
+    margin, noise = rows[:, FIELDS.index("margin")], rows[:, FIELDS.index("noise")]
+    flipped = rows[:, FIELDS.index("same_top")] == 0
+    bins = []
+    for low, high in itertools.pairwise(MARGIN_EDGES):
+        inside = (margin >= low) & (margin < high)
+        bins.append(
+            MarginBin(
+                low,
+                None if math.isinf(high) else high,
+                n_tokens=int(inside.sum()),
+                flips=int(flipped[inside].sum()),
+                flips_predicted=float(flip_chance(margin[inside], noise[inside]).sum()),
+            )
+        )
+    return bins

@@ -1,4 +1,4 @@
-"""Prompts and scored answers as tokens, from workload cases, conversations and plain text.
+"""Prompts and scored answers as tokens, from workload cases and conversations.
 
 Prompts are rendered by the reference's own chat template, always with `enable_thinking`, as the benchmark sends them.
 """
@@ -140,7 +140,6 @@ def _space(text: str, at: int) -> int:
 
 
 CLASSES = ("content", "tool_markup", "thinking", "end_of_turn")
-TEXT_HINT = "--text takes a plain text file"
 _SPANS = re.compile(
     r"(?P<tool_markup><tool_call>.*?(?:</tool_call>|$))|(?P<thinking><think>.*?(?:</think>|$))", re.DOTALL
 )
@@ -180,14 +179,13 @@ class Answered(NamedTuple):
 class ScoredAnswer:
     """An answer whose tokens (target) are scored after a prompt.
 
-    category: workload, conversation category or file name. plain: text that answers nothing.
+    category: workload, or conversation category.
     """
 
     category: str
     prompt: tuple[int, ...]
     target: tuple[int, ...]
     thinking: bool = False
-    plain: bool = False
 
 
 def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -292,20 +290,4 @@ def conversation_answers(template: Template, rows: Iterable[JsonObject]) -> list
             if ends:  # the template's newline after the end token is not part of the answer
                 prompt_ids, answer_ids = tuple(template.ids(prompt)), tuple(target[: ends[0] + 1])
                 answers.append(ScoredAnswer(row.get("category", ""), prompt_ids, answer_ids, thinking))
-    return answers
-
-
-def text_pieces(template: Template, path: str | os.PathLike, length: int = 512) -> list[ScoredAnswer]:
-    """Return a plain text file in pieces of `length` tokens; in each, every token but the first is scored."""
-    path = Path(path)
-    if not path.is_file():
-        raise UsageError(f"{path} is not a file", TEXT_HINT)
-    try:
-        ids = template.ids(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", TEXT_HINT) from None
-    pieces = [ids[at : at + length] for at in range(0, len(ids), length)]
-    answers = [ScoredAnswer(path.name, tuple(p[:1]), tuple(p[1:]), plain=True) for p in pieces if len(p) > 1]
-    if not answers:
-        raise UsageError(f"{path} has {len(ids)} tokens; perplexity needs at least two")
     return answers

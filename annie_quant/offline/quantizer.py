@@ -42,7 +42,7 @@ from annie_quant.checkpoint.linears import (
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import aliases
-from annie_quant.offline.experts import SingleExperts, separate
+from annie_quant.offline.experts import separate
 from annie_quant.offline.fp8_linear import BlockFP8Linear, FP8Linear, NamedBlockFP8Linear
 from annie_quant.offline.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear, nvfp4_linears
 
@@ -83,11 +83,8 @@ def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder, per_to
     expected = ("U8", (n, k // 2)) if linear.format == "nvfp4" else ("F8_E4M3", (n, k))
     expect(folder, linear.weight, expected[0], expected[1])
     with torch.device("meta"):
-        new = (
-            build_nvfp4(linear, folder, module)
-            if linear.format == "nvfp4"
-            else build_fp8(linear, folder, module, per_token)
-        )
+        packed = linear.format == "nvfp4"
+        new: Any = build_nvfp4(linear, folder, module) if packed else build_fp8(linear, folder, module, per_token)
     new._is_hf_initialized = True  # so that transformers draws no random values for it
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, new.requires_grad_(False))
@@ -307,9 +304,8 @@ class NVFP4Quantizer(HfQuantizer):
                 p.data = p.data.to(self.dtypes[name])
         with as_audit_finding(self.folder):
             check_values(model)
-        single = {m for experts in model.modules() if isinstance(experts, SingleExperts) for m in experts.modules()}
         for linear in nvfp4_linears(model).values():
-            if linear.codes.device.type == "cuda" and linear not in single:  # of experts, those that run one by one
+            if linear.codes.device.type == "cuda":
                 linear.prepare()
         return model
 

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,6 +37,29 @@ class Frame:
     read: int
     raw: bytes
     data: bytes
+
+
+def field_lines(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield (name, value) of each line of a frame, as the SSE specification defines it, without comments and blank lines."""
+    for line in raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n"):
+        if line and not line.startswith(b":"):
+            name, _, value = line.partition(b":")
+            yield name, value.removeprefix(b" ")
+
+
+def event_data(raw: bytes) -> bytes:
+    """Return the data of a frame; the frame itself where it has no data lines, as in newline-delimited JSON."""
+    return b"\n".join(value for name, value in field_lines(raw) if name == b"data") or raw
+
+
+def joined_data(raw: bytes, start: int) -> bytes:
+    """Return the data of a frame with several data lines. start: the position of the first line's value."""
+    return b"\n".join(value for name, value in field_lines(b"data: " + raw[start:]) if name == b"data")
+
+
+def event_name(raw: bytes) -> str:
+    fields = field_lines(raw.removeprefix(b"\xef\xbb\xbf"))
+    return next((v.decode("utf-8", "replace") for name, v in reversed(list(fields)) if name == b"event"), "message")
 
 
 @dataclass

@@ -13,7 +13,7 @@ itl_ms: gaps between events with tokens. tpot_ms: (last - first token) / (n - 1)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Literal, Protocol
 
 import msgspec
@@ -24,6 +24,7 @@ from annie_quant.stream.answer import (
     Frame,
     StreamedAnswer,
     error_in,
+    event_name,
     message_of,
     name_field,
     object_field,
@@ -60,29 +61,6 @@ class TokenTimes(msgspec.Struct):
     drafted_tokens: float | None  # by a speculative decoder for this request; None: not reported
     accepted_tokens: float | None
     acceptance_source: str | None  # "timings": llama.cpp's
-
-
-def field_lines(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (name, value) of each line of a frame, as the SSE specification defines it, without comments and blank lines."""
-    for line in raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n"):
-        if line and not line.startswith(b":"):
-            name, _, value = line.partition(b":")
-            yield name, value.removeprefix(b" ")
-
-
-def event_data(raw: bytes) -> bytes:
-    """Return the data of a frame; the frame itself where it has no data lines, as in newline-delimited JSON."""
-    return b"\n".join(value for name, value in field_lines(raw) if name == b"data") or raw
-
-
-def joined_data(raw: bytes, start: int) -> bytes:
-    """Return the data of a frame with several data lines. start: the position of the first line's value."""
-    return b"\n".join(value for name, value in field_lines(b"data: " + raw[start:]) if name == b"data")
-
-
-def event_name(raw: bytes) -> str:
-    fields = field_lines(raw.removeprefix(b"\xef\xbb\xbf"))
-    return next((v.decode("utf-8", "replace") for name, v in reversed(list(fields)) if name == b"event"), "message")
 
 
 def read_answer(frames: Iterable[Frame]) -> StreamedAnswer:
@@ -277,13 +255,9 @@ def read_text_chunk(answer: StreamedAnswer, frame: Frame) -> bool:
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return False
     delta = chunk.choices[0].delta
-    answer.model = answer.model or (chunk.model[:MAX_NAME] if chunk.model is not None else None)
-    reasoning, content = delta.reasoning or delta.reasoning_content, delta.content
-    if reasoning:
-        answer.add_reasoning(reasoning, frame.stamp_ns)
-    if content:
-        answer.add_text(content, frame.stamp_ns)
-    if reasoning or content:
+    answer.model = answer.model or (chunk.model and chunk.model[:MAX_NAME])
+    has_reasoning = answer.add_reasoning(delta.reasoning or delta.reasoning_content or "", frame.stamp_ns)
+    if answer.add_text(delta.content or "", frame.stamp_ns) or has_reasoning:
         answer.token(frame)
     return True
 

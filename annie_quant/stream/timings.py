@@ -21,7 +21,7 @@ from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.stream import answer as answers
 from annie_quant.stream import decode
-from annie_quant.stream.answer import MAX_NAME, Frame, StreamedAnswer
+from annie_quant.stream.answer import MAX_NAME, Frame, StreamedAnswer, event_data, joined_data
 
 if TYPE_CHECKING:
     import pandas
@@ -154,7 +154,7 @@ class Timings:
         for request in range(len(self)):
             rows = self.rows_of(request)
             starts = self.events["offset"][rows].tolist()
-            for event, start, end in redactor.spans_in_events([self.raw(i) for i in rows], decode.event_data):
+            for event, start, end in redactor.spans_in_events([self.raw(i) for i in rows], event_data):
                 self.frames[starts[event] + start : starts[event] + end] = _MASK
 
     def __len__(self) -> int:
@@ -381,7 +381,7 @@ def _frames(timings: Timings, indices: np.ndarray, clock: str) -> list[Frame]:
     frames = []
     for stamp, kind, flags, read, offset, size, start, data_size, lines in zip(stamps.tolist(), *columns, strict=True):
         raw = timings.frames[offset : offset + size].tobytes()
-        data = raw[start : start + data_size] if lines <= 1 else decode.joined_data(raw, start)
+        data = raw[start : start + data_size] if lines <= 1 else joined_data(raw, start)
         frames.append(Frame(stamp, kind, flags, read, raw, data))
     return frames
 

@@ -18,7 +18,7 @@ from annie_quant import bench
 from annie_quant.bench.cliffs import cliff_findings, find_cliff, measured_ladders
 from annie_quant.cli.bench import BenchOptions, workloads_of
 from annie_quant.core.errors import UsageError
-from annie_quant.data.ladders import LEVELS, STEPS, ladder
+from annie_quant.data.workloads import LEVELS, STEPS, ladder
 from annie_quant.documents import LadderPoint
 from annie_quant.documents.persona import load_persona
 from annie_quant.judge.statistics import wilson

@@ -147,7 +147,7 @@ def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatc
     pytest.importorskip("torch", reason="evaluating needs torch")
     from click.testing import CliRunner
 
-    from annie_quant.offline import job
+    from annie_quant.offline import evaluation
     from annie_quant.offline.pair import EvaluationJob
 
     requests: list[int] = []
@@ -160,7 +160,7 @@ def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatc
         document = {"numerics": {"bf16": {"gates": {"factual": gate}}}}
         return SimpleNamespace(verdict=verdict, notes=[], blocking=[], to_dict=lambda: document)
 
-    monkeypatch.setattr(job, "run", run)
+    monkeypatch.setattr(evaluation, "run", run)
     tiny = str(TINY_ANNIE)
     for words in (["--rows", "16"], []):
         done = CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--json", *words])

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-
 
 from annie_quant.checkpoint import writer
 from annie_quant.cli.pipeline.demo import Demo
-from annie_quant.cli.pipeline.evaluation_process import ProcessJob
+from annie_quant.cli.pipeline.stages import ProcessJob
 
 
 @pytest.mark.parametrize(("scales", "expected"), [(["a.input_scale"], "vllm-cutlass"), ([], "vllm-marlin")])

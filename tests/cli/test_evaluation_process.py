@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from paths import TINY_ANNIE
 
-from annie_quant.cli.pipeline import evaluation_process
-from annie_quant.cli.pipeline.evaluation_process import EvaluationProcesses, ProcessJob
+from annie_quant.cli.pipeline import stages as pipeline
 from annie_quant.cli.pipeline.run_directory import RunDirectory
-from annie_quant.cli.pipeline.stages import StageResult, Stages
+from annie_quant.cli.pipeline.stages import EvaluationProcesses, ProcessJob, StageResult, Stages
 from annie_quant.core.errors import ServerError
 from annie_quant.core.progress import SilentConsole
 
@@ -36,7 +35,7 @@ def test_a_failed_process_is_reported_with_its_cause_and_log(stages, tmp_path):
 def test_a_finished_stage_starts_no_process(stages, monkeypatch):
     stages.stage("eval-naive", {"n": 1}, [], lambda progress: StageResult("before"), StageResult)
     stages.rows.clear()
-    monkeypatch.setattr(evaluation_process.server, "spawn", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(pipeline.server, "spawn", lambda *_: pytest.fail("a process was started"))
     with EvaluationProcesses(stages) as processes:
         processes.start("eval-naive", {"n": 1}, [], job(stages))
         processes.finish()
@@ -45,8 +44,8 @@ def test_a_finished_stage_starts_no_process(stages, monkeypatch):
 
 def test_processes_end_with_the_context(stages, monkeypatch):
     started = []
-    spawn = evaluation_process.server.spawn
-    monkeypatch.setattr(evaluation_process.server, "spawn", lambda *a: started.append(spawn(*a)) or started[-1])
+    spawn = pipeline.server.spawn
+    monkeypatch.setattr(pipeline.server, "spawn", lambda *a: started.append(spawn(*a)) or started[-1])
     with pytest.raises(KeyboardInterrupt), EvaluationProcesses(stages) as processes:
         processes.start("eval-naive", {}, [], job(stages))
         processes.start("eval-best", {}, [], job(stages))

@@ -329,10 +329,10 @@ def test_watching_a_folder_without_a_run_is_refused_before_anything_is_measured(
 
 
 def test_an_evaluation_is_refused_at_once_if_its_result_cannot_be_written(tmp_path):
-    from annie_quant.offline import job
+    from annie_quant.offline.evaluation import check_writable
 
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot be written"):
-        job.check_writable(tmp_path / "file/eval.json")
-    job.check_writable(tmp_path / "new/eval.json")
+        check_writable(tmp_path / "file/eval.json")
+    check_writable(tmp_path / "new/eval.json")
     assert not list((tmp_path / "new").iterdir())

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from command_line import annie_quant
 
-from annie_quant.cli.pipeline import demo, evaluation_process
+from annie_quant.cli.pipeline import demo, stages
 
 pytest.importorskip("torch", reason="the pipeline needs torch: pip install annie-quant[quantize]")
 from annie_quant.quantize import mixed_formats
@@ -68,18 +68,18 @@ class Ended(NamedTuple):
 
 def evaluate_here(patch: pytest.MonkeyPatch) -> None:
     """Compute all evaluations but that of `best` in this process, which has imported torch: another one needs seconds for that."""
-    spawn = evaluation_process.server.spawn
+    spawn = stages.server.spawn
 
     def spawn_others(command: list[str], log: Path, name: str, *rest: object) -> object:
         if name not in ("bf16-answers", "eval-naive"):
             return spawn(command, log, name, *rest)
-        job = msgspec.json.decode(command[-1], type=evaluation_process.ProcessJob)
+        job = msgspec.json.decode(command[-1], type=stages.ProcessJob)
         log.parent.mkdir(exist_ok=True)
         with log.open("w") as file, contextlib.redirect_stdout(file):
-            evaluation_process.evaluate(job, evaluation_process._Log())
+            stages.evaluate(job, stages._Log())
         return Ended(log)
 
-    patch.setattr(evaluation_process.server, "spawn", spawn_others)
+    patch.setattr(stages.server, "spawn", spawn_others)
 
 
 @pytest.fixture(scope="module")

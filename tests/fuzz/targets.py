@@ -290,11 +290,12 @@ def tiny_recording() -> bytes:
 def chunks(raw: bytes) -> None:
     """A stream's events from any server, as server-sent events: there is always a record, text fields are text."""
     from annie_quant import _stream as native
+    from annie_quant.stream import answer as answers
     from annie_quant.stream import decode
 
     frames = []
     for kind, flags, lines, start, size, frame in native.cut((raw,), 1 << 20):
-        data = frame[start : start + size] if lines <= 1 else decode.joined_data(frame, start)
+        data = frame[start : start + size] if lines <= 1 else answers.joined_data(frame, start)
         frames.append(decode.Frame(len(frames) + 1, kind, flags, 0, frame, data))
     answer = decode.read_answer(frames)
     assert all(isinstance(t, str) for t in (*answer.text, *answer.reasoning))

@@ -8,8 +8,8 @@ from typing import Any
 
 from annie_quant import judge
 from annie_quant.judge.decision import judge_members
-from annie_quant.judge.gates import REFERENCE_GATES
-from annie_quant.judge.pairing import deciding_checks, pair_checks, with_floor
+from annie_quant.judge.gates import REFERENCE_GATES, checks
+from annie_quant.judge.pairing import deciding, pair_checks, with_floor
 from annie_quant.judge.sampling import Judged
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.evaluation import judged, with_references
@@ -67,7 +67,9 @@ def pair_answers(before: Sequence[Judged], after: Sequence[Judged], floor: Seque
 
     before: the reference's. after: the checkpoint's. floor: the reference's in another arithmetic.
     """
-    rows, noisy, others = ([deciding_checks(a, c, w) for w, c, a in side or ()] for side in (before, floor, after))
+    rows, noisy, others = (
+        [deciding(checks(a, c, w), a, w) for w, c, a in side or ()] for side in (before, floor, after)
+    )
     if floor is not None:
         rows = [with_floor(*pair) for pair in zip(rows, noisy, strict=True)]
     return pair_checks(zip(rows, others, strict=True))

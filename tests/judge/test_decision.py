@@ -9,7 +9,7 @@ from msgspec import structs
 
 from annie_quant import documents, judge
 from annie_quant.judge import decision
-from annie_quant.judge.decision.run import JudgedGate
+from annie_quant.judge.decision.judged import JudgedGate
 from annie_quant.judge.gates import Threshold, decide
 
 RATE, ALL, ZERO = Threshold("rate", 10, 0.6), Threshold("all", 5), Threshold("zero", 25)

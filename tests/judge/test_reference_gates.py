@@ -13,9 +13,9 @@ from annie_quant.documents import PairedGate
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.reference import language_of
 from annie_quant.judge.decision import judge_gates
-from annie_quant.judge.gates import GATES, REFERENCE_GATES
+from annie_quant.judge.gates import GATES, REFERENCE_GATES, checks
 from annie_quant.judge.library import build_workload
-from annie_quant.judge.pairing import deciding_checks, pair_checks
+from annie_quant.judge.pairing import deciding, pair_checks
 from annie_quant.judge.sampling import answers_per_gate, expected_tools, reference_notes
 
 TOOL = {
@@ -173,7 +173,8 @@ def paired(after, references, workload=WORKLOAD, case=None):
     case = case or workload.cases[0]
     cases = [replace(case, reference=r) for r in references]
     sides = (
-        [deciding_checks(a, c, workload) for a, c in zip(side, cases, strict=True)] for side in (references, after)
+        [deciding(checks(a, c, workload), a, workload) for a, c in zip(side, cases, strict=True)]
+        for side in (references, after)
     )
     counts, together = pair_checks(zip(*sides, strict=True))
     gates, pooled = judge_gates({"w4a4": counts}, {"w4a4": together})

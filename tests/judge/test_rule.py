@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 
 from annie_quant import documents, judge
 from annie_quant.documents import PairedGate, PooledGates
-from annie_quant.judge.decision import judge_gates, rule, strategies
+from annie_quant.judge.decision import judge_gates, rule
 from annie_quant.judge.gates import GATES, tabulate
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.judge.statistics import score_interval
@@ -78,8 +78,8 @@ def test_the_figures_next_to_a_gate_that_compares_with_the_reference_use_its_rul
     assert score_interval(0.07 * needed, 0, needed)[1] < -0.05 <= score_interval(14, 0, 200)[1]
     assert 0.08 < pairs["same_tool"].detectable < 0.12, "5 points of margin, and what 200 prompts find beyond them"
     few = judged(same_tool=(50, 6, 0))  # 12 %: a loss against zero at 5 % / looks, not against the margin
-    assert strategies.cannot_keep("same_tool", few["same_tool"], 600, 2) is None
-    assert strategies.cannot_keep("tool_call", member_of_one("tool_call", 50, 6), 600, 2)
+    assert rule.cannot_keep("same_tool", few["same_tool"], 600, 2) is None
+    assert rule.cannot_keep("tool_call", member_of_one("tool_call", 50, 6), 600, 2)
 
 
 def member_of_one(gate, n, lost):

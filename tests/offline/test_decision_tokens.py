@@ -15,8 +15,8 @@ from paths import TINY_ANNIE
 pytest.importorskip("transformers", reason="the tokenizer is transformers': pip install annie-quant[quantize]")
 
 from annie_quant.judge.answers import Form
-from annie_quant.offline.kl import FIELDS, Tally
-from annie_quant.offline.prompts import CLASSES, Template, covers, deciding
+from annie_quant.offline.pair import FIELDS, kl_summary
+from annie_quant.offline.prompts import Template, covers, deciding
 
 # "^" stands in front of every character that decides.
 PLANTED: list[tuple[Form, str]] = [
@@ -135,14 +135,10 @@ def test_the_summary_has_the_figures_of_deciding_tokens_alone() -> None:
     fields = np.zeros((6, len(FIELDS)))
     fields[:, FIELDS.index("kl")] = [0.5, 0.1, 0.3, 0.1, 0.1, 0.1]
     fields[:, FIELDS.index("same_top")] = [0, 0, 1, 1, 1, 1]
-    tally = Tally(CLASSES)
-    tally.add("a", [0, 0, 1], fields[:3], [True, False, True])
-    tally.add("b", [0, 0, 0], fields[3:])
-    summary = tally.summary()
-    assert summary is not None and summary.decisions is not None
+    categories, classes = np.array(["a"] * 3 + ["b"] * 3), np.array([0, 0, 1, 0, 0, 0])
+    decides = np.array([True, False, True, False, False, False])
+    summary = kl_summary(fields, categories, classes, decides)
+    assert summary.decisions is not None
     assert (summary.decisions.n_tokens, summary.decisions.flips) == (2, 1)
     assert summary.decisions.mean == pytest.approx(0.4) and summary.mean == pytest.approx(0.2)
-    plain = Tally(CLASSES)
-    plain.add("text", [0] * 6, fields)
-    text_summary = plain.summary()
-    assert text_summary is not None and text_summary.decisions is None
+    assert kl_summary(fields, categories, classes, np.zeros(6, dtype=bool)).decisions is None

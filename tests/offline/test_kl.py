@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="the runtime needs torch: pip instal
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 scipy_special = pytest.importorskip("scipy.special")
 
-from annie_quant.offline.kl import FIELDS, Tally, compare_logits, flip_chance  # noqa: E402
+from annie_quant.offline.pair import FIELDS, compare_logits, flip_chance, kl_summary  # noqa: E402
 
 
 def separate(reference: np.ndarray, quantized: np.ndarray, target: np.ndarray) -> dict[str, np.ndarray]:
@@ -47,14 +47,11 @@ def test_each_token_agrees_with_the_separate_computation(logits) -> None:
 def test_the_summary_is_that_of_all_tokens(logits) -> None:
     expected = separate(*logits)
     fields = compare_logits(*(torch.from_numpy(x) for x in logits))
-    tally = Tally(("content", "tool_markup"))
     kinds = np.arange(400) % 3 == 0
-    for start, category in ((0, "factual"), (150, "tool"), (170, "factual")):
-        stop = {0: 150, 150: 170, 170: 400}[start]
-        tally.add(category, kinds[start:stop].astype(int), fields[start:stop])
-    summary = tally.summary()
+    categories = np.repeat(["factual", "tool", "factual"], [150, 20, 230])
+    summary = kl_summary(fields, categories, kinds.astype(int), np.zeros(400, dtype=bool))
     kl = expected["kl"]
-    assert summary is not None and summary.n_tokens == 400
+    assert summary.n_tokens == 400
     for name, value in (
         ("mean", kl.mean()),
         ("median", np.median(kl)),
@@ -95,7 +92,3 @@ def test_predicted_flips_are_those_of_two_noisy_logits() -> None:
     draws = rng.standard_normal((2, 200, 2000)) * noise
     happened = (margin + draws[0] - draws[1] < 0).mean()
     assert flip_chance(margin, np.full(2000, noise)).mean() == pytest.approx(happened, abs=0.005)
-
-
-def test_an_empty_tally_has_no_summary() -> None:
-    assert Tally(("content",)).summary() is None

@@ -17,11 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from annie_quant import runtime  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.offline import (  # noqa: E402
-    answers,
-    job,
-    pair,
-)
+from annie_quant.offline import answers, evaluation, pair  # noqa: E402
 from annie_quant.offline import layers as module  # noqa: E402
 from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
 
@@ -108,7 +104,7 @@ def test_an_evaluation_with_layers_loads_each_model_once(
         )
     reference, naive = (shutil.copytree(folder, tmp_path / folder.name) for folder in folders)
     output = tmp_path / "eval.json"
-    result = job.run(
+    result = evaluation.run(
         pair.EvaluationJob(
             checkpoint=naive,
             reference=reference,

@@ -17,7 +17,7 @@ pytest.importorskip("annie_quant.nvfp4", reason="the line needs the codec")
 
 from annie_quant.cli import cli  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
-from annie_quant.offline.job import evaluate  # noqa: E402
+from annie_quant.offline.evaluation import evaluate  # noqa: E402
 
 
 def command(*arguments):
@@ -134,10 +134,10 @@ def test_the_line_for_each_built_in_persona(persona, tmp_path):
 
 def test_the_command_takes_as_many_prompts_as_bf16s_answers_ask_for(mine, monkeypatch, tmp_path):
     """How many that is, is tested in tests/cli/test_search_own.py."""
-    from annie_quant.offline import job
+    from annie_quant.offline import evaluation
 
     received = []
-    monkeypatch.setattr(job, "prompts_per_gate", lambda n, reference: received.append(reference) or 2 * n)
+    monkeypatch.setattr(evaluation, "prompts_per_gate", lambda n, reference: received.append(reference) or 2 * n)
     code, out = command(
         "eval", TINY_ANNIE, "--reference", TINY_ANNIE, "--persona", mine, "--workloads", mine / "workloads" / "answers.json",
         "--n", 4, "--json",

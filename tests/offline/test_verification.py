@@ -158,7 +158,7 @@ def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch:
         decoded_prompts.append(len(prompts))
         return generate(engine, prompts, *more)
 
-    monkeypatch.setattr(answers, "generate_in_parts", counted)
+    monkeypatch.setattr(answers, "generate", counted)
     _, _, answered, outcomes = by_verification(folders["naive"], folders["equal"], "w4a16")
     assert all(o.same for o in outcomes) and sum(decoded_prompts) == 0
     assert [o.completion for o in outcomes] == [c for _, c in answered]
@@ -175,7 +175,7 @@ def test_a_turn_is_decoded_again_only_after_a_changed_answer(folders, monkeypatc
         counts.append(len(prompts))
         return generate(engine, prompts, *more)
 
-    monkeypatch.setattr(answers, "generate_in_parts", counted)
+    monkeypatch.setattr(answers, "generate", counted)
     first = {i: FirstDifference(0, None) for i, (r, _) in enumerate(answered) if r.case.turns and r.turn == 0}
     outcomes = answer_from_differences(Engine(model, rows=5), template, answered, first)
     assert counts == [2, 0, 0] and [o.completion for o in outcomes] == [c for _, c in answered]

@@ -18,7 +18,7 @@ START = time.process_time()
 
 import torch  # noqa: E402
 
-from annie_quant.offline import engine, job  # noqa: E402
+from annie_quant.offline import engine, evaluation  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, distinct_workloads  # noqa: E402
 
 IMPORTED = time.process_time()
@@ -77,7 +77,7 @@ def main() -> None:
         extends=True,
         numerics=arguments.numerics.split(","),
     )
-    result = job.run(settings, stages)
+    result = evaluation.run(settings, stages)
     stages.end("")
     print(
         f"imports {IMPORTED - START:.2f} s; evaluation {sum(stages.seconds.values()):.2f} s; {result.verdict.verdict}"

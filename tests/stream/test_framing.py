@@ -12,7 +12,7 @@ from randomised import examples
 
 _stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
 
-from annie_quant.stream import decode  # noqa: E402
+from annie_quant.stream import answer, decode  # noqa: E402
 
 LIMIT = 1 << 24
 
@@ -37,14 +37,14 @@ def specified(body: bytes) -> list[tuple[str, bytes]]:
 
 
 def framed(reads: tuple[bytes, ...]) -> list[tuple[str, bytes]]:
-    """The same from the C framer's frames, with decode.py's event names and joined data."""
+    """The same from the C framer's frames, with answer.py's event names and joined data."""
     rows = _stream.cut(reads, LIMIT)
     assert b"".join(row[-1] for row in rows) == b"".join(reads), "every byte comes out once, in order"
     out = []
     for kind, flags, lines, start, size, raw in rows:
         if kind in (decode.DATA, decode.DONE):
-            data = raw[start : start + size] if lines == 1 else decode.joined_data(raw, start)
-            out.append((decode.event_name(raw) if flags & decode.NAMED else "message", data))
+            data = raw[start : start + size] if lines == 1 else answer.joined_data(raw, start)
+            out.append((answer.event_name(raw) if flags & decode.NAMED else "message", data))
     return out
 
 

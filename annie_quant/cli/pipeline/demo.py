@@ -23,9 +23,8 @@ from annie_quant.checkpoint import decode_speed
 from annie_quant.checkpoint.shards import ModelFolder, model_sha256
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.cli.pipeline import DemoSettings
-from annie_quant.cli.pipeline.evaluation_process import EvaluationProcesses, ProcessJob
 from annie_quant.cli.pipeline.run_directory import RunDirectory
-from annie_quant.cli.pipeline.stages import FileResult, StageResult, Stages, prompts_key
+from annie_quant.cli.pipeline.stages import EvaluationProcesses, ProcessJob, StageResult, Stages, prompts_key
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.files import ASSETS, read_json
 from annie_quant.core.progress import Console, Progress, SilentConsole
@@ -33,7 +32,8 @@ from annie_quant.core.resume import KeyedJson
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import Aggregates, ModelRow
 from annie_quant.judge import decision
-from annie_quant.judge.decision.run import JudgedGate, compared_with
+from annie_quant.judge.decision.judged import JudgedGate
+from annie_quant.judge.decision.run import compared_with
 from annie_quant.judge.metrics import three_digits
 from annie_quant.ops import serving
 from annie_quant.quantize.runner import weight_bytes
@@ -73,12 +73,6 @@ SIDES = {
 CANDIDATE, INCUMBENT = "best", "q4_k_m"
 STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each is judged without a server
 BACKENDS = [name for name in SIDES if name != "naive"]  # served: what naive loses is shown without a server
-
-
-class DataResult(StageResult):
-    """The conversations that were written."""
-
-    data: data.GenerationResult
 
 
 class DemoResult(documents.Verdict, kw_only=True):
@@ -131,13 +125,13 @@ class Demo:
         prompts_used = {"asked": prompts_key(self.answers.prompts())}
         with EvaluationProcesses(stages) as processes:
             processes.start("bf16-answers", prompts_used, [], self.answers)
-            stages.stage("data", prompts, ["calibration.jsonl"], self.make_data, DataResult)
+            stages.stage("data", prompts, ["calibration.jsonl"], self.make_data, StageResult)
             for strategy in STRATEGIES:
                 stages.quantize(strategy, effort=SIDES[strategy].effort)
                 stages.audit(strategy)
             text = {"text": stages.text_key()}
             for side in BACKENDS:
-                stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), FileResult)
+                stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), StageResult)
             processes.finish()
             inputs = stages.data_inputs() | prompts_used | {"numerics": NUMERICS}
             for strategy in STRATEGIES:
@@ -157,17 +151,16 @@ class Demo:
             output=str(self.dir / f"eval/{strategy}.json"),
         )
 
-    def make_data(self, progress: Progress) -> DataResult:
-        generation = data.generate(self.persona, "offline", N_CONVERSATIONS, self.stages.conversations, 0, progress)
-        return DataResult(f"{N_CONVERSATIONS} conversations", generation)
+    def make_data(self, progress: Progress) -> StageResult:
+        data.generate(self.persona, "offline", N_CONVERSATIONS, self.stages.conversations, 0, progress)
+        return StageResult(f"{N_CONVERSATIONS} conversations")
 
-    def convert(self, name: str, progress: Progress) -> FileResult:
+    def convert(self, name: str, progress: Progress) -> StageResult:
         side = SIDES[name]
         target = self.dir / f"gguf/{name}.gguf"
         target.parent.mkdir(exist_ok=True)
         checkpoint.convert(self.source(side), to="gguf", output=target, type=side.gguf_type, force=True)
-        size_bytes = target.stat().st_size
-        return FileResult(f"{size_bytes / 1e6:.1f} MB", size_bytes)
+        return StageResult(f"{target.stat().st_size / 1e6:.1f} MB")
 
     def source(self, side: Side) -> Path:
         return self.stages.checkpoint(side.strategy) if side.strategy else MODEL

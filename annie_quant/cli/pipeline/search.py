@@ -199,10 +199,8 @@ class Search:
         first = self.stages.evaluate(f"{row.strategy}-smoke", folder, smoke(self.workloads))
         keep_numerics(row, first)
         judged = [g for g in GATES if decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided]
-        failed = {
-            kind: [g for g, pair in side.paired.items() if pair.lost and g in judged]
-            for kind, side in first.numerics.items()
-        }
+        sides = first.numerics.items()
+        failed = {kind: [g for g, pair in side.paired.items() if pair.lost and g in judged] for kind, side in sides}
         lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)
         failed_smoke = [f"the smoke question fails: {lost}"] if lost else []
         if failed_smoke:
@@ -290,10 +288,8 @@ def try_draws(stages: Stages, row: documents.StrategyRow, prompts: Sequence[Work
         folder = stages.checkpoint(row.strategy, seed)
         evaluation = stages.evaluate(drawn(row.strategy, seed), folder, prompts, ensemble=True)
         verdict = evaluation.verdict or documents.PairedVerdict()
-        gates = {
-            kind: {gate: [r.passes, r.n] for gate, r in side.gates.items() if not r.advisory}
-            for kind, side in evaluation.numerics.items()
-        }
+        sides = evaluation.numerics.items()
+        gates = {kind: {g: [r.passes, r.n] for g, r in side.gates.items() if not r.advisory} for kind, side in sides}
         row.draws.append(documents.CalibrationDraw(seed, verdict, gates))
         row.path.append(f"calibration draw {seed} → {verdict.sentence}")
         if verdict.verdict != "keeps":
@@ -353,11 +349,8 @@ def smoke(workloads: Sequence[Workload]) -> list[Workload]:
 
 def reference_report(gates: documents.GateTable) -> str | None:
     """Return what it means that bf16 itself misses requirements; None if it misses none."""
-    failed = {
-        name: f"{name} {result.passes} of {result.n}"
-        for name, result in gates.items()
-        if result.meets == "fail" and not result.advisory
-    }
+    missed = [(name, gate) for name, gate in gates.items() if gate.meets == "fail" and not gate.advisory]
+    failed = {name: f"{name} {gate.passes} of {gate.n}" for name, gate in missed}
     lost = [g for g in failed if g in MANNERS]
     if len(lost) >= 2 or "tool_call" in lost:
         return (
@@ -371,11 +364,8 @@ def reference_report(gates: documents.GateTable) -> str | None:
 
 def hardened_prompt(persona: Persona) -> str:
     """Return the persona's prompt followed by its rules as numbered critical rules (R47)."""
-    rules = [
-        *persona.rules,
-        *(["When a tool is needed, emit ONLY the tool call, with no text."] if persona.tools else []),
-    ]
-    numbered = "\n".join(f"{i}. {rule}" for i, rule in enumerate(rules, 1))
+    of_tools = ["When a tool is needed, emit ONLY the tool call, with no text."] if persona.tools else []
+    numbered = "\n".join(f"{i}. {rule}" for i, rule in enumerate([*persona.rules, *of_tools], 1))
     return f"{persona.system_prompt}\nCRITICAL RULES (violations cause errors):\n{numbered}"
 
 
@@ -388,11 +378,10 @@ def hardened(
     """
     lost = [(kind, gate) for kind, table in tables.items() for gate in failing(table) if gate in PROMPT_GATES]
     plain = [w for w in workloads if {gate for _, gate in lost} & {*w.gates} and w.persona and not w.system]
-    prompts = [
-        replace(w, system=hardened_prompt(load_persona(str(w.persona)))) for w in judge.sample(plain, HARDENED_N)
-    ]
-    if not prompts:
+    if not plain:
         return None
+    chosen = judge.sample(plain, HARDENED_N)
+    prompts = [replace(w, system=hardened_prompt(load_persona(str(w.persona)))) for w in chosen]
     numerics = tuple(dict.fromkeys(kind for kind, _ in lost))
     result = stages.evaluate(f"{strategy}-hardened", stages.checkpoint(strategy), prompts, numerics=numerics)
     rows: dict[str, documents.HardenedGate] = {}

@@ -1,6 +1,11 @@
 """The stages that the demo and the search share: quantize, audit and evaluate one strategy.
 
 A stage that finished with the same inputs is not done again, so a killed run resumes.
+
+    python -m annie_quant.cli.pipeline.stages JOB       JOB: ProcessJob as JSON
+
+evaluates in a process of its own, so that several checkpoints are judged at once and other stages run meanwhile. It is below the
+supervisor of ops/server.py: it ends however annie-quant ends. Its log has one line per state.
 """
 
 from __future__ import annotations
@@ -9,7 +14,11 @@ import hashlib
 import json
 import math
 import random
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,15 +26,20 @@ import msgspec
 
 from annie_quant import __version__, checkpoint, documents, judge, quantize
 from annie_quant.checkpoint import decode_speed
+from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.checkpoint.shards import ModelFolder, model_sha256
 from annie_quant.cli.pipeline.run_directory import RunDirectory
-from annie_quant.core.errors import UsageError
+from annie_quant.core import host
+from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Console, Progress
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import read_rows
+from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
-from annie_quant.judge.sampling import compares_with_reference
+from annie_quant.judge.decision import FAILING
+from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate
+from annie_quant.ops import llama_cpp, server
 
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
 
@@ -37,12 +51,6 @@ class StageResult(msgspec.Struct):
     """
 
     summary: str
-
-
-class FileResult(StageResult):
-    """size_bytes: of the checkpoint's weights, or of the file."""
-
-    size_bytes: int
 
 
 class PromptsResult(StageResult):
@@ -142,7 +150,7 @@ class Stages:
         write_text(path, "".join(json.dumps(rows[i], ensure_ascii=False) + "\n" for i in chosen))
         return path
 
-    def quantize(self, strategy: str, draw: int = 0, effort: str | None = None) -> FileResult:
+    def quantize(self, strategy: str, draw: int = 0, effort: str | None = None) -> StageResult:
         """Quantize. strategy: with a budget or without one. effort: of a strategy that has that option; None: its default."""
         plain, budget = with_budget(strategy)
         options: dict[str, Any] = {"effort": effort} if effort else {}
@@ -151,24 +159,25 @@ class Stages:
             read = decode_speed.token_bytes(ModelFolder(self.model), budget)
             options |= {"min_tps": decode_speed.tok_s(read, device), "device": "gb10"}
 
-        def work(progress: Progress) -> FileResult:
-            calibration = {"calib_data": self.rows_of_draw(draw), "calib_samples": self.samples}
-            # The demo and the search have checked the prompt.
-            settings: dict[str, Any] = {
-                **calibration,
+        def work(progress: Progress) -> StageResult:
+            job = quantize.run(
+                plain,
+                self.model,
+                self.checkpoint(strategy, draw),
+                calib_data=self.rows_of_draw(draw),
+                calib_samples=self.samples,
+                allow_prompt_mismatch=True,  # the demo and the search have checked the prompt
+                force=True,
+                report=progress,
+                work=self.work and self.work / f"{plain}-{draw}",
                 **options,
-                "force": True,
-                "report": progress,
-                "allow_prompt_mismatch": True,
-                "work": self.work and self.work / f"{plain}-{draw}",
-            }
-            job = quantize.run(plain, self.model, self.checkpoint(strategy, draw), **settings)
+            )
             sizes = f"{job.size_bytes / 1e6:,.1f} of {job.source_bytes / 1e6:,.1f} MB"
-            return FileResult(sizes, job.size_bytes)
+            return StageResult(sizes)
 
         name = drawn(strategy, draw)
         inputs, outputs = self.data_inputs() | options, [f"models/{name}/config.json"]
-        return self.stage(f"quantize-{name}", inputs, outputs, work, FileResult)
+        return self.stage(f"quantize-{name}", inputs, outputs, work, StageResult)
 
     def audit(self, strategy: str, draw: int = 0) -> AuditResult:
         def work(progress: Progress) -> AuditResult:
@@ -184,7 +193,6 @@ class Stages:
         chosen = offline_prompts(n, everything)
         if not compares_with_reference(chosen):
             return chosen
-        from annie_quant.judge.sampling import prompts_per_gate
         from annie_quant.offline.evaluation import reference_gates
         from annie_quant.offline.pair import EvaluationJob, open_pair
 
@@ -214,7 +222,7 @@ class Stages:
         ensemble: also compute the further members of each numerics, for a verdict that does not depend on one arithmetic; it
         costs about half as much again.
         """
-        from annie_quant.offline import job
+        from annie_quant.offline.evaluation import run
         from annie_quant.offline.pair import EvaluationJob
 
         output = f"eval/{name}.json"
@@ -232,7 +240,7 @@ class Stages:
                 output=self.dir / output,
                 cache=self.dir / "eval",
             )
-            result = job.run(settings, progress)
+            result = run(settings, progress)
             return StageResult(result.verdict.sentence if result.verdict else "")
 
         asked = {"asked": prompts_key(workloads), "numerics": list(numerics), "ensemble": ensemble}
@@ -290,3 +298,140 @@ def silence_transformers() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+
+# ---- evaluations in processes of their own
+
+AT_ONCE = 2  # processes that share the processors
+POLL_S = 0.1
+LINE_S = 0.5  # at most one line of progress per so many seconds
+
+
+class ProcessJob(msgspec.Struct, kw_only=True):
+    """What one process computes.
+
+    reference: folder of the bf16 model.
+    cache: folder for its answers.
+    n_per_gate, persona, workloads: the prompts (as for data/workloads.py).
+    checkpoint: None for the reference's answers alone, in both arithmetics, which later jobs find in `cache`.
+    numerics: as for EvaluationJob.
+    until_loss: end with the first arithmetic where that loses: the others could not make it keep.
+    output: file for the evaluation.
+    """
+
+    reference: str
+    cache: str
+    n_per_gate: int
+    persona: str | None = None
+    workloads: str | None = None
+    checkpoint: str | None = None
+    numerics: tuple[str, ...] = ("w4a4", "w4a16")
+    until_loss: bool = False
+    output: str | None = None
+
+    def prompts(self) -> list[Workload]:
+        return offline_prompts(self.n_per_gate, resolve(self.persona, self.workloads))
+
+
+class EvaluationProcesses:
+    """Stages that run at the same time, one process each. A context manager, which ends what still runs."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self.threads = max(1, host.cores() // AT_ONCE)
+        self._started: list[tuple[server.Server | None, Callable[[], StageResult]]] = []
+
+    def start(self, name: str, inputs: Mapping[str, object], outputs: list[str], job: ProcessJob) -> None:
+        """Start the process of a stage and return at once; does nothing for a stage that has finished before."""
+        process = None
+        if not self.stages.is_finished(name, inputs):
+            command = [sys.executable, "-m", __name__, msgspec.json.encode(job).decode()]
+            environment = llama_cpp.environment() | {"OMP_NUM_THREADS": str(self.threads)}
+            process = server.spawn(command, self.stages.dir / f"logs/{name}.log", name, environment)
+        work = partial(ended, job, process)
+        self._started.append((process, partial(self.stages.stage, name, inputs, outputs, work, StageResult)))
+
+    def finish(self) -> None:
+        """Wait for the stages that were started, in order. Raises ServerError with the cause of a failure."""
+        while self._started:
+            self._started[0][1]()
+            del self._started[0]
+
+    def __enter__(self) -> EvaluationProcesses:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process, _ in self._started:
+            if process is not None:
+                process.stop()
+
+
+def ended(job: ProcessJob, process: server.Server | None, progress: Progress) -> StageResult:
+    """Wait until the process of a job ends, and report its states. Raises ServerError with the cause where it failed."""
+    assert process is not None
+    state = ""
+    while process.alive:
+        lines = server.read(process.log).splitlines()
+        if lines and lines[-1] != state:
+            state = lines[-1]
+            progress.message(state)
+        time.sleep(POLL_S)
+    process.wait()
+    verdict = documents.Evaluation.load(Path(job.output)).verdict if job.output else None
+    return StageResult(verdict.sentence if verdict else "")
+
+
+def evaluate(job: ProcessJob, progress: Progress) -> None:
+    """Compute a job in this process."""
+    prompts = job.prompts()  # before torch is imported, so that an unknown workload is named at once
+    from annie_quant.offline import ensemble
+    from annie_quant.offline.evaluation import run
+    from annie_quant.offline.pair import EvaluationJob, open_pair
+
+    silence_transformers()
+    settings = EvaluationJob(
+        checkpoint=Path(job.checkpoint or job.reference),
+        reference=Path(job.reference),
+        workloads=prompts,
+        numerics=job.numerics,
+        faults=export_notes(job.checkpoint, job.reference) if job.checkpoint else [],
+        output=Path(job.output) if job.output else None,
+        cache=Path(job.cache),
+    )
+    if job.checkpoint is None:
+        with open_pair(settings, progress) as pair:
+            answered = pair.reference.answer(judge.distinct_prompts(prompts)[0], progress)
+            ensemble.second_answers(pair, answered)
+        return
+    if job.until_loss:
+        verdict = run(replace(settings, ensemble=False), progress).verdict
+        if verdict is not None and verdict.verdict in FAILING:
+            return
+    run(settings, progress)
+
+
+class _Log:
+    """Progress as lines of the log, at most one per LINE_S."""
+
+    def __init__(self) -> None:
+        self._printed = -LINE_S
+
+    def update(self, done: float, total: float | None = None, text: str = "") -> None:
+        if time.monotonic() - self._printed >= LINE_S:
+            self.message(", ".join(filter(None, (f"{done:g} of {total:g}" if total else "", text))))
+
+    def message(self, text: str) -> None:
+        self._printed = time.monotonic()
+        print(text, flush=True)
+
+
+def main() -> None:
+    job = msgspec.json.decode(sys.argv[1], type=ProcessJob)
+    try:
+        evaluate(job, _Log())
+    except AnnieError as error:
+        sys.exit(f"error: {error.message}" + (f" → {error.hint}" if error.hint else ""))
+
+
+if __name__ == "__main__":
+    main()

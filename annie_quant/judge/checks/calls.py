@@ -61,9 +61,8 @@ def states(statement: str, text: str) -> bool:
     for sentence in _SENTENCE_END.split(fold(text)):
         if sentence.rstrip(" \"'”’)*_").endswith("?"):
             continue
-        for match in pattern.finditer(sentence):
-            if not _DENIED.search(sentence[: match.start()]):
-                return True
+        if any(not _DENIED.search(sentence[: match.start()]) for match in pattern.finditer(sentence)):
+            return True
     return False
 
 
@@ -81,8 +80,7 @@ def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
     statements = case.expect.get("contains")
     if not statements:
         return None
-    lacking = missing(statements, answer.text)
-    return f"the answer does not state {lacking!r}" if lacking else ""
+    return f"the answer does not state {lacking!r}" if (lacking := missing(statements, answer.text)) else ""
 
 
 # ---- tool calls and their schemas
@@ -245,6 +243,14 @@ def _matches(value: object, choice: object) -> bool:
 
 Allowed = Mapping[str, Sequence[object]]  # argument → allowed values
 ExpectedCall = Mapping[str, Allowed]  # one function → its arguments
+
+
+def allowed(value: object) -> object:
+    """Return a value as the leaderboard's answers have it: each field of an object is a list of allowed values."""
+    if isinstance(value, Mapping):
+        return {key: [allowed(item)] for key, item in value.items()}
+    return [allowed(item) for item in value] if isinstance(value, list) else value
+
 
 # Case, spaces and this punctuation do not decide whether a text argument is right.
 _IGNORED = re.compile(r"[ ,./\-_*^]")

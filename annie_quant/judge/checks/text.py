@@ -30,15 +30,13 @@ _ODD_WORD = re.compile(r"^[^aeiouyAEIOUY]+$|[a-z][A-Z]{2}|[bcdfghjklmnpqrstvwxz]
 @lru_cache(maxsize=2048)  # several models give most answers alike, and each is counted several times
 def repeats(text: str) -> str:
     """Return what is repeated, as a phrase; "" where nothing is."""
-    run = _RUN.search(text)
-    if run:
+    if run := _RUN.search(text):
         return f"{run.group(1)!r} over and over"
     words = [w.casefold() for w in _WORD.findall(text)]
     for period in range(1, 13):
         # "No, no, no" is normal speech: a word must come six times in a row, a phrase four times, a sentence three.
         least = 6 if period == 1 else 4 if period <= 4 else 3
-        at = _cycle(words, period, least)
-        if at is not None:
+        if (at := _cycle(words, period, least)) is not None:
             return f"{' '.join(words[at : at + period])!r} over and over"
     sentences = Counter(s.strip().casefold() for s in re.split(r"[.!?\n]+", text) if len(s.split()) >= 4)
     sentence, times = sentences.most_common(1)[0] if sentences else ("", 0)
@@ -63,8 +61,7 @@ def _cycle(words: list[str], period: int, times: int) -> int | None:
 @lru_cache(maxsize=2048)
 def garbled(text: str) -> str:
     """Return why the text is not language, as a phrase; "" where it may be."""
-    special = _SPECIAL.search(text)
-    if special:
+    if special := _SPECIAL.search(text):
         return f"a special token in the text: {special.group(0)}"
     if "\ufffd" in text:
         return "broken characters in the text"
@@ -72,19 +69,14 @@ def garbled(text: str) -> str:
     if len(scripts) >= 3:
         return f"letters of {len(scripts)} scripts: {', '.join(sorted(scripts))}"
     visible = [c for c in text if not c.isspace()]
-    if len(visible) >= 20:
-        letters = sum(c.isalnum() for c in visible)
-        if letters < 0.5 * len(visible):
-            return "more signs than letters"
+    if len(visible) >= 20 and sum(c.isalnum() for c in visible) < 0.5 * len(visible):
+        return "more signs than letters"
     return _nonsense(text)
 
 
 def _scripts(text: str) -> set[str]:
-    scripts: set[str] = set()
-    for char in set(text):
-        if char.isalpha():
-            name = unicodedata.name(char, "")
-            scripts.update(s for s in _SCRIPTS if name.startswith(s))
+    names = [unicodedata.name(char, "") for char in set(text) if char.isalpha()]
+    scripts = {s for s in _SCRIPTS for name in names if name.startswith(s)}
     # Japanese uses three scripts.
     return scripts - {"HIRAGANA", "KATAKANA"} | ({"CJK"} if scripts & {"HIRAGANA", "KATAKANA"} else set())
 
@@ -105,9 +97,7 @@ def non_empty(answer: Answer, case: Case, workload: Workload) -> str | None:
         return f"the request failed: {answer.error}"
     if not answer.silent:
         return ""
-    if answer.reasoning.strip():
-        return "the content is empty; only thinking was received"
-    return "the content is empty"
+    return "the content is empty" + ("; only thinking was received" if answer.reasoning.strip() else "")
 
 
 def stop(answer: Answer, case: Case, workload: Workload) -> str | None:
@@ -121,9 +111,7 @@ def stop(answer: Answer, case: Case, workload: Workload) -> str | None:
 
 def repetition(answer: Answer, case: Case, workload: Workload) -> str | None:
     """The text is language: no loops, no garbled characters or words."""
-    if not answer.text.strip():
-        return None
-    return repeats(answer.text) or garbled(answer.text)
+    return (repeats(answer.text) or garbled(answer.text)) if answer.text.strip() else None
 
 
 # ---- markdown (R31): CommonMark's tokens (markdown-it-py), without what reads as prose or arithmetic
@@ -171,10 +159,8 @@ def markdown_in(text: str) -> str:
             return kind
         if token.type in ("bullet_list_open", "ordered_list_open") and _is_list(tokens, index):
             return "list" if token.type == "bullet_list_open" else "numbered list"
-        if token.type == "inline":
-            kind = _inline_kind(token.children or [])
-            if kind:
-                return kind
+        if token.type == "inline" and (kind := _inline_kind(token.children or [])):
+            return kind
     if _BULLET.search(text):
         return "list"
     return "bold" if _OPEN_BOLD.search(text) else ""
@@ -208,19 +194,13 @@ def _is_list(tokens: list[Token], index: int) -> bool:
     content = contents[0] if contents else ""
     if tokens[index].type == "ordered_list_open":
         return items[0].info == "1" and bool(content)
-    if not content:
-        return False
-    return not (items[0].markup in "-+" and _SIGNED_NUMBER.match(content))
+    return bool(content) and not (items[0].markup in "-+" and _SIGNED_NUMBER.match(content))
 
 
 def _inline_kind(children: list[Token]) -> str:
     for index, child in enumerate(children):
-        kind = _INLINE.get(child.type)
-        if kind is None:
-            continue
-        if child.type in ("em_open", "strong_open") and _not_emphasis(children, index):
-            continue
-        return kind
+        if child.type in _INLINE and not (child.type in ("em_open", "strong_open") and _not_emphasis(children, index)):
+            return _INLINE[child.type]
     return ""
 
 
@@ -228,7 +208,7 @@ def _not_emphasis(children: list[Token], index: int) -> bool:
     """Product signs between numbers or single letters ('3*5*2', 'a*b*c'), and Python's dunder names."""
     start = children[index]
     before = children[index - 1].content if index and children[index - 1].type == "text" else ""
-    inside = children[index + 1].content if index + 1 < len(children) and children[index + 1].type == "text" else ""
+    inside = next((child.content for child in children[index + 1 : index + 2] if child.type == "text"), "")
     if start.markup == "__":
         return bool(_DUNDER.match(inside))
     return bool(re.search(r"(?:\d|\)|\b[a-zA-Z])\s*$", before) and re.match(r"^\s*(?:\d|\(|[a-zA-Z]\b)", inside))
@@ -238,8 +218,7 @@ def no_markdown(answer: Answer, case: Case, workload: Workload) -> str | None:
     """An empty answer fails; a tool call without text is not checked."""
     if not answer.text.strip():
         return None if answer.tool_calls else "no text was received"
-    kind = markdown_in(answer.text)
-    return f"markdown: {kind}" if kind else ""
+    return f"markdown: {kind}" if (kind := markdown_in(answer.text)) else ""
 
 
 # ---- thinking where it does not belong: in the content ever, or anywhere when thinking is off
@@ -267,8 +246,7 @@ _PREAMBLE = re.compile(
 
 def leaked(text: str) -> str:
     """Return what thinking is in visible text, as a phrase; "" where there is none."""
-    tag = _TAG.search(text)
-    if tag:
+    if tag := _TAG.search(text):
         return f"a {tag.group(0).strip()!r} tag in the content"
     preamble = _PREAMBLE.match(text)
     return f"the content starts with thinking: {preamble.group(0).strip()[:40]!r}" if preamble else ""

@@ -1,9 +1,9 @@
 """The decision about a checkpoint or a run.
 
-rule          keeps, loses, undecided or fragile, against the reference on the same prompts
+rule          keeps, loses, undecided or fragile, against the reference on the same prompts; when the search drops a strategy
 roles         candidate, reference, incumbent
+judged        the deciding gates of a side
 run           which side of a run is the candidate, what it would replace, whether it passes, and why
-strategies    when the search drops a strategy early, and when it accepts one
 replacement   the drop-in checklist and the recommendation: switch, stay or wait
 
 Reports and search render or call these functions; they decide nothing themselves.
@@ -12,6 +12,7 @@ Reports and search render or call these functions; they decide nothing themselve
 # ruff: noqa: F401
 from __future__ import annotations
 
+from annie_quant.judge.decision.judged import JudgedGate, blocking_of, deciding_gates, standing_of
 from annie_quant.judge.decision.replacement import (
     BUDGET_BYTES,
     AnswerPairs,
@@ -31,30 +32,19 @@ from annie_quant.judge.decision.rule import (
     MARGIN,
     POOLED,
     apply,
+    cannot_keep,
     decided_at,
     deciding,
+    early_reasons,
+    failing,
+    final_reasons,
     judge_evaluation,
     judge_gates,
     judge_members,
     judge_sides,
+    looks,
     member_verdict,
+    missing_numerics,
     verdict_of,
 )
-from annie_quant.judge.decision.run import (
-    Decision,
-    JudgedGate,
-    blocking_of,
-    combined,
-    deciding_gates,
-    decision,
-    standing_of,
-    verdict,
-)
-from annie_quant.judge.decision.strategies import (
-    cannot_keep,
-    early_reasons,
-    failing,
-    final_reasons,
-    looks,
-    missing_numerics,
-)
+from annie_quant.judge.decision.run import Decision, combined, decision, verdict

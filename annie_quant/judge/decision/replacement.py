@@ -23,7 +23,8 @@ from annie_quant.documents import (
     Verdict,
 )
 from annie_quant.judge.decision import rule
-from annie_quant.judge.decision.run import SHOWN, by_title, deciding_gates, label_of
+from annie_quant.judge.decision.judged import deciding_gates
+from annie_quant.judge.decision.run import by_title, label_of, with_candidate_second
 from annie_quant.judge.metrics import METRICS, three_digits
 from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL
@@ -201,14 +202,13 @@ def _latency(aggregates: Aggregates, candidate: str, incumbent: str) -> Checklis
     for row in _compared(aggregates, candidate, incumbent):
         if row.metric != "ttft_content_ms" or row.low is None or row.high is None:
             continue
-        difference, before = _change(row, candidate)
-        low, high = sorted((row.low, row.high) if row.b == candidate else (-row.low, -row.high))
         verdict: Outcome = "undecided"
-        if high <= MARGIN * before:
+        if row.high <= MARGIN * (row.median_a or 0.0):
             verdict = "pass"
-        elif low > 0 and row.significant:
+        elif row.low > 0 and row.significant:
             verdict = "fail"
-        evidence = f"{difference:+.3g} ms ({low:+.3g} to {high:+.3g}), paired, {row.n_prompts} prompts"
+        interval = f"({row.low:+.3g} to {row.high:+.3g}), paired, {row.n_prompts} prompts"
+        evidence = f"{row.median_difference:+.3g} ms {interval}"
         return ChecklistItem(item, verdict, f"{METRICS[row.metric].title} {evidence}")
     return ChecklistItem(item, "undecided", "no paired comparison of the two over all workloads")
 
@@ -249,8 +249,8 @@ def recommendation(
     if failed:
         titles = list(dict.fromkeys(g.title for g in gates if g.outcome == "fail"))
         verb = "loses" if gates[0].compared else "fails"
-        sentence = f"Do not switch to {name}: it {verb} {'; '.join(failed[:SHOWN])}."
-        return Recommendation("stay", sentence, evidence, f"{verb} {', '.join(titles[:SHOWN])}: do not switch")
+        sentence = f"Do not switch to {name}: it {verb} {'; '.join(failed[: rule.SHOWN])}."
+        return Recommendation("stay", sentence, evidence, f"{verb} {', '.join(titles[: rule.SHOWN])}: do not switch")
     if incumbent is None:
         sentence = f"{name} fails nothing, but nothing was measured that it could replace."
         return Recommendation("wait", sentence, evidence, opening)
@@ -258,7 +258,7 @@ def recommendation(
     gains, losses, speed = gains_and_losses(aggregates, candidate, incumbent, answers)
     reasons = [*(f"gain: {g.text}" for g in gains), *(f"loss: {x.text}" for x in losses), *speed, *evidence]
     if undecided:
-        open_gates = ", ".join(undecided[:SHOWN])
+        open_gates = ", ".join(undecided[: rule.SHOWN])
         sentence = f"Wait: {name} fails nothing, but {open_gates} cannot be decided with so few answers."
         return Recommendation("wait", sentence, reasons, "undecided: too few answers")
     verb = opening.split()[1].replace("kept", "keeps").replace("passed", "passes")
@@ -290,7 +290,7 @@ def gains_and_losses(
         metric = METRICS.get(row.metric)
         if metric is None or not row.significant:
             continue
-        change, before = _change(row, candidate)
+        change, before = row.median_difference or 0.0, row.median_a or 0.0
         text = f"{metric.title} {three_digits(change, '+')} of {three_digits(before)} {metric.unit}, {row.n_prompts} prompts"
         if metric.user_latency and abs(change) > MARGIN * abs(before):
             (gains if change < 0 else losses).append(GainOrLoss(text, "faster" if change < 0 else "slower"))
@@ -313,20 +313,14 @@ def gains_and_losses(
 
 
 def _compared(aggregates: Aggregates, candidate: str, incumbent: str) -> list[Comparison]:
-    """Complete comparisons of the two over all workloads."""
+    """Complete comparisons of the two over all workloads, the candidate second."""
     return [
-        row
+        with_candidate_second(row, candidate)
         for row in aggregates.comparisons
         if row.workload == "all"
         and {row.a, row.b} == {candidate, incumbent}
         and None not in (row.median_a, row.median_b, row.median_difference)
     ]
-
-
-def _change(row: Comparison, candidate: str) -> tuple[float, float]:
-    """(candidate - incumbent, the incumbent's median) of a complete comparison."""
-    difference, a, b = row.median_difference or 0.0, row.median_a or 0.0, row.median_b or 0.0
-    return (difference, a) if row.b == candidate else (-difference, b)
 
 
 def _gigabytes(size_bytes: float) -> str:

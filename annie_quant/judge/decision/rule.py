@@ -59,6 +59,7 @@ from annie_quant.documents import (
     PairedGate,
     PairedVerdict,
     PooledGates,
+    SearchNumerics,
     Standing,
 )
 from annie_quant.judge import statistics as stats
@@ -481,3 +482,65 @@ def judge_sides(sides: Mapping[str, Side]) -> tuple[dict[str, Side], PairedVerdi
         for name, side in sides.items()
     }
     return judged, verdict_of(gates, pooled)
+
+
+# ---- strategies: when the search drops one before all its prompts were judged, and when it accepts one
+#
+# A strategy is looked at after few prompts and again after all of them. At the early look it is dropped where a gate has lost so
+# many answers that it could not keep even if no other prompt changed, or loses by the rule with its level divided by the number of
+# looks (Bonferroni). It is accepted only at the last look, where every gate must keep under every required numerics.
+
+FIRST_LOOK = 30  # prompts per gate
+
+
+def looks(n: int) -> list[int]:
+    """Return the prompts per gate at each look; the last one is n."""
+    return [FIRST_LOOK, n] if n >= 2 * FIRST_LOOK else [n]
+
+
+def failing(gates: Mapping[str, GateResult]) -> list[str]:
+    """Return the deciding gates that fail or are undecided."""
+    return [name for name, result in gates.items() if result.verdict != "pass" and not result.advisory]
+
+
+def cannot_keep(gate: str, pair: PairedGate, in_all: int, n_looks: int) -> str | None:
+    """Return why a gate will not keep any more, seen at an early look; None where it still may.
+
+    in_all: how many prompts it will have at the last look.
+    """
+    counts = f"{title(gate)} lost {pair.lost} and won {pair.won} of {pair.n}"
+    if GATES[gate].margin == 0 and pair.lost and not pair.won:
+        return f"{counts}: none may be lost"
+    margin = GATES[gate].margin or MARGIN
+    n = max(in_all, pair.n)
+    if stats.score_interval(pair.lost, pair.won, n, CONFIDENCE)[0] <= -margin:
+        return f"{counts}: even without a change in the other {n - pair.n}, it could not keep"
+    if pair.low <= -margin and is_loss(pair, loss_limit(gate), stats.LEVEL / n_looks):
+        return f"{counts}: a loss (p {pair.p_holm:.2g}, adjusted)"
+    return None
+
+
+def early_reasons(sides: Mapping[str, SearchNumerics | Member], counts: Mapping[str, int], n_looks: int) -> list[str]:
+    """Return reasons to drop a strategy at an early look.
+
+    counts: prompts per gate at the last look.
+    """
+    return [
+        f"{numerics.upper()}: {reason}"
+        for numerics, side in sides.items()
+        for gate, pair in side.paired.items()
+        if decides(gate) and (reason := cannot_keep(gate, pair, counts[gate], n_looks))
+    ]
+
+
+def missing_numerics(sides: Mapping[str, object], required: Sequence[str]) -> list[str]:
+    """Return a reason for each required numerics that no server can give this checkpoint."""
+    return [f"{kind.upper()} is not available: the checkpoint is weight-only" for kind in required if kind not in sides]
+
+
+def final_reasons(verdict: PairedVerdict, sides: Mapping[str, object], required: Sequence[str]) -> list[str]:
+    """Return reasons why a strategy is not accepted at the last look; empty where it is, which needs the verdict "keeps"."""
+    reasons = missing_numerics(sides, required)
+    if verdict.verdict != "keeps":
+        reasons += verdict.reasons or [verdict.sentence]
+    return reasons

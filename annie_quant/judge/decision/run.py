@@ -8,7 +8,7 @@ Speed alone is never a reason to switch: gates come first, then what differs bet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -20,82 +20,26 @@ from annie_quant.documents import (
     Comparison,
     Confound,
     GateResult,
-    GateVerdict,
-    OfflineSide,
     Outcome,
-    PairedGate,
-    PooledGates,
     Roles,
     ServedSide,
-    SpeedGate,
     Standing,
     Verdict,
 )
 from annie_quant.judge.decision import rule
+from annie_quant.judge.decision.judged import (
+    JudgedGate,
+    blocking_of,
+    deciding_gates,
+    gate_tables,
+    standing,
+    standing_of,
+)
 from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, roles_of, sides
-from annie_quant.judge.gates import Threshold, decide, tabulate
 from annie_quant.judge.metrics import METRICS, three_digits
-from annie_quant.judge.pairing import LEAST_ANSWERS, answers_per_behaviour, describe_coverage, unmet_labels
+from annie_quant.judge.pairing import answers_per_behaviour, describe_coverage, unmet_labels
 
-SHOWN = 4  # failing gates that a sentence names
-VERDICTS: dict[Outcome, GateVerdict] = {outcome: by_gate for by_gate, outcome in rule.OUTCOMES.items()}
 _SEVERITIES = ("confound", "fault", "note")
-
-
-@dataclass(frozen=True)
-class JudgedGate:
-    """One deciding gate of a side.
-
-    where: "served" or the numerics, in capitals.
-    pair: its answers paired with the reference's.
-    """
-
-    where: str
-    title: str
-    result: GateResult | SpeedGate | PooledGates
-    pair: PairedGate | None = None
-
-    @property
-    def outcome(self) -> Outcome:
-        return rule.OUTCOMES[self.result.verdict] if isinstance(self.result, PooledGates) else self.result.verdict
-
-    @property
-    def verdict(self) -> GateVerdict | Outcome:
-        """keeps, loses or undecided of a comparison; pass, fail or undecided of a requirement of the side alone."""
-        return VERDICTS[self.outcome] if self.compared else self.outcome
-
-    @property
-    def compared(self) -> bool:
-        """Whether it was judged against a reference."""
-        return self.pair is not None or isinstance(self.result, PooledGates)
-
-    def __str__(self) -> str:
-        result = self.result
-        if isinstance(result, PooledGates):
-            return f"{self.title} {rule.points(result.difference)} points ({self.where})"
-        if isinstance(result, SpeedGate):
-            value = f"{result.value:.4g} {METRICS[result.metric].unit}"
-            return f"{self.title} {value}, limit {result.limit:g} ({self.where})"
-        if not result.n:
-            return f"{self.title} ({self.where})"
-        text = f"{self.title} {result.passes} of {result.n}"
-        if self.pair is not None and self.pair.n == result.n:
-            text += f" against {result.passes + self.pair.lost - self.pair.won}"
-        return f"{text} ({self.where})"
-
-    @property
-    def evidence(self) -> str:
-        """The interval, and the rule that was applied to it."""
-        result = self.result
-        if isinstance(result, PooledGates):
-            return rule.describe_pooled(result)
-        if self.compared:
-            return result.rule if isinstance(result, GateResult) else ""
-        interval = "too few answers for an interval"
-        if result.low is not None and result.high is not None:
-            form = ".1%" if isinstance(result, GateResult) else ".4g"
-            interval = f"95 % interval {result.low:{form}} to {result.high:{form}}"
-        return f"{interval}, {result.rule}" if isinstance(result, GateResult) else interval
 
 
 @dataclass(frozen=True)
@@ -133,16 +77,6 @@ class Decision:
         return bool(self.roles.incumbent or self.roles.reference) and not self.confounded
 
 
-def standing(gates: Sequence[JudgedGate]) -> Standing:
-    """Return the verdict over gates of several places."""
-    by_gate: dict[str, dict[str, GateVerdict]] = {}
-    for gate in gates:
-        by_gate.setdefault(gate.where, {})[gate.title] = VERDICTS[gate.outcome]
-    if rule.changing_gates(by_gate):
-        return "fragile"
-    return rule.combined([verdict for titles in by_gate.values() for verdict in titles.values()])
-
-
 def combined(outcomes: Collection[Outcome]) -> Outcome:
     """Return the outcome of several: one failure fails; without a failure, one undecided leaves all undecided."""
     return "fail" if "fail" in outcomes else "undecided" if "undecided" in outcomes else "pass"
@@ -165,25 +99,9 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
     for gate in deciding_gates(aggregates, roles.candidate):
         gates[gate.outcome].append(gate)
     confounds = [c for c in aggregates.confounds if _concerns(c, roles)]
-    tables = [pairs for _, _, pairs, _ in _tables(aggregates, roles.candidate) if pairs]
+    tables = [pairs for _, _, pairs, _ in gate_tables(aggregates, roles.candidate) if pairs]
     not_tested = describe_coverage(answers_per_behaviour(tables), unmet_labels(tables)) if tables else ""
     return Decision(roles.candidate, roles, gates, confounds, not_tested)
-
-
-def standing_of(aggregates: Aggregates, name: str, with_speed: bool = True) -> Standing:
-    """Return the verdict of a backend or model over its server and all of its arithmetics.
-
-    with_speed: also its speed limits.
-    """
-    gates = deciding_gates(aggregates, name)
-    result = standing([g for g in gates if with_speed or not isinstance(g.result, SpeedGate)])
-    return "undecided" if result == "keeps" and blocking_of(aggregates, name) else result
-
-
-def blocking_of(aggregates: Aggregates, name: str) -> list[str]:
-    """Return the reasons that forbid "keeps" for a backend or model."""
-    served = aggregates.served.get(name)
-    return aggregates.blocking.get(name) or aggregates.blocking.get((served.model if served else None) or "") or []
 
 
 def verdict(
@@ -206,7 +124,19 @@ def verdict(
     chosen = decision(aggregates, candidate)
     if chosen is None:
         return Verdict(rule=RULE, sentence="Nothing was measured, so nothing can be concluded.")
-    return blocked(_verdict(aggregates, chosen), blocking_of(aggregates, chosen.candidate))
+    result = Verdict(
+        rule=RULE,
+        sentence=_sentence(aggregates, chosen),
+        passed=chosen.standing not in rule.FAILING and not chosen.confounded,
+        outcome=chosen.standing,
+        badge=badge(chosen) + ("" if chosen.standing in rule.FAILING else _not_tested(chosen)),
+        candidate=chosen.candidate,
+        incumbent=chosen.incumbent,
+        comparable=chosen.comparable,
+        reasons=_reasons(aggregates, chosen),
+        caveats=_caveats(aggregates, chosen),
+    )
+    return blocked(result, blocking_of(aggregates, chosen.candidate))
 
 
 def blocked(result: Verdict, blocking: Sequence[str]) -> Verdict:
@@ -220,94 +150,8 @@ def blocked(result: Verdict, blocking: Sequence[str]) -> Verdict:
     return result
 
 
-def _verdict(aggregates: Aggregates, chosen: Decision) -> Verdict:
-    return Verdict(
-        rule=RULE,
-        sentence=_sentence(aggregates, chosen),
-        passed=chosen.standing not in rule.FAILING and not chosen.confounded,
-        outcome=chosen.standing,
-        badge=badge(chosen) + ("" if chosen.standing in rule.FAILING else _not_tested(chosen)),
-        candidate=chosen.candidate,
-        incumbent=chosen.incumbent,
-        comparable=chosen.comparable,
-        reasons=_reasons(aggregates, chosen),
-        caveats=_caveats(aggregates, chosen),
-    )
-
-
-# ---- sides
-
-
 def label_of(aggregates: Aggregates, name: str) -> str:
     return model_row(aggregates, name).label or name
-
-
-def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
-    """Gates and speed limits of a side that are not advisory: served ones, then offline ones by numerics and further members.
-
-    name: a backend, or a model (then of all backends that serve it). A speed limit that the side's reference does not keep either
-    is left out, and so is a pooled verdict where a gate is lost.
-    """
-    for where, table, pairs, side in _tables(aggregates, name):
-        yield from _judged(where, table, pairs, side)
-        if not isinstance(side, ServedSide):
-            continue
-        reference = aggregates.served.get(side.judged_by or "") or ServedSide()
-        for key, limit in side.speed_gates.items():
-            other = reference.speed_gates.get(key)
-            if limit.verdict == "pass" or other is None or other.verdict == "pass":
-                yield JudgedGate(where, METRICS[limit.metric].title, limit)
-
-
-Table = tuple[str, Mapping[str, GateResult], Mapping[str, PairedGate] | None, ServedSide | OfflineSide]
-
-
-def _tables(aggregates: Aggregates, name: str) -> Iterator[Table]:
-    """Yield (where, gates, the same paired with the reference, side) of a backend or model; None where there is no reference."""
-    backends = [name] if name in aggregates.served else [b for b, s in aggregates.served.items() if s.model == name]
-    for backend in backends:
-        served, where = aggregates.served[backend], "served" if len(backends) == 1 else f"served by {backend}"
-        yield where, served.gates, served.paired if served.judged_by else None, served
-    models = [name, *(aggregates.served[backend].model or "" for backend in backends)]
-    model = next((m for m in models if m in aggregates.offline), "")
-    for member, side in (aggregates.offline.get(model, {}) | aggregates.members.get(model, {})).items():
-        numerics, plus, suffix = member.partition("+")
-        # The reference itself has no pairs, and neither have evaluations of version 0.1.0, whose results have no `meets`.
-        alone = not side.paired and (numerics == "bf16" or any(r.meets is None for r in side.gates.values()))
-        yield f"{numerics.upper()}{plus}{suffix}", side.gates, None if alone else side.paired, side
-
-
-def _judged(
-    where: str, gates: Mapping[str, GateResult], pairs: Mapping[str, PairedGate] | None, side: ServedSide | OfflineSide
-) -> Iterator[JudgedGate]:
-    """Without a reference the absolute requirements decide; with one, the gates that decide in rule.py.
-
-    Where the reference has nothing to compare with, everything is undecided.
-    """
-    if pairs is None:
-        for gate, result in gates.items():
-            if not result.advisory:
-                yield JudgedGate(where, result.title or gate, result)
-        return
-    deciding = rule.deciding(pairs)
-    rows = {gate: gates.get(gate) or _unanswered(gate, pair) for gate, pair in deciding.items()}
-    kept = [gate for gate, result in rows.items() if result.verdict == "pass"]
-    answers, shown = answers_per_behaviour([deciding]), False
-    for gate, result in rows.items():
-        if result.verdict != "undecided" or not kept or rule.stands_in_the_way(gate, deciding[gate], answers):
-            shown |= result.verdict != "pass"
-            yield JudgedGate(where, result.title or gate, result, deciding[gate])
-    lost = any(result.verdict == "fail" for result in rows.values())
-    if side.pooled is not None and side.pooled.verdict == "loses" and not lost:
-        yield JudgedGate(where, rule.title(rule.POOLED), side.pooled)
-    elif not shown and not rule.tests_a_behaviour(kept, pairs):
-        yield JudgedGate(where, rule.NOTHING_TESTED, decide(0, 0, Threshold("all", LEAST_ANSWERS)), PairedGate(0, 0, 0))
-
-
-def _unanswered(gate: str, pair: PairedGate) -> GateResult:
-    """Return the result of a gate that applies to answers of the reference, and to none of the candidate's."""
-    table = tabulate([{gate: False}] * pair.n)
-    return rule.apply(table, {gate: pair})[gate]
 
 
 def _concerns(confound: Confound, roles: Roles) -> bool:
@@ -326,8 +170,8 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
         fragile = chosen.standing == "fragile"
         verb = "is fragile: it loses" if fragile else "loses" if chosen.compared else "fails"
         lost = by_title(failing)
-        head = f"{label} {verb} {_count(len(lost), 'gate')}: {'; '.join(lost[:SHOWN])}"
-        head += f"; and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+        head = f"{label} {verb} {_count(len(lost), 'gate')}: {'; '.join(lost[: rule.SHOWN])}"
+        head += f"; and {len(lost) - rule.SHOWN} more" if len(lost) > rule.SHOWN else ""
         head += f", and {_other_places(chosen)}" if fragile else ""
         end = f". {_replacement(aggregates, chosen)}" if chosen.incumbent else "."
     elif undecided:
@@ -412,12 +256,17 @@ def compared_with(aggregates: Aggregates, candidate: str, incumbent: str, metric
     rows = [r for r in aggregates.comparisons if {r.a, r.b} == {candidate, incumbent} and r.metric == metric]
     rows = [r for r in rows if r.workload == "all"] or (rows if len(rows) == 1 else [])
     row = next((r for r in rows if r.median_difference is not None), None)
-    if row is None or row.median_difference is None or row.b == candidate:
+    return row and with_candidate_second(row, candidate)
+
+
+def with_candidate_second(row: Comparison, candidate: str) -> Comparison:
+    """Return a comparison whose side b is the candidate, so that its difference is candidate - incumbent."""
+    if row.b == candidate or row.median_difference is None:
         return row
     return replace(
         row,
-        a=incumbent,
-        b=candidate,
+        a=row.b,
+        b=row.a,
         median_a=row.median_b,
         median_b=row.median_a,
         median_difference=-row.median_difference,
@@ -441,7 +290,7 @@ def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
         failing = [g for g in deciding_gates(aggregates, name) if g.outcome == "fail"]
         if failing and name != chosen.candidate:
             verb = "loses" if failing[0].compared else "fails"
-            reasons.append(f"{label_of(aggregates, name)} {verb} {'; '.join(by_title(failing)[:SHOWN])}")
+            reasons.append(f"{label_of(aggregates, name)} {verb} {'; '.join(by_title(failing)[: rule.SHOWN])}")
     if chosen.incumbent:
         reasons += _differences(aggregates, chosen.candidate, chosen.incumbent)
         reasons += _operation(aggregates, chosen.candidate, chosen.incumbent)

@@ -20,7 +20,7 @@ class KLFigures(msgspec.Struct):
     mean, median, p99, max: nats per token.
     same_top: share of tokens where both models have the same most likely token.
     flips: number of the other tokens.
-    flips_predicted: the same, predicted from margins and noise (kl.py).
+    flips_predicted: the same, predicted from margins and noise (pair.py).
     delta_p_mean, delta_p_rms: change of the probability of the reference's token.
     margin_median: the reference's best minus second-best logit.
     noise_median: standard deviation of the logit errors.

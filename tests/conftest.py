@@ -17,7 +17,6 @@ import signal
 import pytest
 import randomised
 import run_groups
-import shared
 
 randomised.load_profile()
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -52,10 +51,3 @@ def pytest_collection():
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def shared_folder(tmp_path_factory):
-    """One temporary folder for all workers: the parent of their own ones."""
-    own = tmp_path_factory.getbasetemp()
-    shared.set_root((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared")

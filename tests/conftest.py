@@ -13,11 +13,16 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 
 import pytest
 import randomised
 import run_groups
 
+# Also where PYTHONDONTWRITEBYTECODE is set: else each worker and each of the hundreds of processes compiles the package again,
+# which takes 12 s of the processor per worker.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 randomised.load_profile()
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):

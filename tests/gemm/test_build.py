@@ -177,10 +177,10 @@ def test_sm_121a_code_spills_nothing_within_what_a_gb10_has(source):
         re.DOTALL,
     )
     assert kernels
-    for name, spilled, registers, shared in kernels:
+    for name, spilled, registers, memory in kernels:
         # tiles of 128 tokens need more shared memory than a GB10's block has, so the planner never chooses them there
         assert int(spilled) == 0 or "tiled_kernelILi8ELi1ELi2ELi16E" in name, (name, spilled)
         assert int(registers) <= 255
-        assert int(shared or 0) <= GB10_BLOCK
+        assert int(memory or 0) <= GB10_BLOCK
     if source == "skinny":
         assert instructions(path)[HMMA] > 0

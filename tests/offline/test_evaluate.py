@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
@@ -16,7 +17,7 @@ from paths import TINY_ANNIE  # noqa: E402
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from annie_quant import runtime  # noqa: E402
+from annie_quant import nvfp4, runtime  # noqa: E402
 from annie_quant.checkpoint.shards import model_sha256  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.core.progress import Lines  # noqa: E402
@@ -193,11 +194,10 @@ def swap_gate_and_up(tensors: dict) -> None:
 
 
 def quantize_head(tensors: dict) -> None:
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
-
-    packed, scale, scale_2 = NVFP4QTensor.quantize(tensors["lm_head.weight"], 16, try_tensorrt=False)
-    tensors["lm_head.weight"] = packed._quantized_data
-    tensors["lm_head.weight_scale"], tensors["lm_head.weight_scale_2"] = scale, scale_2.reshape(())
+    packed = nvfp4.pack(tensors["lm_head.weight"].float().numpy())
+    tensors["lm_head.weight"] = torch.from_numpy(packed.codes)
+    tensors["lm_head.weight_scale"] = torch.from_numpy(packed.block_scale.view(np.uint8)).view(torch.float8_e4m3fn)
+    tensors["lm_head.weight_scale_2"] = torch.tensor(packed.tensor_scale, dtype=torch.float32)
 
 
 def test_planted_faults_raise_the_divergence_and_a_correct_fold_does_not(

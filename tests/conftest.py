@@ -13,12 +13,16 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 
 import pytest
 import randomised
 import run_groups
-import shared
 
+# Also where PYTHONDONTWRITEBYTECODE is set: else each worker and each of the hundreds of processes compiles the package again,
+# which takes 12 s of the processor per worker.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 randomised.load_profile()
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
@@ -52,10 +56,3 @@ def pytest_collection():
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def shared_folder(tmp_path_factory):
-    """One temporary folder for all workers: the parent of their own ones."""
-    own = tmp_path_factory.getbasetemp()
-    shared.set_root((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared")

@@ -130,7 +130,8 @@ def _check_tools(where: str, tools: Iterable[Tool]) -> None:
 def _case(where: str, case: CaseFile, own_tools: list[JsonObject]) -> Case:
     if bool(case.messages) == bool(case.turns):
         raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
-    documents.convert(Expect, case.expect or {}, f"{where}: case {case.id!r}: expect", error=UsageError)
+    if case.expect:
+        documents.convert(Expect, case.expect, f"{where}: case {case.id!r}: expect", error=UsageError)
     for index, turn in enumerate(case.turns or ()):
         if not isinstance(turn, str):
             _check_results(f"{where}: case {case.id!r}, turns[{index}]", index, turn)
@@ -139,7 +140,8 @@ def _case(where: str, case: CaseFile, own_tools: list[JsonObject]) -> Case:
         if not 0 <= tools <= len(own_tools):
             raise UsageError(f"{where}: case {case.id!r} needs {tools} tools, the workload has {len(own_tools)}")
         tools = own_tools[:tools]
-    _check_tools(f"{where}: case {case.id!r}", tools or ())
+    if tools:
+        _check_tools(f"{where}: case {case.id!r}", tools)
     return Case(
         id=str(case.id),
         messages=tuple(case.messages or ()),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import shared
 from paths import ROOT
 
 import annie_quant as aq
@@ -118,16 +119,23 @@ GB10_BLOCK = 99 * 1024  # bytes of shared memory per block on a GB10
 OMMA, HMMA = 0x47F, 0x23C  # SASS opcodes: the low 12 bits of an instruction's 16 bytes, as shown in cuobjdump's output
 
 
-def cubin(source, arch, folder):
-    """Return the machine code of one file for one architecture, and ptxas' report."""
+def cubin(source, arch):
+    """Return the machine code of one file for one architecture, and ptxas' report, of an earlier run if no source changed."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs nvcc")
-    out = folder / f"{Path(source).stem}_{arch}.cubin"
     code = f"arch=compute_{arch},code=sm_{arch}"
-    command = [nvcc, "-O3", "-std=c++17", "-Icsrc", "-gencode", code, "-Xptxas", "-v", "-cubin", source, "-o", str(out)]
-    report = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stderr
-    return out, report
+    command = [nvcc, "-O3", "-std=c++17", "-Icsrc", "-gencode", code, "-Xptxas", "-v", "-cubin", source, "-o"]
+    version = subprocess.run([nvcc, "--version"], check=True, capture_output=True).stdout
+    sources = [file.read_bytes() for file in sorted((ROOT / "csrc").rglob("*.[ch]*"))]
+
+    def compile_source(folder):
+        done = subprocess.run([*command, folder / "code"], check=True, cwd=ROOT, capture_output=True, text=True)
+        (folder / "report").write_text(done.stderr)
+
+    inputs = b"\n".join([*sources, version, repr(command).encode()])
+    folder = shared.stored(f"{Path(source).stem}_{arch}", inputs, compile_source)
+    return folder / "code", (folder / "report").read_text()
 
 
 def instructions(path):
@@ -147,8 +155,8 @@ def instructions(path):
 @pytest.mark.parametrize(
     ("arch", "native"), [("121a", True), *([("90a", False), ("120a", True), ("80", False)] if ALL else [])]
 )
-def test_native_fp4_instruction_is_in_the_machine_code_of_sm_12x_only(arch, native, tmp_path):
-    path, report = cubin("csrc/gemm/w4a4.cu", arch, tmp_path)
+def test_native_fp4_instruction_is_in_the_machine_code_of_sm_12x_only(arch, native):
+    path, report = cubin("csrc/gemm/w4a4.cu", arch)
     result = instructions(path)
     assert sum(result.values()) > 5000
     assert (result[OMMA] > 0) == native
@@ -161,18 +169,18 @@ def test_native_fp4_instruction_is_in_the_machine_code_of_sm_12x_only(arch, nati
 
 
 @pytest.mark.parametrize("source", ["skinny", *(["tiled", "repack", "codec"] if ALL else [])])
-def test_sm_121a_code_spills_nothing_within_what_a_gb10_has(source, tmp_path):
-    path, report = cubin(f"csrc/gemm/{source}.cu", "121a", tmp_path)
+def test_sm_121a_code_spills_nothing_within_what_a_gb10_has(source):
+    path, report = cubin(f"csrc/gemm/{source}.cu", "121a")
     kernels = re.findall(
         r"entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?",
         report,
         re.DOTALL,
     )
     assert kernels
-    for name, spilled, registers, shared in kernels:
+    for name, spilled, registers, memory in kernels:
         # tiles of 128 tokens need more shared memory than a GB10's block has, so the planner never chooses them there
         assert int(spilled) == 0 or "tiled_kernelILi8ELi1ELi2ELi16E" in name, (name, spilled)
         assert int(registers) <= 255
-        assert int(shared or 0) <= GB10_BLOCK
+        assert int(memory or 0) <= GB10_BLOCK
     if source == "skinny":
         assert instructions(path)[HMMA] > 0

@@ -6,11 +6,13 @@ gpu       tests with the marker `gpu`. Without a CUDA device they are deselected
 
 --cpu-times FILE (with -n 0) writes the processor seconds of each test file with its child processes, as tests/quick.txt has them.
 Parallel runs start with the files that take longest (tests/slow.txt), so that no worker is left with one of them at the end;
-pytest-xdist's own order, by the number of tests, puts files of few and long tests last.
+pytest-xdist's own order, by the number of tests, puts files of few and long tests last. One worker runs all files that import
+ModelOpt, which takes four seconds of the processor in each.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -22,6 +24,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK_FILES, SLOW_FILES = ROOT / "tests/quick.txt", ROOT / "tests/slow.txt"
+MODELOPT = re.compile(r"modelopt\.torch|modelopt_backend|import .*\b(simulated|dequantized)\b")
 HOW = "python -m pytest -m gpu"
 
 
@@ -99,6 +102,27 @@ class LongestFirst:
         items.sort(key=lambda item: -self.seconds.get(item.path, 0.0))
 
 
+class ModelOptTogether:
+    """Gives the files that import ModelOpt to one of pytest-xdist's workers, as if they were one file."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        if config.getoption("dist") != "loadfile":
+            return None
+        from xdist.scheduler import LoadFileScheduling
+
+        @functools.cache
+        def imports_modelopt(file: str) -> bool:
+            return bool(MODELOPT.search((config.rootpath / file).read_text()))
+
+        class Scheduling(LoadFileScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                file = super()._split_scope(nodeid)
+                return "ModelOpt" if imports_modelopt(file) else file
+
+        return Scheduling(config, log)
+
+
 class CpuTimes:
     """Measures the processor time of each file's tests, which depends less than the wall time on what else runs on the machine."""
 
@@ -127,6 +151,7 @@ def register(config: pytest.Config) -> None:
     config.pluginmanager.register(GpuGroup(), "gpu_group")
     if config.getoption("--quick"):
         config.pluginmanager.register(QuickGroup(listed_files()), "quick_group")
+    config.pluginmanager.register(ModelOptTogether(), "modelopt_together")
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(LongestFirst(listed_files() | listed_files(SLOW_FILES)), "longest_first")
     if output := config.getoption("--cpu-times"):

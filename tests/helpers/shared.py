@@ -1,31 +1,34 @@
-"""Folders that are made once per run of pytest, by whichever worker of pytest-xdist needs one first.
+"""Folders that other programs fill, made once for all runs of pytest by whichever worker needs one first.
 
-Each worker has its own module fixtures; what is slow to make and the same in all of them is made here.
+Only for what ModelOpt or a compiler computes: the product's own results are computed in each run.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-_root: list[Path] = []
+from paths import ROOT
+
+STORED = ROOT / "build/tests"
 
 
-def set_root(folder: Path) -> None:
-    """Set the folder of this run of pytest, the same for all workers."""
-    _root[:] = [folder]
+def stored(name: str, inputs: bytes, make: Callable[[Path], None]) -> Path:
+    """Return a folder that `make` has filled, in this run or an earlier one. Tests must not change what is in it.
 
-
-def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return a folder that `make` has filled, in this process or another one. Tests must not change what is in it."""
-    (root,) = _root
-    root.mkdir(exist_ok=True)
-    folder, unfinished = root / name, root / f"{name}.part"
-    with (root / f"{name}.lock").open("w") as lock:
+    inputs: all that the content depends on, versions included.
+    """
+    STORED.mkdir(parents=True, exist_ok=True)
+    folder = STORED / f"{name}-{hashlib.sha256(inputs).hexdigest()[:24]}"
+    unfinished = folder.with_suffix(".part")
+    with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a worker that dies releases it, too
         if not folder.exists():
-            unfinished.mkdir(exist_ok=True)
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a worker that died
+            unfinished.mkdir()
             make(unfinished)
             unfinished.rename(folder)
     return folder

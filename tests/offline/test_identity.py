@@ -38,7 +38,10 @@ def case(index: int, text: str = "") -> Case:
 
 
 def workloads(cases: int = 3, limit: int = 60) -> list[Workload]:
-    """The answers end before the limit: one that is cut does not count."""
+    """Some prompts. Their answers end before 60 tokens: one that is cut does not count.
+
+    limit: fewer tokens where only the prompts matter.
+    """
     talk = (Case("t", (), ("Hello there!", "What did I say?")),)
     return [
         Workload("plain", "", None, "Be brief.", None, False, limit, 0, GATES, tuple(case(i) for i in range(cases))),
@@ -77,6 +80,12 @@ def sound(checkpoint, cache):
     return evaluated(checkpoint, cache)
 
 
+@pytest.fixture(scope="module")
+def cut(checkpoint, cache):
+    """The same with answers of four tokens."""
+    return evaluated(checkpoint, cache, workloads(limit=4))
+
+
 def test_it_carries_the_hashes_of_models_files_and_prompts(sound, checkpoint):
     assert sound.checkpoint_files.sha256 == model_sha256(checkpoint) != sound.reference_files.sha256
     assert sound.reference_files.sha256 == sound.reference_sha256 == model_sha256(TINY_ANNIE)
@@ -110,8 +119,8 @@ def test_one_answer_to_all_prompts_forbids_keeps(tmp_path, cache):
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"].zero_()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    chosen = [replace(w, max_tokens=8) for w in workloads(12)]
-    assert any("one answer to 14 of 14 prompts" in line for line in evaluated(folder, cache, chosen).blocking)
+    chosen = [replace(w, max_tokens=8) for w in workloads(8)]
+    assert any("one answer to 10 of 10 prompts" in line for line in evaluated(folder, cache, chosen).blocking)
     assert not evaluated(TINY_ANNIE, cache, chosen).blocking
 
 
@@ -169,7 +178,7 @@ FAULTS = {
 def test_files_that_give_other_prompts_or_answers_forbid_keeps(checkpoint, cache, tmp_path, name):
     """Row 9 of issue 40: eval used the reference's tokenizer, and the verdict did not mention it."""
     edit, words = FAULTS[name]
-    result = evaluated(edited(checkpoint, tmp_path / "x", edit), cache)
+    result = evaluated(edited(checkpoint, tmp_path / "x", edit), cache, workloads(limit=4))
     assert result.verdict.verdict != "keeps" and all(any(w in line for line in result.blocking) for w in words), (
         result.blocking
     )
@@ -185,9 +194,9 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_files_that_give_the_same_are_a_note(checkpoint, cache, sound, tmp_path, name):
-    result = evaluated(edited(checkpoint, tmp_path / "x", HARMLESS[name]), cache)
-    assert result.blocking == [] and result.verdict == sound.verdict
+def test_files_that_give_the_same_are_a_note(checkpoint, cache, cut, tmp_path, name):
+    result = evaluated(edited(checkpoint, tmp_path / "x", HARMLESS[name]), cache, workloads(limit=4))
+    assert result.blocking == [] and result.verdict == cut.verdict
     words = "no tokenizer; both models were" if name == "no tokenizer" else "give the same tokens"
     assert [words in note for note in result.notes].count(True) == 1
 

@@ -180,7 +180,7 @@ def test_a_faulty_kernel_is_none_of_these(models: tuple[Path, Path]) -> None:
 def test_greedy_tokens_show_another_model(models: tuple[Path, Path], tmp_path: Path) -> None:
     """The right model's tokens are a note, because its arithmetic is not known; another model's are a fault."""
     prompts, levels = offline.prompts(models[0], 6), {}
-    other = export_nvfp4(save_reference(tmp_path / "bf16", seed=7, gain=2.0), tmp_path / "other")
+    other = export_nvfp4(save_reference(tmp_path / "bf16", seed=7, gain=2.0, layers=2), tmp_path / "other")
     for name, folder in (("right", models[0]), ("other", other)):
         model = load(folder, cache="float32", dtype=torch.float32)
         with emulate(model, find_profile("float32")):

@@ -45,11 +45,11 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight prompts, of which the last 96 tokens."""
+    """Eight prompts, of which the last 64 tokens."""
     whole = offline.prompts
     monkeypatch.setattr(server_checks, "N_PROMPTS", 8)
     monkeypatch.setattr(server_checks, "N_TOKENS", 8)
-    monkeypatch.setattr(offline, "prompts", lambda *args: [prompt[-96:] for prompt in whole(*args)])
+    monkeypatch.setattr(offline, "prompts", lambda *args: [prompt[-64:] for prompt in whole(*args)])
 
 
 def changed(source: Path, folder: Path, change: Change) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,14 @@ def test_parallel_runs_start_with_the_files_that_take_longest(tmp_path):
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     assert next(line for line in done.stdout.splitlines() if "PASSED" in line).split()[-1] == "test_slow.py::test_x"
+
+
+def test_one_worker_runs_all_files_that_import_modelopt(tmp_path):
+    for name in "abcdef":
+        (tmp_path / f"test_{name}.py").write_text(f"def test_x(): pass\n{'# modelopt.torch' if name in 'bdf' else ''}")
+    printed = run(tmp_path, "-vv", "-n", "3", "--dist", "loadfile")
+    ran = {file: worker for worker, file in re.findall(r"\[(gw\d)\].* PASSED (test_\w+)\.py", printed)}
+    assert len(ran) == 7 and ran["test_b"] == ran["test_d"] == ran["test_f"]
 
 
 def test_the_listed_slow_files_are_there_and_make_orders_by_them():

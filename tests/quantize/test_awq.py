@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +32,16 @@ def model() -> object:
     return AutoModelForCausalLM.from_pretrained(TINY_ANNIE, dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="module")
+def folds() -> list[dict[str, np.ndarray]]:
+    """The folded tensors of each layer, calibrated on two conversations."""
+    folder = ModelFolder(TINY_ANNIE)
+    text = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION)[::12])[:2]
+    chosen = set(choose(folder, ()))
+    layers = DecoderLayers(folder, calibration_samples.make_batches(text))
+    return [folding.fold_layer(layer, chosen).weights for layer in layers]
+
+
 def logits(model: object, weights: dict[str, object], samples: list[calibration_samples.Sample]) -> np.ndarray:
     """Return the logits of the model with some of its tensors replaced."""
     original = {n: model.state_dict()[n].clone() for n in weights}  # type: ignore[attr-defined]
@@ -44,17 +53,14 @@ def logits(model: object, weights: dict[str, object], samples: list[calibration_
 
 
 def test_our_folds_keep_the_logits_and_modelopts_do_not(
-    model: object, tmp_path: Path, capsys: pytest.CaptureFixture
+    model: object, folds: list[dict[str, np.ndarray]], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     pytest.importorskip("modelopt", reason="the comparison is with ModelOpt's own export")
     folder = ModelFolder(TINY_ANNIE)
     samples = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::20][:1]
     source = logits(model, {}, samples)
 
-    ours: dict[str, np.ndarray] = {}
-    chosen = set(choose(folder, ()))
-    for layer in DecoderLayers(folder, calibration_samples.make_batches(samples)):
-        ours |= folding.fold_layer(layer, chosen).weights
+    ours = {name: weight for layer in folds for name, weight in layer.items()}
     assert {models.in_layer(n) for n in ours} >= {f"{site.producer}.weight" for site in SITES}
     changed = [n for n in ours if np.abs(ours[n] - folder.tensor(n).astype(np.float32)).max() > 0.01]
     assert len(changed) > 20  # folds that change nothing would prove nothing
@@ -102,19 +108,17 @@ def modelopts_folds(model: object, samples: list[calibration_samples.Sample], tm
     return tensors
 
 
-def test_folds_do_not_harm_tokens_of_prompts_or_responses(model: object) -> None:
+def test_folds_do_not_harm_tokens_of_prompts_or_responses(folds: list[dict[str, np.ndarray]]) -> None:
     """Outputs of every linear under W4A4 on other text, with folds and without. tiny-annie has inputs that only prompts have."""
     rows = read_conversations(CALIBRATION)
     folder, chosen = ModelFolder(TINY_ANNIE), set(choose(ModelFolder(TINY_ANNIE), ()))
-    text, held_out = (calibration_samples.samples_of_rows(TINY_ANNIE, rows[i::12])[:2] for i in (0, 1))
+    held_out = calibration_samples.samples_of_rows(TINY_ANNIE, rows[1::12])[:2]
     errors: dict[bool, np.ndarray] = {}
     for folded in (False, True):
         inputs = DecoderLayers(folder, calibration_samples.make_batches(held_out))
-        calibrated = DecoderLayers(folder, calibration_samples.make_batches(text)) if folded else repeat(None)
         sums = np.zeros(2)
-        for layer, other in zip(calibrated, inputs, strict=False):
-            if layer is not None:
-                weights = folding.fold_layer(layer, chosen).weights
+        for weights, other in zip(folds, inputs, strict=True):
+            if folded:
                 changed = {models.in_layer(n): torch.from_numpy(w) for n, w in weights.items()}
                 other.module.load_state_dict(other.module.state_dict() | changed, assign=True)
 

@@ -33,10 +33,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runtime_models.save_with_conversations(tmp_path_factory.mktemp("best"))
 
 
+@pytest.fixture(scope="module")
+def whole(home: Path) -> Path:
+    """A checkpoint of a run without interruption."""
+    return run(home, "whole")
+
+
 def run(home: Path, name: str, model: str = "model", **options) -> Path:
     settings = {
         "calib_data": home / "calib.jsonl",
-        "calib_samples": 4,
+        "calib_samples": 2,
         "activations": 4,
         "recipe": "fixed",
         **options,
@@ -52,7 +58,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def rounders(home: Path, index: int) -> tuple[StreamRounder, list[torch.Tensor]]:
     """Return one layer, rounded, after the layers before it, and the source's outputs."""
     folder = ModelFolder(home / "model")
-    samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 4))
+    samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 2))
     model = DecoderLayers(folder, calibration_samples.make_batches(samples, 1024))
     chosen = [n.removesuffix(".weight") for n in folder if "_proj.weight" in n and folder.info(n).shape[0] > 8]
     formats = dict.fromkeys(chosen, "nvfp4")
@@ -69,25 +75,23 @@ def rounders(home: Path, index: int) -> tuple[StreamRounder, list[torch.Tensor]]
     return rounder, source.states
 
 
-def test_the_result_is_plain_nvfp4_and_passes_the_audit(home: Path) -> None:
-    for i, options in enumerate([{}, {"activations": 16}]):
-        audit = checkpoint.audit(run(home, f"audited{i}", **options), source=home / "model")
+def test_the_result_is_plain_nvfp4_and_passes_the_audit(home: Path, whole: Path) -> None:
+    for folder in (whole, run(home, "weights-only", activations=16)):
+        audit = checkpoint.audit(folder, source=home / "model")
         assert audit.ok, [f.message for f in audit.findings]
-        naive = {n for n in ModelFolder(home / f"audited{i}") if n.endswith("weight_scale_2")}
-        assert len(naive) == 3 * 6 + 7
+        quantized = {n for n in ModelFolder(folder) if n.endswith("weight_scale_2")}
+        assert len(quantized) == 3 * 6 + 7
 
 
-def test_the_same_seed_gives_the_same_bytes(home: Path) -> None:
-    assert contents(run(home, "one", seed=3)) == contents(run(home, "two", seed=3))
+def test_the_same_seed_gives_the_same_bytes(home: Path, whole: Path) -> None:
+    assert contents(run(home, "again")) == contents(whole)
 
 
 @pytest.mark.parametrize("layer", [1, LAYERS - 1])  # in the middle, and with nothing left but the export
 def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
-    home: Path, layer: int, monkeypatch: pytest.MonkeyPatch
+    home: Path, whole: Path, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends between two layers without any clean-up of ours; the next run reads what is on the disk."""
-    if not (home / "whole").exists():
-        run(home, "whole")
     saved, rounded = layer_rounder.LayerResult.save, []
 
     def save(self: layer_rounder.LayerResult, path: Path) -> None:
@@ -107,7 +111,7 @@ def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
     )
     after = contents(run(home, f"killed{layer}"))
     assert len(calls) == LAYERS - layer - 1, "finished layers are not rounded again"
-    assert after == contents(home / "whole")
+    assert after == contents(whole)
     assert not (home / f".killed{layer}.work").exists()
 
 

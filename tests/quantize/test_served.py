@@ -14,17 +14,17 @@ from annie_quant import quantize
 from annie_quant.checkpoint.shards import ModelFolder
 
 pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import mixed_formats
+from annie_quant.quantize import mixed_formats, runner
 
 MODEL = Path(aq.__file__).parent / "assets/tiny-annie"
 ALL_BUT_LAST = ",".join(f"layers.{i}" for i in range(7))
 # Settings that make the slow strategies short; their results are tested elsewhere.
 SETTINGS: dict[str, dict] = {
-    "sensitivity": {"exclude": ALL_BUT_LAST, "bits": 14.8, "calib_samples": 2},
-    "auto_mixed": {"exclude": ALL_BUT_LAST, "bits": 6.0, "calib_samples": 2},
-    "awq_lite": {"exclude": ALL_BUT_LAST, "calib_samples": 2},
-    "best": {"exclude": ALL_BUT_LAST, "calib_samples": 2},
-    "qad": {"exclude": ALL_BUT_LAST, "steps": 2, "batch": 1, "save": 1, "lr": 1e-6, "calib_samples": 2},
+    "sensitivity": {"exclude": ALL_BUT_LAST, "bits": 14.8},
+    "auto_mixed": {"exclude": ALL_BUT_LAST, "bits": 6.0},
+    "awq_lite": {"exclude": ALL_BUT_LAST},
+    "best": {"exclude": ALL_BUT_LAST},
+    "qad": {"exclude": ALL_BUT_LAST, "steps": 2, "batch": 1, "save": 1, "lr": 1e-6},
 }
 
 
@@ -33,8 +33,9 @@ def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, quantize.QuantizeResult, Path]:
     output = tmp_path_factory.mktemp("run") / request.param
-    settings = {"calib_samples": 5, **SETTINGS.get(request.param, {})}
+    settings = {"calib_samples": 2, **SETTINGS.get(request.param, {})}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "draw_frontier", lambda plan, path: None)  # tested in quantize/test_frontier_plan.py
         patch.setattr(mixed_formats, "TOKENS", 64)  # of each trial of `best`
         patch.setattr(mixed_formats, "POSITIONS", 512)
         result = quantize.run(request.param, MODEL, output, calib_data=CALIBRATION, **settings)

@@ -18,8 +18,9 @@ from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
 from annie_quant.models import in_layer, layer_of
 from annie_quant.quantize import calibration_samples, mixed_formats
-from annie_quant.quantize.formats import active_weights, choose
+from annie_quant.quantize.formats import NVFP4, active_weights, choose
 from annie_quant.quantize.kl_trial import Trial, answers_to_score
+from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job
 
 
@@ -36,7 +37,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as work:
         job = Job(arguments.model, Path(work) / "out", work=Path(work))
-        units = mixed_formats.units_of(folder.family, chosen)
+        units = mixed_formats.units_of(folder, chosen)
         harm = mixed_formats.measure_inputs(job, units, samples, SILENT)
     weights = active_weights(folder, chosen)
     total, size = sum(harm.values()), sum(weights.values())
@@ -48,9 +49,10 @@ def main() -> None:
     print("| block | 1e-3 nats | share of the divergence | share of the weights |\n|---|---|---|---|")
     for (layer, block), (nats, count) in by_block.items():
         print(f"| {layer.rpartition('.')[2]} {block} | {1e3 * nats:.3f} | {nats / total:.1%} | {count / size:.1%} |")
-    trial = Trial(folder, answers_to_score(samples, calibration_samples.RESPONSE, mixed_formats.TOKENS))
-    together = trial.cost_of_inputs(trial.largest_inputs(chosen)) - trial.divergence()
-    print(f"sum {1e3 * total:.2f}, all at once {1e3 * together:.2f}, 1e-3 nats per token")
+    trial = Trial(folder, answers_to_score(samples, mixed_formats.TOKENS))
+    plans = QuantizationPlan(dict.fromkeys(chosen, NVFP4), trial.largest_inputs(chosen)), QuantizationPlan({})
+    together, unchanged = (float(trial.shares(plan)[:, :2].sum()) for plan in plans)
+    print(f"sum {1e3 * total:.2f}, all at once {1e3 * (together - unchanged):.2f}, 1e-3 nats per token")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,8 @@ def estimate(
         peak = BASE_BYTES + (layer + HIDDEN_COPIES * text * size.hidden_size * 2 if cost.passes else 0)
         peak += cost.hessians * 4 * size.intermediate_size**2
         peak += size_bytes if cost.keeps_results else 0
-        peak += min(2 * text * size.intermediate_size, cost.kept_inputs)
+        inputs = (2 * text * width for width in (size.hidden_size, size.intermediate_size))  # of a block's last linear
+        peak += max((kept for kept in inputs if kept <= cost.kept_inputs), default=0)
     else:
         # A batch's logits in float32; the vocabulary is the number of rows of the head or the tied embedding.
         logits = 4 * min(text, BATCH_TOKENS) * max(counts["head"], counts["embedding"]) / size.hidden_size

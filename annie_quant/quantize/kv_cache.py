@@ -1,4 +1,4 @@
-"""Settings and scales of an FP8 KV cache: calibrated scales, or ModelOpt's cast without any.
+"""Scales of an FP8 KV cache: calibrated ones, or none for ModelOpt's cast.
 
 A server that stores keys and values in FP8 divides them by k_scale and v_scale first. Without scales in the checkpoint both are
 1.0, and vLLM cannot calibrate them itself for hybrid models. Tensor names and the scale, amax / 448, are those of ModelOpt 0.47's
@@ -7,19 +7,13 @@ export (modelopt/torch/export/quant_utils.py): k_scale and v_scale of the projec
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from annie_quant.checkpoint import writer
-from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3
-from annie_quant.checkpoint.shards import INDEX, SINGLE, ModelFolder
+from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError, UsageError
-from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -46,25 +40,19 @@ def check(kind: str) -> str:
     return kind
 
 
-def add(job: Job[StrategyOptions], output: Path, kind: str, progress: Progress) -> None:
-    """Add the KV cache's settings, and for "fp8" its calibrated scales, to the finished checkpoint in the folder `output`."""
-    if kind == FP8:
-        from annie_quant.quantize import calibration_samples
+def calibrated_scales(job: Job[StrategyOptions], progress: Progress) -> dict[str, tuple[float, float]]:
+    """Return layer → the scales of its keys and values, calibrated on the job's conversations."""
+    from annie_quant.quantize.calibration_samples import read_samples
 
-        source = ModelFolder(job.model)
-        tops = largest(source, calibration_samples.read_samples(job), progress)
-        scales = {}
-        for layer, pair in tops.items():
-            for module, end, top in zip(source.family.keys_values, ("k_scale", "v_scale"), pair, strict=True):
-                if not np.isfinite(top) or top <= 0:
-                    raise CheckpointError(
-                        f"{layer}.{module}: its largest output is {top}", "annie-quant audit the model"
-                    )
-                scales[f"{layer}.{module}.{end}"] = np.array(np.float32(top) / np.float32(LARGEST_E4M3), np.float32)
-        add_tensors(output, scales)
-        values = [float(v) for v in scales.values()]
-        progress.message(f"KV cache in FP8: {len(values)} scales from {min(values):.3g} to {max(values):.3g}")
-    add_settings(output)
+    scales = {}
+    for layer, tops in largest(ModelFolder(job.model), read_samples(job), progress).items():
+        for name, top in zip(("keys", "values"), tops, strict=True):
+            if not 0 < top < math.inf:
+                raise CheckpointError(f"{layer}: its largest {name} are {top}", "annie-quant audit the model")
+        scales[layer] = tops[0] / LARGEST_E4M3, tops[1] / LARGEST_E4M3
+    every = [scale for pair in scales.values() for scale in pair]
+    progress.message(f"KV cache in FP8: {len(every)} scales from {min(every):.3g} to {max(every):.3g}")
+    return scales
 
 
 def largest(
@@ -93,34 +81,3 @@ def largest(
             current = layer.name
             layer.advance()
     return tops
-
-
-def add_tensors(folder: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Add small tensors to a checkpoint, as one more shard."""
-    shards = sorted({info.file for info in ModelFolder(folder).tensors.values()})
-    total = len(shards) + 1
-    part = folder / "added"
-    writer.write(part, [writer.planned(n, t) for n, t in tensors.items()])
-    names = {old: f"model-{i:05d}-of-{total:05d}.safetensors" for i, old in enumerate(shards, 1)}
-    weight_map = {n: names[info.file] for n, info in ModelFolder(folder).tensors.items()}
-    size_bytes = ModelFolder(folder).weight_bytes + sum(t.nbytes for t in tensors.values())
-    last = f"model-{total:05d}-of-{total:05d}.safetensors"
-    (folder / INDEX).unlink(missing_ok=True)
-    for old, new in names.items():
-        (folder / old).rename(folder / new)
-    (part / SINGLE).rename(folder / last)
-    part.rmdir()
-    weight_map |= dict.fromkeys(tensors, last)
-    write_json(folder / INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
-
-
-def add_settings(folder: Path) -> None:
-    """Name the FP8 KV cache in config.json and hf_quant_config.json."""
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = modelopt.KV_SCHEME
-    write_json(folder / "config.json", config)
-    file = folder / modelopt.HF_QUANT_CONFIG
-    if file.is_file():
-        settings = json.loads(file.read_text())
-        settings["quantization"]["kv_cache_quant_algo"] = "FP8"
-        write_json(file, settings)

@@ -109,16 +109,20 @@ def run(
     for package in part.requires:
         need(package, "quantize")
     start, progress = time.monotonic(), as_progress(report)
-    key = {"strategy": part.name, "version": __version__, **part.resume_key(job)} if part.resume_key else None
+    key = None
+    if part.resume_key:
+        kv_text = [sha256_of(job.calib_data), job.calib_samples] if kv_format == kv_cache_format.FP8 else None
+        key = {"strategy": part.name, "version": __version__, "kv_text": kv_text, **part.resume_key(job)}
     # Under a launcher of several processes the first one writes; the others only compute.
     first = rank == 0
     target = job.output if first else job.output.with_name(f".{job.output.name}.rank{rank}")
     with staged(target, key, force or not first, inputs=(job.model, job.calib_data)) as folder:
         plan = part.plan(job, progress)
         if first:
+            plan.kv_cache = None if kv_format == kv_cache_format.NONE else "FP8"
+            if kv_format == kv_cache_format.FP8:
+                plan.kv_scales = kv_cache_format.calibrated_scales(job, progress)
             write(part, replace(job, output=folder), plan, progress)
-            if kv_format != "none":
-                kv_cache_format.add(job, folder, kv_format, progress)
         write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe_of(job, part.name, prompts, kv_format, plan)))
     if work is None or not first:
         shutil.rmtree(job.work if first else target, ignore_errors=True)

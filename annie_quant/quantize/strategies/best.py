@@ -23,6 +23,7 @@ from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
+    KEPT_INPUTS,
     SWEEP_TIME,
     Cost,
     Job,
@@ -95,15 +96,16 @@ STRATEGY = Strategy(
     summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
     formats=ALL_NVFP4,
     # Of the passes (counted, not measured) 16 are trials of inputs, 22 the search of folds, 18 the recipes, their scores and the
-    # final rounding. Of a layer's bytes per weight 4 are the layer and its copy in bf16, the others the sweep's.
+    # final rounding. Of a layer's bytes per weight 2 are the layer in bf16, the others the sweep's.
     cost=Cost(
         rank=12,
         layerwise=True,
         passes=56,
         encode=SWEEP_TIME,
         column_feedback=True,
-        bytes_per_layer_weight=20,
+        bytes_per_layer_weight=18,
         hessians=5,
+        kept_inputs=KEPT_INPUTS,
         keeps_results=True,
         whole_model=lambda options: options.whole_model_bytes,
     ),

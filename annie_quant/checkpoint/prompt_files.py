@@ -6,7 +6,6 @@ vocabulary, a template without tools or another end token, a server answers othe
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from annie_quant.checkpoint.shards import (
     text_settings,
 )
 from annie_quant.core.errors import CheckpointError
-from annie_quant.core.files import sha256_text
+from annie_quant.core.files import sha256_file, sha256_text
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Finding, ModelFiles
@@ -91,7 +90,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def same_bytes(folder: Path, source: Path) -> bool:
     """Return whether tokenizer, template and generation settings are the source's byte for byte."""
-    return all(_bytes(folder / name) == _bytes(source / name) for name in PROMPT_FILES)
+    return all(_digest(folder / name) == _digest(source / name) for name in PROMPT_FILES)
 
 
 def model_files(folder: Path, sha256: str) -> ModelFiles:
@@ -106,12 +105,7 @@ def model_files(folder: Path, sha256: str) -> ModelFiles:
 
 
 def _digest(path: Path) -> str:
-    content = _bytes(path)
-    return "" if content is None else hashlib.sha256(content).hexdigest()
-
-
-def _bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+    return sha256_file(path) if path.is_file() else ""
 
 
 # ---- the tokenizer

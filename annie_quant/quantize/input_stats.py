@@ -1,4 +1,6 @@
-"""The largest input of each linear over calibration text, layer by layer; linears that read the same input share one measurement.
+"""The largest input of each linear over calibration text, layer by layer, and the largest key and value of each attention.
+
+Linears that read the same input share one measurement.
 
 Routed experts that saw no calibration token get the layer's largest activation scale, which servers use for all experts anyway,
 and their weights are rounded without statistics. The output folder gets expert_coverage.json with the number of tokens of every
@@ -7,6 +9,7 @@ expert.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +19,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from annie_quant import models
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
 from annie_quant.data.rows import read_conversations
+from annie_quant.offline.engine import use_attention
 from annie_quant.offline.loading import load
 from annie_quant.offline.prompts import Template
 from annie_quant.quantize import calibration_samples
@@ -32,6 +39,7 @@ from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 COVERAGE_FILE = "expert_coverage.json"
+KV_AMAX = "annie_quant_kv_amax"  # name of the attention function that records keys and values
 OF_EXPERT, NUMBER = re.compile(r"\.experts\.\d+\."), re.compile(r"\d+")
 FEW = 16  # tokens; as many as a block has columns
 
@@ -187,3 +195,45 @@ def largest_inputs_of_whole_model(
             model(torch.tensor([row], device=model.device), use_cache=False)
             progress.update(number, len(ids), f"calibrating: conversation {number} of {len(ids)}")
     return InputStats({name: observer.amax() for name, observer in observers.items()})
+
+
+# ---- the KV cache
+
+
+def kv_scales(job: Job[StrategyOptions], progress: Progress) -> dict[str, tuple[float, float]]:
+    """Return layer → the scales of its keys and values in FP8, calibrated on the job's conversations.
+
+    A server that stores keys and values in FP8 divides them by k_scale and v_scale first. Without scales in the checkpoint both
+    are 1.0, and vLLM cannot calibrate them itself for hybrid models. The scale, amax / 448, is that of ModelOpt 0.47's export.
+    """
+    scales = {}
+    for layer, tops in largest_keys_and_values(job, progress).items():
+        for name, top in zip(("keys", "values"), tops, strict=True):
+            if not 0 < top < math.inf:
+                raise CheckpointError(f"{layer}: its largest {name} are {top}", "annie-quant audit the model")
+        scales[layer] = tops[0] / LARGEST_E4M3, tops[1] / LARGEST_E4M3
+    every = [scale for pair in scales.values() for scale in pair]
+    progress.message(f"KV cache in FP8: {len(every)} scales from {min(every):.3g} to {max(every):.3g}")
+    return scales
+
+
+def largest_keys_and_values(job: Job[StrategyOptions], progress: Progress) -> dict[str, tuple[float, float]]:
+    """Return layer → the largest |key| and |value| that enter the cache, of every full-attention layer."""
+    batches = calibration_samples.make_batches(calibration_samples.read_samples(job))
+    layers = DecoderLayers(ModelFolder(job.model), batches, progress, "calibrating the KV cache")
+    tops: dict[str, tuple[float, float]] = {}
+    current = ""
+
+    def attention(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        before = tops.get(current, (0.0, 0.0))  # keys are those after the rotary embedding
+        tops[current] = (max(before[0], float(key.abs().max())), max(before[1], float(value.abs().max())))
+        return sdpa_attention_forward(module, query, key, value, *args, **options)
+
+    ALL_ATTENTION_FUNCTIONS.register(KV_AMAX, attention)
+    with use_attention(layers.model.config, KV_AMAX):
+        for layer in layers:
+            current = layer.name
+            layer.advance()
+    return tops

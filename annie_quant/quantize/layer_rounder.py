@@ -1,6 +1,6 @@
 """Round the linears of one decoder layer by GPTQ, in the stages of layer_stages.py, to a result that can be stored.
 
-LayerRounder rounds with the C loop. StreamRounder rounds in torch (column_sweep.py), with two streams of hidden states: the
+LayerRounder rounds with the C loop. StreamRounder rounds in torch (gptq.py), with two streams of hidden states: the
 source's gives the largest input of each linear, that of the layers rounded so far gives the Hessians. No input is rounded in
 either.
 """
@@ -23,10 +23,9 @@ from annie_quant.core.files import replacing
 from annie_quant.offline.codec import to_numpy, to_torch
 from annie_quant.offline.engine import split_by_size
 from annie_quant.quantize import calibration_samples as text
+from annie_quant.quantize import gptq
 from annie_quant.quantize.calibration_samples import TokenWeights
-from annie_quant.quantize.column_sweep import nearest, sweep
 from annie_quant.quantize.formats import GROUP
-from annie_quant.quantize.hessian import LEAST_WEIGHT, Factor, FactorError, Hessian, factor, round_columns
 from annie_quant.quantize.layer_stages import RoundingStage, stages
 from annie_quant.quantize.layerwise import DecoderLayer
 
@@ -153,15 +152,15 @@ class LayerRounder:
         sizes = [4 * self.layer.linears[g[0]].in_features ** 2 for g in groups]
         yield from ([groups[i] for i in run] for run in split_by_size(sizes, HESSIAN_BYTES))
 
-    def hessians(self, stage: RoundingStage, groups: Sequence[Sequence[str]]) -> dict[str, Hessian]:
+    def hessians(self, stage: RoundingStage, groups: Sequence[Sequence[str]]) -> dict[str, gptq.Hessian]:
         """Return the Hessians of the inputs of these groups, by each one's first linear."""
         fast = self.task.method.two_streams
-        hessians = {group[0]: Hessian(self.task.table, LEAST_WEIGHT, fast=fast) for group in groups}
+        hessians = {group[0]: gptq.Hessian(self.task.table, gptq.LEAST_WEIGHT, fast=fast) for group in groups}
         stage.observe(dict(hessians))
         return hessians
 
     def round_group(
-        self, group: Sequence[str], hessian: Hessian, tops: Mapping[str, float]
+        self, group: Sequence[str], hessian: gptq.Hessian, tops: Mapping[str, float]
     ) -> Iterator[tuple[nvfp4.Tensor, torch.Tensor]]:
         """Yield each linear of a group, packed, and its values. tops: of largest_weights()."""
         solution = None if self.task.method.plain else self.solve(group, hessian)
@@ -172,18 +171,18 @@ class LayerRounder:
                 packed = nvfp4.pack(array, tensor_scale=tensor_scale, scale=self.task.scale)
                 values = nvfp4.unpack(packed, "float32")
             else:
-                packed, values = round_columns(array, solution, tensor_scale, self.task.scale)
+                packed, values = gptq.round_columns(array, solution, tensor_scale, self.task.scale)
             yield packed, to_torch(values)
 
-    def solve(self, group: Sequence[str], hessian: Hessian) -> Factor | None:
+    def solve(self, group: Sequence[str], hessian: gptq.Hessian) -> gptq.Factor | None:
         """Return the factor of a group's Hessian, or None where no error can be corrected with it."""
         if not hessian.tokens and self.layer.experts_of(group[0]):  # reported by the coverage of experts
             return None
         mean, reason = hessian.mean(), hessian.unusable()
         if mean is not None and not reason:
             try:
-                solution = factor(mean, self.task.method.damping)
-            except FactorError as error:
+                solution = gptq.factor(mean, self.task.method.damping)
+            except gptq.FactorError as error:
                 reason = str(error)
         if reason:
             self.warn(group, f"{reason}; rounded without error correction")
@@ -252,7 +251,7 @@ class StreamRounder(LayerRounder):
             yield from super().passes(together)
 
     def round_group(
-        self, group: Sequence[str], hessian: Hessian, tops: Mapping[str, float]
+        self, group: Sequence[str], hessian: gptq.Hessian, tops: Mapping[str, float]
     ) -> Iterator[tuple[nvfp4.Tensor, torch.Tensor]]:
         """Yield each linear of a group, packed, and its values.
 
@@ -265,13 +264,14 @@ class StreamRounder(LayerRounder):
         mean, reason, result = hessian.mean(), hessian.unusable(), None
         if mean is not None and not reason and (dead := int((mean.diagonal() <= 0).sum())):
             self.warn(
-                group, f"{dead} of {len(mean)} inputs are always 0 in calibration; their weights are rounded to nearest"
+                group,
+                f"{dead} of {len(mean)} inputs are always 0 in calibration; their weights are rounded to nearest",
             )
         for raised in RAISED if mean is not None and not reason else ():
             assert mean is not None
             try:
-                result = sweep(weight, mean, scale, self.task.method.damping * raised)
-            except FactorError as error:
+                result = gptq.sweep(weight, mean, scale, self.task.method.damping * raised)
+            except gptq.FactorError as error:
                 reason = str(error)
                 break
             if largest_change(result.values.split(sizes), weights) < MAX_CHANGE:
@@ -282,7 +282,7 @@ class StreamRounder(LayerRounder):
         if result is None:
             if hessian.tokens or not self.layer.experts_of(group[0]):  # else reported by the coverage of experts
                 self.warn(group, f"{reason}; rounded without error correction")
-            result = nearest(weight, scale)
+            result = gptq.nearest(weight, scale)
         start = 0
         for size, tensor_scale in zip(sizes, scales, strict=True):
             rounded = result.rows(slice(start, start + size))

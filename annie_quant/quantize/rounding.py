@@ -26,7 +26,7 @@ from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample, make_batches, weight_table
 from annie_quant.quantize.formats import GROUP
-from annie_quant.quantize.hessian import FactorError, Hessian, factor, round_columns
+from annie_quant.quantize.gptq import FactorError, Hessian, factor, round_columns
 from annie_quant.quantize.input_stats import Coverage, one_per_layer
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method, RoundingTask, StreamRounder

@@ -20,7 +20,7 @@ from annie_quant.quantize import calibration_samples  # noqa: E402
 
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
 from annie_quant.quantize import input_stats, layer_rounder  # noqa: E402
-from annie_quant.quantize.hessian import Hessian  # noqa: E402
+from annie_quant.quantize.gptq import Hessian  # noqa: E402
 from annie_quant.quantize.layer_rounder import Method, RoundingTask, StreamRounder  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 

@@ -60,11 +60,6 @@ class BestOptions(StrategyOptions):
 
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("max_gb", "min_tps", "max_loss", "device")
 
-    @property
-    def whole_model_bytes(self) -> float:
-        """Bytes per weight of the trials with the whole model, in bf16."""
-        return 2.0 if self.activations == "mixed" or self.recipe == "measured" else 0.0
-
 
 def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.frontier_plan import plan_model
@@ -107,7 +102,8 @@ STRATEGY = Strategy(
         hessians=5,
         kept_inputs=KEPT_INPUTS,
         keeps_results=True,
-        whole_model=lambda options: options.whole_model_bytes,
+        # Trials with the whole model in bf16.
+        whole_model=lambda o: 2.0 if o.activations == "mixed" or o.recipe == "measured" else 0.0,
     ),
     plan=plan,
     options=BestOptions,

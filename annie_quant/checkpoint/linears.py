@@ -202,10 +202,12 @@ class QuantConfig:
     raw: JsonObject = field(default_factory=dict)
 
     def algo_of(self, module: str) -> str:
-        """Return the algorithm that the settings of mixed precision give a linear, or "".
+        """Return the algorithm that the settings give a linear, "" where those of mixed precision give none.
 
         NVIDIA's releases list all experts of a layer as one module ("mlp.experts"), so an entry covers what is inside it.
         """
+        if not self.layers:
+            return self.algo
         name = module
         while name:
             if name in self.layers:
@@ -213,11 +215,6 @@ class QuantConfig:
             name = name.rpartition(".")[0]
         pattern = covering_pattern(module, (t for t in self.layers if t.startswith("re:") or "*" in t))
         return self.layers[pattern] if pattern else self.layers.get(LINEAR_CLASS, "")
-
-
-def is_per_token(config: QuantConfig, module: str) -> bool:
-    """Return whether servers scale an FP8 linear's activations per token, as compressed-tensors' FP8_DYNAMIC asks for."""
-    return (config.algo_of(module) if config.layers else config.algo) == FP8_DYNAMIC
 
 
 class KvScheme(msgspec.Struct):

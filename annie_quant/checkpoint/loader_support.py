@@ -204,7 +204,7 @@ def needed(model: QuantizedFolder) -> list[str]:
     if not model.linears or model.config.method == fp8.NAME:
         return classes
     config = model.config
-    algorithms = {config.algo_of(name) for name in model.linears} if config.layers else {config.algo}
+    algorithms = {config.algo_of(name) for name in model.linears}
     if config.method == compressed_tensors.NAME:
         kinds = [f"compressed-tensors {a}" for a in sorted(algorithms) if a in ("NVFP4", W4A16)]
     elif config.algo == MIXED:

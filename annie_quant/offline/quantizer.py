@@ -36,7 +36,6 @@ from annie_quant.checkpoint.linears import (
     LARGEST_TENSOR_SCALE,
     MAGNITUDE,
     NAN,
-    is_per_token,
     read_struct,
 )
 from annie_quant.core.errors import CheckpointError
@@ -277,7 +276,7 @@ class NVFP4Quantizer(HfQuantizer):
             with torch.device("meta"):
                 separate(model, folder.family, lambda name: any(a in self.singles for a in aliases(name)))
             for linear in linears.values():
-                replace_linear(model, linear, folder, is_per_token(settings, linear.name))
+                replace_linear(model, linear, folder, settings.algo_of(linear.name) == FP8_DYNAMIC)
             linear_tensors = {t for linear in linears.values() for t in linear.tensors()}
             for name in folder:
                 if name not in linear_tensors and name.endswith(SCALE_SUFFIXES) and find_module(model, parent(name)):

@@ -98,16 +98,7 @@ def one_per_layer(warnings: Sequence[str]) -> list[str]:
     ]
 
 
-@dataclass
-class InputStats:
-    """Statistics of inputs.
-
-    amax: full name of a linear → largest |x| of any token; 0 for an expert without tokens.
-    coverage: tokens that the routed experts saw.
-    """
-
-    amax: dict[str, float] = field(default_factory=dict)
-    coverage: Coverage = field(default_factory=Coverage)
+InputStats = tuple[dict[str, float], Coverage]  # full name of a linear → largest |x|, and the tokens that experts saw
 
 
 class LargestInput:
@@ -142,8 +133,8 @@ def max_calibrated(job: Job[StrategyOptions], formats: Mapping[str, str], progre
     are computed in float32 here (tests/quantize/test_max_calibration.py).
     """
     announce_size(ModelFolder(job.model), formats, progress)
-    stats = calibrated(job, list(formats), progress)
-    return QuantizationPlan(dict(formats), stats.amax, job.scale, coverage=stats.coverage)
+    amax, coverage = calibrated(job, list(formats), progress)
+    return QuantizationPlan(dict(formats), amax, job.scale, coverage=coverage)
 
 
 def calibrated(job: Job[StrategyOptions], linears: Sequence[str], progress: Progress) -> InputStats:
@@ -167,14 +158,14 @@ def largest_inputs(
     samples = [CalibrationSample("", tuple(row), (calibration_samples.CONTENT,) * len(row), ()) for row in ids]
     text = calibration_samples.arrange(samples, share=calibration_samples.can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
-    chosen, stats = set(linears), InputStats()
+    chosen, amax, coverage = set(linears), dict[str, float](), Coverage()
     for layer in model:
         groups = [g for g in ([n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()) if g]
         observers = {g[0]: LargestInput(f"{layer.name}.{g[0]}") for g in groups}
         layer.advance(observers)
-        stats.amax |= {f"{layer.name}.{name}": observers[g[0]].amax() for g in groups for name in g}
-        stats.coverage.add(layer.name, {g[0]: observers[g[0]].tokens for g in groups if layer.experts_of(g[0])})
-    return stats
+        amax |= {f"{layer.name}.{name}": observers[g[0]].amax() for g in groups for name in g}
+        coverage.add(layer.name, {g[0]: observers[g[0]].tokens for g in groups if layer.experts_of(g[0])})
+    return amax, coverage
 
 
 def largest_inputs_of_whole_model(
@@ -194,7 +185,7 @@ def largest_inputs_of_whole_model(
         for number, row in enumerate(ids, 1):
             model(torch.tensor([row], device=model.device), use_cache=False)
             progress.update(number, len(ids), f"calibrating: conversation {number} of {len(ids)}")
-    return InputStats({name: observer.amax() for name, observer in observers.items()})
+    return {name: observer.amax() for name, observer in observers.items()}, Coverage()
 
 
 # ---- the KV cache

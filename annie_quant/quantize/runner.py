@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -107,7 +107,7 @@ def run(
     if part.cost.passes:
         _ = job.conversations
     strategies.check_family(part, read_object(job.model / "config.json") or {})
-    prompts = prompts_of(job.calib_data, persona, allow_prompt_mismatch)
+    prompts, mismatch = prompts_of(job.calib_data, persona, allow_prompt_mismatch)
     for package in part.requires:
         need(package, "quantize")
     start, progress = time.monotonic(), as_progress(report)
@@ -127,7 +127,23 @@ def run(
 
                 plan.kv_scales = input_stats.kv_scales(job, progress)
             write(part, replace(job, output=folder), plan, progress)
-        write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe_of(job, part.name, prompts, kv_cache, plan)))
+        recipe = Recipe(
+            version=__version__,
+            strategy=part.name,
+            calib_data_sha256=sha256_of(job.calib_data),
+            calib_samples=job.calib_samples,
+            exclude=list(job.exclude),
+            scale=job.scale,
+            options=asdict(job.options),
+            seed=job.seed,
+            prompt_sha256=prompts,
+            prompt_mismatch=mismatch,
+            kv_cache=kv_cache,
+            held_out=plan.held_out,
+            ingredients=plan.ingredients,
+            frontier=plan.frontier,
+        )
+        write_json(folder / RECIPE_FILE, msgspec.to_builtins(recipe))
     if work is None or not first:
         shutil.rmtree(job.work if first else target, ignore_errors=True)
     seconds = round(time.monotonic() - start, 2)
@@ -182,27 +198,6 @@ def notes_on(model: Path) -> list[str]:
     return []
 
 
-def recipe_of(
-    job: Job[StrategyOptions], strategy: str, prompts: Prompts, kv_cache: str, plan: QuantizationPlan
-) -> Recipe:
-    return Recipe(
-        version=__version__,
-        strategy=strategy,
-        calib_data_sha256=sha256_of(job.calib_data),
-        calib_samples=job.calib_samples,
-        exclude=list(job.exclude),
-        scale=job.scale,
-        options=asdict(job.options),
-        seed=job.seed,
-        prompt_sha256=prompts.sha256,
-        prompt_mismatch=prompts.mismatch,
-        kv_cache=kv_cache,
-        held_out=plan.held_out,
-        ingredients=plan.ingredients,
-        frontier=plan.frontier,
-    )
-
-
 def copy_companions(source: Path, target: Path) -> None:
     """Copy tokenizer, template, processor and licence files from the source."""
     for name in COMPANIONS:
@@ -215,29 +210,17 @@ def weight_bytes(folder: Path) -> int:
     return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """The system prompts of conversations.
-
-    sha256: of each prompt.
-    mismatch: a sentence where they are not production's prompt.
-    """
-
-    sha256: list[str]
-    mismatch: str | None = None
-
-
-def prompts_of(calib_data: Path | None, persona: str | None, allow: bool) -> Prompts:
-    """Return the system prompts of the conversations.
+def prompts_of(calib_data: Path | None, persona: str | None, allow: bool) -> tuple[list[str], str | None]:
+    """Return the hashes of the conversations' system prompts, and a sentence where they are not production's prompt.
 
     Raises UsageError where they are not the production prompt (see check_prompt_hash), unless `allow`.
     """
     if calib_data is None:
-        return Prompts([])
+        return [], None
     rows = read_conversations(calib_data)
     mismatch = check_prompt_hash(rows, persona, allow=allow)
     systems = {row["messages"][0]["content"] for row in rows if row["messages"][0]["role"] == "system"}
-    return Prompts(sorted(sha256_text(s) for s in systems), mismatch)
+    return sorted(sha256_text(s) for s in systems), mismatch
 
 
 def check_checkpoint(checkpoint: Path, personas: Iterable[str], allow: bool = False) -> str | None:

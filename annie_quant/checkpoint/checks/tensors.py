@@ -56,8 +56,7 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
         findings += scale_faults("input", x.input_global or "", input_scale) if input_scale else []
     except ShardError as error:
         findings.append(finding_of(error, x.name))
-    algo = model.config.algo_of(x.name) if model.config.layers else model.config.algo
-    if x.format == "nvfp4" and x.input_global is None and algo in ("NVFP4", "NVFP4_AWQ"):
+    if x.format == "nvfp4" and x.input_global is None and model.config.algo_of(x.name) in ("NVFP4", "NVFP4_AWQ"):
         problem = f"no input scale, and {model.config.algo} quantizes activations"
         findings.append(fault("input_scale_missing", x.name, problem))
     if x.pre_quant:

@@ -155,7 +155,7 @@ def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
     if missing:
         raise CheckpointError(f"{where}: {missing} is missing", HINT)
     # Qwen3.5's layers include those of the dense families; a name that a model does not have is never looked up.
-    expected = qwen3_5.tensor_shapes(settings) | (qwen3_5.mixture_shapes(settings) if folder.family.experts else {})
+    expected = qwen3_5.tensor_shapes(settings)
     expected |= {
         name.replace("_proj.weight", "_proj.bias"): (fields, shape[:1])
         for name, (fields, shape) in expected.items()

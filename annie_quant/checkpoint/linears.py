@@ -29,11 +29,9 @@ QUANTIZER = (
 )  # fmt: skip
 HEAD = "lm_head"
 LINEAR_CLASS = "Linear"  # compressed-tensors' target for all linears
-MAGNITUDE = 0x7F  # mask of an E4M3 byte
-NAN = 0x7F  # an E4M3 byte; larger bytes are negative
-# A multiplier is amax / 2688: above 1 the largest weight would exceed 2688, which no model has; a divisor usually does.
-LARGEST_TENSOR_SCALE = 1.0
-LARGEST_INPUT_SCALE = 100.0  # activations reach further: some models have outliers of several 10,000
+# Of a multiplier. A weight's is amax / 2688: above 1 the largest weight would exceed 2688, which no model has; a divisor usually
+# does. Activations reach further: some models have outliers of several 10,000.
+LARGEST_SCALE = {"tensor": 1.0, "input": 100.0}
 COLUMNS_PER_RANK = 32  # vLLM reads wrong block scales where the columns are not a multiple (#48898)
 
 

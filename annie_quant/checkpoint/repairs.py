@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from annie_quant import models, nvfp4
-from annie_quant.checkpoint import dialects, linears, writer
+from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.checks import folds
 from annie_quant.checkpoint.checks import source as source_checks
 from annie_quant.checkpoint.checks.completeness import missing_tensors
@@ -28,7 +28,14 @@ from annie_quant.checkpoint.checks.tensors import filled_blocks
 from annie_quant.checkpoint.dialects import Dialect, QuantizedFolder, compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.inspection import audit as audit_folder
-from annie_quant.checkpoint.linears import NAN, QUANTIZER, Linear, covering_pattern, excluded_module, plain_linears
+from annie_quant.checkpoint.linears import (
+    LARGEST_SCALE,
+    QUANTIZER,
+    Linear,
+    covering_pattern,
+    excluded_module,
+    plain_linears,
+)
 from annie_quant.checkpoint.runtime_names import Renaming, is_multimodal, plan_renaming
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, copied
@@ -88,7 +95,7 @@ class Diagnosis:
 
 def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -> Diagnosis:
     """Return the linears to change, by the findings of an audit. Raises UsageError where the source is needed and not given."""
-    folder, quantized, family = model.folder, model.linears, model.folder.family
+    quantized, family = model.linears, model.folder.family
     faulty, modules = faulty_modules(model, audit)
     group = group_size(model, faulty)
     if source is None:
@@ -99,7 +106,7 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
     patched = {n for n in faulty if n in quantized and codes_of(audit, n) <= BLOCK_FAULTS}
     faulty -= patched
     # Such a layer is packed again as a whole: a fold's scales are known only from its tensors.
-    folded = {models.layer_of(n) for n in source_checks.changed_norms(folder, source)}
+    folded = source_checks.plain_differences(model, source).scaled
     folded |= {models.layer_of(r.name) for r in audit.tensors if r.rel_l2 is not None and r.name not in faulty
                and not r.rel_l2 < source_checks.SUSPICIOUS_ERROR}  # fmt: skip
     folded &= {models.layer_of(m) for m in faulty | patched}
@@ -256,7 +263,7 @@ class _RepairPlanner:
         if name not in self.folder or self.folder.info(name).elements != 1:
             return None
         scale = self.folder.scalar(name)
-        if not 0 < scale <= linears.LARGEST_INPUT_SCALE:
+        if not 0 < scale <= LARGEST_SCALE["input"]:
             return None
         linear = self.model.linears.get(module)
         if linear is None or models.layer_of(module) not in self.diagnosis.folded:
@@ -335,7 +342,7 @@ class _RepairPlanner:
         """Return which blocks have a scale that is NaN, negative, or zero where the block has values: bool [N, K/group]."""
         filled = filled_blocks(self.folder.tensor(linear.weight), self.diagnosis.group)
         scale = self.folder.tensor(linear.block_scale or "").view(np.uint8)
-        return (scale >= NAN) | ((scale == 0) & filled)
+        return (scale >= nvfp4.E4M3_NAN) | ((scale == 0) & filled)
 
     def plain_tensor(self, name: str) -> Planned:
         """Plan a tensor that is not quantized: the source's where this one differs and is at fault."""

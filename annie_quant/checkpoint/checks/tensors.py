@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from annie_quant import models
-from annie_quant.checkpoint import linears
+from annie_quant import models, nvfp4
 from annie_quant.checkpoint.checks import fault, finding_of
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError, TensorInfo
-from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale, is_linear
+from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, LARGEST_SCALE, Linear, QuantConfig, TensorScale, is_linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.documents import Finding, TensorRow
 
@@ -72,7 +71,7 @@ def scale_faults(kind: str, name: str, scale: TensorScale) -> Iterator[Finding]:
         problem = "zero" if value == 0 else "not a positive number"
         scaled = "activation" if kind == "input" else "weight"
         yield fault(f"{kind}_scale_bad", name, f"{value}, {problem}; it multiplies every {scaled}")
-    elif value > (linears.LARGEST_INPUT_SCALE if kind == "input" else linears.LARGEST_TENSOR_SCALE):
+    elif value > LARGEST_SCALE[kind]:
         yield fault(f"{kind}_scale_inverted", name, f"{value:.6g} is too large for a multiplier; is it a divisor?")
 
 
@@ -111,12 +110,12 @@ class BlockCounts:
 def count_blocks(folder: ModelFolder, x: Linear, group: int) -> BlockCounts:
     """Count the block scales of an NVFP4 linear by fault."""
     codes, scales = folder.tensor(x.weight), folder.tensor(x.block_scale or "").view(np.uint8)
-    magnitude = scales & linears.MAGNITUDE
+    magnitude = scales & nvfp4.E4M3_MAGNITUDE
     counts = BlockCounts(
         blocks=scales.size,
-        nan=int((magnitude == linears.NAN).sum()),
-        negative=int(((scales > linears.NAN) & (magnitude != linears.NAN)).sum()),
-        scale_min=int(magnitude.min(initial=linears.NAN)),
+        nan=int((magnitude == nvfp4.E4M3_NAN).sum()),
+        negative=int(((scales > nvfp4.E4M3_NAN) & (magnitude != nvfp4.E4M3_NAN)).sum()),
+        scale_min=int(magnitude.min(initial=nvfp4.E4M3_NAN)),
         scale_max=int(magnitude.max(initial=0)),
     )
     step = max(1, CHUNK_BYTES // max(1, codes[:1].nbytes))  # so that temporary arrays stay small
@@ -146,9 +145,9 @@ def block_faults(counts: BlockCounts, x: Linear, scales: str, columns: int) -> I
     ):
         if n > most:
             yield fault(code, scales, f"{n} of {counts.blocks} block scales {problem}")
-    if columns % linears.COLUMNS_PER_RANK:
-        rule = f"not a multiple of {linears.COLUMNS_PER_RANK}; vLLM reads wrong block scales (#48898)"
-        yield fault("columns_per_rank", x.name, f"{columns} columns, {rule}")
+    if columns % COLUMNS_PER_RANK:
+        problem = f"{columns} columns, not a multiple of {COLUMNS_PER_RANK}; vLLM reads wrong block scales (#48898)"
+        yield fault("columns_per_rank", x.name, problem)
     if counts.empty == counts.blocks and counts.blocks:
         yield fault("all_zero", x.weight, "every weight is 0")
 
@@ -171,8 +170,8 @@ def fp8_faults(folder: ModelFolder, x: Linear) -> Iterator[Finding]:
     scale = folder.tensor(info.name).astype(np.float32).reshape(-1)
     if invalid := int((~(np.isfinite(scale) & (scale > 0))).sum()):
         yield fault("fp8_scale_bad", info.name, f"{invalid} of {scale.size} scales are not positive numbers")
-    magnitudes = (piece.view(np.uint8) & linears.MAGNITUDE for piece in folder.pieces(x.weight))
-    if nan := sum(int((magnitude == linears.NAN).sum()) for magnitude in magnitudes):
+    magnitudes = (piece.view(np.uint8) & nvfp4.E4M3_MAGNITUDE for piece in folder.pieces(x.weight))
+    if nan := sum(int((magnitude == nvfp4.E4M3_NAN).sum()) for magnitude in magnitudes):
         yield fault("fp8_code_nan", x.weight, f"{nan} of {folder.info(x.weight).elements} codes are NaN")
 
 

@@ -186,9 +186,8 @@ class LoadingVersions(msgspec.Struct, frozen=True):
     read: str
 
     def __str__(self) -> str:
-        versions = (
-            f"from {self.since}" if self.since else "no version that was read" if self.since is None else "not known"
-        )
+        unknown = {None: "no version that was read", "": "not known"}
+        versions = unknown.get(self.since, f"from {self.since}")
         return f"{self.server}: {versions} ({self.reason}; {self.read})"
 
 
@@ -224,15 +223,12 @@ def versions(model: QuantizedFolder) -> list[LoadingVersions]:
         unknown = [name for name, row in rows.items() if row is None]
         found = {name: row for name, row in rows.items() if row is not None}
         never = next(((n, r) for n, r in found.items() if r.since is None), None)
-        if never:
-            result.append(LoadingVersions(server, None, f"{never[0]}: {never[1].source}", known.read))
-        elif unknown or not found:
-            result.append(
-                LoadingVersions(server, "", f"{', '.join(unknown) or 'a 16-bit model'} was not read", known.read)
-            )
-        else:
-            name, row = max(found.items(), key=lambda item: key(item[1].since or ""))
-            result.append(LoadingVersions(server, row.since, f"{name}: {row.source}", known.read))
+        since: str | None = ""
+        reason = f"{', '.join(unknown) or 'a 16-bit model'} was not read"
+        if never or (found and not unknown):
+            name, row = never or max(found.items(), key=lambda item: key(item[1].since or ""))
+            since, reason = row.since, f"{name}: {row.source}"
+        result.append(LoadingVersions(server, since, reason, known.read))
     return result
 
 

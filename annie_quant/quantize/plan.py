@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,9 +27,6 @@ from annie_quant.documents import FormatPlan, HeldOut, Ingredient
 from annie_quant.models import Family
 from annie_quant.quantize.formats import ALGORITHM, FP8, FP8_CHANNEL, GROUP, NVFP4, QUANTIZED_INPUTS, expected_bytes
 
-if TYPE_CHECKING:
-    from annie_quant.quantize.input_stats import Coverage
-
 
 @dataclass
 class QuantizationPlan:
@@ -46,7 +42,7 @@ class QuantizationPlan:
     packed: finished codes.
     tensor_amax: largest magnitude for the tensor scale, where that is not the weight's own.
     input_scales: multipliers of the activations that replace those from `amax`.
-    coverage: calibration tokens that each expert saw.
+    tokens: first linear of those of an expert that read one input → calibration tokens that it saw.
     held_out, ingredients, frontier: comparison of recipes and of formats, for annie_quant.json.
     kv_cache: "FP8", or None for a KV cache in 16 bits.
     kv_scales: layer → scales of its keys and values; empty where the cache's numbers are cast without any.
@@ -59,7 +55,7 @@ class QuantizationPlan:
     packed: dict[str, nvfp4.Tensor] = field(default_factory=dict)
     tensor_amax: dict[str, float] = field(default_factory=dict)
     input_scales: dict[str, np.float32] = field(default_factory=dict)
-    coverage: Coverage | None = None
+    tokens: dict[str, int] = field(default_factory=dict)
     held_out: HeldOut | None = None
     ingredients: list[Ingredient] = field(default_factory=list)
     frontier: FormatPlan | None = None

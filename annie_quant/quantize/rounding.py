@@ -27,7 +27,7 @@ from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample, make_batches, weight_table
 from annie_quant.quantize.formats import GROUP
 from annie_quant.quantize.gptq import FactorError, Hessian, factor, round_columns
-from annie_quant.quantize.input_stats import Coverage, one_per_layer
+from annie_quant.quantize.input_stats import one_per_layer
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method, RoundingTask, StreamRounder
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
@@ -55,7 +55,7 @@ def round_model(
     folder = ModelFolder(job.model)
     if outside := [n for n in formats if not folder.family.in_decoder(n)]:
         raise CheckpointError(f"{min(outside)} is in no decoder layer", f"--exclude-layers {min(outside)}")
-    plan = QuantizationPlan(dict(formats), scale="amax" if method.plain else job.scale, coverage=Coverage())
+    plan = QuantizationPlan(dict(formats), scale="amax" if method.plain else job.scale)
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
     rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder]
@@ -87,8 +87,7 @@ def round_model(
             log.warning("annie-quant: %s", warning)
         plan.packed |= {f"{layer.name}.{n}": tensor for n, tensor in result.packed.items()}
         plan.amax |= {f"{layer.name}.{n}": value for n, value in result.amax.items()}
-        assert plan.coverage is not None
-        plan.coverage.add(layer.name, result.tokens)
+        plan.tokens |= {f"{layer.name}.{n}": count for n, count in result.tokens.items()}
     return plan
 
 

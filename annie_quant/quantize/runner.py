@@ -174,8 +174,10 @@ def scale_rule(part: Strategy, scale: str | None) -> nvfp4.Scale:
 
 def write(part: Strategy, job: Job[StrategyOptions], plan: QuantizationPlan, progress: Progress) -> None:
     """Write the plan into job.output, with the reports and the files that a serving runtime needs besides the weights."""
-    if plan.coverage:
-        plan.coverage.report(job.output, progress)
+    if plan.tokens:
+        from annie_quant.quantize.input_stats import coverage_line
+
+        progress.message(coverage_line(plan.tokens))
     if plan.frontier and importlib.util.find_spec("matplotlib"):
         draw_frontier(plan.frontier, job.output / FRONTIER_PICTURE)
     if part.write:

@@ -276,9 +276,9 @@ def by_turn(run: LoadedRun) -> Figure:
     for side in run.served:
         points = []
         for turn in run.aggregates.turns.get(side.name, []):
-            if turn.ttft_content_ms is not None:
-                tip = f"{run.label(side.model)}, turn {turn.turn}: {significant(turn.ttft_content_ms)} ms, n = {turn.n}"
-                points.append(Point(turn.turn, turn.ttft_content_ms, tip, turn.low, turn.high))
+            if (ttft := turn.ttft_content_ms) is not None:
+                tip = f"{run.label(side.model)}, turn {turn.turn}: {significant(ttft)} ms, n = {turn.n}"
+                points.append(Point(turn.turn, ttft, tip, turn.low, turn.high))
                 counts.append(turn.n)
         if len(points) > 1:
             lines.append((side, points))

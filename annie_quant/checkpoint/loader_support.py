@@ -19,7 +19,6 @@ from annie_quant.checkpoint.checks.settings import ALGORITHMS
 from annie_quant.checkpoint.dialects import QuantizedFolder, compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.gguf.layout import Layout, read_settings, written_families
 from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, FP8_DYNAMIC, HEAD
-from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import ASSETS
 from annie_quant.core.text import printable
@@ -56,15 +55,11 @@ def vllm(model: QuantizedFolder) -> Rule:
         notes = [f"from {v.since} (mixed precision)" for v in versions(model) if v.server == "vLLM" and v.since]
     if tensor_parallel_ranks(model) < 2:
         notes.append(f"on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)")
-    if rounds_state(folder):
+    # vLLM on a GPU keeps DeltaNet's state in the model's dtype, not in float32 (docs/numerics.md).
+    if "mamba_ssm_dtype" not in folder.text_config and any(map(models.is_log_decay, folder)):
         flag = "unless served with --mamba-ssm-cache-dtype float32 (config.json has no mamba_ssm_dtype)"
         notes.append(f"with DeltaNet's state in bfloat16 {flag}")
     return "yes", ", ".join(notes)
-
-
-def rounds_state(folder: ModelFolder) -> bool:
-    """Return whether vLLM on a GPU keeps DeltaNet's state in the model's dtype, not in float32 (docs/numerics.md)."""
-    return "mamba_ssm_dtype" not in folder.text_config and any(models.is_log_decay(name) for name in folder)
 
 
 def nvfp4_columns(model: QuantizedFolder) -> dict[str, int]:

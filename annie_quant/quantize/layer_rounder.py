@@ -7,7 +7,6 @@ either.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,29 +71,30 @@ class LayerResult:
 
     def save(self, path: Path) -> None:
         """Write a file that has its name only when it is complete."""
-        arrays: dict[str, np.ndarray] = {}
+        arrays = {f"amax.{name}": np.array(value, np.float64) for name, value in self.amax.items()}
+        arrays |= {f"tokens.{name}": np.array(count, np.int64) for name, count in self.tokens.items()}
         for name, tensor in self.packed.items():
             arrays[f"codes.{name}"] = tensor.codes
-            arrays[f"scales.{name}"] = tensor.block_scale.view(np.uint8)
-        # float.hex keeps every bit.
-        scales = {n: float(t.tensor_scale).hex() for n, t in self.packed.items()}
-        amax = {n: value.hex() for n, value in self.amax.items()}
-        about = {"tensor_scales": json.dumps(scales), "amax": json.dumps(amax), "tokens": json.dumps(self.tokens)}
+            arrays[f"block_scale.{name}"] = tensor.block_scale.view(np.uint8)
+            arrays[f"tensor_scale.{name}"] = np.array(tensor.tensor_scale, np.float32)
         with replacing(path) as file:
-            file.write(safetensors.numpy.save(arrays, metadata=about))
+            file.write(safetensors.numpy.save(arrays))
 
     @classmethod
     def load(cls, path: Path) -> LayerResult:
         """Read a file of save()."""
-        arrays = safetensors.numpy.load_file(path)
-        with safetensors.safe_open(path, "numpy") as file:
-            about = {key: json.loads(value) for key, value in file.metadata().items()}
-        packed = {}
-        for name, scale in about["tensor_scales"].items():
-            codes, scales = arrays[f"codes.{name}"], arrays[f"scales.{name}"]
-            shape = (codes.shape[0], codes.shape[1] * 2)
-            packed[name] = nvfp4.Tensor(codes, scales.view(nvfp4.E4M3), np.float32(float.fromhex(scale)), shape, GROUP)
-        return cls(packed, {n: float.fromhex(v) for n, v in about["amax"].items()}, about["tokens"])
+        arrays, result = safetensors.numpy.load_file(path), cls()
+        for key, array in arrays.items():
+            field_name, _, name = key.partition(".")
+            if field_name == "codes":
+                scales, scale = arrays[f"block_scale.{name}"].view(nvfp4.E4M3), arrays[f"tensor_scale.{name}"]
+                shape = (array.shape[0], array.shape[1] * 2)
+                result.packed[name] = nvfp4.Tensor(array, scales, np.float32(scale), shape, GROUP)
+            elif field_name == "amax":
+                result.amax[name] = float(array)
+            elif field_name == "tokens":
+                result.tokens[name] = int(array)
+        return result
 
 
 @dataclass(frozen=True)

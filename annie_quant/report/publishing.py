@@ -91,6 +91,10 @@ class UploadPlan(msgspec.Struct, kw_only=True):
         self.size_bytes = sum(file.size_bytes for file in self.files)
         self.refused = bool(self.objections) and not self.forced
 
+    @property
+    def card(self) -> str:
+        return (self.folder / "README.md").read_text(encoding="utf-8")
+
 
 def prepare(
     run_dir: str | os.PathLike,

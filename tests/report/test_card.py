@@ -21,10 +21,6 @@ TINY = Path(aq.__file__).parent / "assets" / "tiny-annie"
 BASE = "owner/tiny-annie"
 
 
-def card_of(plan: publishing.UploadPlan) -> str:
-    return (plan.folder / "README.md").read_text(encoding="utf-8")
-
-
 def conversations() -> list[dict]:
     source = {"teacher": "offline", "model": "templates", "prompt_sha256": "ab" * 32, "persona_sha256": "cd" * 32}
     return [
@@ -59,7 +55,7 @@ def plan(run, checkpoint):
 
 
 def test_metadata_hold_what_the_hub_searches_for(plan):
-    data = hub.ModelCard(card_of(plan)).data
+    data = hub.ModelCard(plan.card).data
     assert data.base_model == BASE and data.base_model_relation == "quantized" and data.license == "apache-2.0"
     assert {"dgx-spark", "blackwell", "nvfp4", "qwen3.5"} <= set(data.tags)
     assert data.quantization["format"] == "nvfp4" and data.quantization["algorithm"] == "W4A16_NVFP4"
@@ -72,7 +68,7 @@ def test_every_result_in_the_metadata_is_counted_again(plan, run):
     rows = [json.loads(line) for line in (run / "records.jsonl").open(encoding="utf-8")]
     document = json.loads((run / "run.json").read_text())
     served = 0
-    for result in hub.ModelCard(card_of(plan)).data.eval_results:
+    for result in hub.ModelCard(plan.card).data.eval_results:
         gate, counts = result.metric_type, result.metric_args
         if result.dataset_config == "mlp_only":
             served += 1
@@ -90,7 +86,7 @@ def test_every_result_in_the_metadata_is_counted_again(plan, run):
 
 def test_the_table_of_results_is_counted_again(plan, run):
     rows = [json.loads(line) for line in (run / "records.jsonl").open(encoding="utf-8")]
-    table = card_of(plan).split("## Results")[1].split("## Serving")[0].splitlines()
+    table = plan.card.split("## Results")[1].split("## Serving")[0].splitlines()
     line = next(x for x in table if x.startswith("| tool call"))
     shown = re.findall(r"(\d+)/(\d+)", line)
     expected = []
@@ -147,7 +143,7 @@ def test_without_calibration_data_the_card_states_it(run, checkpoint, tmp_path):
 
 
 def test_the_recipe_is_for_this_checkpoint(plan):
-    part = card_of(plan).split("## Serving")[1].split("## Limits")[0]
+    part = plan.card.split("## Serving")[1].split("## Limits")[0]
     assert "hf download owner/Tiny-NVFP4 --local-dir Tiny-NVFP4" in part
     commands = [shlex.split(x) for x in part.splitlines() if x.startswith("    docker run")]
     assert len(commands) == 2

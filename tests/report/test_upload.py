@@ -25,10 +25,6 @@ REPO = "owner/Tiny-NVFP4"
 SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEFGH"
 
 
-def card_of(plan: publishing.UploadPlan) -> str:
-    return (plan.folder / "README.md").read_text(encoding="utf-8")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def quick():
     """Idle workers of the upload sleep 0.2 seconds instead of ten. Plain LFS, no Xet."""
@@ -77,7 +73,7 @@ def test_everything_arrives_and_the_repository_is_private(run, checkpoint):
     with fake_hub.FakeHub() as hub:
         done = publishing.upload(plan, endpoint=hub.url, token="t" * 20)
         assert hub.repos[REPO]["private"] is True and hub.tokens == {"Bearer " + "t" * 20, ""}, "storage needs none"
-        assert hub.committed[REPO] == contents(checkpoint) | {"README.md": card_of(plan).encode()}
+        assert hub.committed[REPO] == contents(checkpoint) | {"README.md": plan.card.encode()}
     assert done.url == f"{hub.url}/{REPO}" and done.files == len(plan.files)
 
 
@@ -258,7 +254,7 @@ def test_the_audit_compares_with_the_source_where_the_evaluation_names_it(run, c
     assert len(plan.objections) == 1 and "temperature is 5.0" in plan.objections[0]
     (source / "generation_config.json").unlink()  # not the source any more
     plan = prepare(run, changed)
-    assert plan.objections == [] and "without its source" in card_of(plan)
+    assert plan.objections == [] and "without its source" in plan.card
 
 
 def edit(path: Path, *keys, value) -> None:
@@ -370,7 +366,7 @@ def test_what_a_search_chose_is_published_from_its_folder(whole_run, checkpoint,
     rows = [{"strategy": "naive"}, {"strategy": "mlp_only"}]
     (tmp_path / "search.json").write_text(json.dumps({"chosen": "mlp_only", "strategies": rows}))
     plan = publishing.prepare(tmp_path, REPO, base_model="owner/tiny")
-    assert not plan.objections and plan.folder.is_dir() and "speed is unknown" in card_of(plan)
+    assert not plan.objections and plan.folder.is_dir() and "speed is unknown" in plan.card
     (tmp_path / "search.json").write_text(json.dumps({"chosen": None, "strategies": rows}))
     with pytest.raises(UsageError, match="no candidate is named among"):
         publishing.prepare(tmp_path, REPO, base_model="owner/tiny")
@@ -387,6 +383,4 @@ def test_a_benchmark_and_an_evaluation_are_one_model(whole_run, checkpoint, tmp_
     (tmp_path / "run.json").write_text(json.dumps(document))
     plan = publishing.prepare(tmp_path, REPO, checkpoint=checkpoint, base_model="owner/tiny")
     assert not plan.objections
-    assert {"W4A4 offline", "W4A16 offline", "llama.cpp served"} <= set(
-        re.findall(r"workloads, ([^\n]+)", card_of(plan))
-    )
+    assert {"W4A4 offline", "W4A16 offline", "llama.cpp served"} <= set(re.findall(r"workloads, ([^\n]+)", plan.card))

@@ -39,21 +39,18 @@ class Method:
     """How the linears of a model are rounded.
 
     prompt: weight of a prompt's token relative to a response's.
-    markup: weight of tool-call markup and ends of turns relative to other tokens of responses.
     damping: added to the Hessian's diagonal, relative to its mean.
     plain: round to nearest, as naive does; the other settings then have no effect.
     two_streams: round by StreamRounder, else by LayerRounder.
     """
 
     prompt: float = 0.1
-    markup: float = 1.0
     damping: float = 0.05
     plain: bool = False
     two_streams: bool = False
 
     def token_weights(self) -> TokenWeights:
-        marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), self.markup)
-        return {**text.RESPONSE, **marks, text.PROMPT: self.prompt}
+        return {**text.RESPONSE, text.PROMPT: self.prompt}
 
 
 @dataclass

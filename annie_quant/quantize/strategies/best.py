@@ -44,7 +44,6 @@ class BestOptions(StrategyOptions):
     effort: str = option("normal", "how many recipes are compared", ("fast", "normal", "max"))
     damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
     prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
-    markup: float = option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens")
     activations: str = option(
         "mixed",
         "bits of the inputs: 4 or 16 of all linears, or 4 for the most weights that `share` allows",
@@ -71,7 +70,7 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     formats = dict.fromkeys(choose(ModelFolder(job.model), job.exclude), four_bit_format(options.activations))
     share = options.share if options.activations == "mixed" else None
     fixed = options.recipe == "fixed"
-    method = Method(prompt=options.prompt, markup=options.markup, damping=options.damping, two_streams=fixed)
+    method = Method(prompt=options.prompt, damping=options.damping, two_streams=fixed)
     return plan_model(job, limits, formats, method, progress, share, "" if fixed else options.effort)
 
 

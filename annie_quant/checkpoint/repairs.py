@@ -24,18 +24,11 @@ from annie_quant.checkpoint.checks import folds
 from annie_quant.checkpoint.checks import source as source_checks
 from annie_quant.checkpoint.checks.completeness import missing_tensors
 from annie_quant.checkpoint.checks.settings import KV_ENDS, check_algorithm, scales_to_keep
-from annie_quant.checkpoint.checks.tensors import filled_blocks
+from annie_quant.checkpoint.checks.tensors import filled_blocks, scale_faults
 from annie_quant.checkpoint.dialects import Dialect, QuantizedFolder, compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.inspection import audit as audit_folder
-from annie_quant.checkpoint.linears import (
-    LARGEST_SCALE,
-    QUANTIZER,
-    Linear,
-    covering_pattern,
-    excluded_module,
-    plain_linears,
-)
+from annie_quant.checkpoint.linears import QUANTIZER, Linear, covering_pattern, excluded_module, plain_linears
 from annie_quant.checkpoint.runtime_names import Renaming, is_multimodal, plan_renaming
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, copied
@@ -263,7 +256,7 @@ class _RepairPlanner:
         if name not in self.folder or self.folder.info(name).elements != 1:
             return None
         scale = self.folder.scalar(name)
-        if not 0 < scale <= LARGEST_SCALE["input"]:
+        if any(scale_faults("input", name, float(scale))):
             return None
         linear = self.model.linears.get(module)
         if linear is None or models.layer_of(module) not in self.diagnosis.folded:
@@ -280,9 +273,8 @@ class _RepairPlanner:
             theirs = source_checks.float32(self.source, self.original(linear.name))
         except ShardError:
             return 1.0
-        if ours.shape != theirs.shape or not np.isfinite(ours).all():
-            return 1.0
-        if source_checks.rel_l2(ours, theirs) <= source_checks.SUSPICIOUS_ERROR:
+        comparable = ours.shape == theirs.shape and np.isfinite(ours).all()
+        if not comparable or source_checks.rel_l2(ours, theirs) <= source_checks.SUSPICIOUS_ERROR:
             return 1.0
         return max(1.0, float(folds.fit(ours, theirs)[1].max()))
 

@@ -40,9 +40,9 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
                 row.scale_min, row.scale_max = counts.scale_min, counts.scale_max
                 row.zero_blocks, row.blocks = counts.empty, counts.blocks
                 findings += block_faults(counts, x, scales.name, row.shape[1])
-        scale = x.tensor_scale(folder) if x.global_scale else None
-        row.tensor_scale = float(scale.multiplier) if scale else None
-        findings += scale_faults("tensor", x.global_scale or "", scale) if scale else []
+        if x.global_scale:
+            row.tensor_scale = float(x.tensor_scale(folder).multiplier)
+            findings += scale_faults("tensor", x.global_scale, row.tensor_scale)
     except ShardError as error:
         return row, [*findings, finding_of(error, x.name)]
     if x.format == "nvfp4" and x.global_scale is None:
@@ -50,9 +50,9 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
     if x.format == "fp8":
         findings += fp8_faults(folder, x)
     try:
-        input_scale = x.input_scale(folder)
-        row.input_scale = float(input_scale.multiplier) if input_scale else None
-        findings += scale_faults("input", x.input_global or "", input_scale) if input_scale else []
+        if input_scale := x.input_scale(folder):
+            row.input_scale = float(input_scale.multiplier)
+            findings += scale_faults("input", x.input_global or "", row.input_scale)
     except ShardError as error:
         findings.append(finding_of(error, x.name))
     if x.format == "nvfp4" and x.input_global is None and model.config.algo_of(x.name) in ("NVFP4", "NVFP4_AWQ"):
@@ -64,9 +64,8 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
     return row, findings
 
 
-def scale_faults(kind: str, name: str, scale: TensorScale) -> Iterator[Finding]:
-    """Check that a scale is positive and finite, and not a divisor instead of a multiplier. kind: "tensor" or "input"."""
-    value = float(scale.multiplier)
+def scale_faults(kind: str, name: str, value: float) -> Iterator[Finding]:
+    """Check that a multiplier is positive and finite, and not a divisor. kind: "tensor" or "input"."""
     if not np.isfinite(value) or value <= 0:
         problem = "zero" if value == 0 else "not a positive number"
         scaled = "activation" if kind == "input" else "weight"

@@ -11,8 +11,6 @@ The producer of an activation, and how it is scaled, is in the family's descript
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import torch
 
@@ -90,21 +88,10 @@ class InputSampler(LargestInput):
         return torch.cat(self.sampled)
 
 
-@dataclass
-class FoldedLayer:
-    """weights: changed tensors by full name, float32.
+def fold_layer(layer: DecoderLayer, chosen: set[str]) -> QuantizationPlan:
+    """Search and fold the scales of a layer, and return its part of the plan, without formats.
 
-    amax: largest inputs after folding, by full name of the linears; none for an expert that saw no token.
-    tokens: calibration tokens that reached each group of an expert's linears, by its first linear.
-    """
-
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    amax: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-
-
-def fold_layer(layer: DecoderLayer, chosen: set[str]) -> FoldedLayer:
-    """Search and fold the scales of a layer. The source layer's outputs become the next layer's inputs.
+    The source layer's outputs become the next layer's inputs. `weights` are in float32, `amax` has no expert that saw no token.
 
     chosen: full names of the linears that are quantized.
     Nothing is folded into routed experts: the router reads the norm before them, too.
@@ -133,7 +120,8 @@ def fold_layer(layer: DecoderLayer, chosen: set[str]) -> FoldedLayer:
         scales[site.linears[0]] = fold(after, family, site, s, stored)
     if scales:
         verify(layer, state, before, after)
-    result = FoldedLayer({f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]})
+    result = QuantizationPlan({})
+    result.weights = {f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]}
     result.tokens = {f"{layer.name}.{first}": observer.tokens for first, observer in observers.items()}
     for group in layer.groups():
         if sampler := samplers.get(group[0]):

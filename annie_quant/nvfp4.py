@@ -68,6 +68,8 @@ Encoding = Literal["modelopt", "modelopt-cuda", "modelopt-static", "compressed-t
 
 # Values of all codes, indexed by the code.
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E4M3_MAGNITUDE = 0x7F  # mask of a byte without its sign
+E4M3_NAN = 0x7F  # larger bytes are negative
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 E2M1_MAX = 6
@@ -442,7 +444,7 @@ def _positive(value: float | np.floating, name: str) -> np.float32:
 
 
 def _nan_scales_message(scales: np.ndarray) -> str:
-    bad = (scales & 0x7F) == 0x7F
+    bad = (scales & E4M3_MAGNITUDE) == E4M3_NAN
     first = [int(i) for i in np.argwhere(bad)[0]]
     return f"block_scale: {int(bad.sum())} blocks have the scale NaN (0x7F), the first at {first}; quantize again"
 

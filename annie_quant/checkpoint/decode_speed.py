@@ -64,16 +64,15 @@ def largest_bytes(read: TokenBytes, device: Device, tok_s: float) -> float:
     return (1 / tok_s - read.layers * device.layer_s) * device.read_bytes_s - 2 * read.caches.state
 
 
-def speed_of(read: TokenBytes, device: Device | None = None, depth: int = 0) -> PredictedSpeed:
+def speed_of(read: TokenBytes, device: Device | None = None) -> PredictedSpeed:
     """Return the prediction for a model. device: by default this machine where it was measured, else a GB10."""
     device = device or default_device()
-    speed = round(tok_s(read, device, depth), 2)
-    return PredictedSpeed(device=device.name, read_bytes=round(read.weights), tok_s=speed, depth=depth)
+    return PredictedSpeed(device=device.name, read_bytes=round(read.weights), tok_s=round(tok_s(read, device), 2))
 
 
-def predict(folder: ModelFolder, device: Device | None = None, depth: int = 0) -> PredictedSpeed:
+def predict(folder: ModelFolder, device: Device | None = None) -> PredictedSpeed:
     """Return the prediction for a model folder; parameters as of speed_of."""
-    return speed_of(token_bytes(folder), device, depth)
+    return speed_of(token_bytes(folder), device)
 
 
 def predict_if_readable(folder: Path, device: Device | None = None) -> PredictedSpeed | None:
@@ -86,8 +85,7 @@ def predict_if_readable(folder: Path, device: Device | None = None) -> Predicted
 
 def describe(speed: PredictedSpeed) -> str:
     """Return a prediction as one line."""
-    after = f" after {speed.depth:,} tokens" if speed.depth else ""
-    return f"reads {speed.read_bytes / 1e9:.3g} GB per token: about {speed.tok_s:,.3g} tok/s on {speed.device}{after}"
+    return f"reads {speed.read_bytes / 1e9:.3g} GB per token: about {speed.tok_s:,.3g} tok/s on {speed.device}"
 
 
 # ---- devices

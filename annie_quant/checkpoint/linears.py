@@ -29,11 +29,9 @@ QUANTIZER = (
 )  # fmt: skip
 HEAD = "lm_head"
 LINEAR_CLASS = "Linear"  # compressed-tensors' target for all linears
-MAGNITUDE = 0x7F  # mask of an E4M3 byte
-NAN = 0x7F  # an E4M3 byte; larger bytes are negative
-# A multiplier is amax / 2688: above 1 the largest weight would exceed 2688, which no model has; a divisor usually does.
-LARGEST_TENSOR_SCALE = 1.0
-LARGEST_INPUT_SCALE = 100.0  # activations reach further: some models have outliers of several 10,000
+# Of a multiplier. A weight's is amax / 2688: above 1 the largest weight would exceed 2688, which no model has; a divisor usually
+# does. Activations reach further: some models have outliers of several 10,000.
+LARGEST_SCALE = {"tensor": 1.0, "input": 100.0}
 COLUMNS_PER_RANK = 32  # vLLM reads wrong block scales where the columns are not a multiple (#48898)
 
 
@@ -202,10 +200,12 @@ class QuantConfig:
     raw: JsonObject = field(default_factory=dict)
 
     def algo_of(self, module: str) -> str:
-        """Return the algorithm that the settings of mixed precision give a linear, or "".
+        """Return the algorithm that the settings give a linear, "" where those of mixed precision give none.
 
         NVIDIA's releases list all experts of a layer as one module ("mlp.experts"), so an entry covers what is inside it.
         """
+        if not self.layers:
+            return self.algo
         name = module
         while name:
             if name in self.layers:
@@ -213,11 +213,6 @@ class QuantConfig:
             name = name.rpartition(".")[0]
         pattern = covering_pattern(module, (t for t in self.layers if t.startswith("re:") or "*" in t))
         return self.layers[pattern] if pattern else self.layers.get(LINEAR_CLASS, "")
-
-
-def is_per_token(config: QuantConfig, module: str) -> bool:
-    """Return whether servers scale an FP8 linear's activations per token, as compressed-tensors' FP8_DYNAMIC asks for."""
-    return (config.algo_of(module) if config.layers else config.algo) == FP8_DYNAMIC
 
 
 class KvScheme(msgspec.Struct):

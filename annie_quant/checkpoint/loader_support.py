@@ -1,22 +1,32 @@
-"""Which servers load a checkpoint, and why others do not. Rules and sources are of November 2026."""
+"""Which servers load a checkpoint, from which version on, and why others do not. Rules and sources are of November 2026.
+
+Versions are those of assets/server_versions.json. The table has what was read in the servers' sources at its date, or what a pull
+request states. A feature without a row was not read; since: null says that no version that was read has it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
+
+import msgspec
 
 from annie_quant import models
-from annie_quant.checkpoint import runtime_names, server_versions
+from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.checks import DEADLY
 from annie_quant.checkpoint.checks.settings import ALGORITHMS
-from annie_quant.checkpoint.dialects import QuantizedFolder, fp8, modelopt
+from annie_quant.checkpoint.dialects import QuantizedFolder, compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.gguf.layout import Layout, read_settings, written_families
-from annie_quant.checkpoint.linears import COLUMNS_PER_RANK
-from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, FP8_DYNAMIC, HEAD
 from annie_quant.core.errors import CheckpointError
+from annie_quant.core.files import ASSETS
 from annie_quant.core.text import printable
 from annie_quant.documents import Finding, ServerSupport
 from annie_quant.documents.checkpoint import Loads
 
+MIXED, W4A16 = "MIXED_PRECISION", "W4A16_NVFP4"
+CONVERTED = {"llama.cpp"}  # servers that load a file that is made from the folder
 Rule = tuple[Loads, str]  # ServerSupport.loads and .note
 
 
@@ -41,23 +51,15 @@ def vllm(model: QuantizedFolder) -> Rule:
     if any(c % COLUMNS_PER_RANK for c in nvfp4_columns(model).values()):
         return "no", f"columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
     notes = []
-    if config.algo == server_versions.MIXED and config.method == modelopt.NAME:
-        notes = [
-            f"from {v.since} (mixed precision)"
-            for v in server_versions.versions(model)
-            if v.server == "vLLM" and v.since
-        ]
+    if config.algo == MIXED and config.method == modelopt.NAME:
+        notes = [f"from {v.since} (mixed precision)" for v in versions(model) if v.server == "vLLM" and v.since]
     if tensor_parallel_ranks(model) < 2:
         notes.append(f"on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)")
-    if rounds_state(folder):
+    # vLLM on a GPU keeps DeltaNet's state in the model's dtype, not in float32 (docs/numerics.md).
+    if "mamba_ssm_dtype" not in folder.text_config and any(map(models.is_log_decay, folder)):
         flag = "unless served with --mamba-ssm-cache-dtype float32 (config.json has no mamba_ssm_dtype)"
         notes.append(f"with DeltaNet's state in bfloat16 {flag}")
     return "yes", ", ".join(notes)
-
-
-def rounds_state(folder: ModelFolder) -> bool:
-    """Return whether vLLM on a GPU keeps DeltaNet's state in the model's dtype, not in float32 (docs/numerics.md)."""
-    return "mamba_ssm_dtype" not in folder.text_config and any(models.is_log_decay(name) for name in folder)
 
 
 def nvfp4_columns(model: QuantizedFolder) -> dict[str, int]:
@@ -123,9 +125,8 @@ def llama_cpp(model: QuantizedFolder) -> Rule:
         return "no", "GGUF has no activation scales"
     try:
         layout = Layout.of(folder.family, read_settings(folder))
-        for name in [*model.unowned, *(f"{n}.weight" for n in linears)]:
-            for part in folder.parts_of(name) or [name]:
-                layout.name(part)
+        for name in model.weights:
+            layout.name(name)
     except (CheckpointError, KeyError, TypeError, ValueError):
         return "no", f"its tensors are not of a text model that is written here ({written_families()})"
     if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
@@ -147,3 +148,86 @@ RULES = {
     "transformers": transformers,
     "llama.cpp": llama_cpp,
 }
+
+
+# ---- versions
+
+
+class Feature(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """since: the first version that has it, of those that were read; None: none."""
+
+    since: str | None
+    source: str
+
+
+class ServerFeatures(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """newest: of the versions that were read; read: which they were, how and when."""
+
+    newest: str
+    read: str
+    features: dict[str, Feature]
+
+
+class LoadingVersions(msgspec.Struct, frozen=True):
+    """The versions of a server that load a folder.
+
+    since: the first one; "" where that is not known, None where no version that was read loads it.
+    reason: the feature that decides, with its source. read: what the table rests on.
+    """
+
+    server: str
+    since: str | None
+    reason: str
+    read: str
+
+    def __str__(self) -> str:
+        unknown = {None: "no version that was read", "": "not known"}
+        versions = unknown.get(self.since, f"from {self.since}")
+        return f"{self.server}: {versions} ({self.reason}; {self.read})"
+
+
+@cache
+def table() -> dict[str, ServerFeatures]:
+    return msgspec.json.decode((ASSETS / "server_versions.json").read_bytes(), type=dict[str, ServerFeatures])
+
+
+def needed(model: QuantizedFolder) -> list[str]:
+    """Return the features of a server that a folder needs, by the names of the table."""
+    architectures = model.folder.config.get("architectures")
+    classes = [str(c) for c in architectures[:1]] if isinstance(architectures, list) else []
+    if not model.linears or model.config.method == fp8.NAME:
+        return classes
+    config = model.config
+    algorithms = {config.algo_of(name) for name in model.linears}
+    if config.method == compressed_tensors.NAME:
+        kinds = [f"compressed-tensors {a}" for a in sorted(algorithms) if a in ("NVFP4", W4A16)]
+    elif config.algo == MIXED:
+        kinds = [MIXED, *(f"{a} in {MIXED}" for a in (W4A16, FP8_DYNAMIC) if a in algorithms)]
+    else:
+        kinds = [config.algo]
+    head = [f"quantized head of {model.folder.family.name.removesuffix(' MoE')}"] if HEAD in model.linears else []
+    return [*classes, *kinds, *head]
+
+
+def versions(model: QuantizedFolder) -> list[LoadingVersions]:
+    """Return from which version on each server loads a folder, as far as the table knows."""
+    result = []
+    for server, known in table().items():
+        features = needed(model) if server not in CONVERTED else ["GGUF NVFP4"] if model.linears else []
+        rows = {name: known.features.get(name) for name in features}
+        unknown = [name for name, row in rows.items() if row is None]
+        found = {name: row for name, row in rows.items() if row is not None}
+        never = next(((n, r) for n, r in found.items() if r.since is None), None)
+        since: str | None = ""
+        reason = f"{', '.join(unknown) or 'a 16-bit model'} was not read"
+        if never or (found and not unknown):
+            name, row = never or max(found.items(), key=lambda item: key(item[1].since or ""))
+            since, reason = row.since, f"{name}: {row.source}"
+        result.append(LoadingVersions(server, since, reason, known.read))
+    return result
+
+
+def key(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version or build (b9123); what follows, as in 0.28.1rc1.dev43, does not count."""
+    release = re.split(r"[a-zA-Z+]", version.lstrip("bv"))[0]
+    return (*map(int, re.findall(r"\d{1,6}", release)[:3]), 0, 0, 0)[:3]

@@ -6,25 +6,15 @@ vocabulary, a template without tools or another end token, a server answers othe
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from annie_quant.checkpoint import shards
 from annie_quant.checkpoint.chat_template import ChatTemplate
 from annie_quant.checkpoint.checks import fault
-from annie_quant.checkpoint.shards import (
-    GENERATION,
-    PROMPT_FILES,
-    TEMPLATE,
-    TOKENIZER,
-    TOKENIZER_SETTINGS,
-    ShardError,
-    inside,
-    read_object,
-    text_settings,
-)
+from annie_quant.checkpoint.header import ShardError
 from annie_quant.core.errors import CheckpointError
-from annie_quant.core.files import sha256_text
+from annie_quant.core.files import sha256_file, sha256_text
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import Finding, ModelFiles
@@ -74,7 +64,11 @@ def differences(folder: Path, source: Path) -> list[Finding]:
     if not has_tokenizer(folder):
         return []
     findings: list[Finding] = []
-    for file, compare in ((TOKENIZER, _tokenizer), (TEMPLATE, _template), (GENERATION, _generation)):
+    for file, compare in (
+        (shards.TOKENIZER, _tokenizer),
+        (shards.TEMPLATE, _template),
+        (shards.GENERATION, _generation),
+    ):
         try:
             findings += compare(folder, source)
         except (CheckpointError, AttributeError, TypeError, ValueError, RecursionError) as error:
@@ -86,12 +80,12 @@ def differences(folder: Path, source: Path) -> list[Finding]:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has its own tokenizer."""
-    return any((folder / name).is_file() for name in (TOKENIZER, TOKENIZER_SETTINGS))
+    return any((folder / name).is_file() for name in (shards.TOKENIZER, shards.TOKENIZER_SETTINGS))
 
 
 def same_bytes(folder: Path, source: Path) -> bool:
     """Return whether tokenizer, template and generation settings are the source's byte for byte."""
-    return all(_bytes(folder / name) == _bytes(source / name) for name in PROMPT_FILES)
+    return all(_digest(folder / name) == _digest(source / name) for name in shards.PROMPT_FILES)
 
 
 def model_files(folder: Path, sha256: str) -> ModelFiles:
@@ -99,37 +93,33 @@ def model_files(folder: Path, sha256: str) -> ModelFiles:
     template = templates(folder)
     return ModelFiles(
         sha256=sha256,
-        tokenizer=_digest(folder / TOKENIZER),
+        tokenizer=_digest(folder / shards.TOKENIZER),
         chat_template=sha256_text("\0".join(f"{k}\0{template[k]}" for k in sorted(template))) if template else "",
-        generation_config=_digest(folder / GENERATION),
+        generation_config=_digest(folder / shards.GENERATION),
     )
 
 
 def _digest(path: Path) -> str:
-    content = _bytes(path)
-    return "" if content is None else hashlib.sha256(content).hexdigest()
-
-
-def _bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+    return sha256_file(path) if path.is_file() else ""
 
 
 # ---- the tokenizer
 
 
 def _tokenizer(folder: Path, source: Path) -> Iterator[Finding]:
-    own, expected = read_object(folder / TOKENIZER), read_object(source / TOKENIZER)
+    own, expected = shards.read_object(folder / shards.TOKENIZER), shards.read_object(source / shards.TOKENIZER)
     if own is None or expected is None:
         return
+    flags, known = added_tokens(own), added_tokens(expected)
     problems = [
-        _other_ids(vocabulary(own), vocabulary(expected)),
-        _other_merges(merges(own), merges(expected)),
-        _other_flags(added_tokens(own), added_tokens(expected)),
+        _difference("ids of tokens", vocabulary(own), vocabulary(expected)),
+        _difference("merges", merges(own), merges(expected)),
+        _difference("flags of added tokens", flags, {token: known.get(token, flags[token]) for token in flags}),
     ]
     problems += [
         f"its {step} is not the source's" for step in STEPS if _stated(own.get(step)) != _stated(expected.get(step))
     ]
-    yield from (fault("tokenizer_differs", TOKENIZER, problem) for problem in problems if problem)
+    yield from (fault("tokenizer_differs", shards.TOKENIZER, problem) for problem in problems if problem)
 
 
 def vocabulary(tokenizer: JsonObject) -> dict[str, int]:
@@ -139,42 +129,24 @@ def vocabulary(tokenizer: JsonObject) -> dict[str, int]:
     return {**dict(pairs), **{token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}}
 
 
-def merges(tokenizer: JsonObject) -> list[tuple[str, ...]]:
-    """Return the merges in order; older files have "a b" instead of a pair."""
+def merges(tokenizer: JsonObject) -> dict[str, tuple[str, ...]]:
+    """Return the merges by their number; older files have "a b" instead of a pair."""
     rows = (tokenizer.get("model") or {}).get("merges") or ()
-    return [tuple(row.split(" ")) if isinstance(row, str) else tuple(row) for row in rows]
+    return {str(i): tuple(row.split(" ") if isinstance(row, str) else row) for i, row in enumerate(rows, 1)}
 
 
-def added_tokens(tokenizer: JsonObject) -> dict[str, list[bool]]:
-    return {t["content"]: [bool(t.get(flag)) for flag in FLAGS] for t in tokenizer.get("added_tokens") or ()}
+def added_tokens(tokenizer: JsonObject) -> dict[str, list[str]]:
+    """Return added token → the flags that it has."""
+    return {t["content"]: [flag for flag in FLAGS if t.get(flag)] for t in tokenizer.get("added_tokens") or ()}
 
 
-def _other_ids(own: Mapping[str, int], expected: Mapping[str, int]) -> str:
-    groups = {
-        "tokens with another id": [token for token in expected if own.get(token, expected[token]) != expected[token]],
-        "tokens of the source that are missing": [token for token in expected if token not in own],
-        "tokens that the source does not have": [token for token in own if token not in expected],
-    }
-    problems = []
-    for kind, tokens in groups.items():
-        if tokens:
-            first = tokens[0]
-            ids = f": {own[first]}, in the source {expected[first]}" if first in own and first in expected else ""
-            problems.append(f"{kind}: {len(tokens)} ({_shown(first)}{ids})")
-    return "; ".join(problems)
-
-
-def _other_merges(own: list[tuple[str, ...]], expected: list[tuple[str, ...]]) -> str:
-    if own == expected:
+def _difference(what: str, own: Mapping[str, object], expected: Mapping[str, object]) -> str:
+    """Return how many entries are not the source's, and the first of them; "" where all are."""
+    other = [key for key in {**expected, **own} if own.get(key) != expected.get(key)]
+    if not other:
         return ""
-    pairs = enumerate(zip(own, expected, strict=False))
-    first = next((i for i, (a, b) in pairs if a != b), min(len(own), len(expected)))
-    return f"{len(own)} merges, in the source {len(expected)}; number {first + 1} is the first that differs"
-
-
-def _other_flags(own: Mapping[str, list[bool]], expected: Mapping[str, list[bool]]) -> str:
-    other = [token for token in expected if token in own and own[token] != expected[token]]
-    return f"added tokens with other flags, such as special: {len(other)} ({_shown(other[0])})" if other else ""
+    values = [_text(mapping.get(other[0], "none")) for mapping in (own, expected)]
+    return f"{len(other)} {what} differ ({printable(repr(other[0]), 40)}: {values[0]}, in the source {values[1]})"
 
 
 def _stated(value: object) -> object:
@@ -184,26 +156,21 @@ def _stated(value: object) -> object:
     return [_stated(v) for v in value] if isinstance(value, list) else value
 
 
-def _shown(token: str) -> str:
-    return repr(printable(token, 40))
-
-
 # ---- the chat template
 
 
 def templates(folder: Path) -> dict[str, str]:
     """Return name → source of a folder's chat templates, as transformers reads them: files first; "default" is the usual one."""
-    path = folder / TEMPLATE
+    path = folder / shards.TEMPLATE
     if path.is_file():
-        if inside(folder, path).stat().st_size > MAX_TEMPLATE_BYTES:
-            raise ShardError("config_unreadable", f"{TEMPLATE}: more than {MAX_TEMPLATE_BYTES} bytes")
+        if shards.inside(folder, path).stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ShardError("config_unreadable", f"{shards.TEMPLATE}: more than {MAX_TEMPLATE_BYTES} bytes")
         sources = {"default": path.read_text(encoding="utf-8", errors="replace")}
         for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
             sources[other.stem] = other.read_text(encoding="utf-8", errors="replace")
         return sources
-    value = (read_object(folder / "chat_template.json") or read_object(folder / TOKENIZER_SETTINGS) or {}).get(
-        "chat_template"
-    )
+    settings = shards.read_object(folder / shards.TOKENIZER_SETTINGS) or {}
+    value = (shards.read_object(folder / "chat_template.json") or settings).get("chat_template")
     if isinstance(value, list):
         return {row["name"]: row["template"] for row in value}
     return {"default": value} if isinstance(value, str) else {}
@@ -214,7 +181,7 @@ class _Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.sources = templates(folder)
-        settings = read_object(folder / TOKENIZER_SETTINGS) or {}
+        settings = shards.read_object(folder / shards.TOKENIZER_SETTINGS) or {}
         tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
         self.special_tokens_map = {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -232,7 +199,7 @@ def _template(folder: Path, source: Path) -> Iterator[Finding]:
     if not expected.sources or own.sources == expected.sources:
         return
     if not own.sources:
-        yield fault("template_differs", TEMPLATE, "there is no chat template, and the source has one")
+        yield fault("template_differs", shards.TEMPLATE, "there is no chat template, and the source has one")
         return
     pair = ChatTemplate(own, str(folder)), ChatTemplate(expected, str(source))
     other = []
@@ -244,7 +211,7 @@ def _template(folder: Path, source: Path) -> Iterator[Finding]:
         ignores = [_rendered(t, [USER], [TOOL], {}) == _rendered(t, [USER], None, {}) for t in pair]
         lost = "it leaves out the tools; " if ignores == [True, False] else ""
         problem = f"{lost}not rendered as by the source's template: {', '.join(other)}"
-        yield fault("template_differs", TEMPLATE, problem)
+        yield fault("template_differs", shards.TEMPLATE, problem)
 
 
 def _rendered(
@@ -265,16 +232,17 @@ def _generation(folder: Path, source: Path) -> Iterator[Finding]:
     for name, value in expected.items():
         problem = f"{name} is {_text(own[name])}, in the source {_text(value)}"
         if name in SAMPLING and own[name] != value:
-            yield fault("sampling_differs", GENERATION, problem)
+            yield fault("sampling_differs", shards.GENERATION, problem)
         elif name not in SAMPLING and value and own[name] and own[name] != value:
-            yield fault("end_tokens_differ", TOKENIZER_SETTINGS if name.endswith("_token") else GENERATION, problem)
+            file = shards.TOKENIZER_SETTINGS if name.endswith("_token") else shards.GENERATION
+            yield fault("end_tokens_differ", file, problem)
 
 
 def _settings(folder: Path) -> JsonObject:
     """Return the ids that begin and end answers (of generation_config.json, else config.json), their texts, and the sampling."""
-    inner = text_settings(read_object(folder / "config.json") or {})
-    generation = read_object(folder / GENERATION) or {}
-    tokenizer = read_object(folder / TOKENIZER_SETTINGS) or {}
+    inner = shards.text_settings(shards.read_object(folder / "config.json") or {})
+    generation = shards.read_object(folder / shards.GENERATION) or {}
+    tokenizer = shards.read_object(folder / shards.TOKENIZER_SETTINGS) or {}
     values: JsonObject = {}
     for name in ("eos_token_id", "bos_token_id"):
         ids = generation.get(name) if generation.get(name) is not None else inner.get(name)

@@ -24,19 +24,11 @@ from annie_quant.checkpoint.checks import folds
 from annie_quant.checkpoint.checks import source as source_checks
 from annie_quant.checkpoint.checks.completeness import missing_tensors
 from annie_quant.checkpoint.checks.settings import KV_ENDS, check_algorithm, scales_to_keep
-from annie_quant.checkpoint.checks.tensors import filled_blocks
+from annie_quant.checkpoint.checks.tensors import filled_blocks, scale_faults
 from annie_quant.checkpoint.dialects import Dialect, QuantizedFolder, compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.inspection import audit as audit_folder
-from annie_quant.checkpoint.linears import (
-    LARGEST_INPUT_SCALE,
-    NAN,
-    QUANTIZER,
-    Linear,
-    covering_pattern,
-    excluded_module,
-    plain_linears,
-)
+from annie_quant.checkpoint.linears import QUANTIZER, Linear, covering_pattern, excluded_module, plain_linears
 from annie_quant.checkpoint.runtime_names import Renaming, is_multimodal, plan_renaming
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, copied
@@ -96,7 +88,7 @@ class Diagnosis:
 
 def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -> Diagnosis:
     """Return the linears to change, by the findings of an audit. Raises UsageError where the source is needed and not given."""
-    folder, linears, family = model.folder, model.linears, model.folder.family
+    quantized, family = model.linears, model.folder.family
     faulty, modules = faulty_modules(model, audit)
     group = group_size(model, faulty)
     if source is None:
@@ -104,17 +96,17 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
             message = f"{len(faulty)} linears can only be repaired from the bf16 checkpoint, such as {min(faulty)}"
             raise UsageError(message, "give it with --source")
         return Diagnosis(modules, faulty, set(), set(), set(), group)
-    patched = {n for n in faulty if n in linears and codes_of(audit, n) <= BLOCK_FAULTS}
+    patched = {n for n in faulty if n in quantized and codes_of(audit, n) <= BLOCK_FAULTS}
     faulty -= patched
     # Such a layer is packed again as a whole: a fold's scales are known only from its tensors.
-    folded = {models.layer_of(n) for n in source_checks.changed_norms(folder, source)}
+    folded = source_checks.plain_differences(model, source).scaled
     folded |= {models.layer_of(r.name) for r in audit.tensors if r.rel_l2 is not None and r.name not in faulty
                and not r.rel_l2 < source_checks.SUSPICIOUS_ERROR}  # fmt: skip
     folded &= {models.layer_of(m) for m in faulty | patched}
     # A linear that is faulty itself explains that its scales do not cancel.
     explained = {models.layer_of(m) for m in faulty if not all(c.startswith("fold_") for c in codes_of(audit, m))}
     folded |= {models.layer_of(f.tensor) for f in audit.findings if f.code.startswith("fold_")} - explained
-    folded |= {models.layer_of(x.name) for x in linears.values() if x.pre_quant}
+    folded |= {models.layer_of(x.name) for x in quantized.values() if x.pre_quant}
     faulty |= {m for m in modules if models.layer_of(m) in folded}
     patched -= faulty
     for fused in family.fused_groups(modules):  # they share a tensor scale
@@ -122,7 +114,7 @@ def diagnose(model: QuantizedFolder, source: ModelFolder | None, audit: Audit) -
             faulty |= set(fused)
     plain = {n.removesuffix(".weight") for n in source if n.endswith(".weight")}
     head = {m for m in modules & plain if family.in_mtp(m)}
-    restored = {m for m in head if m not in linears or linears[m].format != "fp8"}
+    restored = {m for m in head if m not in quantized or quantized[m].format != "fp8"}
     return Diagnosis(modules - restored, faulty - restored, patched - restored, restored, folded, group)
 
 
@@ -163,14 +155,12 @@ def group_size(model: QuantizedFolder, faulty: set[str]) -> int:
     return sizes.pop() if sizes else model.config.group or 16
 
 
-def plan_repair(model: QuantizedFolder, source: ModelFolder | None, audit: Audit, naming: Renaming) -> RepairPlan:
-    """Plan a repaired copy, whose names are those of `naming`, by the findings of an audit."""
-    return _RepairPlanner(model, source, audit, naming, diagnose(model, source, audit)).plan()
-
-
 @dataclass(frozen=True)
 class _RepairPlanner:
-    """Collects the tensors and the actions of one repair."""
+    """Collects the tensors and the actions of one repair.
+
+    naming: the names of the copy.
+    """
 
     model: QuantizedFolder
     optional_source: ModelFolder | None
@@ -202,7 +192,7 @@ class _RepairPlanner:
         excluded |= {m for n in lost if (m := excluded_module(self.source, n))}
         four_bit = "nvfp4" if inputs else "w4a16"
         settings = modelopt.settings(
-            {self.naming.name(m): self.fp8_format(m) if self.is_fp8(m) else four_bit for m in modules},
+            {self.naming.name(m): self.fp8_format(m) or four_bit for m in modules},
             sorted({self.naming.name(m) for m in excluded}),
             self.diagnosis.group,
             self.model.config.kv_cache,
@@ -227,14 +217,12 @@ class _RepairPlanner:
             raise CheckpointError(f"{module}: the source has no such linear", "is this the right --source?")
         return name
 
-    def is_fp8(self, module: str) -> bool:
-        linear = self.model.linears.get(module)
-        return linear is not None and linear.format == "fp8"
-
     def fp8_format(self, module: str) -> str:
-        """Return "fp8_channel" for a linear that keeps one scale per row, else "fp8"."""
-        kept_rows = module not in self.diagnosis.faulty and self.model.linears[module].per_channel(self.folder)
-        return "fp8_channel" if kept_rows else "fp8"
+        """Return "fp8", or "fp8_channel" for a linear that keeps one scale per row; "" for one that is not in FP8."""
+        linear = self.model.linears.get(module)
+        if linear is None or linear.format != "fp8":
+            return ""
+        return "fp8_channel" if module not in self.diagnosis.faulty and linear.per_channel(self.folder) else "fp8"
 
     # ---- scales
 
@@ -242,7 +230,7 @@ class _RepairPlanner:
         """Return the tensor scale of each linear that is packed again, one per fused group."""
         amax = {m: float(nvfp4.amax(self.source.tensor(self.original(m)))) for m in self.diagnosis.faulty}
         return {
-            m: modelopt.fp8_scale(top) if self.is_fp8(m) else np.float32(nvfp4.tensor_scale(top))
+            m: modelopt.fp8_scale(top) if self.fp8_format(m) else np.float32(nvfp4.tensor_scale(top))
             for m, top in self.folder.family.largest_of_group(amax).items()
         }
 
@@ -268,7 +256,7 @@ class _RepairPlanner:
         if name not in self.folder or self.folder.info(name).elements != 1:
             return None
         scale = self.folder.scalar(name)
-        if not np.isfinite(scale) or scale <= 0 or scale > LARGEST_INPUT_SCALE:
+        if any(scale_faults("input", name, float(scale))):
             return None
         linear = self.model.linears.get(module)
         if linear is None or models.layer_of(module) not in self.diagnosis.folded:
@@ -285,9 +273,8 @@ class _RepairPlanner:
             theirs = source_checks.float32(self.source, self.original(linear.name))
         except ShardError:
             return 1.0
-        if ours.shape != theirs.shape or not np.isfinite(ours).all():
-            return 1.0
-        if source_checks.rel_l2(ours, theirs) <= source_checks.SUSPICIOUS_ERROR:
+        comparable = ours.shape == theirs.shape and np.isfinite(ours).all()
+        if not comparable or source_checks.rel_l2(ours, theirs) <= source_checks.SUSPICIOUS_ERROR:
             return 1.0
         return max(1.0, float(folds.fit(ours, theirs)[1].max()))
 
@@ -320,7 +307,7 @@ class _RepairPlanner:
         else:
             assert scale is not None  # tensor_scales() has every faulty linear
             self.actions.append(f"{module}: quantized again from the source")
-            if self.is_fp8(module):
+            if self.fp8_format(module):
                 weight = partial(self.source.tensor, name)
                 return modelopt.fp8_tensors(module, (rows, columns), weight, lambda: scale, input_scale)
             pack = partial(self.pack, name, scale)
@@ -347,7 +334,7 @@ class _RepairPlanner:
         """Return which blocks have a scale that is NaN, negative, or zero where the block has values: bool [N, K/group]."""
         filled = filled_blocks(self.folder.tensor(linear.weight), self.diagnosis.group)
         scale = self.folder.tensor(linear.block_scale or "").view(np.uint8)
-        return (scale >= NAN) | ((scale == 0) & filled)
+        return (scale >= nvfp4.E4M3_NAN) | ((scale == 0) & filled)
 
     def plain_tensor(self, name: str) -> Planned:
         """Plan a tensor that is not quantized: the source's where this one differs and is at fault."""
@@ -444,11 +431,15 @@ def repair(
         check_algorithm(model)
     lost = missing_tensors(folder, original) if original is not None and names is None and not is_modelopt else []
     if not is_modelopt and not lost:
-        raise CheckpointError(f"{path}: no NVFP4 in ModelOpt's layout", first_step(model, str(path)))
+        quoted = shlex.quote(str(path))
+        first = f"quantize it: annie-quant quantize --strategy direct --model {quoted} --output DIR"
+        hint = f"first: {conversion(quoted, model.dialect)}" if model.linears else first
+        raise CheckpointError(f"{path}: no NVFP4 in ModelOpt's layout", hint)
     with writer.staged(target, force=force, inputs=(path, source)) as part:
         if is_modelopt or original is None:
             naming = plan_renaming(folder, names, original)
-            plan = plan_repair(model, original, audit_folder(path, source=source), naming)
+            audit = audit_folder(path, source=source)
+            plan = _RepairPlanner(model, original, audit, naming, diagnose(model, original, audit)).plan()
         else:
             plan = plan_restoration(model, original, lost)
         apply_repair(plan, folder, part)
@@ -486,13 +477,6 @@ def plan_restoration(model: QuantizedFolder, source: ModelFolder, lost: list[str
 def conversion(path: str, dialect: Dialect | None) -> str:
     """Return the command that makes a checkpoint of another layout one that can be repaired or quantized."""
     return f"annie-quant convert {path} --to {'bf16' if dialect is fp8 else 'modelopt'}"
-
-
-def first_step(model: QuantizedFolder, path: str) -> str:
-    """Return what to do with a checkpoint before it can be repaired."""
-    if model.linears:
-        return f"first: {conversion(shlex.quote(path), model.dialect)}"
-    return f"quantize it: annie-quant quantize --strategy direct --model {shlex.quote(path)} --output DIR"
 
 
 def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str | None:

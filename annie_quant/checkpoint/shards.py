@@ -19,7 +19,7 @@ import numpy as np
 from annie_quant import models
 from annie_quant.checkpoint import header
 from annie_quant.checkpoint.header import Shard, ShardError, TensorInfo
-from annie_quant.core.files import exists
+from annie_quant.core.files import exists, sha256_file
 from annie_quant.core.untrusted import JsonObject
 
 INDEX = "model.safetensors.index.json"
@@ -323,8 +323,4 @@ def _version(path: Path) -> tuple[int, ...]:
 
 @functools.lru_cache(1024)
 def _file_sha256(path: Path, *version: int) -> bytes:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.digest()
+    return bytes.fromhex(sha256_file(path))

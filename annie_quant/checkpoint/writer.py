@@ -124,7 +124,10 @@ def write(
     else:
         for shard in missing:
             write_shard(folder, shard, done)
-    write_index(folder, shards)
+    if len(shards) > 1:
+        weight_map = {t.name: s.name for s in shards for t in s.items}
+        total_size = sum(t.size_bytes for s in shards for t in s.items)
+        write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
     return [folder / s.name for s in shards]
 
 
@@ -137,14 +140,6 @@ def write_shard(folder: Path, shard: ShardPlan, progress: ByteProgress | None = 
                 file.write(piece)
             if progress is not None:
                 progress.add(item.work_bytes)
-
-
-def write_index(folder: Path, shards: list[ShardPlan]) -> None:
-    """Write the index of which tensor is in which file, for more than one shard."""
-    if len(shards) > 1:
-        weight_map = {t.name: s.name for s in shards for t in s.items}
-        total = sum(t.size_bytes for s in shards for t in s.items)
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def tensor_bytes(item: Planned) -> Iterator[memoryview]:

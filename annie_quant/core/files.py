@@ -74,6 +74,14 @@ def sha256_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def owner(path: str | os.PathLike) -> str:
     """Return a note for an error message where `path` belongs to another user, as files of a container do; else ""."""
     path = Path(path)

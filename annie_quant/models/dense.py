@@ -76,7 +76,6 @@ def dense_family(
     class_name: str,
     model_type: str,
     *,
-    gguf_layer: Mapping[str, str] = GGUF_LAYER,
     interleaved: Mapping[str, str] | None = None,
     tensor_scales: bool = True,
 ) -> Family:
@@ -84,9 +83,9 @@ def dense_family(
 
     name: for messages.
     class_name, model_type: as config.json names them.
-    gguf_layer, interleaved, tensor_scales: fields of GGUFNames (`layer` is the first).
+    interleaved, tensor_scales: fields of GGUFNames.
     """
-    names = GGUFNames(model_type, GGUF_TOP, gguf_layer, {}, interleaved or {}, tensor_scales=tensor_scales)
+    names = GGUFNames(model_type, GGUF_TOP, GGUF_LAYER, {}, interleaved or {}, tensor_scales=tensor_scales)
     form = Form(class_name, model_type)
     return Family(name, form, DENSE_INPUTS, DENSE_FUSED, DENSE_KINDS, COMMON_UNQUANTIZED, gguf=names)
 

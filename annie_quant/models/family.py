@@ -223,7 +223,6 @@ class Family:
     preprocessor_stub: preprocessor_config.json for a multimodal checkpoint that serves text only.
     published: short name → size of a published model.
     experts: the routed experts of a mixture, or None for a dense model.
-    keys_values: the linears whose modules hold the scales of the KV cache.
     row_parallel: ends of the linears whose columns tensor parallelism divides among ranks.
     """
 
@@ -246,7 +245,6 @@ class Family:
     preprocessor_stub: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, ModelSize] = field(default_factory=dict)
     experts: Experts | None = None
-    keys_values: tuple[str, str] = ("self_attn.k_proj", "self_attn.v_proj")
     row_parallel: tuple[str, ...] = (".down_proj", ".o_proj", ".out_proj")
 
     @property

@@ -166,54 +166,44 @@ MOE = replace(
 def tensor_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
     """Return the shapes that a config.json's fields determine: name without layer → (fields, shape). None: any size.
 
-    s: the typed fields of config.json, as in annie_quant.checkpoint.gguf.layout.GgufSettings.
+    s: the typed fields of config.json, as in annie_quant.checkpoint.gguf.layout.GgufSettings. Those of a mixture are None for a
+        dense model. One expert's linears have the names of the experts' module and the linear.
     """
     hidden, heads, kv = s.hidden_size, s.num_attention_heads, s.num_key_value_heads
     width, values = s.attention_head_dim, s.linear_num_value_heads * s.linear_value_head_dim
     mixed = 2 * s.linear_num_key_heads * s.linear_key_head_dim + values
+    mlp, shared = s.intermediate_size, s.shared_expert_intermediate_size
     attention, deltanet = "heads, head_dim and hidden_size", "the linear_* fields and hidden_size"
-    return {
-        "embed_tokens.weight": ("vocab_size and hidden_size", (s.vocab_size, hidden)),
-        "lm_head.weight": ("vocab_size and hidden_size", (s.vocab_size, hidden)),
-        "norm.weight": ("hidden_size", (hidden,)),
-        "input_layernorm.weight": ("hidden_size", (hidden,)),
-        "post_attention_layernorm.weight": ("hidden_size", (hidden,)),
-        "mlp.gate_proj.weight": ("intermediate_size and hidden_size", (s.intermediate_size, hidden)),
-        "mlp.up_proj.weight": ("intermediate_size and hidden_size", (s.intermediate_size, hidden)),
-        "mlp.down_proj.weight": ("intermediate_size and hidden_size", (hidden, s.intermediate_size)),
-        "self_attn.q_proj.weight": (attention, (None, hidden)),  # with or without its gate
-        "self_attn.k_proj.weight": (attention, (kv * width, hidden)),
-        "self_attn.v_proj.weight": (attention, (kv * width, hidden)),
-        "self_attn.o_proj.weight": (attention, (hidden, heads * width)),
-        "self_attn.q_norm.weight": ("head_dim", (width,)),
-        "self_attn.k_norm.weight": ("head_dim", (width,)),
-        "linear_attn.in_proj_qkv.weight": (deltanet, (mixed, hidden)),
-        "linear_attn.in_proj_z.weight": (deltanet, (values, hidden)),
-        "linear_attn.in_proj_a.weight": (deltanet, (s.linear_num_value_heads, hidden)),
-        "linear_attn.in_proj_b.weight": (deltanet, (s.linear_num_value_heads, hidden)),
-        "linear_attn.out_proj.weight": (deltanet, (hidden, values)),
-        "linear_attn.conv1d.weight": (deltanet, (mixed, None, s.linear_conv_kernel_dim)),
-        "linear_attn.norm.weight": ("linear_value_head_dim", (s.linear_value_head_dim,)),
-        "linear_attn.A_log": ("linear_num_value_heads", (s.linear_num_value_heads,)),
-        "linear_attn.dt_bias": ("linear_num_value_heads", (s.linear_num_value_heads,)),
-    }
-
-
-def mixture_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """Return the shapes that a mixture's fields determine, as tensor_shapes does.
-
-    s: the typed fields of config.json. One expert's linears have the names of the experts' module and the linear.
-    """
-    hidden, width, count = s.hidden_size, s.moe_intermediate_size, s.num_experts
-    fields = "num_experts, moe_intermediate_size and hidden_size"
-    shared = ("shared_expert_intermediate_size and hidden_size", (s.shared_expert_intermediate_size, hidden))
-    return {
-        "mlp.gate.weight": ("num_experts and hidden_size", (count, hidden)),
-        "mlp.shared_expert_gate.weight": ("hidden_size", (1, hidden)),
-        "mlp.experts.gate_proj": (fields, (width, hidden)),
-        "mlp.experts.up_proj": (fields, (width, hidden)),
-        "mlp.experts.down_proj": (fields, (hidden, width)),
-        "mlp.shared_expert.gate_proj.weight": shared,
-        "mlp.shared_expert.up_proj.weight": shared,
-        "mlp.shared_expert.down_proj.weight": (shared[0], (hidden, s.shared_expert_intermediate_size)),
-    }
+    rows: list[tuple[str, tuple[int | None, ...], list[str]]] = [
+        ("vocab_size and hidden_size", (s.vocab_size, hidden), ["embed_tokens.weight", "lm_head.weight"]),
+        ("hidden_size", (hidden,), ["norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"]),
+        ("intermediate_size and hidden_size", (mlp, hidden), ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+        ("intermediate_size and hidden_size", (hidden, mlp), ["mlp.down_proj.weight"]),
+        (attention, (None, hidden), ["self_attn.q_proj.weight"]),  # with or without its gate
+        (attention, (kv * width, hidden), ["self_attn.k_proj.weight", "self_attn.v_proj.weight"]),
+        (attention, (hidden, heads * width), ["self_attn.o_proj.weight"]),
+        ("head_dim", (width,), ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+        (deltanet, (mixed, hidden), ["linear_attn.in_proj_qkv.weight"]),
+        (deltanet, (values, hidden), ["linear_attn.in_proj_z.weight"]),
+        (
+            deltanet,
+            (s.linear_num_value_heads, hidden),
+            ["linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight"],
+        ),
+        (deltanet, (hidden, values), ["linear_attn.out_proj.weight"]),
+        (deltanet, (mixed, None, s.linear_conv_kernel_dim), ["linear_attn.conv1d.weight"]),
+        ("linear_value_head_dim", (s.linear_value_head_dim,), ["linear_attn.norm.weight"]),
+        ("linear_num_value_heads", (s.linear_num_value_heads,), ["linear_attn.A_log", "linear_attn.dt_bias"]),
+    ]
+    if s.num_experts is not None:
+        fields, expert = "num_experts, moe_intermediate_size and hidden_size", s.moe_intermediate_size
+        of_shared = "shared_expert_intermediate_size and hidden_size"
+        rows += [
+            ("num_experts and hidden_size", (s.num_experts, hidden), ["mlp.gate.weight"]),
+            ("hidden_size", (1, hidden), ["mlp.shared_expert_gate.weight"]),
+            (fields, (expert, hidden), ["mlp.experts.gate_proj", "mlp.experts.up_proj"]),
+            (fields, (hidden, expert), ["mlp.experts.down_proj"]),
+            (of_shared, (shared, hidden), ["mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"]),
+            (of_shared, (hidden, shared), ["mlp.shared_expert.down_proj.weight"]),
+        ]
+    return {name: (fields, shape) for fields, shape, names in rows for name in names}

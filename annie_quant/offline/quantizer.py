@@ -25,20 +25,11 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from annie_quant import checkpoint, models
+from annie_quant import checkpoint, models, nvfp4
 from annie_quant.checkpoint import Linear, ModelFolder
 from annie_quant.checkpoint.checks import DEADLY
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
-from annie_quant.checkpoint.linears import (
-    FP8_BLOCK,
-    FP8_DYNAMIC,
-    LARGEST_INPUT_SCALE,
-    LARGEST_TENSOR_SCALE,
-    MAGNITUDE,
-    NAN,
-    is_per_token,
-    read_struct,
-)
+from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, LARGEST_SCALE, read_struct
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import aliases
@@ -199,15 +190,15 @@ def check_values(model: nn.Module) -> None:
 def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
     scalars = linear.scalars()
     for part, value, limit in (
-        (linear.NAMES.tensor_scale, scalars.tensor_scale, LARGEST_TENSOR_SCALE),
-        (linear.NAMES.input_scale, scalars.input_scale, LARGEST_INPUT_SCALE),
+        (linear.NAMES.tensor_scale, scalars.tensor_scale, LARGEST_SCALE["tensor"]),
+        (linear.NAMES.input_scale, scalars.input_scale, LARGEST_SCALE["input"]),
     ):
         if value is not None and not 0 < value <= limit:
             raise CheckpointError(
                 f"{name}.{part} means {value}, expected a positive number of at most {limit:g}", AUDIT_HINT
             )
-    magnitude = linear.block_scale.view(torch.uint8) & MAGNITUDE
-    if magnitude.numel() and int(magnitude.max()) == NAN:
+    magnitude = linear.block_scale.view(torch.uint8) & nvfp4.E4M3_MAGNITUDE
+    if magnitude.numel() and int(magnitude.max()) == nvfp4.E4M3_NAN:
         raise CheckpointError(f"{name}.{linear.NAMES.block_scale} holds NaN block scales", AUDIT_HINT)
 
 
@@ -274,7 +265,7 @@ class NVFP4Quantizer(HfQuantizer):
             with torch.device("meta"):
                 separate(model, folder.family, lambda name: any(a in self.singles for a in aliases(name)))
             for linear in linears.values():
-                replace_linear(model, linear, folder, is_per_token(settings, linear.name))
+                replace_linear(model, linear, folder, settings.algo_of(linear.name) == FP8_DYNAMIC)
             linear_tensors = {t for linear in linears.values() for t in linear.tensors()}
             for name in folder:
                 if name not in linear_tensors and name.endswith(SCALE_SUFFIXES) and find_module(model, parent(name)):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from annie_quant.checkpoint.server_versions import key
+from annie_quant.checkpoint.loader_support import key
 from annie_quant.core.files import ASSETS
 from annie_quant.models import Family
 

@@ -16,7 +16,7 @@ import msgspec
 
 from annie_quant.bench.backend import Backend, identity, read_counters
 from annie_quant.checkpoint import ModelFolder
-from annie_quant.checkpoint.gguf.equality import FileContent, compare_file
+from annie_quant.checkpoint.comparison import FileContent, compare_file
 from annie_quant.checkpoint.linears import label_of
 from annie_quant.documents import salvage_line
 from annie_quant.ops import known_versions

@@ -24,8 +24,7 @@ from typing import Protocol
 import msgspec
 
 from annie_quant import checkpoint
-from annie_quant.checkpoint import ModelFolder, ShardError, dialects, server_versions
-from annie_quant.checkpoint.loader_support import fits_modelopt_option
+from annie_quant.checkpoint import ModelFolder, ShardError, dialects, loader_support
 from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError
 from annie_quant.core.files import ASSETS, read_json, write_text
 from annie_quant.core.progress import SILENT, Progress
@@ -163,7 +162,7 @@ class RecipeRuntime:
             settings = dialects.config(ModelFolder(model))
         except ShardError:
             return words
-        if not fits_modelopt_option(settings.method, settings.algo):
+        if not loader_support.fits_modelopt_option(settings.method, settings.algo):
             remove(words, "--quantization", 2)
         return words
 
@@ -200,7 +199,7 @@ class RecipeRuntime:
             raise CheckpointError(f"{model} cannot be served{first}", f"annie-quant audit {quoted}")
         if support and support.loads == "no":
             raise CheckpointError(f"{self.name} does not load {model}: {support.note}", f"annie-quant audit {quoted}")
-        loading = server_versions.versions(dialects.read(ModelFolder(model)))
+        loading = loader_support.versions(dialects.read(ModelFolder(model)))
         for versions in loading:
             if versions.since is None and versions.server.lower() == self.name:
                 others = ", ".join(v.server for v in loading if v.since) or "no server that is known here"

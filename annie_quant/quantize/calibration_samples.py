@@ -41,8 +41,7 @@ TokenWeights = Mapping[int, float]  # kind → how much a position's activations
 # What the model is to answer, and nothing else.
 RESPONSE: TokenWeights = {PROMPT: 0.0, CONTENT: 1.0, TOOL_MARKUP: 1.0, THINKING: 1.0, END_OF_TURN: 1.0}
 # A few tokens decide whether a checkpoint keeps its manners: the markup of a call, and the token that ends the turn.
-MANNERS: TokenWeights = {PROMPT: 0.1, CONTENT: 1.0, TOOL_MARKUP: 8.0, THINKING: 1.0, END_OF_TURN: 8.0}
-MANNERS_RESPONSE: TokenWeights = {**MANNERS, PROMPT: 0.0}
+MANNERS_RESPONSE: TokenWeights = {**RESPONSE, TOOL_MARKUP: 8.0, END_OF_TURN: 8.0}
 MAX_TOKENS = 2048
 BATCH_TOKENS = 16384
 GROUP_COST = 64  # tokens: cost of one more forward pass of one layer on a CPU

@@ -41,8 +41,8 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
     names = {family.in_form(n, multimodal=False): n for n in choose(folder, job.exclude)}
     formats = dict.fromkeys(names.values(), kind)
     announce_size(folder, formats, progress)
-    stats = calibrated(job, list(formats), progress)
-    inputs = family.largest_of_input(stats.amax)
+    amax, tokens = calibrated(job, list(formats), progress)
+    inputs = family.largest_of_input(amax)
     device, dtype = device_and_dtype(folder)
     with refused(job.model):
         load: Any = transformers.AutoModelForCausalLM
@@ -66,7 +66,7 @@ def distilled(job: Job[QadOptions], progress: Progress) -> QuantizationPlan:
         progress.message(f"resuming from {Path(saved).name}")
     trainer.train(resume_from_checkpoint=saved)
     state = trainer.accelerator.get_state_dict(trainer.model)
-    plan = QuantizationPlan(formats, inputs, coverage=stats.coverage)
+    plan = QuantizationPlan(formats, inputs, tokens=tokens)
     if trainer.accelerator.is_main_process:  # the others may have parts of the weights only
         plan.weights = {f"{n}.weight": state[f"{m}.weight"].detach().float().cpu().numpy() for m, n in names.items()}
         plan.tensor_amax = {n: float(state[f"{m}.weight_amax"]) for m, n in names.items()}

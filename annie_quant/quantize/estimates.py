@@ -67,7 +67,7 @@ HESSIAN_SHARE = 0.9
 FACTOR_SHARE = {True: 0.45, False: 0.01}  # on a CPU; on a GPU, of its float32 rate and with the copy to the host
 COLUMNS_SHARE = 0.75
 PER_COLUMN = 1500  # operations per weight that the rounding of columns takes at any width
-HESSIAN_TOKENS = 0.6  # share of the tokens that a Hessian multiplies (hessian.Sampling)
+HESSIAN_TOKENS = 0.6  # share of the tokens that a Hessian multiplies (gptq.Sampling)
 START_S = {True: 8.0, False: 20.0}  # imports and tokenizer; on a GPU also CUDA
 ROW_S = 0.01  # template and tokens of a conversation
 BATCH_S = 2e-3  # of one layer and batch
@@ -160,7 +160,8 @@ def estimate(
         peak = BASE_BYTES + (layer + HIDDEN_COPIES * text * size.hidden_size * 2 if cost.passes else 0)
         peak += cost.hessians * 4 * size.intermediate_size**2
         peak += size_bytes if cost.keeps_results else 0
-        peak += min(2 * text * size.intermediate_size, cost.kept_inputs)
+        inputs = (2 * text * width for width in (size.hidden_size, size.intermediate_size))  # of a block's last linear
+        peak += max((kept for kept in inputs if kept <= cost.kept_inputs), default=0)
     else:
         # A batch's logits in float32; the vocabulary is the number of rows of the head or the tied embedding.
         logits = 4 * min(text, BATCH_TOKENS) * max(counts["head"], counts["embedding"]) / size.hidden_size

@@ -11,8 +11,6 @@ The producer of an activation, and how it is scaled, is in the family's descript
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import torch
 
@@ -24,7 +22,7 @@ from annie_quant.models import Family, LinearInput
 from annie_quant.offline.codec import fake_quant, round_weight, to_numpy
 from annie_quant.quantize.calibration_samples import PROMPT, make_batches, read_samples
 from annie_quant.quantize.formats import NVFP4, choose
-from annie_quant.quantize.input_stats import Coverage, LargestInput
+from annie_quant.quantize.input_stats import LargestInput
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, StrategyOptions
@@ -44,14 +42,13 @@ def folded_model(job: Job[StrategyOptions], progress: Progress) -> QuantizationP
     folder = ModelFolder(job.model)
     formats = dict.fromkeys(choose(folder, job.exclude), NVFP4)
     announce_size(folder, formats, progress)
-    weights: dict[str, np.ndarray] = {}
-    plan, coverage = QuantizationPlan(formats), Coverage()
+    plan, weights = QuantizationPlan(formats), dict[str, np.ndarray]()
     for layer in DecoderLayers(folder, make_batches(read_samples(job)), progress, "folding"):
         folded = fold_layer(layer, set(formats))
         weights |= folded.weights
         plan.amax |= folded.amax
-        coverage.add(layer.name, folded.tokens)
-    plan.weights, plan.coverage = weights, coverage
+        plan.tokens |= folded.tokens
+    plan.weights = weights
     return plan
 
 
@@ -91,21 +88,10 @@ class InputSampler(LargestInput):
         return torch.cat(self.sampled)
 
 
-@dataclass
-class FoldedLayer:
-    """weights: changed tensors by full name, float32.
+def fold_layer(layer: DecoderLayer, chosen: set[str]) -> QuantizationPlan:
+    """Search and fold the scales of a layer, and return its part of the plan, without formats.
 
-    amax: largest inputs after folding, by full name of the linears; none for an expert that saw no token.
-    tokens: calibration tokens that reached each group of an expert's linears, by its first linear inside the layer.
-    """
-
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    amax: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-
-
-def fold_layer(layer: DecoderLayer, chosen: set[str]) -> FoldedLayer:
-    """Search and fold the scales of a layer. The source layer's outputs become the next layer's inputs.
+    The source layer's outputs become the next layer's inputs. `weights` are in float32, `amax` has no expert that saw no token.
 
     chosen: full names of the linears that are quantized.
     Nothing is folded into routed experts: the router reads the norm before them, too.
@@ -134,8 +120,9 @@ def fold_layer(layer: DecoderLayer, chosen: set[str]) -> FoldedLayer:
         scales[site.linears[0]] = fold(after, family, site, s, stored)
     if scales:
         verify(layer, state, before, after)
-    result = FoldedLayer({f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]})
-    result.tokens = {first: observer.tokens for first, observer in observers.items()}
+    result = QuantizationPlan({})
+    result.weights = {f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]}
+    result.tokens = {f"{layer.name}.{first}": observer.tokens for first, observer in observers.items()}
     for group in layer.groups():
         if sampler := samplers.get(group[0]):
             top = sampler.amax(scales.get(group[0]))

@@ -1,28 +1,31 @@
-"""The largest input of each linear over calibration text, layer by layer; linears that read the same input share one measurement.
+"""The largest input of each linear over calibration text, layer by layer, and the largest key and value of each attention.
+
+Linears that read the same input share one measurement.
 
 Routed experts that saw no calibration token get the layer's largest activation scale, which servers use for all experts anyway,
-and their weights are rounded without statistics. The output folder gets expert_coverage.json with the number of tokens of every
-expert.
+and their weights are rounded without statistics.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from annie_quant import models
+from annie_quant.checkpoint.dialects.modelopt import LARGEST_E4M3
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
-from annie_quant.core.files import write_json
 from annie_quant.core.progress import Progress
 from annie_quant.data.rows import read_conversations
+from annie_quant.offline.engine import use_attention
 from annie_quant.offline.loading import load
 from annie_quant.offline.prompts import Template
 from annie_quant.quantize import calibration_samples
@@ -31,52 +34,19 @@ from annie_quant.quantize.layerwise import DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
-COVERAGE_FILE = "expert_coverage.json"
+KV_AMAX = "annie_quant_kv_amax"  # name of the attention function that records keys and values
 OF_EXPERT, NUMBER = re.compile(r"\.experts\.\d+\."), re.compile(r"\d+")
 FEW = 16  # tokens; as many as a block has columns
 
 
-@dataclass
-class Coverage:
-    """Calibration tokens that routed experts saw.
-
-    tokens: module of a layer's experts ("model.layers.3.mlp.experts") → expert → tokens.
-    """
-
-    tokens: dict[str, dict[int, int]] = field(default_factory=dict)
-
-    def add(self, layer: str, tokens: Mapping[str, int]) -> None:
-        """Add the tokens that a layer's experts saw, by a linear's name inside the layer ("mlp.experts.3.up_proj")."""
-        for name, count in tokens.items():
-            module, number, _ = name.rsplit(".", 2)
-            self.tokens.setdefault(f"{layer}.{module}", {})[int(number)] = count
-
-    def unseen(self) -> dict[str, list[int]]:
-        """Return module → experts that saw no token, where there are any."""
-        unseen = {m: [i for i, n in sorted(counts.items()) if not n] for m, counts in self.tokens.items()}
-        return {m: numbers for m, numbers in unseen.items() if numbers}
-
-    def report(self, folder: Path, progress: Progress) -> None:
-        """Write the report into `folder`, and one line about experts without or with few tokens. Nothing for dense models."""
-        if not self.tokens:
-            return
-        unseen = self.unseen()
-        counts = [n for of_layer in self.tokens.values() for n in of_layer.values()]
-        write_json(
-            folder / COVERAGE_FILE,
-            {
-                "schema_version": 1,
-                "counted": True,
-                "tokens": {m: [n for _, n in sorted(of_layer.items())] for m, of_layer in self.tokens.items()},
-                "unseen": unseen,
-                "rule": "an unseen expert has its layer's largest input scale; its weights are rounded without statistics",
-            },
-        )
-        line = f"expert coverage: {sum(n >= FEW for n in counts)} of {len(counts)} experts saw {FEW} tokens or more"
-        if unseen:
-            module, numbers = next(iter(unseen.items()))
-            line += f"; {sum(map(len, unseen.values()))} saw none ({module}.{numbers[0]}), see {COVERAGE_FILE}"
-        progress.message(line)
+def coverage_line(tokens: Mapping[str, int]) -> str:
+    """Return how many experts saw enough calibration tokens. tokens: of QuantizationPlan."""
+    experts = {name.rpartition(".")[0]: count for name, count in tokens.items()}
+    unseen = [name for name, count in experts.items() if not count]
+    line = (
+        f"expert coverage: {sum(n >= FEW for n in experts.values())} of {len(experts)} experts saw {FEW} tokens or more"
+    )
+    return line + (f"; {len(unseen)} saw none ({', '.join(unseen[:3])}{' …' if unseen[3:] else ''})" if unseen else "")
 
 
 def one_per_layer(warnings: Sequence[str]) -> list[str]:
@@ -90,16 +60,7 @@ def one_per_layer(warnings: Sequence[str]) -> list[str]:
     ]
 
 
-@dataclass
-class InputStats:
-    """Statistics of inputs.
-
-    amax: full name of a linear → largest |x| of any token; 0 for an expert without tokens.
-    coverage: tokens that the routed experts saw.
-    """
-
-    amax: dict[str, float] = field(default_factory=dict)
-    coverage: Coverage = field(default_factory=Coverage)
+InputStats = tuple[dict[str, float], dict[str, int]]  # `amax` and `tokens` of QuantizationPlan
 
 
 class LargestInput:
@@ -134,8 +95,8 @@ def max_calibrated(job: Job[StrategyOptions], formats: Mapping[str, str], progre
     are computed in float32 here (tests/quantize/test_max_calibration.py).
     """
     announce_size(ModelFolder(job.model), formats, progress)
-    stats = calibrated(job, list(formats), progress)
-    return QuantizationPlan(dict(formats), stats.amax, job.scale, coverage=stats.coverage)
+    amax, tokens = calibrated(job, list(formats), progress)
+    return QuantizationPlan(dict(formats), amax, job.scale, tokens=tokens)
 
 
 def calibrated(job: Job[StrategyOptions], linears: Sequence[str], progress: Progress) -> InputStats:
@@ -159,14 +120,14 @@ def largest_inputs(
     samples = [CalibrationSample("", tuple(row), (calibration_samples.CONTENT,) * len(row), ()) for row in ids]
     text = calibration_samples.arrange(samples, share=calibration_samples.can_share(folder))
     model = DecoderLayers(folder, text.batches, progress, "calibrating")
-    chosen, stats = set(linears), InputStats()
+    chosen, amax, tokens = set(linears), dict[str, float](), dict[str, int]()
     for layer in model:
         groups = [g for g in ([n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()) if g]
         observers = {g[0]: LargestInput(f"{layer.name}.{g[0]}") for g in groups}
         layer.advance(observers)
-        stats.amax |= {f"{layer.name}.{name}": observers[g[0]].amax() for g in groups for name in g}
-        stats.coverage.add(layer.name, {g[0]: observers[g[0]].tokens for g in groups if layer.experts_of(g[0])})
-    return stats
+        amax |= {f"{layer.name}.{name}": observers[g[0]].amax() for g in groups for name in g}
+        tokens |= {f"{layer.name}.{g[0]}": observers[g[0]].tokens for g in groups if layer.experts_of(g[0])}
+    return amax, tokens
 
 
 def largest_inputs_of_whole_model(
@@ -186,4 +147,46 @@ def largest_inputs_of_whole_model(
         for number, row in enumerate(ids, 1):
             model(torch.tensor([row], device=model.device), use_cache=False)
             progress.update(number, len(ids), f"calibrating: conversation {number} of {len(ids)}")
-    return InputStats({name: observer.amax() for name, observer in observers.items()})
+    return {name: observer.amax() for name, observer in observers.items()}, {}
+
+
+# ---- the KV cache
+
+
+def kv_scales(job: Job[StrategyOptions], progress: Progress) -> dict[str, tuple[float, float]]:
+    """Return layer → the scales of its keys and values in FP8, calibrated on the job's conversations.
+
+    A server that stores keys and values in FP8 divides them by k_scale and v_scale first. Without scales in the checkpoint both
+    are 1.0, and vLLM cannot calibrate them itself for hybrid models. The scale, amax / 448, is that of ModelOpt 0.47's export.
+    """
+    scales = {}
+    for layer, tops in largest_keys_and_values(job, progress).items():
+        for name, top in zip(("keys", "values"), tops, strict=True):
+            if not 0 < top < math.inf:
+                raise CheckpointError(f"{layer}: its largest {name} are {top}", "annie-quant audit the model")
+        scales[layer] = tops[0] / LARGEST_E4M3, tops[1] / LARGEST_E4M3
+    every = [scale for pair in scales.values() for scale in pair]
+    progress.message(f"KV cache in FP8: {len(every)} scales from {min(every):.3g} to {max(every):.3g}")
+    return scales
+
+
+def largest_keys_and_values(job: Job[StrategyOptions], progress: Progress) -> dict[str, tuple[float, float]]:
+    """Return layer → the largest |key| and |value| that enter the cache, of every full-attention layer."""
+    batches = calibration_samples.make_batches(calibration_samples.read_samples(job))
+    layers = DecoderLayers(ModelFolder(job.model), batches, progress, "calibrating the KV cache")
+    tops: dict[str, tuple[float, float]] = {}
+    current = ""
+
+    def attention(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        before = tops.get(current, (0.0, 0.0))  # keys are those after the rotary embedding
+        tops[current] = (max(before[0], float(key.abs().max())), max(before[1], float(value.abs().max())))
+        return sdpa_attention_forward(module, query, key, value, *args, **options)
+
+    ALL_ATTENTION_FUNCTIONS.register(KV_AMAX, attention)
+    with use_attention(layers.model.config, KV_AMAX):
+        for layer in layers:
+            current = layer.name
+            layer.advance()
+    return tops

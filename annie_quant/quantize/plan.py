@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,9 +27,6 @@ from annie_quant.documents import FormatPlan, HeldOut, Ingredient
 from annie_quant.models import Family
 from annie_quant.quantize.formats import ALGORITHM, FP8, FP8_CHANNEL, GROUP, NVFP4, QUANTIZED_INPUTS, expected_bytes
 
-if TYPE_CHECKING:
-    from annie_quant.quantize.input_stats import Coverage
-
 
 @dataclass
 class QuantizationPlan:
@@ -46,8 +42,10 @@ class QuantizationPlan:
     packed: finished codes.
     tensor_amax: largest magnitude for the tensor scale, where that is not the weight's own.
     input_scales: multipliers of the activations that replace those from `amax`.
-    coverage: calibration tokens that each expert saw.
+    tokens: first linear of those of an expert that read one input → calibration tokens that it saw.
     held_out, ingredients, frontier: comparison of recipes and of formats, for annie_quant.json.
+    kv_cache: "FP8", or None for a KV cache in 16 bits.
+    kv_scales: layer → scales of its keys and values; empty where the cache's numbers are cast without any.
     """
 
     formats: dict[str, str]
@@ -57,10 +55,12 @@ class QuantizationPlan:
     packed: dict[str, nvfp4.Tensor] = field(default_factory=dict)
     tensor_amax: dict[str, float] = field(default_factory=dict)
     input_scales: dict[str, np.float32] = field(default_factory=dict)
-    coverage: Coverage | None = None
+    tokens: dict[str, int] = field(default_factory=dict)
     held_out: HeldOut | None = None
     ingredients: list[Ingredient] = field(default_factory=list)
     frontier: FormatPlan | None = None
+    kv_cache: str | None = None
+    kv_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def all_input_scales(self, family: Family) -> dict[str, np.float32]:
         """Return the multiplier of the activations of every linear that quantizes them, one per fused group."""
@@ -93,7 +93,8 @@ def export(
     exported.check()
     write(output, exported.tensors())
     config = untied(folder.config) if unties(folder, plan.formats) else folder.config
-    writer.write_settings(output, config, modelopt.settings(plan.formats, exported.excluded_names(), GROUP))
+    settings = modelopt.settings(plan.formats, exported.excluded_names(), GROUP, plan.kv_cache)
+    writer.write_settings(output, config, settings)
 
 
 def untied(config: JsonObject) -> JsonObject:
@@ -165,7 +166,11 @@ class Export:
                     partial(folder.pieces, name) if changed is None else partial(np.asarray, changed, info.numpy_dtype)
                 )
                 planned.append(Planned(name, info.dtype, info.shape, load))
-        return planned + (self.linear(HEAD) if unties(folder, plan.formats) else [])
+        planned += self.linear(HEAD) if unties(folder, plan.formats) else []
+        for layer, scales in plan.kv_scales.items():
+            for end, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+                planned.append(modelopt.kv_scale(layer, end, np.array(scale, np.float32)))
+        return planned
 
     def linear(self, module: str) -> list[Planned]:
         """Return the tensors of one quantized linear."""

@@ -2,8 +2,7 @@
 
     job → samples → batches → per layer: Hessians, columns → plan
 
-gptq and every recipe of best are one Method of this engine (layer_rounder.py). StagedRounder rounds a layer with the C loop,
-two_streams.py in torch.
+gptq and every recipe of best are one Method of this engine (layer_rounder.py).
 """
 
 from __future__ import annotations
@@ -22,92 +21,22 @@ from annie_quant.checkpoint.linears import HEAD, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import Progress
-from annie_quant.offline.codec import to_numpy, to_torch
 from annie_quant.offline.engine import Row
 from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample, make_batches, weight_table
 from annie_quant.quantize.formats import GROUP
-from annie_quant.quantize.hessian import LEAST_WEIGHT, Factor, FactorError, Hessian, factor, round_columns
-from annie_quant.quantize.input_stats import Coverage, one_per_layer
+from annie_quant.quantize.gptq import FactorError, Hessian, factor, round_columns
+from annie_quant.quantize.input_stats import one_per_layer
 from annie_quant.quantize.kl_trial import Trial
-from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method, RoundingTask
-from annie_quant.quantize.layer_stages import RoundingStage, stages
+from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method, RoundingTask, StreamRounder
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
-from annie_quant.quantize.two_streams import SourceStream, StreamRounder
 
 log = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = {"cpu": 16384, "cuda": 32768}  # positions of one forward pass of two streams
-
-
-class StagedRounder(LayerRounder):
-    """Rounds a layer in stages by the C loop. Its outputs become the next layer's inputs, except those of the last layer."""
-
-    def round(self) -> LayerResult:
-        tops = self.largest_weights()
-        for stage in stages(self.layer, advance=not self.layer.last):
-            rounded: dict[str, torch.Tensor] = {}
-            for groups in self.in_memory([g for g in self.groups if g[0] in stage.linears]):
-                rounded |= self.round_groups(stage, groups, tops)
-            for name, values in rounded.items():
-                weight = self.layer.linears[name].weight
-                weight.data = values.to(weight)
-        return LayerResult(self.packed, self.amax, self.tokens)
-
-    def repeat(self, result: LayerResult) -> None:
-        self.restore(self.layer.module, result)
-        for _ in stages(self.layer, advance=not self.layer.last):
-            pass
-
-    def round_groups(
-        self, stage: RoundingStage, groups: Sequence[list[str]], tops: Mapping[str, float]
-    ) -> dict[str, torch.Tensor]:
-        """Round groups whose inputs one pass over the text observes, and return their weights, in the layer's dtype.
-
-        tops: of largest_weights().
-        """
-        hessians = {group[0]: Hessian(self.task.table, LEAST_WEIGHT) for group in groups}
-        stage.observe(dict(hessians))
-        rounded: dict[str, torch.Tensor] = {}
-        for group in groups:
-            hessian = hessians.pop(group[0])
-            if self.layer.experts_of(group[0]):
-                self.tokens[group[0]] = hessian.tokens
-            solution = None if self.task.method.plain else self.solve(group, hessian)
-            for name in group:
-                weight = self.layer.linears[name].weight
-                tensor_scale = float(nvfp4.tensor_scale(tops[f"{self.layer.name}.{name}"], scale=self.task.scale))
-                array = to_numpy(weight.float().cpu())
-                if solution is None:
-                    self.packed[name] = nvfp4.pack(array, tensor_scale=tensor_scale, scale=self.task.scale)
-                    values = nvfp4.unpack(self.packed[name], "float32")
-                else:
-                    self.packed[name], values = round_columns(array, solution, tensor_scale, self.task.scale)
-                self.amax[name] = hessian.amax
-                rounded[name] = to_torch(values).to(weight.dtype)
-        return rounded
-
-    def solve(self, group: Sequence[str], hessian: Hessian) -> Factor | None:
-        """Return the factor of a group's Hessian, or None where no error can be corrected with it."""
-        if not hessian.tokens and self.layer.experts_of(group[0]):  # reported by the coverage of experts
-            return None
-        mean, reason = hessian.mean(), hessian.unusable()
-        if mean is not None and not reason:
-            try:
-                solution = factor(mean, self.task.method.damping)
-            except FactorError as error:
-                reason = str(error)
-        if reason:
-            self.warn(group, f"{reason}; rounded without error correction")
-            return None
-        if dead := int(solution.dead.sum()):
-            self.warn(
-                group, f"{dead} of {len(solution.dead)} inputs are always 0 in calibration; their weights become 0"
-            )
-        return solution
 
 
 def round_model(
@@ -126,21 +55,20 @@ def round_model(
     folder = ModelFolder(job.model)
     if outside := [n for n in formats if not folder.family.in_decoder(n)]:
         raise CheckpointError(f"{min(outside)} is in no decoder layer", f"--exclude-layers {min(outside)}")
-    plan = QuantizationPlan(dict(formats), scale="amax" if method.plain else job.scale, coverage=Coverage())
+    plan = QuantizationPlan(dict(formats), scale="amax" if method.plain else job.scale)
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
     rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder]
     if method.two_streams:
-        tokens = MAX_BATCH_TOKENS[device_kind()]
-        model = DecoderLayers(folder, make_batches(samples, tokens))
+        model = DecoderLayers(folder, make_batches(samples, MAX_BATCH_TOKENS[device_kind()]))
         table = weight_table(method.token_weights(), model.device)
-        rounder_of = partial(StreamRounder, source=SourceStream([s.clone() for s in model.states]))
+        rounder_of = partial(StreamRounder, source=list(model.states))
     else:
         text = calibration_samples.arrange(samples, share=calibration_samples.can_share(folder))
         model = DecoderLayers(folder, text.batches)
         table = text.weight_table(method.token_weights(), model.device)
         table = torch.zeros_like(table) if method.plain else table  # then only the largest inputs are needed
-        rounder_of = StagedRounder
+        rounder_of = LayerRounder
     task = RoundingTask(plan.formats, table, method, plan.scale)
     begun, fresh, count = time.monotonic(), 0, len(model.model.layers)
     for layer in model:
@@ -159,8 +87,7 @@ def round_model(
             log.warning("annie-quant: %s", warning)
         plan.packed |= {f"{layer.name}.{n}": tensor for n, tensor in result.packed.items()}
         plan.amax |= {f"{layer.name}.{n}": value for n, value in result.amax.items()}
-        assert plan.coverage is not None
-        plan.coverage.add(layer.name, result.tokens)
+        plan.tokens |= {f"{layer.name}.{n}": count for n, count in result.tokens.items()}
     return plan
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -13,6 +12,7 @@ from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import source_key
 from annie_quant.core.errors import UsageError
+from annie_quant.core.files import sha256_file
 from annie_quant.core.progress import Progress
 from annie_quant.core.resume import KeyedJson, keyed_folder, launcher_rank
 from annie_quant.quantize.formats import BITS, NVFP4, PLAIN_BITS, W4A16
@@ -94,6 +94,7 @@ class Job(Generic[OptionsType]):
         """Return the settings that must be equal for a rerun to use the measurements of an interrupted run."""
         options = {n: v for n, v in asdict(self.options).items() if n not in self.options.MEASURED_WITHOUT}
         return {
+            "layout": 2,  # of the stored layers (layer_rounder.LayerResult)
             "model": source_key(ModelFolder(self.model)),
             "calib_data": sha256_of(self.calib_data),
             "settings": [self.calib_samples, self.exclude, self.scale, options, self.seed],
@@ -114,7 +115,7 @@ class Job(Generic[OptionsType]):
 
 
 def sha256_of(file: Path | None) -> str | None:
-    return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+    return None if file is None else sha256_file(file)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ The delta rule of offline/deltanet.py: `prepare` makes the parts of every chunk 
 through the chunks of a head, and `conv_forward` is the causal convolution. In torch operations a chunk of the scan takes 7
 launches, and the parts write and read each value some ten times. Nothing here has gradients.
 
-`round_block` is the arithmetic of column_sweep.round_block and the choice of the scale: a program holds 32 rows of a block of 16
+`round_block` is the arithmetic of gptq.round_block and the choice of the scale: a program holds 32 rows of a block of 16
 columns in registers and tries the candidates one after the other. In torch operations a block column takes some 300 launches.
 
 Importing this module needs Triton, which torch for CUDA brings.
@@ -23,7 +23,7 @@ import triton.language as tl
 from annie_quant.offline import deltanet
 
 if TYPE_CHECKING:
-    from annie_quant.quantize.column_sweep import Sweep
+    from annie_quant.quantize.gptq import Sweep
 
 CHUNK = 64  # steps
 VALUES = 64  # most columns of a state in one program

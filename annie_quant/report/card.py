@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from msgspec.structs import replace
 from annie_quant import __version__, documents
 from annie_quant.checkpoint import decode_speed
 from annie_quant.core.errors import UsageError, need
+from annie_quant.core.files import sha256_file
 from annie_quant.core.templates import render_markdown
 from annie_quant.judge import decision
 from annie_quant.report import format, tables
@@ -152,7 +152,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         version=__version__,
         text=format,
         grid=grid,
-        digest=_digest,
+        digest=sha256_file,
         times=tables.TIMES,
         run=columns,
         subject=subject,
@@ -218,11 +218,3 @@ def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
     models = [m for name in names for m in run.models if m.name == name]
     document = replace(run.document, aggregates=replace(run.aggregates, models=models))
     return dataclasses.replace(run, document=document, sides=[s for name in names for s in run.sides_of(name)])
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -276,9 +276,9 @@ def by_turn(run: LoadedRun) -> Figure:
     for side in run.served:
         points = []
         for turn in run.aggregates.turns.get(side.name, []):
-            if turn.ttft_content_ms is not None:
-                tip = f"{run.label(side.model)}, turn {turn.turn}: {significant(turn.ttft_content_ms)} ms, n = {turn.n}"
-                points.append(Point(turn.turn, turn.ttft_content_ms, tip, turn.low, turn.high))
+            if (ttft := turn.ttft_content_ms) is not None:
+                tip = f"{run.label(side.model)}, turn {turn.turn}: {significant(ttft)} ms, n = {turn.n}"
+                points.append(Point(turn.turn, ttft, tip, turn.low, turn.high))
                 counts.append(turn.n)
         if len(points) > 1:
             lines.append((side, points))
@@ -361,17 +361,10 @@ def token_streams(run: LoadedRun, fit: list[RequestRecord]) -> Figure:
         "answer as it arrived, the line from zero is the wait for the first. n = 1 request each: an "
         "illustration, not a measurement."
     )
+    timings = [(s.model, answers[s.name].timings) for s in run.served if s.name in answers]
     streams = [
-        (
-            s.model,
-            list(
-                itertools.accumulate(
-                    answers[s.name].timings.itl_ms, initial=answers[s.name].timings.first_token_ms or 0.0
-                )
-            ),
-        )
-        for s in run.served
-        if s.name in answers
+        (model, list(itertools.accumulate(times.itl_ms, initial=times.first_token_ms or 0.0)))
+        for model, times in timings
     ]
     left, top, right = 132, 14, WIDE - 86
     bottom = top + 34 * len(streams)
@@ -389,11 +382,11 @@ def _answers(backends: list[str], fit: list[RequestRecord]) -> dict[str, Request
     for record in fit:
         if record.backend in backends and record.timings.itl_ms:
             prompts.setdefault(record.prompt, {}).setdefault(record.backend, record)
-    return max(
-        prompts.values(),
-        key=lambda answers: (len(answers), min(len(r.timings.itl_ms) for r in answers.values())),
-        default={},
-    )
+
+    def rank(answers: dict[str, RequestRecord]) -> tuple[int, int]:
+        return len(answers), min(len(r.timings.itl_ms) for r in answers.values())
+
+    return max(prompts.values(), key=rank, default={})
 
 
 LONGEST = 400  # tokens of an answer, the end of the axis

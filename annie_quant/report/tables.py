@@ -16,16 +16,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from annie_quant import documents
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.documents import (
-    Environment,
-    GateResult,
-    KLFigures,
-    LadderPoint,
-    MetricSummary,
-    ModelRow,
-    ToolSurfacePoint,
-)
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report import format
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
@@ -90,11 +82,11 @@ def gate_cell(side: MeasuredSide, gate: str) -> Cell:
     )
 
 
-def passes(result: GateResult) -> str:
+def passes(result: documents.GateResult) -> str:
     return f"{format.count(result.passes)}/{format.count(result.n)}"
 
 
-def summary(side: ServedModel, workload: str, metric: str) -> MetricSummary | None:
+def summary(side: ServedModel, workload: str, metric: str) -> documents.MetricSummary | None:
     of_workload = side.data.workloads.get(workload)
     return getattr(of_workload, metric) if of_workload else None
 
@@ -133,7 +125,7 @@ def side_by_side(run: LoadedRun) -> Table:
         places = {s.key: s.title.removesuffix(" served") if s.kind == "served" else "offline" for s in sides}
         table.header += [f"{s.how}\n{places[s.key]}" for s in sides] or ["not measured"]
 
-    def add_model_row(title: str, cell: Callable[[ModelRow], Cell]) -> None:
+    def add_model_row(title: str, cell: Callable[[documents.ModelRow], Cell]) -> None:
         cells = [cell(m) for m in models]
         for c, (_, span, _) in zip(cells, table.groups, strict=True):
             c.span = span
@@ -147,7 +139,7 @@ def side_by_side(run: LoadedRun) -> Table:
 
     add_model_row("size on disk", lambda m: Cell(format.size(m.size_bytes), key=f"size|{m.name}"))
     add_model_row("bits per weight", lambda m: Cell(format.significant(m.bits_per_weight), key=f"bits|{m.name}"))
-    add_model_row("decode, tok/s (predicted)", lambda m: Cell(predicted_cell(m), key=f"predicted|{m.name}"))
+    add_model_row("decode, tok/s (predicted)", predicted_cell)
     for gate in run.gate_names:
         advisory = all(s.gates[gate].advisory for s in columns if s and gate in s.gates)
         title = run.gate_title(gate) + (" (informs only)" if advisory else "")
@@ -159,9 +151,12 @@ def side_by_side(run: LoadedRun) -> Table:
     return table
 
 
-def predicted_cell(model: ModelRow) -> str:
+def predicted_cell(model: documents.ModelRow) -> Cell:
     """Return the predicted speed of one stream and the device."""
-    return f"{format.significant(model.predicted.tok_s)} ({model.predicted.device})" if model.predicted else format.DASH
+    speed = model.predicted
+    return Cell(
+        f"{format.significant(speed.tok_s)} ({speed.device})" if speed else format.DASH, key=f"predicted|{model.name}"
+    )
 
 
 MEETS = {"pass": "meets {}", "fail": "misses {}", "undecided": "{} undecided"}
@@ -311,7 +306,7 @@ def ladder_tables(run: LoadedRun) -> list[Table]:
     return tables
 
 
-def _surface_cell(point: ToolSurfacePoint | LadderPoint | None, worse: bool) -> Cell:
+def _surface_cell(point: documents.ToolSurfacePoint | documents.LadderPoint | None, worse: bool) -> Cell:
     if point is None:
         return Cell(format.DASH, css="none")
     text = f"{format.count(point.passes)}/{format.count(point.n)}" + (f" {format.SIGNS['fail']}" if worse else "")
@@ -369,7 +364,7 @@ def facts(run: LoadedRun) -> list[tuple[str, list[tuple[str, str]]]]:
     environment = run.document.environment
     parts: tuple[tuple[str, Any], ...] = (
         ("Command", command),
-        ("Environment", environment if environment != Environment() else {}),
+        ("documents.Environment", environment if environment != documents.Environment() else {}),
         ("Settings", run.document.config),
         ("Backends", run.backends),
     )
@@ -424,7 +419,7 @@ def csv_rows(run: LoadedRun) -> list[JsonObject]:
     return [row for row in rows if row["mean"] is not None]
 
 
-def _divergence(figures: KLFigures) -> dict[str, float]:
+def _divergence(figures: documents.KLFigures) -> dict[str, float]:
     return {"n": figures.n_tokens, "p50": figures.median, "p99": figures.p99, "mean": figures.mean}
 
 

@@ -57,19 +57,21 @@ PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 NO_TOOLS = "{% set tools = none %}" + ORIGINAL
 ROLES_SWAPPED = ORIGINAL.replace("'user'", "'USER'").replace('"user"', '"USER"')
 FAULTS = {
-    "800 ids exchanged": (tokenizer(exchange), "tokenizer_differs", "another id: 800"),
+    "800 ids exchanged": (tokenizer(exchange), "tokenizer_differs", "800 ids of tokens differ"),
     "two merges exchanged": (
         tokenizer(lambda d: d["model"]["merges"].insert(0, d["model"]["merges"].pop(700))),
         "tokenizer_differs",
-        "number 1 is the first",
+        "701 merges differ ('1': ",
     ),
-    "a token is missing": (tokenizer(lambda d: d["added_tokens"].pop(4)), "tokenizer_differs", "missing: 1 ('</tool_call>')"),
+    "a token is missing": (
+        tokenizer(lambda d: d["added_tokens"].pop(4)), "tokenizer_differs", "1 ids of tokens differ ('</tool_call>': none",
+    ),
     "a token is added": (
         tokenizer(lambda d: d["added_tokens"].append(d["added_tokens"][0] | {"id": 1536, "content": "the cat"})),
-        "tokenizer_differs", "does not have: 1 ('the cat')",
+        "tokenizer_differs", "1 ids of tokens differ ('the cat': 1536, in the source none)",
     ),
     "tool calls become special": (
-        tokenizer(lambda d: d["added_tokens"][3].update(special=True)), "tokenizer_differs", "flags, such as special: 1",
+        tokenizer(lambda d: d["added_tokens"][3].update(special=True)), "tokenizer_differs", "1 flags of added tokens differ ('",
     ),
     "text is split elsewhere": (
         tokenizer(lambda d: d["pre_tokenizer"]["pretokenizers"].pop(0)), "tokenizer_differs", "pre_tokenizer",

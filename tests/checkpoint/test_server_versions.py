@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from command_line import annie_quant
 
-from annie_quant.checkpoint import ModelFolder, dialects, server_versions
+from annie_quant.checkpoint import ModelFolder, dialects, loader_support
 from annie_quant.core.errors import CheckpointError
 from annie_quant.ops import serving
 
@@ -34,7 +34,7 @@ def variant(source: Path, target: Path, quantization: dict[str, Any], **config: 
 
 
 def since(path: Path) -> dict[str, str | None]:
-    return {v.server: v.since for v in server_versions.versions(dialects.read(ModelFolder(path)))}
+    return {v.server: v.since for v in loader_support.versions(dialects.read(ModelFolder(path)))}
 
 
 def mixed(path: Path, algorithm: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_the_formats_decide(
 
 
 def test_what_was_not_read_is_not_claimed(folder: Path, tmp_path: Path) -> None:
-    found = server_versions.versions(
+    found = loader_support.versions(
         dialects.read(ModelFolder(variant(folder, tmp_path / "copy", {}, architectures=["NewForCausalLM"])))
     )
     assert [v.since for v in found] == ["", "", "b8672"] and "NewForCausalLM was not read" in str(found[0])
@@ -79,10 +79,10 @@ def test_what_was_not_read_is_not_claimed(folder: Path, tmp_path: Path) -> None:
 def test_a_server_that_cannot_load_the_plan_is_one_error_that_names_those_that_can(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = server_versions.table()
-    without = known["SGLang"].features | {"NVFP4": server_versions.Feature(None, "a source")}
+    known = loader_support.table()
+    without = known["SGLang"].features | {"NVFP4": loader_support.Feature(None, "a source")}
     changed = known | {"SGLang": msgspec.structs.replace(known["SGLang"], features=without)}
-    monkeypatch.setattr(server_versions, "table", lambda: changed)
+    monkeypatch.setattr(loader_support, "table", lambda: changed)
     with pytest.raises(
         CheckpointError, match=r"SGLang: no version that was read \(NVFP4: a source; .* loads "
     ) as error:
@@ -99,9 +99,9 @@ def test_dry_run_states_the_versions_of_all_servers_with_date_and_source(folder:
 
 
 def test_every_row_has_a_version_that_was_read_and_a_source() -> None:
-    for server, known in server_versions.table().items():
+    for server, known in loader_support.table().items():
         assert known.features and "2026-" in known.read, server
         for name, row in known.features.items():
             assert row.source and (
-                row.since is None or server_versions.key(row.since) <= server_versions.key(known.newest)
+                row.since is None or loader_support.key(row.since) <= loader_support.key(known.newest)
             ), name

@@ -34,7 +34,7 @@ def error(w: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor) -> floa
 
 def ours(w: torch.Tensor, hessian: torch.Tensor, scale: str) -> torch.Tensor:
     from annie_quant import nvfp4
-    from annie_quant.quantize.hessian import factor, round_columns
+    from annie_quant.quantize.gptq import factor, round_columns
 
     array = w.numpy()
     tensor_scale = float(nvfp4.tensor_scale(nvfp4.amax(array)))
@@ -45,10 +45,10 @@ def ours(w: torch.Tensor, hessian: torch.Tensor, scale: str) -> torch.Tensor:
 def swept(w: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """Return the weights by strategy best's sweep, which runs on the device of its tensors."""
     from annie_quant import nvfp4
-    from annie_quant.quantize import column_sweep
+    from annie_quant.quantize import gptq
 
     scale = torch.full((len(w),), float(nvfp4.tensor_scale(float(w.abs().max()))), device=w.device)
-    return column_sweep.sweep(w, hessian, scale).values
+    return gptq.sweep(w, hessian, scale).values
 
 
 def theirs(w: torch.Tensor, hessian: torch.Tensor, damping: float) -> torch.Tensor:

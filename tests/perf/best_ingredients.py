@@ -47,7 +47,6 @@ RECIPES = {
     "fast": f"{FAST} prompt=0",
     "fast+p.1": f"{FAST} prompt=.1",
     "fast+p1": f"{FAST} prompt=1",
-    "fast+p.1+markup4": f"{FAST} prompt=.1 markup=4",
     "fast+p.1+d.01": f"{FAST} prompt=.1 damping=.01",
     "fast+p.1+d.1": f"{FAST} prompt=.1 damping=.1",
     "fast16+p.1": "best recipe=fixed activations=16 prompt=.1",

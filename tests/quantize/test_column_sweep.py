@@ -11,8 +11,8 @@ from annie_quant import nvfp4
 
 torch = pytest.importorskip("torch", reason="the sweep runs on torch: pip install annie-quant[quantize]")
 from annie_quant.offline import codec  # noqa: E402
-from annie_quant.quantize import column_sweep  # noqa: E402
-from annie_quant.quantize.hessian import FactorError  # noqa: E402
+from annie_quant.quantize import gptq  # noqa: E402
+from annie_quant.quantize.gptq import FactorError  # noqa: E402
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E4M3 = np.array([(c & 7) / 8 * 2.0**-6 if c < 8 else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3) - 7) for c in range(127)])
@@ -27,16 +27,16 @@ def problem(rows: int = 12, columns: int = 64, seed: int = 0) -> tuple[np.ndarra
     return rng.normal(size=(rows, columns)) * 0.02, x, x.T @ x / len(x)
 
 
-def run(w: np.ndarray, hessian: np.ndarray, **options) -> tuple[column_sweep.Rounded, float]:
+def run(w: np.ndarray, hessian: np.ndarray, **options) -> tuple[gptq.Rounded, float]:
     scale = float(nvfp4.tensor_scale(np.abs(w).max()))
     rows = torch.full((len(w),), scale)
     weight, matrix = torch.from_numpy(w).float(), torch.from_numpy(hessian).float()
-    return column_sweep.sweep(weight, matrix, rows, **options), scale
+    return gptq.sweep(weight, matrix, rows, **options), scale
 
 
 def in_activation_order(w: np.ndarray, hessian: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the same problem with its columns in the order in which the sweep rounds them."""
-    order = column_sweep.activation_order(torch.tensor(np.diag(hessian))).numpy()
+    order = gptq.activation_order(torch.tensor(np.diag(hessian))).numpy()
     return w[:, order], hessian[np.ix_(order, order)]
 
 
@@ -61,7 +61,7 @@ def test_it_is_the_column_by_column_solution() -> None:
     rounded, _ = run(w, hessian, damping=0.05)
     damped = hessian + 0.05 * np.diag(hessian).mean() * np.eye(len(hessian))
     step = np.repeat(rounded.step.double().numpy(), 16, axis=1)
-    columns = column_sweep.activation_order(torch.tensor(np.diag(hessian))).numpy()
+    columns = gptq.activation_order(torch.tensor(np.diag(hessian))).numpy()
     expected = one_column_at_a_time(w, damped, step, columns)
     # float32 against float64: a near-tie may fall the other way, and then what follows in its row.
     same = np.abs(rounded.values.numpy() - expected) < 1e-6
@@ -72,7 +72,7 @@ def test_it_is_the_column_by_column_solution() -> None:
 
 def test_blocks_and_the_columns_in_them_fall() -> None:
     diagonal = torch.tensor(np.random.default_rng(0).permutation(64).astype(np.float32) + 1)
-    blocks = column_sweep.activation_order(diagonal).view(4, 16)
+    blocks = gptq.activation_order(diagonal).view(4, 16)
     assert all(sorted(b.tolist()) == list(range(16 * (int(b[0]) // 16), 16 * (int(b[0]) // 16) + 16)) for b in blocks)
     sums = diagonal[blocks].sum(1)
     assert (sums[1:] <= sums[:-1]).all() and (diagonal[blocks][:, 1:] < diagonal[blocks][:, :-1]).all()
@@ -114,7 +114,7 @@ def test_each_part_lowers_the_error() -> None:
         w, _, hessian = problem(rows=32, columns=128, seed=seed)
         scale = torch.full((32,), float(nvfp4.tensor_scale(np.abs(w).max())))
         values = {
-            "plain": column_sweep.nearest(torch.from_numpy(w), scale).values,
+            "plain": gptq.nearest(torch.from_numpy(w), scale).values,
             "amax": run(w, hessian, candidates=range(1))[0].values,
             "sweep": run(w, hessian)[0].values,
         }
@@ -170,14 +170,14 @@ def test_a_gpu_gives_the_same_codes() -> None:
     w, _, hessian = problem(rows=64, columns=512, seed=7)
     scale = torch.full((64,), float(nvfp4.tensor_scale(np.abs(w).max())))
     inputs = (torch.from_numpy(w).float(), torch.from_numpy(hessian).float(), scale)
-    cpu = column_sweep.sweep(*inputs)
-    gpu = column_sweep.sweep(*(t.cuda() for t in inputs))
+    cpu = gptq.sweep(*inputs)
+    gpu = gptq.sweep(*(t.cuda() for t in inputs))
     # Sums have another order there: near-ties fall either way, and then what follows in the row.
     assert (cpu.codes == gpu.codes.cpu()).float().mean() > 0.97
     assert float(gpu.loss.sum()) == pytest.approx(float(cpu.loss.sum()), rel=0.01)
 
 
-@pytest.mark.parametrize("candidates", [range(-1, 2), range(1), column_sweep.NEAR_CODES])
+@pytest.mark.parametrize("candidates", [range(-1, 2), range(1), gptq.NEAR_CODES])
 def test_one_launch_per_block_column_gives_the_same(monkeypatch: pytest.MonkeyPatch, candidates: range) -> None:
     """The Triton function, on a GPU or, with TRITON_INTERPRET=1, on the CPU."""
     pytest.importorskip("triton", reason="pip install triton, then TRITON_INTERPRET=1")
@@ -190,12 +190,12 @@ def test_one_launch_per_block_column_gives_the_same(monkeypatch: pytest.MonkeyPa
     w[:, 32:48] *= np.logspace(-9, 0, 37)[:, None]  # block scales down to E4M3's least code
     w[3, 16:32] = 0
     weight, matrix = torch.from_numpy(w).float().to(device), torch.from_numpy(hessian).float().to(device)
-    upper = column_sweep.upper_factor(matrix).contiguous()
+    upper = gptq.upper_factor(matrix).contiguous()
     scale = torch.full((37,), float(nvfp4.tensor_scale(np.abs(w).max())), device=device)
     for start in (0, 16, 32, 144):
         results = []
-        for function in (column_sweep.round_column, triton_kernels.round_column):
-            result = column_sweep.Sweep.of(weight, upper, scale, candidates)
+        for function in (gptq.round_column, triton_kernels.round_column):
+            result = gptq.Sweep.of(weight, upper, scale, candidates)
             errors = torch.zeros(37, 48, device=device)
             function(result, start, errors[:, 16:32])
             results.append([t.cpu().numpy() for t in (errors, result.codes, result.steps, result.chosen, result.loss)])

@@ -11,9 +11,8 @@ import pytest
 from annie_quant import nvfp4
 
 torch = pytest.importorskip("torch", reason="the Hessian is factored by torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import hessian as hessians  # noqa: E402
-from annie_quant.quantize.layer_rounder import Method, RoundingTask  # noqa: E402
-from annie_quant.quantize.rounding import StagedRounder  # noqa: E402
+from annie_quant.quantize import gptq as hessians  # noqa: E402
+from annie_quant.quantize.layer_rounder import LayerRounder, Method, RoundingTask  # noqa: E402
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
@@ -173,10 +172,10 @@ def hessian_of(x: np.ndarray, weights: tuple[float, ...] = (1.0,)) -> hessians.H
     return hessian
 
 
-def rounder() -> StagedRounder:
+def rounder() -> LayerRounder:
     """A rounder of a layer without linears, for the solution of single Hessians."""
     layer = SimpleNamespace(name="model.layers.1", groups=lambda: [], experts_of=lambda name: None)
-    return StagedRounder(layer, RoundingTask({}, torch.ones(1), Method(), "sweep"))  # type: ignore[arg-type]
+    return LayerRounder(layer, RoundingTask({}, torch.ones(1), Method(), "sweep"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

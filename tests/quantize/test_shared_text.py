@@ -20,10 +20,10 @@ from calibration_texts import conversations  # noqa: E402
 
 from annie_quant.quantize import calibration_samples  # noqa: E402
 from annie_quant.quantize.calibration_samples import PADDING, CalibrationSample, SharedText, TokenBatch, weight_table  # noqa: E402
-from annie_quant.quantize.hessian import Hessian  # noqa: E402
+from annie_quant.quantize.gptq import Hessian  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
-WEIGHTS = {**calibration_samples.MANNERS, calibration_samples.THINKING: 3.0}
+WEIGHTS = {**calibration_samples.MANNERS_RESPONSE, calibration_samples.PROMPT: 0.1, calibration_samples.THINKING: 3.0}
 
 
 @pytest.fixture(scope="module", params=["answers", "conversations"])

@@ -40,7 +40,6 @@ def source_differences(
 ) -> SourceDifferences:
     """Compare each tensor with the source's. known: (code, tensor) of the findings so far."""
     folder, result = model.folder, SourceDifferences()
-    result.scaled.update(models.layer_of(n) for n in changed_norms(folder, source))
     for linear in model.linears.values():
         has_nan = ("block_scale_nan", linear.block_scale or "") in known  # a finding already: check the rest
         try:
@@ -125,19 +124,6 @@ def plain_differences(model: QuantizedFolder, source: ModelFolder) -> SourceDiff
             problem = f"not quantized, and differs from the source by {error:.3g}"
             result.findings.append(fault("differs_from_source", name, problem))
     return result
-
-
-def changed_norms(folder: ModelFolder, source: ModelFolder) -> list[str]:
-    """Return the norms before linears whose values are not the source's."""
-    norms = {f"{norm}.weight" for norm in folder.family.norms}
-    changed = []
-    for name in folder:
-        original = source.find(name) if models.in_layer(name) in norms else None
-        if not original or folder.info(name).shape != source.info(original).shape:
-            continue
-        if rel_l2(float32(folder, name), float32(source, original)) >= SAME_VALUES:
-            changed.append(name)
-    return changed
 
 
 def float32(folder: ModelFolder, name: str) -> np.ndarray:

@@ -7,21 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from annie_quant import models
+from annie_quant import models, nvfp4
 from annie_quant.checkpoint.checks import fault, finding_of
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError, TensorInfo
-from annie_quant.checkpoint.linears import (
-    COLUMNS_PER_RANK,
-    LARGEST_INPUT_SCALE,
-    LARGEST_TENSOR_SCALE,
-    MAGNITUDE,
-    NAN,
-    Linear,
-    QuantConfig,
-    TensorScale,
-    is_linear,
-)
+from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, LARGEST_SCALE, Linear, QuantConfig, TensorScale, is_linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.documents import Finding, TensorRow
 
@@ -50,9 +40,9 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
                 row.scale_min, row.scale_max = counts.scale_min, counts.scale_max
                 row.zero_blocks, row.blocks = counts.empty, counts.blocks
                 findings += block_faults(counts, x, scales.name, row.shape[1])
-        scale = x.tensor_scale(folder) if x.global_scale else None
-        row.tensor_scale = float(scale.multiplier) if scale else None
-        findings += scale_faults("tensor", x.global_scale or "", scale) if scale else []
+        if x.global_scale:
+            row.tensor_scale = float(x.tensor_scale(folder).multiplier)
+            findings += scale_faults("tensor", x.global_scale, row.tensor_scale)
     except ShardError as error:
         return row, [*findings, finding_of(error, x.name)]
     if x.format == "nvfp4" and x.global_scale is None:
@@ -60,12 +50,12 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
     if x.format == "fp8":
         findings += fp8_faults(folder, x)
     try:
-        input_scale = x.input_scale(folder)
-        row.input_scale = float(input_scale.multiplier) if input_scale else None
-        findings += scale_faults("input", x.input_global or "", input_scale) if input_scale else []
+        if input_scale := x.input_scale(folder):
+            row.input_scale = float(input_scale.multiplier)
+            findings += scale_faults("input", x.input_global or "", row.input_scale)
     except ShardError as error:
         findings.append(finding_of(error, x.name))
-    if x.format == "nvfp4" and x.input_global is None and expects_input_scale(model.config, x.name):
+    if x.format == "nvfp4" and x.input_global is None and model.config.algo_of(x.name) in ("NVFP4", "NVFP4_AWQ"):
         problem = f"no input scale, and {model.config.algo} quantizes activations"
         findings.append(fault("input_scale_missing", x.name, problem))
     if x.pre_quant:
@@ -74,20 +64,13 @@ def inspect_linear(model: QuantizedFolder, x: Linear) -> tuple[TensorRow, list[F
     return row, findings
 
 
-def expects_input_scale(config: QuantConfig, module: str) -> bool:
-    """Return whether the settings promise a static activation scale for a module."""
-    algo = config.algo_of(module) if config.layers else config.algo
-    return algo in ("NVFP4", "NVFP4_AWQ")
-
-
-def scale_faults(kind: str, name: str, scale: TensorScale) -> Iterator[Finding]:
-    """Check that a scale is positive and finite, and not a divisor instead of a multiplier. kind: "tensor" or "input"."""
-    value = float(scale.multiplier)
+def scale_faults(kind: str, name: str, value: float) -> Iterator[Finding]:
+    """Check that a multiplier is positive and finite, and not a divisor. kind: "tensor" or "input"."""
     if not np.isfinite(value) or value <= 0:
         problem = "zero" if value == 0 else "not a positive number"
         scaled = "activation" if kind == "input" else "weight"
         yield fault(f"{kind}_scale_bad", name, f"{value}, {problem}; it multiplies every {scaled}")
-    elif value > (LARGEST_INPUT_SCALE if kind == "input" else LARGEST_TENSOR_SCALE):
+    elif value > LARGEST_SCALE[kind]:
         yield fault(f"{kind}_scale_inverted", name, f"{value:.6g} is too large for a multiplier; is it a divisor?")
 
 
@@ -126,12 +109,12 @@ class BlockCounts:
 def count_blocks(folder: ModelFolder, x: Linear, group: int) -> BlockCounts:
     """Count the block scales of an NVFP4 linear by fault."""
     codes, scales = folder.tensor(x.weight), folder.tensor(x.block_scale or "").view(np.uint8)
-    magnitude = scales & MAGNITUDE
+    magnitude = scales & nvfp4.E4M3_MAGNITUDE
     counts = BlockCounts(
         blocks=scales.size,
-        nan=int((magnitude == NAN).sum()),
-        negative=int(((scales > NAN) & (magnitude != NAN)).sum()),
-        scale_min=int(magnitude.min(initial=NAN)),
+        nan=int((magnitude == nvfp4.E4M3_NAN).sum()),
+        negative=int(((scales > nvfp4.E4M3_NAN) & (magnitude != nvfp4.E4M3_NAN)).sum()),
+        scale_min=int(magnitude.min(initial=nvfp4.E4M3_NAN)),
         scale_max=int(magnitude.max(initial=0)),
     )
     step = max(1, CHUNK_BYTES // max(1, codes[:1].nbytes))  # so that temporary arrays stay small
@@ -186,8 +169,8 @@ def fp8_faults(folder: ModelFolder, x: Linear) -> Iterator[Finding]:
     scale = folder.tensor(info.name).astype(np.float32).reshape(-1)
     if invalid := int((~(np.isfinite(scale) & (scale > 0))).sum()):
         yield fault("fp8_scale_bad", info.name, f"{invalid} of {scale.size} scales are not positive numbers")
-    nan = sum(int(((piece.view(np.uint8) & MAGNITUDE) == NAN).sum()) for piece in folder.pieces(x.weight))
-    if nan:
+    magnitudes = (piece.view(np.uint8) & nvfp4.E4M3_MAGNITUDE for piece in folder.pieces(x.weight))
+    if nan := sum(int((magnitude == nvfp4.E4M3_NAN).sum()) for magnitude in magnitudes):
         yield fault("fp8_code_nan", x.weight, f"{nan} of {folder.info(x.weight).elements} codes are NaN")
 
 
@@ -233,14 +216,14 @@ def check_fused(model: QuantizedFolder) -> Iterator[Finding]:
 
     Unequal scales corrupt tokens (vllm #54974, #54150).
     """
-    folder, linears = model.folder, model.linears
-    modules = set(linears) | {n.removesuffix(".weight") for n in folder if n.endswith(".weight")}
+    folder, quantized = model.folder, model.linears
+    modules = set(quantized) | {n.removesuffix(".weight") for n in folder if n.endswith(".weight")}
     for group in folder.family.fused_groups(modules):
-        members = [linears[n] for n in group if n in linears]
+        members = [quantized[n] for n in group if n in quantized]
         if not members:
             continue
         if len(members) < len(group) or len({x.format for x in members}) > 1:
-            kinds = {n: linears[n].format if n in linears else "16 bit" for n in group}
+            kinds = {n: quantized[n].format if n in quantized else "16 bit" for n in group}
             formats = ", ".join(f"{n.rpartition('.')[2]} {kind}" for n, kind in kinds.items())
             yield fault("fused_mixed", group[0], f"served as one matrix with different formats ({formats})")
             continue

@@ -89,6 +89,17 @@ class QuantizedFolder:
         """The names of all other tensors, in file order."""
         return [name for name in self.folder if name not in self.owned]
 
+    @property
+    def weights(self) -> list[str]:
+        """The names "MODULE.weight" of the quantized linears, then those of `unowned`, with single experts for merged ones."""
+        plain = [part for name in self.unowned for part in self.folder.parts_of(name) or [name]]
+        return [*(f"{module}.weight" for module in self.linears), *plain]
+
+    def shape(self, weight: str) -> tuple[int, ...]:
+        """Return the shape of one of `weights`."""
+        linear = self.linears.get(weight.removesuffix(".weight"))
+        return linear.shape(self.folder) if linear else self.folder.info(weight).shape
+
 
 def read(folder: ModelFolder) -> QuantizedFolder:
     """Read the quantized linears and the settings of a folder."""

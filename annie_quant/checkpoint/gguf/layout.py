@@ -7,7 +7,7 @@ shapes before anything is allocated: a vocab_size of 10^9 in config.json would o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from annie_quant import documents, models
-from annie_quant.checkpoint.linears import Linear
+from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.models import qwen3_5
@@ -134,8 +134,9 @@ def read_settings(folder: ModelFolder) -> GgufSettings:
     return documents.convert(GgufSettings, folder.text_config, where, error=CheckpointError, hint=HINT)
 
 
-def check_settings(folder: ModelFolder, settings: GgufSettings, linears: Mapping[str, Linear]) -> None:
+def check_settings(model: QuantizedFolder, settings: GgufSettings) -> None:
     """Raise CheckpointError where llama.cpp cannot compute with the settings, or where they contradict the tensors."""
+    folder = model.folder
     where = f"{folder.path.name}/config.json"
     if settings.rope.kind not in ROPE_KINDS:
         message = f"{where}: rotary scaling {settings.rope.kind[:40]!r} is not written"
@@ -154,15 +155,15 @@ def check_settings(folder: ModelFolder, settings: GgufSettings, linears: Mapping
     if missing:
         raise CheckpointError(f"{where}: {missing} is missing", HINT)
     # Qwen3.5's layers include those of the dense families; a name that a model does not have is never looked up.
-    expected = qwen3_5.tensor_shapes(settings) | (qwen3_5.mixture_shapes(settings) if folder.family.experts else {})
+    expected = qwen3_5.tensor_shapes(settings)
     expected |= {
         name.replace("_proj.weight", "_proj.bias"): (fields, shape[:1])
         for name, (fields, shape) in expected.items()
         if name.endswith("_proj.weight")
     }
     numbers = set()
-    for name, shape in _shapes(folder, linears):
-        short, inside = models.short_name(name), models.in_layer(name)
+    for name in model.weights:
+        short, inside, shape = models.short_name(name), models.in_layer(name), model.shape(name)
         if folder.family.is_auxiliary(name):
             continue
         if short.startswith("layers."):
@@ -201,17 +202,6 @@ def check_windows(folder: ModelFolder, settings: GgufSettings, where: str) -> No
     ):
         if differs:
             raise CheckpointError(f"{where}: {what} is not what llama.cpp computes {folder.family.name} with", HINT)
-
-
-def _shapes(folder: ModelFolder, linears: Mapping[str, Linear]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name, shape) of every weight; of a quantized weight the shape of its numbers."""
-    quantized = {f"{linear.name}.weight": linear for linear in linears.values()}
-    for name, linear in quantized.items():
-        yield name, tuple(linear.shape(folder))
-    for tensor in folder:
-        if tensor not in quantized:
-            for name in folder.parts_of(tensor) or [tensor]:
-                yield name, folder.info(name).shape
 
 
 def _text(shape: tuple[int | None, ...]) -> str:

@@ -83,7 +83,7 @@ def plan_gguf(model: QuantizedFolder, kind: str) -> GgufPlan:
         message = f"{folder.path} is quantized already, {kind} needs unquantized weights"
         raise UsageError(message, "give the bf16 checkpoint it was made from")
     settings = read_settings(folder)
-    check_settings(folder, settings, model.linears)
+    check_settings(model, settings)
     layout = Layout.of(folder.family, settings)
     heads = layout.heads
     if heads and heads.key_dim != heads.value_dim:
@@ -127,8 +127,7 @@ class GgufPlan:
     def tensors(self) -> Iterator[GgufTensor]:
         """Yield the experts, the quantized linears and the other tensors, and note what is left out or becomes numbers."""
         folder, experts = self.model.folder, self.layout.family.experts
-        names = [f"{module}.weight" for module in self.model.linears]
-        names += [part for name in self.model.unowned for part in folder.parts_of(name) or [name]]
+        names = self.model.weights
         of_experts = {n for n in names if experts and experts.split(n)}
         for stored, stack in stacks(folder, self.layout, [n for n in names if n in of_experts]).items():
             yield from self._tensor(stored, stack, stacked=True)
@@ -149,7 +148,7 @@ class GgufPlan:
         """
         folder = self.model.folder
         linears = [x for n in names if (x := self.model.linears.get(n.removesuffix(".weight")))]
-        shapes: set[tuple[int, ...]] = {x.shape(folder) for x in linears} or {folder.info(n).shape for n in names}
+        shapes = {self.model.shape(name) for name in names}
         check_stack(stored, names, linears, len(shapes))
         shape = shapes.pop()
         if self.layout.is_convolution(names[0]):

@@ -23,6 +23,7 @@ from annie_quant.quantize.frontier import Limits
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import (
     ALL_NVFP4,
+    KEPT_INPUTS,
     SWEEP_TIME,
     Cost,
     Job,
@@ -43,7 +44,6 @@ class BestOptions(StrategyOptions):
     effort: str = option("normal", "how many recipes are compared", ("fast", "normal", "max"))
     damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
     prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
-    markup: float = option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens")
     activations: str = option(
         "mixed",
         "bits of the inputs: 4 or 16 of all linears, or 4 for the most weights that `share` allows",
@@ -59,11 +59,6 @@ class BestOptions(StrategyOptions):
 
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("max_gb", "min_tps", "max_loss", "device")
 
-    @property
-    def whole_model_bytes(self) -> float:
-        """Bytes per weight of the trials with the whole model, in bf16."""
-        return 2.0 if self.activations == "mixed" or self.recipe == "measured" else 0.0
-
 
 def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.frontier_plan import plan_model
@@ -75,7 +70,7 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     formats = dict.fromkeys(choose(ModelFolder(job.model), job.exclude), four_bit_format(options.activations))
     share = options.share if options.activations == "mixed" else None
     fixed = options.recipe == "fixed"
-    method = Method(prompt=options.prompt, markup=options.markup, damping=options.damping, two_streams=fixed)
+    method = Method(prompt=options.prompt, damping=options.damping, two_streams=fixed)
     return plan_model(job, limits, formats, method, progress, share, "" if fixed else options.effort)
 
 
@@ -95,17 +90,19 @@ STRATEGY = Strategy(
     summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
     formats=ALL_NVFP4,
     # Of the passes (counted, not measured) 16 are trials of inputs, 22 the search of folds, 18 the recipes, their scores and the
-    # final rounding. Of a layer's bytes per weight 4 are the layer and its copy in bf16, the others the sweep's.
+    # final rounding. Of a layer's bytes per weight 2 are the layer in bf16, the others the sweep's.
     cost=Cost(
         rank=12,
         layerwise=True,
         passes=56,
         encode=SWEEP_TIME,
         column_feedback=True,
-        bytes_per_layer_weight=20,
+        bytes_per_layer_weight=18,
         hessians=5,
+        kept_inputs=KEPT_INPUTS,
         keeps_results=True,
-        whole_model=lambda options: options.whole_model_bytes,
+        # Trials with the whole model in bf16.
+        whole_model=lambda o: 2.0 if o.activations == "mixed" or o.recipe == "measured" else 0.0,
     ),
     plan=plan,
     options=BestOptions,

@@ -3,8 +3,7 @@
 Activations stay bf16 (W4A16) unless input scales are given: nothing is calibrated, so no text is needed. An interrupted
 run resumes after its last complete shard.
 
-Shards can be tasks on a Ray cluster whose machines share the folders. A task gets the job and the name of its shard and makes the
-plan itself, so only a few settings are sent. If a worker dies, Ray gives its task to another one.
+Shards can be tasks on a Ray cluster whose machines share the folders. If a worker dies, Ray gives its task to another one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import ShardPlan, source_key
 from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault, UsageError, need
 from annie_quant.core.files import read_json
-from annie_quant.core.progress import SILENT, ByteProgress, Progress
+from annie_quant.core.progress import ByteProgress, Progress
 from annie_quant.models import short_name
 from annie_quant.quantize.formats import NVFP4, W4A16, choose
 from annie_quant.quantize.plan import Export, QuantizationPlan, export
@@ -64,25 +63,26 @@ def plan(job: Job[DirectOptions], progress: Progress) -> QuantizationPlan:
 def write(job: Job[DirectOptions], plan: QuantizationPlan, progress: Progress) -> None:
     """Write the shards here or on a cluster."""
     shard_bytes = parse_size(job.options.shard_size)
-    write_shards = partial(write_on_cluster, job) if job.options.ray else None
+    write_shards = partial(write_on_cluster, job, plan) if job.options.ray else None
     write_tensors = partial(
         writer.write, shard_bytes=shard_bytes, progress=progress, resume=True, write_shards=write_shards
     )
     export(ModelFolder(job.model), job.output, plan, write_tensors)
 
 
-def write_shard(job: Job[DirectOptions], name: str) -> None:
+def write_shard(job: Job[DirectOptions], plan: QuantizationPlan, name: str) -> None:
     """Write one shard of the output by its name: what a worker of a cluster does."""
     if not job.output.is_dir():
         raise EnvironmentFault(
             f"{job.output}: this worker does not have that folder", "give folders that every machine shares"
         )
-    tensors = Export(ModelFolder(job.model), plan(job, SILENT)).tensors()
-    shards = writer.layout(tensors, parse_size(job.options.shard_size))
+    shards = writer.layout(Export(ModelFolder(job.model), plan).tensors(), parse_size(job.options.shard_size))
     writer.write_shard(job.output, next(s for s in shards if s.name == name))
 
 
-def write_on_cluster(job: Job[DirectOptions], folder: Path, shards: list[ShardPlan], progress: ByteProgress) -> None:
+def write_on_cluster(
+    job: Job[DirectOptions], plan: QuantizationPlan, folder: Path, shards: list[ShardPlan], progress: ByteProgress
+) -> None:
     """Write every shard as a task on the cluster at job.options.ray; "local" starts one."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = need("ray", "ray")
@@ -97,11 +97,9 @@ def write_on_cluster(job: Job[DirectOptions], folder: Path, shards: list[ShardPl
                 f"no Ray cluster at {address}: {(str(error) or type(error).__name__).splitlines()[0][:120]}",
                 "start one with `ray start --head`, or use --ray local",
             ) from None
-    scales = job.options.input_scales and str(Path(job.options.input_scales).resolve())
-    options = replace(job.options, input_scales=scales)
-    absolute = replace(job, model=job.model.resolve(), output=job.output.resolve(), options=options)
+    absolute, sent = replace(job, model=job.model.resolve(), output=job.output.resolve()), ray.put(plan)
     task = ray.remote(max_retries=RETRIES)(write_shard)
-    waiting = {task.remote(absolute, shard.name): shard.work_bytes for shard in shards}
+    waiting = {task.remote(absolute, sent, shard.name): shard.work_bytes for shard in shards}
     try:
         while waiting:
             done, _ = ray.wait(list(waiting))

@@ -140,7 +140,7 @@ def test_a_candidate_that_hangs_until_the_budget_ends(tmp_path):
         count[0] += 1  # with the smoke question
         return Script(first_s=60.0) if count[0] > 41 else right(body)
 
-    done = measure(tmp_path, hanging, right, budget_s=6.0, concurrency=1)
+    done = measure(tmp_path, hanging, right, budget_s=9.0, concurrency=1)
     side = done.aggregates.served["a"]
     assert (side.gates["tool_call"].passes, side.gates["tool_call"].n) == (40, N)
     assert side.errors == N - 40 and not_kept(done.verdict) and "hung" in done.verdict.sentence

@@ -28,7 +28,16 @@ from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.pairing import deciding_by_prompt, has_label
 from annie_quant.judge.statistics import excess_loss, mcnemar
 from annie_quant.judge.workloads import Workload
-from annie_quant.ops.attribution_plan import ArmResult, Conclusion, Effect, Factors, NextArm, plan, untested_factors
+from annie_quant.ops.attribution_plan import (
+    ArmResult,
+    Conclusion,
+    Effect,
+    Factors,
+    NextArm,
+    plan,
+    untested_factors,
+    with_needed,
+)
 from annie_quant.ops.attribution_servers import Target, Varied, ineffective, request_settings, title
 
 FILE = "attribution.json"
@@ -125,6 +134,9 @@ class AttributionRun:
         records = [r for r in read_records(folder / "records.jsonl") if not r.warmup]
         for record in records:
             record.prompt_sha256 = ""  # its fields are part of it, and sampling changes them; the case's id is not
+        errors = [r.answer.error for r in records]
+        if not step.factors and all(errors):
+            raise ServerError(f"the trusted server answers no request: {errors[0]}", "choose other --trusted values")
         self.answers[step.factors, step.again] = records
         effect = compare_answers(self.workloads, self.answers[(), False], self.answers.get(((), True), []), records)
         without = ineffective(tested, step.factors, records)
@@ -210,7 +222,8 @@ def sentence(end: Conclusion, results: Sequence[ArmResult]) -> str:
     worst = max(effects.values(), key=lambda e: e.lost, default=None)
     either = ", or ".join(" and ".join(map(blamed, causes)) for causes in end.open)
     start = f"not decided between {either}" if either else "not decided" if end.unfinished else "nobody is to blame"
-    parts = [f"{blamed(cause)} {broke(cause, effects[cause])}" for cause in end.causes]
+    everything = max((r.factors for r in results), key=len)
+    parts = [f"{blamed(cause)} {broke(cause, effects[with_needed(cause, everything)])}" for cause in end.causes]
     if worst is None:
         parts = ["nothing could be tested"]
     elif not parts:

@@ -28,6 +28,7 @@ from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.pairing import deciding_by_prompt, has_label
 from annie_quant.judge.statistics import excess_loss, mcnemar
 from annie_quant.judge.workloads import Workload
+from annie_quant.ops.attribution_factors import Varied, ineffective, request_settings, title
 from annie_quant.ops.attribution_plan import (
     ArmResult,
     Conclusion,
@@ -38,7 +39,7 @@ from annie_quant.ops.attribution_plan import (
     untested_factors,
     with_needed,
 )
-from annie_quant.ops.attribution_servers import Target, Varied, ineffective, request_settings, title
+from annie_quant.ops.attribution_servers import Target
 
 FILE = "attribution.json"
 # Of answers without a label that may differ from the base's: a harmless change of the arithmetic changes some.
@@ -120,10 +121,9 @@ class AttributionRun:
         if not (folder / "bench.json").is_file():
             try:
                 with self.target.serve(values, self.folder / "logs" / f"{name}.log", self.progress) as url:
-                    watch = Watch(name, sum(len(w.cases) for w in workloads), self.progress)
                     backend = bench.Backend("server", url, headers=self.headers)
                     bench.run(
-                        [backend], workloads, folder, watch=watch, prefix_cache=settings.prefix_cache,
+                        [backend], workloads, folder, progress=self.progress, watch=Watch(), prefix_cache=settings.prefix_cache,
                         concurrency=settings.concurrency, timeout_s=self.timeout_s, seed=self.seed, warmup=0, runs=1,
                         with_memory=False,
                     )  # fmt: skip
@@ -145,20 +145,14 @@ class AttributionRun:
 
 @dataclass
 class Watch:
-    """Reports each answer of an arm. Raises ServerError where HANGS requests in a row have none."""
+    """Raises ServerError where HANGS requests of an arm in a row have no answer."""
 
-    name: str
-    total: int
-    progress: Progress
-    done: int = 0
     unanswered: int = 0
 
     def __call__(self, record: RequestRecord) -> None:
-        self.done += 1
         self.unanswered = self.unanswered + 1 if record.answer.cause in ("timeout", "idle") else 0
         if self.unanswered == HANGS:
             raise ServerError(f"the server hangs: {HANGS} requests in a row had no answer", "use a longer --timeout-s")
-        self.progress.message(f"{self.name}: {self.done} answers to {self.total} prompts")
 
 
 def arm_name(step: NextArm | ArmResult) -> str:

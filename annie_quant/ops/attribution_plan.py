@@ -3,8 +3,9 @@
 An arm is the set of factors that have the suspect's values; all others have the trusted ones. The base arm has none of them and
 is measured twice, which is the noise; the full arm has all. If the full arm is worse than the base, the causes are searched: an
 explanation is up to two causes, each of them one factor or a pair of factors that breaks answers only together. An arm should be
-worse if it contains a cause. A factor that needs another (NEEDS) is measured only together with that one. The next arm is the one whose outcome the explanations that are left disagree about most: first
-halves of the factors, then pairs. A cause is named only if it breaks answers alone, without the other factors.
+worse if it contains a cause. The next arm is the one whose outcome the explanations that are left disagree about most: first
+halves of the factors, then pairs. A cause is named only if it breaks answers alone, without the other factors. A factor that needs
+another one (NEEDS) is measured only together with it.
 
 A factor that has no effect in an arm (a prefix cache without hits), or with which no server starts, is left out and reported.
 """

@@ -14,7 +14,7 @@ vLLM finds it by the entry point that `install` writes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 

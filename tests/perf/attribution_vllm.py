@@ -1,13 +1,12 @@
-"""Does `annie-quant attribute` name a fault in the real vLLM on a CPU, and nobody without one? Writes a part of tests/perf/attribution.md.
+"""Does `annie-quant attribute` name a fault in the real vLLM on a CPU, and nobody without one? Writes a part of attribution.md.
 
-    python tests/perf/attribution_vllm.py WORK --vllm build/vllm/bin/vllm [--only NAME ...]
+    python tests/perf/attribution_vllm.py WORK --vllm build/vllm/bin/vllm [--only NAME ...] [--healthy 5]
 
-Each row is the command itself: `annie-quant attribute --checkpoint … --reference … --runtime vllm --use cpu`, with eight factors of
-two values each, of which all but the faulty one are harmless. Checkpoints are tiny-annie's naive (W4A4) and best (W4A16). Faults that
-a server cannot be asked for are planted by a plug-in (tests/helpers/vllm_faults.py), which the servers of all arms load; it is idle
-without the value to blame, so an arm without that value is taken from an earlier row where it has been measured with the same command
-and values. tests/integration/vllm_cpu.py makes the environment. A row is written as soon as it is measured; a run that was stopped
-goes on.
+Each row is the command itself, `annie-quant attribute --runtime vllm --use cpu`, with eight factors of two values each, of which all
+but the faulty one are harmless. Checkpoints are tiny-annie's naive (W4A4) and best (W4A16); the reference is bf16. Faults that a
+server cannot be asked for are planted by a plug-in (tests/helpers/vllm_faults.py). It is idle without the value to blame, so an arm
+without that value is taken from an earlier row that has measured it with the same values. tests/integration/vllm_cpu.py makes the
+environment. A row is written as soon as it is measured; a run that was stopped goes on.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tests/perf/attribution_vllm.py WORK --vllm build/vllm/bin/vllm [--only NAME ...] [--healthy 5]
 
-Each row is the command itself, `annie-quant attribute --runtime vllm --use cpu`, with eight factors of two values each, of which all
-but the faulty one are harmless. Checkpoints are tiny-annie's naive (W4A4) and best (W4A16); the reference is bf16. Faults that a
+Each row is the command itself, `annie-quant attribute --runtime vllm --use cpu`, with eight factors of two values each, of which
+all but the faulty one are harmless. Checkpoints are tiny-annie's naive (W4A4) and best (W4A16); the reference is bf16. Faults that a
 server cannot be asked for are planted by a plug-in (tests/helpers/vllm_faults.py). It is idle without the value to blame, so an arm
 without that value is taken from an earlier row that has measured it with the same values. tests/integration/vllm_cpu.py makes the
 environment. A row is written as soon as it is measured; a run that was stopped goes on.
@@ -131,11 +131,15 @@ def run(
     command += [word for factor, value in suspect.items() for word in ("--suspect", f"{factor}={value}")]
     command += [word for factor, value in trusted.items() for word in ("--trusted", f"{factor}={value}")]
     for arm in (files.work / "runs").glob("*/arms/*"):
-        blamed = {*culprits_of(name), *culprits_of(arm.parents[1].name)}
-        if not blamed & {*arm.name.split("+")} and (arm / "bench.json").exists():
+        target, blamed = folder / "arms" / arm.name, {*culprits_of(name), *culprits_of(arm.parents[1].name)}
+        if (
+            not blamed & {*arm.name.split("+")}
+            and (arm / "bench.json").exists()
+            and not (target / "bench.json").exists()
+        ):
             key = read_json(arm / "key.json")
             if key["seed"] == seed and key["values"]["weights"] in (str(model), str(files.folder("bf16"))):
-                shutil.copytree(arm, folder / "arms" / arm.name, dirs_exist_ok=True)
+                shutil.copytree(arm, target, dirs_exist_ok=True)
     env = os.environ | vllm_faults.install(files.work / "plug-in") | {"ANNIE_QUANT_VLLM": str(vllm)}
     env |= {vllm_faults.SWITCH: fault}
     start = time.monotonic()

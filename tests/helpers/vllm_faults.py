@@ -2,7 +2,7 @@
 
 dropped      the loader leaves layer 3's o_proj of an NVFP4 checkpoint at zero
 scales       the loader swaps the tensor scale and the input scale of layer 3's o_proj
-activations  the W4A4 kernel rounds its inputs with scales 64 times too large
+activations  the W4A4 kernel rounds its inputs with scales 64 times too small, so that they saturate
 kv           an FP8 cache divides values by 4096
 prefix       with the prefix cache, the first tokens of all requests but the first are another conversation's
 batch        with several sequences in a step, each gets the next one's logits
@@ -82,10 +82,10 @@ def activations() -> None:
 
     multiply = vllm_plugin.multiply
 
-    def coarse(x: Any, codes: Any, block_scale: Any, tensor_scale: float, input_scale: float) -> Any:
-        return multiply(x, codes, block_scale, tensor_scale, 64 * input_scale)
+    def saturated(x: Any, codes: Any, block_scale: Any, tensor_scale: float, input_scale: float) -> Any:
+        return multiply(x, codes, block_scale, tensor_scale, input_scale / 64)
 
-    vllm_plugin.multiply = coarse
+    vllm_plugin.multiply = saturated
 
 
 def kv() -> None:

@@ -3,10 +3,10 @@
     python tests/perf/attribution_vllm.py WORK --vllm build/vllm/bin/vllm [--only NAME ...] [--healthy 5]
 
 Each row is the command itself, `annie-quant attribute --runtime vllm --use cpu`, with eight factors of two values each, of which
-all but the faulty one are harmless. Checkpoints are tiny-annie's naive (W4A4) and best (W4A16); the reference is bf16. Faults that a
-server cannot be asked for are planted by a plug-in (tests/helpers/vllm_faults.py). It is idle without the value to blame, so an arm
-without that value is taken from an earlier row that has measured it with the same values. tests/integration/vllm_cpu.py makes the
-environment. A row is written as soon as it is measured; a run that was stopped goes on.
+all but the faulty one are harmless. Checkpoints are tiny-annie's naive (W4A4) and best (W4A16); the reference is bf16. Faults that
+a server cannot be asked for are planted by a plug-in (tests/helpers/vllm_faults.py). It is idle without the value to blame, so an
+arm without that value is taken from an earlier row that has measured it with the same values. tests/integration/vllm_cpu.py makes
+the environment. A row is written as soon as it is measured; a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import annie_quant  # noqa: E402
 from annie_quant.core.files import read_json, write_json, write_text  # noqa: E402
 from annie_quant.data.workloads import resolve  # noqa: E402
 
-HEADING = "## The real vLLM on a CPU"
+HEADING = attribution.VLLM
 N = 14
 HOT = '{"temperature": 4, "top_k": 0}'
 # An exchange before the question: with it, prompts share a block of the prefix cache, which has up to 384 tokens.
@@ -49,7 +49,7 @@ EARLIER = (
 FAULTS: dict[str, tuple[str, dict[str, str], str, tuple[str, ...]]] = {
     "dropped": ("the loader drops a tensor: layer 3's o_proj is zero (plug-in)", {}, "dropped", ("weights",)),
     "scales": ("the loader swaps layer 3's o_proj's tensor scale and input scale (plug-in)", {}, "scales", ("weights",)),
-    "activations": ("W4A4 with input scales 64 times too large (plug-in)", {}, "activations", ("activations",)),
+    "activations": ("W4A4 with input scales 64 times too small (plug-in)", {}, "activations", ("activations",)),
     "template": ("a chat template without tools", {"template": "no-tools"}, "", ("template",)),
     "parser": ("another format's tool parser (hermes)", {"parser": "hermes"}, "", ("parser",)),
     "kv": ("FP8 values with a scale of 4096 (plug-in)", {}, "kv", ("kv",)),
@@ -57,6 +57,7 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, tuple[str, ...]]] = {
     "batch": ("each sequence of a batch gets the next one's logits (plug-in)", {}, "batch", ("batch",)),
     "sampling": ("temperature 4 instead of top-k 1", {"sampling": HOT}, "", ("sampling",)),
     "head": ("a head in five values", {"weights": "head"}, "", ("weights",)),
+    "mtp": ("MTP, with which this build's server dies at the first request", {"mtp": "2"}, "", ("mtp",)),
 }  # fmt: skip
 HEALTHY = (("naive", 0), ("best", 0), ("naive", 1), ("best", 1), ("naive", 2))  # checkpoint, seed
 
@@ -167,8 +168,13 @@ def faulty_rows(files: VllmFiles, names: list[str], vllm: Path) -> Iterator[str]
     for name in names:
         planted, stated, fault, culprits = FAULTS[name]
         row = run(files, name, vllm, "naive", stated, fault, 0)
-        ok = row["conclusion"]["causes"] == [list(culprits)]
-        yield f"| {planted} | {'yes' if ok else 'no'} | {len(row['arms'])} | {row['seconds']} | {row['sentence']} |"
+        end = row["conclusion"]
+        # A server that dies with a value is no culprit of wrong answers: the value is named as one that cannot be tested.
+        ok = end["causes"] == [list(culprits)] or (not end["causes"] and list(end["untested"]) == list(culprits))
+        sentence = "; ".join(
+            [row["sentence"], *(f"not tested: {name}: {why}" for name, why in end["untested"].items())]
+        )
+        yield f"| {planted} | {'yes' if ok else 'no'} | {len(row['arms'])} | {row['seconds']} | {sentence} |"
 
 
 def healthy_rows(files: VllmFiles, runs: Sequence[tuple[str, int]], vllm: Path) -> Iterator[str]:

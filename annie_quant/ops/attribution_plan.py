@@ -29,7 +29,7 @@ MAX_ARMS = 12  # with answers; one that no server starts with costs no requests
 # Of a fault that an arm contains: the test misses it. Of an arm without one: the test finds one all the same.
 MISS, FALSE_ALARM = 0.03, 0.005
 # Posterior probability from which an explanation, or a cause, counts as the right one.
-CERTAIN = 0.84
+CERTAIN = 0.85
 # Open explanations are shown from this share of the likeliest one's probability on.
 SHOWN = 0.3
 # Prior weights: how much less likely a pair is than one factor, a second cause than none, and that the full arm's loss was chance.

@@ -59,7 +59,7 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, tuple[str, ...]]] = {
     "head": ("a head in five values", {"weights": "head"}, "", ("weights",)),
     "mtp": ("MTP, with which this build's server dies at the first request", {"mtp": "2"}, "", ("mtp",)),
 }  # fmt: skip
-HEALTHY = (("naive", 0), ("best", 0), ("naive", 1), ("best", 1), ("naive", 2))  # checkpoint, seed
+HEALTHY = (("naive", 0), ("best", 0), ("naive", 1), ("best", 1), ("naive", 2), ("best", 2))  # checkpoint, seed
 
 
 class VllmFiles(attribution.Files):

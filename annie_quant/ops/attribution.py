@@ -118,8 +118,8 @@ class AttributionRun:
         workloads = [with_fields(w, settings.fields) for w in self.workloads]
         asked = [(w.name, workload_settings(w).asked_sha256) for w in workloads]
         folder = keyed_folder(self.folder / "arms" / name, {"values": values, "asked": asked, "seed": self.seed})
-        if not (folder / "bench.json").is_file():
-            try:
+        try:
+            if not (folder / "bench.json").is_file():
                 with self.target.serve(values, self.folder / "logs" / f"{name}.log", self.progress) as url:
                     backend = bench.Backend("server", url, headers=self.headers)
                     bench.run(
@@ -127,19 +127,22 @@ class AttributionRun:
                         concurrency=settings.concurrency, timeout_s=self.timeout_s, seed=self.seed, warmup=0, runs=1,
                         with_memory=False,
                     )  # fmt: skip
-            except (ServerError, CheckpointError) as error:
-                if not step.factors:
-                    raise
-                return ArmResult(step.factors, failure=error.message)
-        records = [r for r in read_records(folder / "records.jsonl") if not r.warmup]
+            records = [r for r in read_records(folder / "records.jsonl") if not r.warmup]
+            answered = [r for r in records if not r.answer.error]
+            refused = all(
+                400 <= r.answer.status < 500 for r in records
+            )  # with a suspect's value: these answers are lost
+            if not answered and not (refused and step.factors):
+                raise ServerError(f"no request has an answer: {records[0].answer.error}", "see the server's log")
+        except (ServerError, CheckpointError) as error:
+            if not step.factors:
+                raise
+            return ArmResult(step.factors, failure=error.message)
         for record in records:
             record.prompt_sha256 = ""  # its fields are part of it, and sampling changes them; the case's id is not
-        errors = [r.answer.error for r in records]
-        if not step.factors and all(errors):
-            raise ServerError(f"the trusted server answers no request: {errors[0]}", "choose other --trusted values")
         self.answers[step.factors, step.again] = records
         effect = compare_answers(self.workloads, self.answers[(), False], self.answers.get(((), True), []), records)
-        without = ineffective(tested, step.factors, records)
+        without = ineffective(tested, step.factors, answered) if answered else {}
         return ArmResult(step.factors, step.again, effect if step.factors or step.again else None, "", without)
 
 

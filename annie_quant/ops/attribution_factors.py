@@ -228,9 +228,8 @@ Choices = Mapping[str, str]  # factor → value that the user stated
 IN_REQUESTS = {name for name, factor in FACTORS.items() if factor.in_requests}
 
 
-def fixed_factors(known: Iterable[str], stated: Iterable[str], where: str, reason: str) -> dict[str, str]:
+def fixed_factors(known: set[str], stated: Iterable[str], where: str, reason: str) -> dict[str, str]:
     """Return the factors that are not in `known`, with the reason. Raises UsageError where the user stated another one."""
-    known = {*known}
     if unknown := sorted({*stated} - known):
         raise UsageError(f"{unknown[0]} cannot be set {where}", f"choose one of: {', '.join(sorted(known))}")
     return {name: reason for name in FACTORS if name not in known}

@@ -132,9 +132,8 @@ class UrlTarget:
     """Two servers that run already: what differs between them is one factor, and requests set the others."""
 
     def __init__(self, trusted_url: str, suspect_url: str, trusted: Choices, suspect: Choices) -> None:
-        stated, where = [*trusted, *suspect], "at servers that run already"
-        reason = "part of what differs between the servers"
-        self.fixed = factors.fixed_factors(factors.IN_REQUESTS, stated, where, reason)
+        where, reason = "at servers that run already", "part of what differs between the servers"
+        self.fixed = factors.fixed_factors(factors.IN_REQUESTS, [*trusted, *suspect], where, reason)
         defaults = {"server": suspect_url, "prefix": factors.ON}
         self.varied, self.constant = factors.vary({"server": trusted_url, **trusted}, suspect, defaults)
         self.trusted_url = trusted_url

@@ -80,7 +80,13 @@ def test_a_prefix_cache_without_hits_makes_an_arm_invalid(tmp_path, workload):
 
 
 @pytest.mark.parametrize(
-    ("rule", "reason"), [("die:kv", "went away"), ("refuse:kv", "not supported"), ("hang:kv", "in a row had no answer")]
+    ("rule", "reason"),
+    [
+        ("die:kv", "went away"),
+        ("refuse:kv", "not supported"),
+        ("hang:kv", "in a row had no answer"),
+        ("fail:kv", "request has an answer: HTTP 500"),
+    ],
 )
 def test_a_server_that_fails_is_reported_and_the_rest_goes_on(tmp_path, workload, rule, reason):
     run = AttributionRun(
@@ -89,6 +95,12 @@ def test_a_server_that_fails_is_reported_and_the_rest_goes_on(tmp_path, workload
     result = run.run()
     assert reason in result.conclusion.untested["kv"]
     assert result.conclusion.causes == (("mtp",),)
+
+
+def test_a_value_with_which_requests_are_refused_breaks_answers(tmp_path, workload):
+    """As vLLM refuses tools without a parser. An arm without answers says nothing about its other factors."""
+    result = AttributionRun(scripted(tmp_path, "reject:kv"), resolve(None, workload), tmp_path / "run").run()
+    assert result.conclusion.causes == (("kv",),) and not result.conclusion.untested
 
 
 def test_a_base_that_does_not_start_is_an_error(tmp_path, workload):
@@ -187,7 +199,7 @@ def test_a_base_without_any_answer_is_an_error(tmp_path, workload):
     """Nothing can be lost against a server that refuses each request, so nobody would be to blame."""
     with FakeServer(lambda body: Script(status=400, error="refused")) as bad:
         run = AttributionRun(UrlTarget(bad.url, bad.url + "/", {}, {}), resolve(None, workload), tmp_path / "run")
-        with pytest.raises(ServerError, match=r"answers no request: .*refused"):
+        with pytest.raises(ServerError, match=r"no request has an answer: .*refused"):
             run.run()
 
 

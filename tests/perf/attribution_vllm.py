@@ -37,7 +37,7 @@ from annie_quant.data.workloads import resolve  # noqa: E402
 
 HEADING = attribution.VLLM
 N = 14
-HOT = '{"temperature": 4, "top_k": 0}'
+HOT = '{"temperature": 2, "top_k": 0}'  # vLLM refuses a higher one
 # An exchange before the question: with it, prompts share a block of the prefix cache, which has up to 384 tokens.
 EARLIER = (
     ("Good morning, Annie. Good to talk to you.", "Good morning! It is lovely to hear from you."),
@@ -55,8 +55,9 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, tuple[str, ...]]] = {
     "kv": ("FP8 values with a scale of 4096 (plug-in)", {}, "kv", ("kv",)),
     "prefix": ("the prefix cache returns another conversation's beginning (plug-in)", {}, "prefix", ("prefix",)),
     "batch": ("each sequence of a batch gets the next one's logits (plug-in)", {}, "batch", ("batch",)),
-    "sampling": ("temperature 4 instead of top-k 1", {"sampling": HOT}, "", ("sampling",)),
+    "sampling": ("temperature 2 instead of top-k 1", {"sampling": HOT}, "", ("sampling",)),
     "head": ("a head in five values", {"weights": "head"}, "", ("weights",)),
+    "no-parser": ("no tool parser: vLLM refuses requests with tools", {"parser": "none"}, "", ("parser",)),
     "mtp": ("MTP, with which this build's server dies at the first request", {"mtp": "2"}, "", ("mtp",)),
 }  # fmt: skip
 HEALTHY = (("naive", 0), ("best", 0), ("naive", 1), ("best", 1), ("naive", 2), ("best", 2))  # checkpoint, seed

@@ -70,7 +70,6 @@ def _reported(
 
 
 _HITS = _reported("prompt tokens from the prefix cache", lambda record: record.tokens.cached_tokens)
-_DRAFTS = _reported("drafted tokens", lambda record: record.tokens.drafted_tokens)
 
 # In the order of their names in an arm. Halves of the list are the first arms.
 FACTORS: dict[str, ServedFactor] = {
@@ -81,7 +80,7 @@ FACTORS: dict[str, ServedFactor] = {
         ServedFactor("template", "chat template"),
         ServedFactor("parser", "tool parser"),
         ServedFactor("kv", "KV cache type", "auto"),
-        ServedFactor("mtp", "MTP", "0", proof=_DRAFTS),
+        ServedFactor("mtp", "MTP", "0", proof=_reported("drafted tokens", lambda record: record.tokens.drafted_tokens)),
         ServedFactor("prefix", "prefix cache", OFF, in_requests=True, proof=_HITS),
         ServedFactor("graphs", "CUDA graphs", OFF),
         ServedFactor("batch", "batching", "1", in_requests=True),

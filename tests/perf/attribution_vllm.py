@@ -221,7 +221,8 @@ The command of each row is `annie-quant attribute --runtime vllm --use cpu`. {N}
 factors with two values each, at most 12 arms. An arm without the value to blame that an earlier row has measured with the same
 command and values is not measured again. vLLM forks its processes here instead of importing everything in each, which saves time.
 Input scales that are 64 times too large broke 1 of 14 answers (NVFP4's block scales make up for them), and nobody was named. vLLM
-refuses a temperature of 4 with HTTP 400, and sampling was named. The plug-in has no fault of drafts, because this build's server dies with MTP (the last table).
+refuses a temperature of 4 with HTTP 400, and sampling was named. The plug-in has no fault of drafts, because this build's server
+dies with MTP (the last table). Prompts without tools are shorter than a block of the prefix cache.
 
 **{named} of {len(faulty)} planted faults named rightly; {nobody} of {len(healthy)} runs without a fault named nobody.**
 

@@ -264,7 +264,8 @@ Without a fault: {"; ".join(f"{row['arms']} arms, {row['sentence']}" for row in 
 
 ## The planner with drawn answers
 
-{datetime.date.today():%Y-%m-%d}. Ten factors, 200 prompts of which the base answers 90 % rightly. "breaks": share of the answers that each cause breaks; "noise":
+{datetime.date.today():%Y-%m-%d}.
+Ten factors, 200 prompts of which the base answers 90 % rightly. "breaks": share of the answers that each cause breaks; "noise":
 share that changes in any arm; "innocent": runs that name a factor which is not in the fault; "partly": some of two causes.
 
 | fault | breaks | noise | runs | named | partly | innocent | arms, mean | arms, most |

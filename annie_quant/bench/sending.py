@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from annie_quant.bench import endpoints
 from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend
+from annie_quant.core.files import sha256_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import BenchConfig, Identity
 
@@ -118,4 +119,5 @@ class Sender:
         runtime = self.identities[name].runtime
         if runtime == "llama.cpp":
             return {"cache_prompt": False}
-        return {"cache_salt": f"{self.session}/{tag}"} if runtime == "vllm" else {}
+        # vLLM refuses a salt with "/" and some other characters that are in tags.
+        return {"cache_salt": sha256_text(f"{self.session}/{tag}")} if runtime == "vllm" else {}

@@ -28,8 +28,18 @@ from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.pairing import deciding_by_prompt, has_label
 from annie_quant.judge.statistics import excess_loss, mcnemar
 from annie_quant.judge.workloads import Workload
-from annie_quant.ops.attribution_plan import ArmResult, Conclusion, Effect, Factors, NextArm, plan, untested_factors
-from annie_quant.ops.attribution_servers import Target, Varied, ineffective, request_settings, title
+from annie_quant.ops.attribution_factors import Varied, ineffective, request_settings, title
+from annie_quant.ops.attribution_plan import (
+    ArmResult,
+    Conclusion,
+    Effect,
+    Factors,
+    NextArm,
+    plan,
+    untested_factors,
+    with_needed,
+)
+from annie_quant.ops.attribution_servers import Target
 
 FILE = "attribution.json"
 # Of answers without a label that may differ from the base's: a harmless change of the arithmetic changes some.
@@ -108,45 +118,44 @@ class AttributionRun:
         workloads = [with_fields(w, settings.fields) for w in self.workloads]
         asked = [(w.name, workload_settings(w).asked_sha256) for w in workloads]
         folder = keyed_folder(self.folder / "arms" / name, {"values": values, "asked": asked, "seed": self.seed})
-        if not (folder / "bench.json").is_file():
-            try:
+        try:
+            if not (folder / "bench.json").is_file():
                 with self.target.serve(values, self.folder / "logs" / f"{name}.log", self.progress) as url:
-                    watch = Watch(name, sum(len(w.cases) for w in workloads), self.progress)
                     backend = bench.Backend("server", url, headers=self.headers)
                     bench.run(
-                        [backend], workloads, folder, watch=watch, prefix_cache=settings.prefix_cache,
+                        [backend], workloads, folder, progress=self.progress, watch=Watch(), prefix_cache=settings.prefix_cache,
                         concurrency=settings.concurrency, timeout_s=self.timeout_s, seed=self.seed, warmup=0, runs=1,
                         with_memory=False,
                     )  # fmt: skip
-            except (ServerError, CheckpointError) as error:
-                if not step.factors:
-                    raise
-                return ArmResult(step.factors, failure=error.message)
-        records = [r for r in read_records(folder / "records.jsonl") if not r.warmup]
+            records = [r for r in read_records(folder / "records.jsonl") if not r.warmup]
+            answered = [r for r in records if not r.answer.error]
+            refused = all(
+                400 <= r.answer.status < 500 for r in records
+            )  # with a suspect's value: these answers are lost
+            if not answered and not (refused and step.factors):
+                raise ServerError(f"no request has an answer: {records[0].answer.error}", "see the server's log")
+        except (ServerError, CheckpointError) as error:
+            if not step.factors:
+                raise
+            return ArmResult(step.factors, failure=error.message)
         for record in records:
             record.prompt_sha256 = ""  # its fields are part of it, and sampling changes them; the case's id is not
         self.answers[step.factors, step.again] = records
         effect = compare_answers(self.workloads, self.answers[(), False], self.answers.get(((), True), []), records)
-        without = ineffective(tested, step.factors, records)
+        without = ineffective(tested, step.factors, answered) if answered else {}
         return ArmResult(step.factors, step.again, effect if step.factors or step.again else None, "", without)
 
 
 @dataclass
 class Watch:
-    """Reports each answer of an arm. Raises ServerError where HANGS requests in a row have none."""
+    """Raises ServerError where HANGS requests of an arm in a row have no answer."""
 
-    name: str
-    total: int
-    progress: Progress
-    done: int = 0
     unanswered: int = 0
 
     def __call__(self, record: RequestRecord) -> None:
-        self.done += 1
         self.unanswered = self.unanswered + 1 if record.answer.cause in ("timeout", "idle") else 0
         if self.unanswered == HANGS:
             raise ServerError(f"the server hangs: {HANGS} requests in a row had no answer", "use a longer --timeout-s")
-        self.progress.message(f"{self.name}: {self.done} answers to {self.total} prompts")
 
 
 def arm_name(step: NextArm | ArmResult) -> str:
@@ -210,7 +219,8 @@ def sentence(end: Conclusion, results: Sequence[ArmResult]) -> str:
     worst = max(effects.values(), key=lambda e: e.lost, default=None)
     either = ", or ".join(" and ".join(map(blamed, causes)) for causes in end.open)
     start = f"not decided between {either}" if either else "not decided" if end.unfinished else "nobody is to blame"
-    parts = [f"{blamed(cause)} {broke(cause, effects[cause])}" for cause in end.causes]
+    everything = max((r.factors for r in results), key=len)
+    parts = [f"{blamed(cause)} {broke(cause, effects[with_needed(cause, everything)])}" for cause in end.causes]
     if worst is None:
         parts = ["nothing could be tested"]
     elif not parts:

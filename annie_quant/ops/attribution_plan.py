@@ -4,7 +4,8 @@ An arm is the set of factors that have the suspect's values; all others have the
 is measured twice, which is the noise; the full arm has all. If the full arm is worse than the base, the causes are searched: an
 explanation is up to two causes, each of them one factor or a pair of factors that breaks answers only together. An arm should be
 worse if it contains a cause. The next arm is the one whose outcome the explanations that are left disagree about most: first
-halves of the factors, then pairs. A cause is named only if it breaks answers alone, without the other factors.
+halves of the factors, then pairs. A cause is named only if it breaks answers alone, without the other factors. A factor that needs
+another one (NEEDS) is measured only together with it.
 
 A factor that has no effect in an arm (a prefix cache without hits), or with which no server starts, is left out and reported.
 """
@@ -35,7 +36,9 @@ SHOWN = 0.3
 PAIR, KNOWN_PAIR, SECOND, CHANCE = 0.2, 0.5, 0.2, 0.05
 USED_UP, FEW = "all arms were used", "a loss that these few prompts cannot prove: use a larger --n"
 # Known from reports: vllm-project/vllm#53912 and #43559 (MTP with the prefix cache), FP8 keys and values with cached prefixes.
-KNOWN_PAIRS = ({"mtp", "prefix"}, {"kv", "prefix"}, {"mtp", "batch"}, {"mtp", "sampling"}, {"weights", "activations"})
+KNOWN_PAIRS = ({"mtp", "prefix"}, {"kv", "prefix"}, {"mtp", "batch"}, {"mtp", "sampling"})
+# A factor has an effect only in arms with the other one too: bf16 weights have no 4-bit activations.
+NEEDS = {"activations": "weights"}
 
 Factors = tuple[str, ...]
 
@@ -116,9 +119,10 @@ def plan(factors: Sequence[str], results: Sequence[ArmResult], max_arms: int = M
     if full in refused:
         # Which of the smallest set with which no server starts is it? Its halves tell, one after the other.
         names = [name for name in active if name in min(refused, key=len)]
-        for half in (names[: len(names) // 2], names[len(names) // 2 :]):
+        for names_of_half in (names[: len(names) // 2], names[len(names) // 2 :]):
+            half = with_needed(names_of_half, active)
             if frozenset(half) not in refused and not any(arm.issuperset(half) for arm in measured):
-                return NextArm(tuple(half), "no server starts with more of them")
+                return NextArm(half, "no server starts with more of them")
         return Conclusion(untested=untested, unfinished=f"no server starts with {' and '.join(names)} together")
     left = max_arms - sum(not r.failure for r in results)
     if full not in measured:
@@ -130,7 +134,15 @@ def untested_factors(factors: Sequence[str], results: Sequence[ArmResult]) -> di
     """Return the factors that cannot be tested, with the reason: without effect, or refused alone."""
     reasons = {name: why for r in results for name, why in r.ineffective.items()}
     reasons |= {r.factors[0]: r.failure for r in results if r.failure and len(r.factors) == 1}
+    reasons = {name: reasons[other] for name, other in NEEDS.items() if other in reasons} | reasons
     return {name: reasons[name] for name in factors if name in reasons}
+
+
+def with_needed(cause: Iterable[str], factors: Iterable[str]) -> Factors:
+    """Return the arm that has a cause and otherwise only what its factors need, in the order of `factors`."""
+    names = {*cause}
+    names |= {NEEDS[name] for name in names if name in NEEDS}
+    return tuple(name for name in factors if name in names)
 
 
 class _CauseSearch:
@@ -147,7 +159,8 @@ class _CauseSearch:
         never = [self.mask(f) for f in refused]
         arms = range(2 ** len(active))
         self.possible = np.array(
-            [a and a not in self.broken and not any(a & r == r for r in never) for a in arms], bool
+            [a and a == self.alone(a) and a not in self.broken and not any(a & r == r for r in never) for a in arms],
+            bool,
         )
         chances = np.where(self.worse, 1 - MISS, FALSE_ALARM)
         posterior = weights.copy()
@@ -161,16 +174,26 @@ class _CauseSearch:
     def names(self, mask: int) -> Factors:
         return tuple(name for i, name in enumerate(self.active) if mask >> i & 1)
 
+    def alone(self, cause: int) -> int:
+        """Return the arm that has a cause and otherwise only what its factors need."""
+        return self.mask(with_needed(self.names(cause), self.active))
+
+    def without(self, causes: Iterable[int]) -> int:
+        """Return the largest arm that has no factor of the causes."""
+        rest = self.names((2 ** len(self.active) - 1) & ~sum(causes))
+        useless = {name for name, other in NEEDS.items() if other in self.active and other not in rest}
+        return self.mask(name for name in rest if name not in useless)
+
     def step(self, left: int, untested: dict[str, str]) -> NextArm | Conclusion:
         """Return the arm that says most, or that proves the likeliest explanation; or the conclusion."""
         import numpy as np
 
         best = int(self.posterior.argmax())
         causes, certain = self.explanations[best], self.posterior[best] >= CERTAIN
-        everything = 2 ** len(self.active) - 1
-        proofs = [arm for arm in (*causes, everything & ~sum(causes)) if self.possible[arm]] if causes else []
+        alone = [self.alone(cause) for cause in causes]
+        proofs = [arm for arm in (*alone, self.without(causes)) if self.possible[arm]] if causes else []
         if left > 0 and proofs and (certain or left <= len(proofs)):
-            why = "whether they break answers alone" if proofs[0] in causes else "whether anything else does"
+            why = "whether they break answers alone" if proofs[0] in alone else "whether anything else does"
             return NextArm(self.names(proofs[0]), why)
         worse = self.posterior @ self.worse  # how likely each arm is to be worse
         says = np.where(self.possible, np.minimum(worse, 1 - worse), 0.0)
@@ -178,7 +201,7 @@ class _CauseSearch:
             # Of arms that say about the same, the one with fewer factors.
             near = np.flatnonzero(says >= 0.95 * says.max()).tolist()
             return NextArm(self.names(min(near, key=int.bit_count)), "it splits the explanations that are left")
-        named = tuple(self.names(c) for c in self.likely_causes() if self.broken.get(c))
+        named = tuple(self.names(c) for c in self.likely_causes() if self.broken.get(self.alone(c)))
         if certain and len(named) == len(causes) and not proofs:
             return Conclusion(named, untested=untested)
         order = self.posterior.argsort()[::-1][:5].tolist()
@@ -204,7 +227,8 @@ def _explanations(active: Factors) -> tuple[list[tuple[int, ...]], np.ndarray, n
 
     causes = {1 << i: 1.0 for i in range(len(active))}
     for i, k in itertools.combinations(range(len(active)), 2):
-        causes[1 << i | 1 << k] = KNOWN_PAIR if {active[i], active[k]} in KNOWN_PAIRS else PAIR
+        if active[i] not in with_needed([active[k]], active) and active[k] not in with_needed([active[i]], active):
+            causes[1 << i | 1 << k] = KNOWN_PAIR if {active[i], active[k]} in KNOWN_PAIRS else PAIR
     weights: dict[tuple[int, ...], float] = {(): CHANCE} | {(c,): weight for c, weight in causes.items()}
     for a, b in itertools.combinations(causes, 2):
         if not a & b and a.bit_count() + b.bit_count() < 4:

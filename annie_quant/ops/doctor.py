@@ -310,12 +310,12 @@ def gpu_capability(probe: Probe) -> str:
 
 def check_versions(probe: Probe) -> list[CheckResult]:
     """Compare what is installed with the list of versions that have a known fault on this GPU."""
-    installed = {name: probe.version(name) for name in known_versions.packages()}
+    installed = {row.package: probe.version(row.package) for row in known_versions.rows()}
     versions = [(name, version) for name, version in installed.items() if version]
     return notes_on(known_versions.find(versions, gpu_capability(probe)))
 
 
-def notes_on(found: Iterable[known_versions.FoundVersion]) -> list[CheckResult]:
+def notes_on(found: Iterable[tuple[str, known_versions.KnownBad]]) -> list[CheckResult]:
     """Return the findings for versions with a known fault."""
     return [
         note("known versions", f"{row.package} {version}: {row.effect}", f"{row.source}, {row.date}", row.fix)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import NamedTuple
 
 import msgspec
 
@@ -46,22 +45,16 @@ def rows() -> list[KnownBad]:
     return msgspec.json.decode((ASSETS / "known_bad_versions.json").read_bytes(), type=list[KnownBad])
 
 
-def packages() -> list[str]:
-    """Return the packages that have rows."""
-    return list(dict.fromkeys(row.package for row in rows()))
+def find(
+    versions: Iterable[tuple[str, str]], capability: str = "", family: Family | None = None
+) -> list[tuple[str, KnownBad]]:
+    """Return the known faults of (package, version), each with the version.
 
-
-class FoundVersion(NamedTuple):
-    """A version with a known fault."""
-
-    version: str
-    row: KnownBad
-
-
-def find(versions: Iterable[tuple[str, str]], capability: str = "", family: Family | None = None) -> list[FoundVersion]:
-    """Return the known faults of (package, version). capability: of the GPU, as "12.1"; family: of the model that is served."""
+    capability: of the GPU, as "12.1".
+    family: of the model that is served.
+    """
     return [
-        FoundVersion(version, row)
+        (version, row)
         for package, version in versions
         for row in rows()
         if row.concerns(package, version, capability, family)

@@ -1,44 +1,42 @@
-"""The model that a running server has: the file that llama.cpp loaded, and what drafts of a small model or head are worth.
+"""The model that a running server has: what it loaded, and what drafts of a small model or head are worth.
 
-llama.cpp names its file in /props. Where that can be read here, each tensor is compared with the checkpoint's. llama.cpp itself
-ends with "wrong number of tensors" where it did not use all of a file (src/llama-model-loader.cpp, done_getting_tensors), except
-for a file that two models share.
+vLLM's loads are in the report of our plug-in (vllm_report). llama.cpp names its file in /props: where that can be read here, each
+tensor is compared with the checkpoint's. llama.cpp itself ends with "wrong number of tensors" where it did not use all of a file
+(src/llama-model-loader.cpp, done_getting_tensors), except for a file that two models share.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from annie_quant import models
 from annie_quant.bench.backend import Backend, identity, read_counters
-from annie_quant.checkpoint import ModelFolder
+from annie_quant.checkpoint import ModelFolder, dialects
 from annie_quant.checkpoint.comparison import FileContent, compare_file
+from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import label_of
-from annie_quant.documents import salvage_line
-from annie_quant.ops import known_versions
+from annie_quant.core.errors import UsageError
+from annie_quant.documents import LoadedModel, decode, salvage_line
+from annie_quant.ops import known_versions, server_checks
 from annie_quant.ops.doctor import CheckResult, Probe, fault, gpu_capability, note, notes_on, ok
-from annie_quant.ops.load_report import AGAIN, FORMATS, SHOWN, TENSORS, check_load, count, read_report
-from annie_quant.ops.server_checks import (
-    NATIVE,
-    OPENAI,
-    Served,
-    check_server,
-    check_url,
-    model_name,
-    native_body,
-    openai_body,
-    post,
-)
 from annie_quant.stream.client import fetch
 
 if TYPE_CHECKING:
     from annie_quant.documents import Identity
     from annie_quant.models import Family
     from annie_quant.offline.fingerprint import Fingerprint, GreedyTokens
+
+TENSORS, FORMATS = "tensors", "formats"
+AGAIN = "start vLLM again with ANNIE_QUANT_VLLM_REPORT=FILE and this package installed next to it"
+# Parameters that vLLM makes for every attention, whether the checkpoint has scales of a KV cache or not.
+OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+OTHER = {"nvfp4": "fp8", "fp8": "fp4"}  # format of a linear → part of the names of classes for another format
+SHOWN = 3
 
 
 class Props(msgspec.Struct):
@@ -73,8 +71,8 @@ def check_served(
 
     load_report: of our vLLM plug-in.
     """
-    answers, served, result = check_server(url, checkpoint, reference, headers)
-    root = check_url(url)
+    answers, served, result = server_checks.check_server(url, checkpoint, reference, headers)
+    root = server_checks.check_url(url)
     if load_report is not None:
         loaded = check_load(checkpoint, read_report(load_report))
     elif served.family == "llama.cpp":
@@ -84,6 +82,98 @@ def check_served(
     drafts = check_drafts(root, served, headers)
     who = identity(Backend("server", root, headers=headers or {}))
     return [*loaded, answers, drafts, *faults_of(who, ModelFolder(checkpoint).family)], result
+
+
+# ---- what vLLM loaded
+
+
+def read_report(path: Path) -> list[LoadedModel]:
+    """Return the lines of the newest start of the server: one per model (also a draft's) and rank."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"{path}: {str(error.strerror).lower()}", AGAIN) from None
+    loads = [decode(LoadedModel, line, f"{path}, line {i + 1}", hint=AGAIN) for i, line in enumerate(lines)]
+    if not loads:
+        raise UsageError(f"{path} is empty", AGAIN)
+    return [load for load in loads if load.start == loads[-1].start]
+
+
+def check_load(checkpoint: Path, loads: list[LoadedModel]) -> list[CheckResult]:
+    """Compare what was loaded with a checkpoint: each tensor's use, each parameter's values, each linear's format."""
+    model = dialects.read(ModelFolder(checkpoint))
+    return [*check_tensors(model, loads), check_formats(model, loads)]
+
+
+def check_tensors(model: QuantizedFolder, loads: list[LoadedModel]) -> Iterator[CheckResult]:
+    family, used = model.folder.family, {name for load in loads for name in load.used}
+    dropped = [name for name in model.folder if name not in used]
+    optional = [n for n in dropped if family.is_auxiliary(n) or n.endswith(OPTIONAL)]
+    lost = [n for n in dropped if n not in optional]
+    unknown = sorted(used - set(model.folder))
+    incomplete = sorted({n for load in loads for n in load.incomplete if not n.endswith(OPTIONAL)})
+    fix = f"another version of vLLM (this is {loads[-1].vllm}), or annie-quant audit {model.folder.path}"
+    if unknown:
+        why = "the server loaded another folder than --checkpoint"
+        yield fault(TENSORS, f"{count(unknown, 'loaded tensor')} not in the checkpoint", why, "compare the two folders")
+    if lost:
+        yield fault(
+            TENSORS, f"{count(lost, 'tensor')} written into no parameter", "vLLM drops them without an error", fix
+        )
+    if incomplete:
+        why = "they have whatever was in memory, or an initial value"
+        yield fault(TENSORS, f"{count(incomplete, 'parameter')} without all of their values", why, fix)
+    if not (unknown or lost or incomplete):
+        yield ok(TENSORS, f"all {len(used)} loaded, and every parameter has its values")
+    if optional:
+        why = "a head for drafts, a vision tower or scales of a KV cache is not part of a server that was started without it"
+        yield note(TENSORS, f"{count(optional, 'tensor')} not loaded", why)
+
+
+def check_formats(model: QuantizedFolder, loads: list[LoadedModel]) -> CheckResult:
+    kernels = Counter(" ".join(scheme) for load in loads for scheme in load.linears.values())
+    listed = ", ".join(f"{n} x {scheme}" for scheme, n in kernels.most_common())
+    linears = {models.short_name(name): x.format for name, x in model.linears.items()}
+    plain = {models.short_name(name.removesuffix(".weight")) for name in model.unowned}
+    wrong = []
+    for load in loads:
+        for module, scheme in load.linears.items():
+            formats = {linears.get(m, "") for m in members(model, module) if m in linears or m in plain}
+            if len(formats) == 1 and is_other(formats.pop(), scheme):
+                wrong.append(f"{module} by {scheme[0]}")
+    if wrong:
+        return fault(FORMATS, f"{count(wrong, 'linear')} of another format; {listed}", "it is not what the checkpoint holds",
+                     "start the server without an option that quantizes")  # fmt: skip
+    return ok(FORMATS, listed)
+
+
+def is_other(stored: str, scheme: list[str]) -> bool:
+    """Return whether the classes of a linear are for another format than the checkpoint's ("" for 16 bits).
+
+    From vLLM 0.30 on ModelOptLinearMethod has several formats, and the kernel's class tells them apart.
+    """
+    names = " ".join(scheme).lower()
+    if not stored or "unquantized" in names:
+        return (not stored) != ("unquantized" in names)
+    return OTHER[stored] in names and ("fp4" if stored == "nvfp4" else "fp8") not in names
+
+
+def members(model: QuantizedFolder, module: str) -> list[str]:
+    """Return the checkpoint's linears that one of vLLM's modules holds, without the prefix of their form."""
+    short = models.short_name(module)
+    layer, name = models.layer_of(short), short.rpartition(".")[2]
+    if not layer or name not in model.folder.family.fused:
+        return [short]
+    return [f"{layer}.{member}" for member in model.folder.family.fused[name]]
+
+
+def count(names: Iterable[str], what: str) -> str:
+    """Return "3 tensors, such as a, b": the number and the first names."""
+    names = list(names)
+    return f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''})"
+
+
+# ---- the file that llama.cpp loaded
 
 
 def check_file(root: str, checkpoint: Path, headers: Mapping[str, str] | None = None) -> list[CheckResult]:
@@ -142,18 +232,20 @@ DRAFTS = "drafts"
 N_DRAFTED, N_PROMPTS = 32, 8  # tokens per answer, and answers
 
 
-def check_drafts(root: str, served: Served, headers: Mapping[str, str] | None = None) -> CheckResult:
+def check_drafts(root: str, served: server_checks.Served, headers: Mapping[str, str] | None = None) -> CheckResult:
     """Return how many drafted tokens a server accepts, while it answers some of the prompts that it has answered before."""
     prompts = served.prompts[:N_PROMPTS]
     if served.family == "llama.cpp":
-        replies = post(root + NATIVE, [native_body(p, N_DRAFTED) for p in prompts], headers)
+        bodies = [server_checks.native_body(p, N_DRAFTED) for p in prompts]
+        replies = server_checks.post(root + server_checks.NATIVE, bodies, headers)
         answers = [salvage_line(TimedAnswer, reply.body).timings for reply in replies if reply.status == 200]
         drafted, accepted = sum(a.draft_n for a in answers), sum(a.draft_n_accepted for a in answers)
         steps = sum(a.predicted_n - a.draft_n_accepted for a in answers)
     else:
         server = Backend("server", root, headers=headers or {})
-        before, model = read_counters(server), model_name(root, headers)
-        post(root + OPENAI, [openai_body(model, p, N_DRAFTED) for p in prompts], headers)
+        before, model = read_counters(server), server_checks.model_name(root, headers)
+        bodies = [server_checks.openai_body(model, p, N_DRAFTED) for p in prompts]
+        server_checks.post(root + server_checks.OPENAI, bodies, headers)
         after = read_counters(server)
         steps = drafted = accepted = 0
         if before and after:
@@ -170,8 +262,8 @@ def check_drafts(root: str, served: Served, headers: Mapping[str, str] | None = 
 
 def describe_server(url: str, headers: Mapping[str, str] | None = None) -> list[CheckResult]:
     """Return what a running server reports of itself, and the known faults of its version; nothing is compared."""
-    root = check_url(url)
-    model_name(root, headers)  # raises where nothing answers
+    root = server_checks.check_url(url)
+    server_checks.model_name(root, headers)  # raises where nothing answers
     who = identity(Backend("server", root, headers=headers or {}))
     message = f"{who.runtime or 'unknown software'} {who.version or ''}".rstrip() + f" serves {who.model}"
     what = f"{message}, weights in {who.format}" if who.format else message

@@ -75,8 +75,10 @@ def register() -> None:
     table = linear._POSSIBLE_NVFP4_KERNELS
     if w4a4.__name__ not in [kernel.__name__ for kernel in table.get(PlatformEnum.CPU, [])]:
         table[PlatformEnum.CPU] = [w4a4, w4a16, *table.get(PlatformEnum.CPU, [])]
-        # For weight-only checkpoints vLLM uses Marlin by name, which exists for GPUs only.
+        # For weight-only checkpoints vLLM uses Marlin by name, which exists for GPUs only; --linear-backend takes its names from
+        # the map, and a kernel that is not in it is replaced by the first of the table.
         linear.MarlinNvFp4LinearKernel = w4a16
+        linear._LINEAR_BACKEND_KERNEL_MAP["marlin"].add(w4a16)
     try:
         install_experts()
     except (ImportError, AttributeError) as error:  # a vLLM with other names serves dense models all the same

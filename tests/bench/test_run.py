@@ -200,3 +200,11 @@ def test_a_prefix_cache_that_cannot_be_disabled_is_reported(tmp_path):
         assert all(body["cache_prompt"] is False for body in b.bodies if "Capital" in str(body))
     findings = [f for f in result.aggregates.confounds if f.code == "prefix_cache"]
     assert [f.backends for f in findings] == [["a"]] and findings[0].severity == "confound"
+
+
+def test_each_request_to_vllm_has_its_own_legal_salt(tmp_path):
+    """vLLM 0.32 answers HTTP 400 to a salt with "@", "/", a backslash or NUL, or of more than 128 characters."""
+    with FakeServer(annie, style="vllm") as server:
+        bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path, warmup=0, runs=1, prefix_cache="off")
+        salts = [body["cache_salt"] for body in server.bodies if "Capital" in str(body)]
+    assert len({*salts}) == len(salts) > 1 and all(salt.isalnum() and len(salt) <= 128 for salt in salts)

@@ -3,9 +3,9 @@
     python tests/helpers/scripted_server.py PORT RULES COUNT [NAME=VALUE ...]
 
 RULES is a comma-separated list: "break:mtp+prefix" answers "no" where both are on; "die:kv" ends at the third prompt,
-"refuse:kv" does not start, "hang:kv" never answers, "cold" reports no token from the prefix cache. A setting is on where it is
-neither "off" nor "0"; `prefix` is the request's (cache_prompt), `batch` is on while two requests are in flight, `sampling` with a
-temperature. COUNT is a file that gets one line per prompt.
+"refuse:kv" does not start, "hang:kv" never answers, "fail:kv" answers HTTP 500 and "reject:kv" HTTP 400, "cold" reports no token
+from the prefix cache. A setting is on where it is neither "off" nor "0"; `prefix` is the request's (cache_prompt), `batch` is on
+while two requests are in flight, `sampling` with a temperature. COUNT is a file that gets one line per prompt.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ async def chat(request: web.Request) -> web.StreamResponse:
         os._exit(3)
     if matches("hang", on):
         await asyncio.sleep(60)
+    for action, status in (("fail", 500), ("reject", 400)):
+        if matches(action, on):
+            in_flight -= 1
+            return web.json_response({"error": {"message": f"the server {action}s this"}}, status=status)
     cached = 7 if "prefix" in on and "cold" not in RULES and prompts > 1 else 0
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
     drafted = {"draft_n": 4, "draft_n_accepted": 2} if "mtp" in on else {}

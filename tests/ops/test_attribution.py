@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import annie_quant
-from fake_server import FakeServer, words
+from fake_server import FakeServer, Script, words
 from flat_records import record_of
 from paths import HELPERS, TINY_ANNIE
 
@@ -19,14 +19,8 @@ from annie_quant.core.files import write_json
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import RequestRecord
 from annie_quant.ops.attribution import AttributionRun, compare_answers
-from annie_quant.ops.attribution_servers import (
-    SERVED,
-    CommandTarget,
-    RuntimeTarget,
-    UrlTarget,
-    changed_command,
-    request_settings,
-)
+from annie_quant.ops.attribution_factors import REPORTS_HITS, SERVED, changed_command, request_settings
+from annie_quant.ops.attribution_servers import CommandTarget, RuntimeTarget, UrlTarget
 
 pytest.importorskip("annie_quant.stream", reason="the client is not built")
 
@@ -80,13 +74,19 @@ def test_an_interaction_of_two_settings_is_named(tmp_path, workload):
 def test_a_prefix_cache_without_hits_makes_an_arm_invalid(tmp_path, workload):
     run = AttributionRun(scripted(tmp_path, "break:prefix,cold"), resolve(None, workload), tmp_path / "run")
     result = run.run()
-    assert "no prompt token came from the prefix cache" in result.conclusion.untested["prefix"]
+    assert "no prompt tokens from the prefix cache" in result.conclusion.untested["prefix"]
     assert not result.conclusion.causes and not result.guilty
     assert result.sentence.startswith("nobody is to blame")
 
 
 @pytest.mark.parametrize(
-    ("rule", "reason"), [("die:kv", "went away"), ("refuse:kv", "not supported"), ("hang:kv", "in a row had no answer")]
+    ("rule", "reason"),
+    [
+        ("die:kv", "went away"),
+        ("refuse:kv", "not supported"),
+        ("hang:kv", "in a row had no answer"),
+        ("fail:kv", "request has an answer: HTTP 500"),
+    ],
 )
 def test_a_server_that_fails_is_reported_and_the_rest_goes_on(tmp_path, workload, rule, reason):
     run = AttributionRun(
@@ -95,6 +95,12 @@ def test_a_server_that_fails_is_reported_and_the_rest_goes_on(tmp_path, workload
     result = run.run()
     assert reason in result.conclusion.untested["kv"]
     assert result.conclusion.causes == (("mtp",),)
+
+
+def test_a_value_with_which_requests_are_refused_breaks_answers(tmp_path, workload):
+    """As vLLM refuses tools without a parser. An arm without answers says nothing about its other factors."""
+    result = AttributionRun(scripted(tmp_path, "reject:kv"), resolve(None, workload), tmp_path / "run").run()
+    assert result.conclusion.causes == (("kv",),) and not result.conclusion.untested
 
 
 def test_a_base_that_does_not_start_is_an_error(tmp_path, workload):
@@ -176,11 +182,25 @@ def test_a_recipe_is_the_suspect_and_trusted_values_replace_its_options(tmp_path
     assert "weights" in target.fixed
     words = ["--kv-cache-dtype", "fp8", "--speculative-config", "{}", "--enable-prefix-caching", "--port", "1"]
     trusted = {"kv": "auto", "mtp": "0", "prefix": "off", "graphs": "off"}
-    assert changed_command("vllm", words, dict.fromkeys(trusted, SERVED)) == words
-    assert changed_command("vllm", words, trusted) == ["--port", "1", "--no-enable-prefix-caching", "--enforce-eager"]
+    hits = REPORTS_HITS["vllm"]
+    assert changed_command("vllm", words, dict.fromkeys(trusted, SERVED)) == [*words, hits]
+    off = ["--no-enable-prefix-caching", "--enforce-eager"]
+    assert changed_command("vllm", words, trusted) == ["--port", "1", hits, *off]
+    # vLLM does not start with --enable-auto-tool-choice alone.
+    parser = ["serve", "M", "--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder", "--port", "1"]
+    assert changed_command("vllm", parser, {"parser": "none"}) == ["serve", "M", "--port", "1", hits]
+    assert changed_command("vllm", parser, {"parser": "hermes"})[-2:] == ["--tool-call-parser", "hermes"]
     # A recipe without CUDA graphs has nothing to compare.
     cpu = RuntimeTarget("vllm", (TINY_ANNIE, TINY_ANNIE), ({}, {}), tmp_path, "cpu")
     assert {v.name for v in cpu.varied} == {"activations", "prefix", "batch"}
+
+
+def test_a_base_without_any_answer_is_an_error(tmp_path, workload):
+    """Nothing can be lost against a server that refuses each request, so nobody would be to blame."""
+    with FakeServer(lambda body: Script(status=400, error="refused")) as bad:
+        run = AttributionRun(UrlTarget(bad.url, bad.url + "/", {}, {}), resolve(None, workload), tmp_path / "run")
+        with pytest.raises(ServerError, match=r"no request has an answer: .*refused"):
+            run.run()
 
 
 def test_request_settings():

@@ -13,7 +13,7 @@ DENSE, HYBRID = family_of({"model_type": "llama"}), family_of({"model_type": "qw
 
 
 def effects(package: str, version: str, capability: str, family: object = None) -> list[str]:
-    return [f.row.effect for f in known_versions.find([(package, version)], capability, family)]
+    return [row.effect for _, row in known_versions.find([(package, version)], capability, family)]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from annie_quant.checkpoint import ModelFolder  # noqa: E402
 from annie_quant.core.errors import AnnieError, UsageError  # noqa: E402
 from annie_quant.documents import LoadedModel  # noqa: E402
-from annie_quant.ops import load_report, vllm_report  # noqa: E402
+from annie_quant.ops import served_model, vllm_report  # noqa: E402
 
 
 class Fp4LinearMethod:
@@ -107,7 +107,7 @@ def test_a_part_of_a_shared_parameter_that_is_dropped_is_reported(
     model.drops = drops
     config = types.SimpleNamespace(instance_id="a", parallel_config=types.SimpleNamespace(rank=1))
     loader().load_model(config, model)
-    (line,) = load_report.read_report(tmp_path / "load.jsonl")
+    (line,) = served_model.read_report(tmp_path / "load.jsonl")
     assert not (tmp_path / "twice.jsonl").exists()
     assert (line.start, line.rank, line.model, line.vllm) == ("a", 1, "Model", "0.32.0")
     assert line.linears == {"gate_up_proj": ["Fp4LinearMethod", "MarlinNvFp4LinearKernel"]}
@@ -134,7 +134,7 @@ def line(checkpoint: Path, **changes: Any) -> LoadedModel:
 
 
 def levels(checkpoint: Path, *loads: LoadedModel) -> list[tuple[str, str]]:
-    return [(f.check, f.level) for f in load_report.check_load(checkpoint, list(loads))]
+    return [(f.check, f.level) for f in served_model.check_load(checkpoint, list(loads))]
 
 
 def test_a_complete_load_passes(checkpoint: Path) -> None:
@@ -162,7 +162,7 @@ def test_ranks_and_drafts_are_read_together(checkpoint: Path) -> None:
     ],
 )
 def test_each_fault_of_a_load_is_found(checkpoint: Path, changes: dict[str, Any], word: str) -> None:
-    faults = [f for f in load_report.check_load(checkpoint, [line(checkpoint, **changes)]) if f.level == "fault"]
+    faults = [f for f in served_model.check_load(checkpoint, [line(checkpoint, **changes)]) if f.level == "fault"]
     assert any(word in f.message for f in faults), faults
 
 
@@ -171,9 +171,9 @@ def test_only_the_newest_start_counts_and_other_files_are_one_line(checkpoint: P
     old, new = line(checkpoint), line(checkpoint, rank=3)
     new = msgspec.structs.replace(new, start="b")
     report.write_bytes(b"\n".join(map(msgspec.json.encode, (old, new))) + b"\n")
-    assert [load.rank for load in load_report.read_report(report)] == [3]
+    assert [load.rank for load in served_model.read_report(report)] == [3]
     report.write_text("not JSON\n")
     with pytest.raises(AnnieError, match="line 1"):
-        load_report.read_report(report)
+        served_model.read_report(report)
     with pytest.raises(UsageError, match="no such file"):
-        load_report.read_report(tmp_path / "none")
+        served_model.read_report(tmp_path / "none")

@@ -94,6 +94,7 @@ def vllm(monkeypatch):
     cpu = types.SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)
     linear = types.ModuleType("vllm.model_executor.kernels.linear")
     linear._POSSIBLE_NVFP4_KERNELS = {"cuda": ["theirs"]}
+    linear._LINEAR_BACKEND_KERNEL_MAP = {"marlin": {"Marlin"}}
     linear.MarlinNvFp4LinearKernel = "Marlin"
     base = types.ModuleType("vllm.model_executor.kernels.linear.nvfp4.base")
     base.NvFp4LinearKernel = type("NvFp4LinearKernel", (), {})
@@ -114,6 +115,8 @@ def test_a_cpu_gets_both_kernels_once(vllm):
     table = vllm.linear._POSSIBLE_NVFP4_KERNELS
     assert [k.__name__ for k in table["cpu"]] == ["AnnieNvFp4LinearKernel", "AnnieNvFp4W4A16LinearKernel"]
     assert table["cuda"] == ["theirs"] and vllm.linear.MarlinNvFp4LinearKernel is table["cpu"][1]
+    # --linear-backend marlin takes the kernel without 4-bit activations, not the table's first one.
+    assert vllm.linear._LINEAR_BACKEND_KERNEL_MAP["marlin"] == {"Marlin", table["cpu"][1]}
 
 
 def test_gpus_are_not_changed(vllm):

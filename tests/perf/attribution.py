@@ -33,10 +33,11 @@ from annie_quant.core.files import read_json, write_json, write_text  # noqa: E4
 from annie_quant.data.workloads import resolve  # noqa: E402
 from annie_quant.judge.statistics import mcnemar  # noqa: E402
 from annie_quant.ops.attribution import AttributionRun  # noqa: E402
-from annie_quant.ops.attribution_plan import ArmResult, Conclusion, Effect, plan  # noqa: E402
+from annie_quant.ops.attribution_plan import NEEDS, ArmResult, Conclusion, Effect, plan  # noqa: E402
 from annie_quant.ops.attribution_servers import CommandTarget  # noqa: E402
 
 REPORT = ROOT / "tests/perf/attribution.md"
+VLLM = "## The real vLLM on a CPU"
 N = 14
 
 
@@ -200,7 +201,10 @@ def simulated_rows(runs: int) -> list[str]:
     cases: dict[str, list[list[tuple[str, ...]]]] = {
         "no fault": [[]],
         "one factor": [[(f,)] for f in FACTORS],
-        "a pair": [[pair] for pair in itertools.combinations(FACTORS, 2)],
+        # A factor with the one that it needs is no pair: it is named alone.
+        "a pair": [
+            [pair] for pair in itertools.combinations(FACTORS, 2) if pair not in [(b, a) for a, b in NEEDS.items()]
+        ],
         "two factors": [[(a,), (b,)] for a, b in itertools.combinations(FACTORS, 2)],
     }
     rows = []
@@ -260,6 +264,7 @@ Without a fault: {"; ".join(f"{row['arms']} arms, {row['sentence']}" for row in 
 
 ## The planner with drawn answers
 
+{datetime.date.today():%Y-%m-%d}.
 Ten factors, 200 prompts of which the base answers 90 % rightly. "breaks": share of the answers that each cause breaks; "noise":
 share that changes in any arm; "innocent": runs that name a factor which is not in the fault; "partly": some of two causes.
 
@@ -267,7 +272,8 @@ share that changes in any arm; "innocent": runs that name a factor which is not 
 |---|---|---|---|---|---|---|---|---|
 {chr(10).join(simulated_rows(args.simulated))}
 """
-    write_text(REPORT, text)
+    _, heading, vllm = REPORT.read_text().partition(VLLM)  # written by attribution_vllm.py
+    write_text(REPORT, f"{text}\n{heading}{vllm}" if heading else text)
 
 
 if __name__ == "__main__":

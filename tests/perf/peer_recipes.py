@@ -241,6 +241,7 @@ RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "best --effort normal": lambda a: ours(a, "best", effort="normal"),
     "best --effort fast, all W4A4": lambda a: ours(a, "best", effort="fast", activations=4),
     "best --effort normal, all W4A4": lambda a: ours(a, "best", effort="normal", activations=4),
+    "ModelOpt max": lambda a: model_opt(a, "NVFP4_DEFAULT_CFG"),
     "ModelOpt MSE": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG"),
     "ModelOpt local Hessian": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG"),
     "ModelOpt AWQ": lambda a: model_opt(a, "NVFP4_AWQ_LITE_CFG"),

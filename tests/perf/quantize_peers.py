@@ -72,7 +72,6 @@ ROWS = {
 }
 NUMERICS = ("w4a4", "w4a16")
 MEASURES = ("kl", "flips", "decision_kl", "decision_flips")
-FIGURES = tuple(f"{kind}_{what}" for kind in NUMERICS for what in ("kl", "flips"))
 
 
 @dataclass
@@ -262,39 +261,51 @@ def stored(file: Path) -> list[dict[str, Any]]:
 def tables(file: Path) -> str:
     """Return the finished runs as markdown: figures by row and model, and our rows against each peer."""
     runs = [r for r in stored(file) if not r.get("error")]
-    models = [m for m in MODELS if any(r["model"] == m for r in runs)]
+    columns = list(dict.fromkeys((r["model"], r["samples"]) for r in runs))
     rows = [r for r in ROWS if any(run["row"] == r for run in runs)]
     lines = []
     for kind in NUMERICS:
-        lines += [f"{kind.upper()}: mean KL, 1e-3 nats per token (least to most over seeds); flips", ""]
-        lines += ["| | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
-        for row in rows:
-            cells = [cell([r for r in runs if (r["row"], r["model"]) == (row, m)], kind) for m in models]
-            lines.append(f"| {row} | " + " | ".join(cells) + " |")
-        lines.append("")
+        for measure in ("", "decision_") if all("decisions" in r for r in runs) else ("",):
+            of = " of the tokens that decide" if measure else ""
+            lines += [f"{kind.upper()}: mean KL{of}, 1e-3 nats per token (least to most over seeds); flips", ""]
+            lines += [
+                "| | " + " | ".join(f"{m}, {n} rows" for m, n in columns) + " |",
+                "|---" * (len(columns) + 1) + "|",
+            ]
+            for row in rows:
+                cells = [
+                    cell([r for r in runs if (r["row"], r["model"], r["samples"]) == (row, *c)], f"{kind}_{measure}")
+                    for c in columns
+                ]
+                lines.append(f"| {row} | " + " | ".join(cells) + " |")
+            lines.append("")
     lines += against(runs, rows)
     for machine in sorted({r.get("machine", "") for r in runs}):
         lines += ["", *([f"{machine}:", ""] if machine else []), *times(runs, rows, machine)]
     return "\n".join(lines)
 
 
-def cell(runs: list[dict[str, Any]], kind: str) -> str:
+def cell(runs: list[dict[str, Any]], prefix: str) -> str:
+    """Return the figures of the runs of one row, model and size. prefix: of the figures, such as "w4a4_decision_"."""
     if not runs:
         return "–"
-    kl = [1e3 * r[f"{kind}_kl"] for r in runs]
-    flips = statistics.fmean(r[f"{kind}_flips"] for r in runs)
+    kl = [1e3 * r[f"{prefix}kl"] for r in runs]
+    flips = statistics.fmean(r[f"{prefix}flips"] for r in runs)
     spread = f" ({min(kl):.2f}–{max(kl):.2f})" if len(kl) > 1 else ""
-    return f"{statistics.fmean(kl):.2f}{spread}; {flips:.0f} of {runs[0]['tokens']:,}"
+    count = runs[0]["decisions" if "decision" in prefix else "tokens"]
+    return f"{statistics.fmean(kl):.2f}{spread}; {flips:.0f} of {count:,}"
 
 
 def against(runs: list[dict[str, Any]], rows: list[str]) -> Iterator[str]:
-    """Yield a table: in how many pairs of one model and seed our row is lower than another one, and the mean ratio.
+    """Yield a table: in how many pairs of one model, size and seed our row is lower than another one, and the mean ratio.
 
     The others are the peers, naive, and those of our rows that take less time.
     """
-    by_key = {(r["model"], r["seed"], r["row"]): r for r in runs}
-    pairs = sorted({(r["model"], r["seed"]) for r in runs})
-    columns = [f"{kind.upper()} {what}" for kind in NUMERICS for what in ("KL", "flips")]
+    by_key = {(r["model"], r["samples"], r["seed"], r["row"]): r for r in runs}
+    pairs = sorted({(r["model"], r["samples"], r["seed"]) for r in runs})
+    measures = MEASURES if all("decisions" in r for r in runs) else MEASURES[:2]
+    columns = [f"{kind.upper()} {what.replace('_', ' ').replace('kl', 'KL')}" for kind in NUMERICS for what in measures]
+    figures = [f"{kind}_{what}" for kind in NUMERICS for what in measures]
     yield "| ours, other | pairs | " + " | ".join(f"{c}: lower, ratio, p" for c in columns) + " |"
     yield "|---" * (len(columns) + 2) + "|"
     ours = [r for r in rows if r == "gptq" or r.startswith("best ")]
@@ -302,7 +313,7 @@ def against(runs: list[dict[str, Any]], rows: list[str]) -> Iterator[str]:
         for peer in (r for r in rows if r not in ours[i:]):
             both = [(by_key[(*p, own)], by_key[(*p, peer)]) for p in pairs if {(*p, own), (*p, peer)} <= by_key.keys()]
             if both:
-                cells = [compared([(a[f], b[f]) for a, b in both]) for f in FIGURES]
+                cells = [compared([(a[f], b[f]) for a, b in both]) for f in figures]
                 yield f"| {own}, {peer} | {len(both)} | " + " | ".join(cells) + " |"
 
 

@@ -72,6 +72,7 @@ ROWS = {
 }
 NUMERICS = ("w4a4", "w4a16")
 MEASURES = ("kl", "flips", "decision_kl", "decision_flips")
+FIGURES = tuple(f"{kind}_{what}" for kind in NUMERICS for what in MEASURES[:2])
 
 
 @dataclass

@@ -80,7 +80,7 @@ def run_model(name: str, settings: list[str], file: Path, arguments: argparse.Na
         seconds = time.process_time() - start
         line = {"model": name, "seed": seed, "strategy": strategy, "setting": setting, "cpu_s": round(seconds, 2)}
         for kind in arguments.numerics.split(","):
-            line[f"{kind}_kl"], line[f"{kind}_flips"] = held_out.compare(target, kind)
+            line |= held_out.compare(target, kind)
         with file.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)

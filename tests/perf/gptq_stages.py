@@ -63,7 +63,7 @@ def main() -> None:
                 quantize.run("gptq", source, target, seed=seed, **samples)
                 line = {"model": name, "seed": seed, "way": way, "cpu_s": round(time.process_time() - start, 2)}
                 for kind in peers.NUMERICS:
-                    line[f"{kind}_kl"], line[f"{kind}_flips"] = held_out[name].compare(target, kind)
+                    line |= held_out[name].compare(target, kind)
                 with file.open("a") as stream:
                     stream.write(json.dumps(line) + "\n")
                 print(json.dumps(line), flush=True)

@@ -130,17 +130,19 @@ def llm_compressor(arguments: argparse.Namespace, *, awq: bool) -> Work:
     return work
 
 
-def use_static_rounding_without_triton() -> None:
-    """Let ModelOpt 0.47 round weights with given block scales on a CPU, where it asks for Triton.
+def use_rounding_without_triton() -> None:
+    """Let ModelOpt 0.47 round weights with given block scales, and inputs, on a CPU, where it asks for Triton and CUDA.
 
     The rule of its kernel: E2M1 to nearest under amax / 6, which is first rounded to E4M3 in units of the tensor's amax / 6 / 448.
+    Of inputs amax is the block's own, as codec.fake_quant rounds them.
     """
     import types
 
     import torch
     from modelopt.torch.quantization import tensor_quant
 
-    from annie_quant.offline.codec import to_e2m1
+    from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
+    from annie_quant.offline.codec import fake_quant, to_e2m1
 
     def rounded(
         x: Any, amax: Any, global_amax: Any, quantize: bool = True, largest: float = 448.0, dtype: Any = None
@@ -152,7 +154,11 @@ def use_static_rounding_without_triton() -> None:
         values = to_e2m1(blocks / scale.clamp_min(1e-30)) * scale
         return values.reshape(x.shape).to(dtype or x.dtype)
 
+    def rounded_inputs(_: Any, inputs: Any, block_size: int, amax: Any, *options: Any) -> Any:
+        return fake_quant(inputs, float(amax.max()) / LARGEST_NVFP4, block_size)
+
     tensor_quant.triton_kernel = types.SimpleNamespace(IS_AVAILABLE=True, static_blockwise_fp4_fake_quant=rounded)
+    tensor_quant._dynamic_block_quantize_forward = rounded_inputs
 
 
 def model_opt(arguments: argparse.Namespace, preset: str) -> Work:
@@ -163,7 +169,7 @@ def model_opt(arguments: argparse.Namespace, preset: str) -> Work:
     from modelopt.torch.export import export_hf_checkpoint
 
     if arguments.device == "cpu":
-        use_static_rounding_without_triton()
+        use_rounding_without_triton()
     config = getattr(mtq, preset)
     config["quant_cfg"] += [
         {"quantizer_name": f"*{part}*", "enable": False} for part in ("lm_head", "in_proj_a.", "in_proj_b.")
@@ -241,6 +247,7 @@ RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "best --effort normal": lambda a: ours(a, "best", effort="normal"),
     "best --effort fast, all W4A4": lambda a: ours(a, "best", effort="fast", activations=4),
     "best --effort normal, all W4A4": lambda a: ours(a, "best", effort="normal", activations=4),
+    "ModelOpt max": lambda a: model_opt(a, "NVFP4_DEFAULT_CFG"),
     "ModelOpt MSE": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG"),
     "ModelOpt local Hessian": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG"),
     "ModelOpt AWQ": lambda a: model_opt(a, "NVFP4_AWQ_LITE_CFG"),

@@ -2,8 +2,10 @@
 
     python tests/perf/quantize_peers.py --output runs/peers --seeds 0,1,2 --llm-compressor PYTHON --auto-round PYTHON
     python tests/perf/quantize_peers.py --output runs/peers --models tiny-annie --only "gptq;llm-compressor GPTQ"
+    python tests/perf/quantize_peers.py --output runs/peers --models DIR --samples 16 --results tests/perf/quantize_peers.jsonl
     python tests/perf/quantize_peers.py --output runs/peers --table          # quantize_peers.md's tables of the finished runs
 
+--models: names of tiny models, and folders of other models.
 --machine NAME: of runs on another machine, which get their own table of times. Append its runs.jsonl to the first machine's.
 
 PYTHON is that of an environment with the library; ModelOpt and our strategies run in this one. A run is one process of
@@ -11,13 +13,15 @@ peer_recipes.py with one thread, and one line of runs.jsonl; finished runs are s
 in_proj_a and in_proj_b is quantized to NVFP4 in every run; the head and the embedding are not.
 
 Mean KL against the source and flips (tokens whose most probable choice changes) are over the answers of held-out conversations:
-split `gate`, seed 77, with other prompts than those of calibration. Weights and inputs are rounded as the checkpoint states, all
-else is computed in float32 by one reader. The reference is the source on the same answers.
+split `gate`, seed 77, with other prompts than those of calibration. Both are also given for the tokens that decide: what opens or
+makes a call, and an answer's first and last token. Weights and inputs are rounded as the checkpoint states, all else is computed
+in float32 by one reader. The reference is the source on the same answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -56,7 +60,10 @@ ROWS = {
     "best --effort normal, all W4A4": OURS,
     "best --effort fast": OURS,
     "best --effort normal": OURS,
+    "ModelOpt max": OURS,
     "ModelOpt MSE": OURS,
+    "ModelOpt local Hessian": OURS,
+    "ModelOpt AWQ": OURS,
     "llm-compressor GPTQ": LLM_COMPRESSOR,
     "llm-compressor AWQ + GPTQ": LLM_COMPRESSOR,
     "AutoRound light": AUTO_ROUND,
@@ -64,7 +71,8 @@ ROWS = {
     "AutoRound with extension": AUTO_ROUND,
 }
 NUMERICS = ("w4a4", "w4a16")
-FIGURES = tuple(f"{kind}_{what}" for kind in NUMERICS for what in ("kl", "flips"))
+MEASURES = ("kl", "flips", "decision_kl", "decision_flips")
+FIGURES = tuple(f"{kind}_{what}" for kind in NUMERICS for what in MEASURES[:2])
 
 
 @dataclass
@@ -72,34 +80,50 @@ class HeldOut:
     """Answers of held-out conversations, and the source's log-probabilities there, float32."""
 
     rows: list[Row]
+    decides: list[torch.Tensor]  # bool, per token of a row
     reference: dict[int, torch.Tensor]
 
     @classmethod
+    @functools.cache  # seeds share the answers
     def of(cls, model: Path, file: Path, answers: int) -> HeldOut:
         samples = calibration_samples.samples_of_rows(model, read_conversations(file))
-        rows = [Row(s.prompt, s.answer) for s in list(kl_trial.spread(samples))[:answers]]
+        samples = list(kl_trial.spread(samples))[:answers]
+        rows = [Row(s.prompt, s.answer) for s in samples]
         source = load(model, dtype=torch.float32, device="cpu")
-        return cls(rows, {i: torch.log_softmax(x, -1) for i, x in Engine(source).scores(rows)})
+        decides = [torch.tensor(s.decides, dtype=torch.bool) for s in samples]
+        return cls(rows, decides, {i: torch.log_softmax(x, -1) for i, x in Engine(source).scores(rows)})
 
     @property
     def tokens(self) -> int:
         return sum(len(row.target) for row in self.rows)
 
-    def compare(self, checkpoint: Path, numerics: str) -> tuple[float, int]:
-        """Return the mean KL in nats per token, and how many tokens have another most probable choice."""
+    @property
+    def decisions(self) -> int:
+        return sum(int(decides.sum()) for decides in self.decides)
+
+    def compare(self, checkpoint: Path, numerics: str) -> dict[str, float]:
+        """Return the mean KL in nats per token and the flips, of all tokens and of those that decide, by NUMERICS_MEASURE."""
         model = load(checkpoint, numerics, cache="float32", dtype=torch.float32, device="cpu")
-        kl, flips = 0.0, 0
+        sums = dict.fromkeys(MEASURES, 0.0)
         for i, logits in Engine(model).scores(self.rows):
             p, q = self.reference[i], torch.log_softmax(logits, -1)
-            kl += float((p.exp() * (p - q)).sum(-1).clamp_min(0).double().sum())
-            flips += int((p.argmax(-1) != q.argmax(-1)).sum())
-        return kl / self.tokens, flips
+            kl, flips = (p.exp() * (p - q)).sum(-1).clamp_min(0).double(), p.argmax(-1) != q.argmax(-1)
+            decides = self.decides[i]
+            for name, values in zip(MEASURES, (kl, flips, kl[decides], flips[decides]), strict=True):
+                sums[name] += float(values.sum())
+        return {
+            f"{numerics}_kl": sums["kl"] / self.tokens,
+            f"{numerics}_flips": int(sums["flips"]),
+            f"{numerics}_decision_kl": sums["decision_kl"] / self.decisions,
+            f"{numerics}_decision_flips": int(sums["decision_flips"]),
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(MODELS), help="names of tiny models, or folders")
+    parser.add_argument("--results", type=Path, help="default: runs.jsonl in --output")
     parser.add_argument("--seeds", default="0,1,2", help="of the calibration conversations")
     parser.add_argument("--samples", type=int, default=128, help="calibration conversations")
     parser.add_argument("--answers", type=int, default=150, help="held-out answers")
@@ -113,6 +137,7 @@ def main() -> None:
     parser.add_argument("--machine", default="", help="stored with each run; times are shown per machine")
     parser.add_argument("--table", action="store_true", help="print the tables of the finished runs and stop")
     arguments = parser.parse_args()
+    arguments.results = arguments.results or arguments.output / "runs.jsonl"
     if not arguments.table:
         pythons = {
             OURS: Path(sys.executable),
@@ -125,17 +150,18 @@ def main() -> None:
         for seed in map(int, arguments.seeds.split(",")):
             for model in arguments.models.split(","):
                 run_rows(model, seed, chosen, pythons, arguments)
-    print(tables(arguments.output / "runs.jsonl"))
+    print(tables(arguments.results))
 
 
 def run_rows(model: str, seed: int, rows: list[str], pythons: dict[str, Path], arguments: argparse.Namespace) -> None:
     """Run the rows that are not finished, and append one line each to runs.jsonl."""
-    output, file = arguments.output, arguments.output / "runs.jsonl"
-    finished = {(r["model"], r["seed"], r["row"]) for r in stored(file) if not r.get("error")}
-    todo = [row for row in rows if (model, seed, row) not in finished]
+    output, file = arguments.output, arguments.results
+    source = source_of(model, output)
+    model = source.name
+    finished = {(r["model"], r["seed"], r["row"], r["samples"]) for r in stored(file) if not r.get("error")}
+    todo = [row for row in rows if (model, seed, row, arguments.samples) not in finished]
     if not todo:
         return
-    source = source_of(model, output)
     conversations, text = calibration_text(source, seed, arguments.samples, output)
     gate = output / "gate.jsonl"
     if not gate.is_file():
@@ -151,18 +177,22 @@ def run_rows(model: str, seed: int, rows: list[str], pythons: dict[str, Path], a
         command += ["--faster-deltanet"] if arguments.faster_deltanet else []
         line |= measured_run([str(c) for c in command], target, arguments.threads)
         if not line.get("error"):
-            line |= {"linears": quantized(target), "bytes": ModelFolder(target).weight_bytes, "tokens": held_out.tokens}
+            line |= {"linears": quantized(target), "bytes": ModelFolder(target).weight_bytes}
+            line |= {"tokens": held_out.tokens, "decisions": held_out.decisions}
             for kind in NUMERICS:
-                line[f"{kind}_kl"], line[f"{kind}_flips"] = held_out.compare(target, kind)
+                line |= held_out.compare(target, kind)
+            shutil.rmtree(target)
         print(json.dumps(line), flush=True)
         with file.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
 
 
 def source_of(name: str, output: Path) -> Path:
-    """Return the folder of tiny-annie, or of one of its variants, which is saved first."""
+    """Return the folder of tiny-annie, of one of its variants, which is saved first, or `name` if it is a folder."""
     if name == TINY.name:
         return TINY
+    if name not in MODELS:
+        return Path(name).resolve()
     from tiny_variants import save_variant  # type: ignore[import-not-found]
 
     folder = output / "sources" / name
@@ -173,8 +203,12 @@ def source_of(name: str, output: Path) -> Path:
 
 
 def calibration_text(model: Path, seed: int, samples: int, output: Path) -> tuple[Path, Path]:
-    """Return the conversations of a seed, and a file with their token sequences for the peers. All models have one tokenizer."""
-    conversations, text = output / f"calibration-{seed}.jsonl", output / f"calibration-{seed}-{samples}-ids.jsonl"
+    """Return the conversations of a seed, and a file with their token sequences for the peers."""
+    tokenizer = "" if model.name in MODELS else f"-{model.name}"
+    conversations, text = (
+        output / f"calibration-{seed}.jsonl",
+        output / f"calibration-{seed}-{samples}-ids{tokenizer}.jsonl",
+    )
     if not conversations.is_file():
         generate("annie", teacher="offline", n=500, output=conversations, seed=seed)
     if not text.is_file():
@@ -228,39 +262,51 @@ def stored(file: Path) -> list[dict[str, Any]]:
 def tables(file: Path) -> str:
     """Return the finished runs as markdown: figures by row and model, and our rows against each peer."""
     runs = [r for r in stored(file) if not r.get("error")]
-    models = [m for m in MODELS if any(r["model"] == m for r in runs)]
+    columns = list(dict.fromkeys((r["model"], r["samples"]) for r in runs))
     rows = [r for r in ROWS if any(run["row"] == r for run in runs)]
     lines = []
     for kind in NUMERICS:
-        lines += [f"{kind.upper()}: mean KL, 1e-3 nats per token (least to most over seeds); flips", ""]
-        lines += ["| | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
-        for row in rows:
-            cells = [cell([r for r in runs if (r["row"], r["model"]) == (row, m)], kind) for m in models]
-            lines.append(f"| {row} | " + " | ".join(cells) + " |")
-        lines.append("")
+        for measure in ("", "decision_") if all("decisions" in r for r in runs) else ("",):
+            of = " of the tokens that decide" if measure else ""
+            lines += [f"{kind.upper()}: mean KL{of}, 1e-3 nats per token (least to most over seeds); flips", ""]
+            lines += [
+                "| | " + " | ".join(f"{m}, {n} rows" for m, n in columns) + " |",
+                "|---" * (len(columns) + 1) + "|",
+            ]
+            for row in rows:
+                cells = [
+                    cell([r for r in runs if (r["row"], r["model"], r["samples"]) == (row, *c)], f"{kind}_{measure}")
+                    for c in columns
+                ]
+                lines.append(f"| {row} | " + " | ".join(cells) + " |")
+            lines.append("")
     lines += against(runs, rows)
     for machine in sorted({r.get("machine", "") for r in runs}):
         lines += ["", *([f"{machine}:", ""] if machine else []), *times(runs, rows, machine)]
     return "\n".join(lines)
 
 
-def cell(runs: list[dict[str, Any]], kind: str) -> str:
+def cell(runs: list[dict[str, Any]], prefix: str) -> str:
+    """Return the figures of the runs of one row, model and size. prefix: of the figures, such as "w4a4_decision_"."""
     if not runs:
         return "–"
-    kl = [1e3 * r[f"{kind}_kl"] for r in runs]
-    flips = statistics.fmean(r[f"{kind}_flips"] for r in runs)
+    kl = [1e3 * r[f"{prefix}kl"] for r in runs]
+    flips = statistics.fmean(r[f"{prefix}flips"] for r in runs)
     spread = f" ({min(kl):.2f}–{max(kl):.2f})" if len(kl) > 1 else ""
-    return f"{statistics.fmean(kl):.2f}{spread}; {flips:.0f} of {runs[0]['tokens']:,}"
+    count = runs[0]["decisions" if "decision" in prefix else "tokens"]
+    return f"{statistics.fmean(kl):.2f}{spread}; {flips:.0f} of {count:,}"
 
 
 def against(runs: list[dict[str, Any]], rows: list[str]) -> Iterator[str]:
-    """Yield a table: in how many pairs of one model and seed our row is lower than another one, and the mean ratio.
+    """Yield a table: in how many pairs of one model, size and seed our row is lower than another one, and the mean ratio.
 
     The others are the peers, naive, and those of our rows that take less time.
     """
-    by_key = {(r["model"], r["seed"], r["row"]): r for r in runs}
-    pairs = sorted({(r["model"], r["seed"]) for r in runs})
-    columns = [f"{kind.upper()} {what}" for kind in NUMERICS for what in ("KL", "flips")]
+    by_key = {(r["model"], r["samples"], r["seed"], r["row"]): r for r in runs}
+    pairs = sorted({(r["model"], r["samples"], r["seed"]) for r in runs})
+    measures = MEASURES if all("decisions" in r for r in runs) else MEASURES[:2]
+    columns = [f"{kind.upper()} {what.replace('_', ' ').replace('kl', 'KL')}" for kind in NUMERICS for what in measures]
+    figures = [f"{kind}_{what}" for kind in NUMERICS for what in measures]
     yield "| ours, other | pairs | " + " | ".join(f"{c}: lower, ratio, p" for c in columns) + " |"
     yield "|---" * (len(columns) + 2) + "|"
     ours = [r for r in rows if r == "gptq" or r.startswith("best ")]
@@ -268,7 +314,7 @@ def against(runs: list[dict[str, Any]], rows: list[str]) -> Iterator[str]:
         for peer in (r for r in rows if r not in ours[i:]):
             both = [(by_key[(*p, own)], by_key[(*p, peer)]) for p in pairs if {(*p, own), (*p, peer)} <= by_key.keys()]
             if both:
-                cells = [compared([(a[f], b[f]) for a, b in both]) for f in FIGURES]
+                cells = [compared([(a[f], b[f]) for a, b in both]) for f in figures]
                 yield f"| {own}, {peer} | {len(both)} | " + " | ".join(cells) + " |"
 
 

@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, tuple[str, ...]]] = {
     "mtp": ("MTP: the server dies at the first request", {"mtp": "2"}, "", ("mtp",)),
 }  # fmt: skip
 DIES = "mtp"  # no planted fault: this build's own
-HEALTHY = (("naive", 0), ("best", 0), ("naive", 1), ("best", 1), ("naive", 2), ("best", 2))  # checkpoint, seed
+HEALTHY = tuple((checkpoint, seed) for seed in range(8) for checkpoint in ("naive", "best"))
 
 
 class VllmFiles(attribution.Files):

@@ -152,7 +152,10 @@ def template(text):
 
 PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 FAULTS = {
-    "ids exchanged": (change("tokenizer.json", exchange), ["800 ids of tokens differ", "other tokens for 5 of 5 prompts"]),
+    "ids exchanged": (
+        change("tokenizer.json", exchange),
+        ["800 ids of tokens differ", "other tokens for 5 of 5 prompts"],
+    ),
     "no roles": (template(PLAIN), ["chat_template.jinja", "other tokens for 5 of 5 prompts"]),
     "no tools": (
         template("{% set tools = none %}" + ORIGINAL),

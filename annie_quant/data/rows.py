@@ -401,12 +401,10 @@ def _category_faults(row: Row, persona: Persona) -> list[str]:
 
 
 def _style_faults(text: str, persona: Persona, limited: bool) -> list[str]:
-    rules = {
-        f"an answer is longer than {MAX_ANSWER} characters": limited and len(text) > MAX_ANSWER,
-        f"markdown in an answer: {markdown_in(text)}": persona.forbids_markdown and markdown_in(text),
-        "thinking in an answer": leaked(text),
-    }
-    return [fault for fault, broken in rules.items() if broken]
+    faults = [f"an answer is longer than {MAX_ANSWER} characters"] if limited and len(text) > MAX_ANSWER else []
+    if persona.forbids_markdown and (kind := markdown_in(text)):
+        faults.append(f"markdown in an answer: {kind}")
+    return [*faults, "thinking in an answer"] if leaked(text) else faults
 
 
 def _call_faults(call: object, schemas: Mapping[str, Tool] | None) -> list[str]:

@@ -84,8 +84,9 @@ def _draw(node: object, root: Schema, rng: random.Random, split: str, name: str,
         low, high = int(node.get("minItems", depth < MAX_DEPTH)), int(node.get("maxItems", MAX_ITEMS))
         n = rng.randint(low, max(low, min(high, low + MAX_ITEMS - 1))) if depth < MAX_DEPTH else low
         items = [_draw(node.get("items", {}), root, rng, split, name, depth + 1) for _ in range(n)]
-        unique = {json.dumps(item, sort_keys=True): item for item in items}
-        return list(unique.values()) if node.get("uniqueItems") else items
+        if node.get("uniqueItems"):
+            items = list({json.dumps(item, sort_keys=True): item for item in items}.values())
+        return items
     if kind in ("integer", "number"):
         return _number(node, rng, kind)
     if kind == "boolean":

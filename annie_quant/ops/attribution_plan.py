@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -145,6 +145,13 @@ def with_needed(cause: Iterable[str], factors: Iterable[str]) -> Factors:
     return tuple(name for name in factors if name in names)
 
 
+def pairs_of(factors: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs that can be one cause: not a factor with the one that it needs, because it is named alone."""
+    for a, b in itertools.combinations(factors, 2):
+        if NEEDS.get(a) != b and NEEDS.get(b) != a:
+            yield a, b
+
+
 class _CauseSearch:
     """The explanations of a broken full arm, weighed by what was measured. Arms and causes are bit masks of factors."""
 
@@ -225,14 +232,14 @@ def _explanations(active: Factors) -> tuple[list[tuple[int, ...]], np.ndarray, n
     """
     import numpy as np
 
-    causes = {1 << i: 1.0 for i in range(len(active))}
-    for i, k in itertools.combinations(range(len(active)), 2):
-        if active[i] not in with_needed([active[k]], active) and active[k] not in with_needed([active[i]], active):
-            causes[1 << i | 1 << k] = KNOWN_PAIR if {active[i], active[k]} in KNOWN_PAIRS else PAIR
+    bits = {name: 1 << i for i, name in enumerate(active)}
+    causes = dict.fromkeys(bits.values(), 1.0)
+    for a, b in pairs_of(active):
+        causes[bits[a] | bits[b]] = KNOWN_PAIR if {a, b} in KNOWN_PAIRS else PAIR
     weights: dict[tuple[int, ...], float] = {(): CHANCE} | {(c,): weight for c, weight in causes.items()}
-    for a, b in itertools.combinations(causes, 2):
-        if not a & b and a.bit_count() + b.bit_count() < 4:
-            weights[a, b] = SECOND * causes[a] * causes[b] / len(active)
+    for one, other in itertools.combinations(causes, 2):
+        if not one & other and one.bit_count() + other.bit_count() < 4:
+            weights[one, other] = SECOND * causes[one] * causes[other] / len(active)
     arms = np.arange(2 ** len(active))
     worse = np.zeros((len(weights), len(arms)), bool)
     for row, masks in zip(worse, weights, strict=True):

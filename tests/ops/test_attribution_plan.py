@@ -9,13 +9,10 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from annie_quant.judge.statistics import mcnemar
-from annie_quant.ops.attribution_plan import MAX_ARMS, NEEDS, ArmResult, Conclusion, Effect, Factors, plan
+from annie_quant.ops.attribution_plan import MAX_ARMS, NEEDS, ArmResult, Conclusion, Effect, Factors, pairs_of, plan
 
 NAMES = ("weights", "activations", "template", "parser", "kv", "mtp", "prefix", "graphs", "batch", "sampling")
-# A factor with the one that it needs is no pair: it is named alone.
-PAIRS = [
-    pair for pair in itertools.combinations(NAMES, 2) if pair not in [(other, name) for name, other in NEEDS.items()]
-]
+PAIRS = list(pairs_of(NAMES))
 Causes = Sequence[tuple[str, ...]]
 
 

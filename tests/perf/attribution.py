@@ -33,7 +33,7 @@ from annie_quant.core.files import read_json, write_json, write_text  # noqa: E4
 from annie_quant.data.workloads import resolve  # noqa: E402
 from annie_quant.judge.statistics import mcnemar  # noqa: E402
 from annie_quant.ops.attribution import AttributionRun  # noqa: E402
-from annie_quant.ops.attribution_plan import NEEDS, ArmResult, Conclusion, Effect, plan  # noqa: E402
+from annie_quant.ops.attribution_plan import ArmResult, Conclusion, Effect, pairs_of, plan  # noqa: E402
 from annie_quant.ops.attribution_servers import CommandTarget  # noqa: E402
 
 REPORT = ROOT / "tests/perf/attribution.md"
@@ -201,10 +201,7 @@ def simulated_rows(runs: int) -> list[str]:
     cases: dict[str, list[list[tuple[str, ...]]]] = {
         "no fault": [[]],
         "one factor": [[(f,)] for f in FACTORS],
-        # A factor with the one that it needs is no pair: it is named alone.
-        "a pair": [
-            [pair] for pair in itertools.combinations(FACTORS, 2) if pair not in [(b, a) for a, b in NEEDS.items()]
-        ],
+        "a pair": [[pair] for pair in pairs_of(FACTORS)],
         "two factors": [[(a,), (b,)] for a, b in itertools.combinations(FACTORS, 2)],
     }
     rows = []

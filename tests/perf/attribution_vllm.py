@@ -172,7 +172,7 @@ def faulty_rows(files: VllmFiles, names: list[str], vllm: Path) -> Iterator[str]
         planted, stated, fault, culprits = FAULTS[name]
         row = run(files, name, vllm, "naive", stated, fault, 0)
         end = row["conclusion"]
-        # A server that dies with a value is no culprit of wrong answers: the value is named as one that cannot be tested.
+        # A server that dies with a value does not make answers wrong: the value is named as one that cannot be tested.
         ok = end["causes"] == [list(culprits)] or (not end["causes"] and list(end["untested"]) == list(culprits))
         sentence = "; ".join(
             [row["sentence"], *(f"not tested: {name}: {why}" for name, why in end["untested"].items())]

@@ -1,7 +1,8 @@
 """The Berkeley Function Calling Leaderboard's cases as a workload, from the package bfcl-eval (Apache 2.0).
 
-    load()                         all cases of the single-turn categories below
+    load()                         all cases of CATEGORIES, single-turn prompts
     load("multiple,irrelevance")   complete categories
+    load("live_multiple")          prompts of real users
     load("multi_turn_base")        multi-turn: one prompt per step of the recorded solutions
 
 Dots in function names are replaced, as the leaderboard does for models that call functions natively: OpenAI's names have none.
@@ -146,6 +147,8 @@ def parsed_call(text: str, orders: Mapping[str, Sequence[str]]) -> tuple[str, Js
 
 
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
+# live_relevance is left out: it has no recorded answers, any call is right.
+LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance")
 MAX_TOKENS = 512
 GATES = ("tool_schema", "tool_selection", "tool_values", "abstention")
 # What bf16 itself gets wrong in a long conversation is not lost by quantizing: its own calls are the reference.
@@ -164,8 +167,8 @@ def load(categories: str = "", folder: str | Path | None = None, start: Start = 
     """
     names = [c for c in categories.split(",") if c] or list(CATEGORIES)
     for name in names:
-        if name not in (*CATEGORIES, *MULTI_TURN):
-            hint = f"choose from: {', '.join((*CATEGORIES, *MULTI_TURN))}"
+        if name not in (*CATEGORIES, *LIVE, *MULTI_TURN):
+            hint = f"choose from: {', '.join((*CATEGORIES, *LIVE, *MULTI_TURN))}"
             raise UsageError(f"bfcl has no category {name!r} here", hint)
     root = Path(folder) if folder is not None else _package_data()
     rows = (_steps(root, name, start) if name in MULTI_TURN else _cases(root, name) for name in names)
@@ -197,7 +200,7 @@ def _package_data() -> Path:
 def _cases(root: Path, category: str) -> Iterator[Case]:
     file = f"BFCL_v4_{category}.json"
     answers = {}
-    if category != "irrelevance":
+    if not category.endswith("irrelevance"):
         answers = {row["id"]: row["ground_truth"] for row in _rows(root / "possible_answer" / file)}
     for row in _rows(root / file):
         calls = [{_name(name): values for name, values in call.items()} for call in answers.get(row["id"], ())]

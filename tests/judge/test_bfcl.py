@@ -102,6 +102,17 @@ def test_values(folder, called, right):
     assert (values_fault(calls(*called), case.expect["calls"]) == "") is right
 
 
+def test_objects_in_objects_have_single_values():
+    expected = [{"move": {"to": [{"place": {"x": 1.5, "y": 2}, "speed": [3, ""]}]}}]
+    assert values_fault(calls(("move", {"to": {"place": {"x": 1.5, "y": 2}}})), expected) == ""
+    assert "place" in values_fault(calls(("move", {"to": {"place": {"x": 1.5, "y": 3}}})), expected)
+
+
+def test_live_questions_that_no_tool_fits_need_no_recorded_answer(folder):
+    (folder / "BFCL_v4_live_irrelevance.json").write_text(json.dumps(QUESTION | {"id": "live_irrelevance_0"}) + "\n")
+    assert [c.expect for c in bfcl.load("live_irrelevance", folder).cases] == [{"no_tool": True}]
+
+
 def test_selection_counts_calls(folder):
     expected = bfcl.load("parallel", folder).cases[0].expect["calls"]
     assert selection_fault(calls(("spotify_play", {}), ("spotify_play", {})), expected) == ""
@@ -117,10 +128,14 @@ def test_unknown_categories_and_a_missing_package_are_one_line(monkeypatch):
         judge.load_workloads(["bfcl"])
 
 
+# Two have a required argument without an allowed value, one an object in an object. The leaderboard's checker refuses them, too.
+REFUSE_THEMSELVES = {"live_simple_106-63-0", "live_simple_112-68-0", "live_multiple_121-46-0"}
+
+
 @pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None, reason="the package bfcl-eval is not installed")
 def test_every_case_of_the_package_accepts_its_own_answer():
     """Each ground truth, as calls with its first allowed values, passes; with an unknown argument it fails."""
-    for category in bfcl.CATEGORIES[:-1]:
+    for category in (*bfcl.CATEGORIES[:-1], *bfcl.LIVE[:-1]):
         for case in bfcl.load(category).cases:
             called = [
                 (name, {k: v[0] for k, v in values.items() if v and v[0] != ""})
@@ -128,6 +143,9 @@ def test_every_case_of_the_package_accepts_its_own_answer():
                 for name, values in call.items()
             ]
             called = [(name, {k: _first(v) for k, v in arguments.items()}) for name, arguments in called]
+            if case.id in REFUSE_THEMSELVES:
+                assert values_fault(calls(*called), case.expect["calls"])
+                continue
             assert values_fault(calls(*called), case.expect["calls"]) == "", case.id
             spoilt = copy.deepcopy(called)
             spoilt[0][1]["no such argument"] = 1

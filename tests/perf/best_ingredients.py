@@ -4,7 +4,8 @@
     python tests/perf/best_ingredients.py DIR --calibration rows.jsonl --output results.jsonl --draws 0,1,2 --rows gptq,gptq+p.1
     python tests/perf/best_ingredients.py --table results.jsonl
 
-A row is a strategy with settings (RECIPES) or another library's recipe (PEERS). Draw d takes --samples of the calibration rows in
+A row is a strategy with settings (RECIPES) or another library's recipe (PEERS); "best =published" is best within the bytes of the
+finished row "ModelOpt published". Draw d takes --samples of the calibration rows in
 random order with seed d. KL is over the bf16 model's own greedy answers to --cases prompts of the workloads (default: bfcl, whose
 prompts are others than those of bfcl_rows.py). Each result is appended to the output at once and is not computed again, so a killed
 run continues. --share 1/3 takes every third row from the second on, for several processes with one output. --limit: start no row
@@ -62,8 +63,12 @@ RECIPES = {
 PEERS = (  # rows of peer_recipes.py; each needs its library in this environment
     "ModelOpt MSE", "ModelOpt local Hessian", "ModelOpt AWQ", "llm-compressor GPTQ", "llm-compressor AWQ + GPTQ",
     "AutoRound light", "AutoRound", "AutoRound with extension",
+    "ModelOpt published", "ModelOpt AutoQuantize 5", "ModelOpt AutoQuantize 6", "ModelOpt AutoQuantize 7",
 )  # fmt: skip
 NUMERICS = ("w4a4", "w4a16")
+EQUAL = {  # best under the bytes of another finished row
+    f"={x.removeprefix('ModelOpt ').replace(' ', '')}": x for x in (*PEERS, "naive")
+}
 
 
 def chosen_workloads(names: str, cases: int) -> list[Workload]:
@@ -104,7 +109,10 @@ def quantized(row: str, draw: int, arguments: argparse.Namespace, output: Path) 
     calibration.write_text("".join(json.dumps(r) + "\n" for r in rows[: arguments.samples]))
     if row in PEERS:
         return quantized_by_peer(row, draw, arguments, calibration, output)
-    strategy, *settings = RECIPES[row].split()
+    settings = RECIPES.get(row, row).split()
+    if settings[-1] in EQUAL:
+        settings[-1] = f"max_gb={bytes_of(EQUAL[settings[-1]], draw, arguments) / 1e9:.6f}"
+    strategy, *settings = settings
     options: dict[str, Any] = dict(item.split("=", 1) for item in settings)
     start = time.monotonic()
     quantize.run(
@@ -117,6 +125,12 @@ def quantized(row: str, draw: int, arguments: argparse.Namespace, output: Path) 
         **options,
     )
     return time.monotonic() - start
+
+
+def bytes_of(row: str, draw: int, arguments: argparse.Namespace) -> int:
+    """Return the bytes of a finished row of the same model, draw and samples."""
+    wanted = (arguments.model.name, draw, row, arguments.samples)
+    return next(int(x["bytes"]) for x in finished(arguments.output) if "error" not in x and key(x) == wanted)
 
 
 def quantized_by_peer(row: str, draw: int, arguments: argparse.Namespace, calibration: Path, output: Path) -> float:
@@ -208,7 +222,7 @@ def main() -> None:
     start = time.monotonic()
     workloads = chosen_workloads(arguments.workloads, arguments.cases)
     done = {key(line) for line in finished(arguments.output) if "error" not in line}
-    if unknown := set(arguments.rows.split(",")) - {*RECIPES, *PEERS}:
+    if unknown := {r for r in arguments.rows.split(",") if r.split()[-1] not in EQUAL} - {*RECIPES, *PEERS}:
         parser.error(f"no row {unknown.pop()!r}; choose from: {', '.join([*RECIPES, *PEERS])}")
     every = [(d, r) for d in map(int, arguments.draws.split(",")) for r in arguments.rows.split(",")]
     index, count = map(int, arguments.share.split("/"))

@@ -191,6 +191,60 @@ def model_opt(arguments: argparse.Namespace, preset: str) -> Work:
     return work
 
 
+def model_opt_formats(arguments: argparse.Namespace, bits: float = 0.0) -> Work:
+    """Return ModelOpt with several formats: NVIDIA's published recipe, or AutoQuantize's choice at `bits` per weight.
+
+    bits: 0 for attention in FP8, MLPs in NVFP4 W4A4 and the head in NVFP4 W4A16; else AutoQuantize chooses NVFP4, FP8 or bf16 per
+    linear of the decoder by its gradients of the loss on the text, and the head stays bf16.
+    """
+    import modelopt.torch.quantization as mtq
+    import torch
+    import transformers
+    from modelopt.torch.export import export_hf_checkpoint
+
+    if arguments.device == "cpu":
+        use_rounding_without_triton()
+    nvfp4, fp8 = mtq.NVFP4_DEFAULT_CFG["quant_cfg"][1]["cfg"], mtq.FP8_DEFAULT_CFG["quant_cfg"][1]["cfg"]
+    formats = [("*mlp.*", nvfp4, nvfp4), ("*attn.*", fp8, fp8), ("*lm_head*", nvfp4, None)]
+    published: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for part, weight, inputs in formats:
+        published.append({"quantizer_name": f"{part}weight_quantizer", "cfg": weight})
+        published += [{"quantizer_name": f"{part}input_quantizer", "cfg": inputs}] if inputs else []
+    published += [
+        {"quantizer_name": f"*{part}*", "enable": False}
+        for part in ("in_proj_a.", "in_proj_b.", "conv1d", "bmm_quantizer")
+    ]
+
+    def work() -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(
+            arguments.device
+        )
+        ids = [torch.tensor(batch, device=arguments.device) for batch in batches(arguments.text, arguments.batch)]
+
+        def forward_loop(model: Any) -> None:
+            with torch.inference_mode():
+                for batch in ids:
+                    model(batch, use_cache=False)
+
+        if bits:
+            model, _ = mtq.auto_quantize(
+                model,
+                constraints={"effective_bits": bits, "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
+                quantization_formats=[mtq.NVFP4_DEFAULT_CFG, mtq.FP8_DEFAULT_CFG],
+                data_loader=ids,
+                forward_step=lambda model, batch: model(batch, labels=batch, use_cache=False),
+                loss_func=lambda output, batch: output.loss,
+                disabled_layers=["*lm_head*", "*in_proj_a", "*in_proj_b"],
+                num_calib_steps=len(ids),
+                num_score_steps=len(ids),
+            )
+        else:
+            mtq.quantize(model, {"quant_cfg": published, "algorithm": "max"}, forward_loop)
+        export_hf_checkpoint(model, export_dir=str(arguments.output))
+
+    return work
+
+
 def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light: bool = False) -> Work:
     """Return AutoRound's NVFP4 scheme with its default 200 steps, batches of 8, 128 sequences and learning rates.
 
@@ -251,6 +305,10 @@ RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "ModelOpt MSE": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG"),
     "ModelOpt local Hessian": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG"),
     "ModelOpt AWQ": lambda a: model_opt(a, "NVFP4_AWQ_LITE_CFG"),
+    "ModelOpt published": lambda a: model_opt_formats(a),
+    "ModelOpt AutoQuantize 5": lambda a: model_opt_formats(a, 5),
+    "ModelOpt AutoQuantize 6": lambda a: model_opt_formats(a, 6),
+    "ModelOpt AutoQuantize 7": lambda a: model_opt_formats(a, 7),
     "llm-compressor GPTQ": lambda a: llm_compressor(a, awq=False),
     "llm-compressor AWQ + GPTQ": lambda a: llm_compressor(a, awq=True),
     "AutoRound light": lambda a: auto_round(a, light=True),

@@ -11,7 +11,7 @@ request's (last - first token) / (tokens - 1), the mean over requests), and the 
 tokens. At the end each engine's decoding is profiled, kernel by kernel. DIR gets a log per engine, results.jsonl as results come,
 summary.json and profile.*.txt.
 
-Engines: marlin, ours, humming, bf16, each also with "-plain".
+Engines: marlin, ours, humming, bf16, each also with "-plain"; "-head": the head is NVFP4, too ("ours-head-plain").
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ GPU_OPTIONS: dict[str, Any] = {  # of vLLM 0.26 where flash attention's and Flas
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
 
 
-def write_config(folder: Path, tiny: Path, quantized: bool, changes: dict[str, Any]) -> Path:
+def write_config(folder: Path, tiny: Path, quantized: bool, changes: dict[str, Any], *, head: bool = False) -> Path:
     """Write a configuration and return its folder. tiny: a small dense model of the family, whose other fields are used.
 
-    changes: fields of the configuration, one of SHAPES and what differs from it
+    changes: fields of the configuration, one of SHAPES and what differs from it. head: the head is quantized, too
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((tiny / "config.json").read_text()) | changes
@@ -74,7 +74,9 @@ def write_config(folder: Path, tiny: Path, quantized: bool, changes: dict[str, A
     config |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False}
     if quantized:
         bf16 = [f"model.layers.{i}.linear_attn.{name}" for i in layers for name in ("conv1d", "in_proj_a", "in_proj_b")]
-        config["quantization_config"] = {**QUANTIZATION, "ignore": ["lm_head", "model.embed_tokens", *bf16]}
+        config["quantization_config"] = {**QUANTIZATION, "ignore": ["model.embed_tokens", *bf16]}
+        if not head:
+            config["quantization_config"]["ignore"].append("lm_head")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -151,7 +153,8 @@ class Engine:
     """vLLM's engine of one kernel, and the loads."""
 
     def __init__(self, name: str, folder: str, on_cpu: bool) -> None:
-        kernel, plain = name.removesuffix("-plain"), name.endswith("-plain")
+        kernel, *kinds = name.split("-")
+        plain = "plain" in kinds
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions for the engine's process
         os.environ["ANNIE_QUANT_VLLM_KERNEL"] = os.environ["ANNIE_QUANT_VLLM_EXPERTS"] = (
@@ -175,7 +178,7 @@ class Engine:
             options = {"enforce_eager": plain}
         else:
             options |= {
-                "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 10 << 30, **GPU_OPTIONS,
+                "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30, **GPU_OPTIONS,
             }  # fmt: skip
         self.llm = LLM(
             register_text_only(folder), dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
@@ -382,11 +385,12 @@ def coordinate(args: argparse.Namespace) -> None:
     output.mkdir(parents=True, exist_ok=True)
     install_plugin(output / "plugin", "serve_9b:plugin")
     changes = SHAPES[args.shape] | json.loads(args.changes)
-    folders = {
-        q: write_config(output / f"shape.{'nvfp4' if q else 'bf16'}", args.tiny, q, changes) for q in (True, False)
-    }
     names = args.engines.split(",")
-    children = [Child(n, folders[not n.startswith("bf16")], output, args.cpu) for n in names]
+    children = []
+    for name in names:
+        quantized, head = not name.startswith("bf16"), "-head" in name
+        folder = output / f"shape.{'nvfp4' if quantized else 'bf16'}{'-head' if head else ''}"
+        children.append(Child(name, write_config(folder, args.tiny, quantized, changes, head=head), output, args.cpu))
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any] | None) -> None:

@@ -318,12 +318,13 @@ def _mapping_fault(arguments: object, allowed: Allowed) -> str:
         return f"{arguments!r} is not an object"
     if unknown := [key for key in arguments if key not in allowed]:
         return f"unknown argument {unknown[0]!r}"
-    for key, choices in allowed.items():
+    for key, values in allowed.items():
+        choices = values if isinstance(values, (list, tuple)) else [values]  # objects in objects have single values
         if key not in arguments:
             if "" not in choices:
                 return f"the argument {key!r} is missing"
         elif not any(_same(arguments[key], choice) for choice in choices):
-            return f"the argument {key!r} is {arguments[key]!r}, allowed: {list(choices)!r}"
+            return f"the argument {key!r} is {arguments[key]!r}, allowed: {choices!r}"
     return ""
 
 

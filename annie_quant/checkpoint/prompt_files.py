@@ -88,11 +88,11 @@ def same_bytes(folder: Path, source: Path) -> bool:
     return all(_digest(folder / name) == _digest(source / name) for name in shards.PROMPT_FILES)
 
 
-def model_files(folder: Path, sha256: str) -> ModelFiles:
-    """Return the hashes of a folder's files. sha256: of the whole model."""
+def model_files(folder: Path) -> ModelFiles:
+    """Return the hashes of a folder's files, and that of the whole model."""
     template = templates(folder)
     return ModelFiles(
-        sha256=sha256,
+        sha256=shards.model_sha256(folder),
         tokenizer=_digest(folder / shards.TOKENIZER),
         chat_template=sha256_text("\0".join(f"{k}\0{template[k]}" for k in sorted(template))) if template else "",
         generation_config=_digest(folder / shards.GENERATION),

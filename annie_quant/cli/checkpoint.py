@@ -229,9 +229,9 @@ def evaluate(options: EvalOptions) -> None:
     reference; 0 if it keeps what the reference does, or n cannot decide.
     """
     quiet_engines()
-    from annie_quant import judge
     from annie_quant.checkpoint import decode_speed
     from annie_quant.checkpoint.inspection import export_notes
+    from annie_quant.data.rows import read_conversations
     from annie_quant.data.workloads import personas_of, resolve
     from annie_quant.judge.decision import FAILING
     from annie_quant.offline import evaluation
@@ -247,10 +247,10 @@ def evaluate(options: EvalOptions) -> None:
     for fault in faults:
         console.note(fault)
     settings = EvaluationJob(
-        workloads=judge.distinct_prompts(chosen)[0],
+        workloads=chosen,
         n_per_gate=options.n,
         extends=True,
-        conversations=options.calib_data,
+        conversations=read_conversations(options.calib_data) if options.calib_data else (),
         layers_n=options.layers_n if options.layers else None,
         faults=faults,
         **opt.picked(options, "checkpoint", "reference", "numerics", "output", "rows"),

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -90,6 +91,18 @@ def owner(path: str | os.PathLike) -> str:
         if uid != os.geteuid():
             return f", it belongs to user {uid} and this is user {os.geteuid()}"
     return ""
+
+
+def check_writable(path: Path) -> None:
+    """Raise EnvironmentFault if a file cannot be written there; its folder is made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path}: cannot be written ({error.strerror}{owner(path.parent)})", "choose another --output"
+        ) from error
 
 
 def take_lock(file: IO | int, path: str | os.PathLike) -> bool:

@@ -220,14 +220,16 @@ def dataset_rows(path: Path) -> list[JsonObject]:
     return rows
 
 
-def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -> list[JsonObject]:
-    """Return the rows of a file, at most `limit` of them. Raises UsageError for a file without rows.
+def read_conversations(conversations: Rows, limit: int | None = None) -> list[JsonObject]:
+    """Return the rows of a file, or rows, at most `limit` of them. Raises UsageError for a file without rows.
 
     They are taken evenly over the file, which is sorted by category: the first 100 rows would all be greetings.
     """
-    rows = read_rows(path)
-    if not rows:
-        raise UsageError(f"{path} has no conversations", f"annie-quant data --persona annie --output {path}")
+    rows = read_rows(conversations)
+    if not rows and isinstance(conversations, (str, os.PathLike)):
+        raise UsageError(
+            f"{conversations} has no conversations", f"annie-quant data --persona annie --output {conversations}"
+        )
     if limit is None or limit >= len(rows):
         return rows
     return [rows[i * len(rows) // limit] for i in range(limit)]

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from annie_quant.checkpoint.shards import model_sha256
+from annie_quant.checkpoint.prompt_files import model_files
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
@@ -93,7 +93,7 @@ class Reference:
 
     def __init__(self, job: EvaluationJob, template: Template, dtype: str, device: str) -> None:
         self.job, self.template, self.dtype, self.device = job, template, dtype, device
-        self.sha256 = model_sha256(job.reference)
+        self.files = model_files(job.reference)
         self.cache_folder = job.cache or default_cache()
         self.cache = AnswerCache(self.cache_path())
         self._engine: Engine | None = None
@@ -103,7 +103,7 @@ class Reference:
     def cache_path(self, arithmetic: str = "") -> Path:
         """Return the file of the answers in an arithmetic; "": the usual one."""
         suffix = f"-{arithmetic}" if arithmetic else ""
-        return self.cache_folder / f"answers-{self.sha256[:16]}-{self.dtype}{suffix}.jsonl"
+        return self.cache_folder / f"answers-{self.files.sha256[:16]}-{self.dtype}{suffix}.jsonl"
 
     def engine(self) -> Engine:
         if self._engine is None:

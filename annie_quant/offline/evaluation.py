@@ -7,10 +7,8 @@ Counts and verdicts are made from the outcomes per prompt (judge/evidence.py).
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,12 +17,12 @@ from torch import nn
 from annie_quant import __version__, judge
 from annie_quant.checkpoint import ModelFolder, prompt_files
 from annie_quant.checkpoint.inspection import export_notes
-from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.core import files
-from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError
+from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.data.rows import read_conversations
+from annie_quant.data.rows import Rows, read_conversations
+from annie_quant.data.workloads import resolve
 from annie_quant.documents import (
     SCHEMA_VERSION,
     DifferingAnswer,
@@ -50,16 +48,8 @@ from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
 from annie_quant.offline.loading import profiles_of
 from annie_quant.offline.nvfp4_linear import NVFP4Linear
-from annie_quant.offline.pair import (
-    EvaluationJob,
-    ModelPair,
-    StrPath,
-    Workloads,
-    check_prompts,
-    distinct_workloads,
-    open_pair,
-)
-from annie_quant.offline.profiles import find_profile, is_supported
+from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, check_prompts, open_pair
+from annie_quant.offline.profiles import choose, find_profile
 from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers
 
 Judged = tuple[Workload, Case, Answer]  # what judge.gate_table counts
@@ -85,10 +75,10 @@ class Baseline:
 def evaluate(
     model_dir: StrPath,
     reference_dir: StrPath,
-    workloads: Workloads = None,
+    workloads: StrPath | Iterable[StrPath | Workload] | None = None,
     numerics: Sequence[str] = ("w4a4", "w4a16"),
     n_per_gate: int | None = None,
-    conversations: StrPath | Sequence[JsonObject] | None = None,
+    conversations: Rows | None = None,
     n_conversations: int | None = None,
     cache: StrPath | None = None,
     progress: Progress | None = None,
@@ -109,7 +99,7 @@ def evaluate(
         persona: a name, a JSON file or a folder from `annie-quant init`; its system prompt and tools are used (data/workloads.py).
         n_per_gate: number of prompts per gate, drawn from the workloads; default: all.
         conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
-        n_conversations: most conversations, taken evenly over the file.
+        n_conversations: most conversations, taken evenly over the rows.
         cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME.
         dtype: "float32" or "bfloat16" for everything that is not packed; default: float32 on a CPU if memory allows.
         rows: answers per batch.
@@ -126,12 +116,11 @@ def evaluate(
     job = EvaluationJob(
         checkpoint=Path(model_dir),
         reference=Path(reference_dir),
-        workloads=distinct_workloads(workloads, persona),
+        workloads=resolve(persona, workloads),
         n_per_gate=n_per_gate,
         numerics=numerics,
         ensemble=with_ensemble,
-        conversations=conversations,
-        n_conversations=n_conversations,
+        conversations=() if conversations is None else read_conversations(conversations, n_conversations),
         faults=export_notes(model_dir, reference_dir),
         cache=None if cache is None else Path(cache),
         dtype=dtype,
@@ -144,13 +133,9 @@ def evaluate(
 def run(job: EvaluationJob, progress: Progress = SILENT) -> Evaluation:
     """Evaluate a checkpoint and write the result to the job's output."""
     if job.output is not None:
-        check_writable(job.output)  # before an hour of evaluation, not after it
+        files.check_writable(job.output)  # before an hour of evaluation, not after it
     with open_pair(job, progress) as pair:
-        chosen = job.prompts(job.n_per_gate)
-        if job.extends and job.n_per_gate is not None and compares_with_reference(chosen):
-            per_gate = prompts_per_gate(job.n_per_gate, reference_gates(pair, chosen))
-            chosen = chosen if per_gate == job.n_per_gate else job.prompts(per_gate)
-        result = evaluate_pair(pair, job, chosen)
+        result = evaluate_pair(pair, chosen_prompts(pair))
         if job.layers_n is not None and list(result.numerics) != ["bf16"]:
             first = next(iter(result.numerics))
             resumed = None if job.output is None else job.output.with_suffix(".layers.json")
@@ -163,27 +148,25 @@ def run(job: EvaluationJob, progress: Progress = SILENT) -> Evaluation:
     return result
 
 
-def check_writable(path: Path) -> None:
-    """Raise EnvironmentFault if the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise EnvironmentFault(
-            f"{path}: cannot be written ({error.strerror}{files.owner(path.parent)})", "choose another --output"
-        ) from error
+def chosen_prompts(pair: ModelPair) -> list[Workload]:
+    """Return the job's prompts, where it extends them as many as bf16's own answers call for."""
+    job = pair.job
+    chosen = job.prompts(job.n_per_gate)
+    if not job.extends or job.n_per_gate is None or not compares_with_reference(chosen):
+        return chosen
+    per_gate = prompts_per_gate(job.n_per_gate, reference_gates(pair, chosen))
+    return chosen if per_gate == job.n_per_gate else job.prompts(per_gate)
 
 
-def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workload]) -> Evaluation:
+def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> Evaluation:
     """Evaluate the checkpoint with these workloads, whatever the job's are.
 
     Raises UsageError where the checkpoint supports none of the job's numerics.
     """
+    job = pair.job
     workloads, n_repeated = judge.distinct_prompts(workloads)
-    supported = profiles_of(pair.model)
-    numerics = chosen_numerics(job, supported)
-    conversations = scored_conversations(job, pair.template)  # a faulty file is reported before an hour of answers
+    numerics, skipped = choose(job.numerics, profiles_of(pair.model))
+    conversations = conversation_answers(pair.template, job.conversations)
     own_gates = compares_with_reference(workloads)
     workloads = [replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads]
     answered = pair.reference.answer(workloads, pair.progress)
@@ -208,14 +191,13 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
     prompts, reference_outcomes = gate_outcomes(before, baseline)
     floor_outcomes = {k: v for k, v in gate_outcomes(floor, baseline)[1].items() if k in REFERENCE_GATES}
     left_out = template_notes(pair.template, workloads)
-    notes = [*own_files.blocking, *own_files.notes, *model_notes(job.numerics, supported, pair.model)]
+    notes = [*own_files.blocking, *own_files.notes, *model_notes(numerics, skipped, pair.model)]
     if n_repeated:
         notes.append(f"{n_repeated} prompts are repeated under other ids and count once")
     notes += [*shortages(workloads, job.n_per_gate or 0), *left_out]
     for w in workloads:
         if w.informative:
             notes.append(f"{w.name}: {', '.join(w.informative)} for information only, as the workload states")
-    sha256 = model_sha256(job.checkpoint)
     evaluation = evidence.recounted(
         Evaluation(
             schema_version=SCHEMA_VERSION,
@@ -223,7 +205,7 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
             version=__version__,
             model=str(job.checkpoint),
             reference=str(job.reference),
-            reference_sha256=pair.reference.sha256,
+            reference_sha256=pair.reference.files.sha256,
             dtype=pair.dtype,
             device=pair.engine.device.type,
             workloads={w.name: EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w)) for w in workloads},
@@ -240,8 +222,8 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
             members=members,
             ensemble=figures,
             reference_drafts=reference_drafts(pair, answered),
-            checkpoint_files=prompt_files.model_files(job.checkpoint, sha256),
-            reference_files=prompt_files.model_files(job.reference, pair.reference.sha256),
+            checkpoint_files=prompt_files.model_files(job.checkpoint),
+            reference_files=pair.reference.files,
             blocking=blocking,
         )
     )
@@ -249,30 +231,6 @@ def evaluate_pair(pair: ModelPair, job: EvaluationJob, workloads: Sequence[Workl
         evaluation.notes += reference_notes(before, evaluation.reference_gates)
     evaluation.evidence_sha256 = evidence.evidence_sha256(evaluation)
     return evaluation
-
-
-def chosen_numerics(job: EvaluationJob, supported: Sequence[str]) -> list[str]:
-    """Return the job's numerics that are supported; ["bf16"] for a model without NVFP4 linears, which is evaluated as it is."""
-    for name in job.numerics:
-        find_profile(name)  # a misspelled one is an error, one that the checkpoint lacks is a note
-    if list(supported) == ["bf16"]:
-        return ["bf16"]
-    chosen = [n for n in dict.fromkeys(job.numerics) if is_supported(n, supported)]
-    if not chosen:
-        raise UsageError(
-            f"{job.checkpoint} does not support {', '.join(job.numerics)}", f"it supports: {', '.join(supported)}"
-        )
-    return chosen
-
-
-def scored_conversations(job: EvaluationJob, template: Template) -> list[ScoredAnswer]:
-    """Return the answers of the job's conversations."""
-    rows: Sequence[JsonObject] = ()
-    if isinstance(job.conversations, (str, os.PathLike)):
-        rows = read_conversations(job.conversations, job.n_conversations)
-    elif job.conversations is not None:
-        rows = job.conversations[: job.n_conversations]
-    return conversation_answers(template, rows)
 
 
 def evaluate_numerics(
@@ -426,15 +384,14 @@ def calls_as_text(answer: Answer) -> list[str]:
     return [f"{c['name']}({c['arguments']})" for c in answer.tool_calls]
 
 
-def model_notes(requested: Sequence[str], supported: Sequence[str], model: nn.Module) -> list[str]:
+def model_notes(numerics: Sequence[str], skipped: Sequence[str], model: nn.Module) -> list[str]:
     """Return what a reader of the result must know about how it was computed."""
     lines = []
     if isinstance(model.get_output_embeddings(), NVFP4Linear):  # type: ignore[operator]
         lines.append("lm_head is quantized; the usual recipes do not quantize it")
-    skipped = [n for n in requested if not is_supported(n, supported)]
-    if skipped and list(supported) != ["bf16"]:
+    if skipped:
         lines.append(f"{', '.join(skipped)} does not apply: the checkpoint has no input scales")
-    if any(n.endswith("-nvfp4kv") for n in requested):
+    if any(n.endswith("-nvfp4kv") for n in (*numerics, *skipped)):
         lines.append("a KV cache in NVFP4 is known to loop at token 0 with thinking and tools; serve with FP8")
     return lines
 

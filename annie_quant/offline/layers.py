@@ -19,11 +19,12 @@ from annie_quant.core import files
 from annie_quant.core.errors import UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject
+from annie_quant.data.workloads import resolve
 from annie_quant.documents import LayerDivergence, Sensitivity, SensitivityKey
 from annie_quant.judge import Workload
 from annie_quant.offline.loading import numerics_of
 from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
-from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, distinct_workloads, open_pair
+from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, open_pair
 from annie_quant.offline.prompts import ScoredAnswer
 
 MODES = ("alone", "restored")
@@ -62,7 +63,7 @@ def sensitivity(
     job = EvaluationJob(
         checkpoint=Path(model_dir),
         reference=Path(reference_dir),
-        workloads=distinct_workloads(workloads),
+        workloads=resolve(None, workloads),
         cache=None if cache is None else Path(cache),
         device=device,
         rows=rows,
@@ -89,7 +90,7 @@ def measure(
     reference_model = pair.reference.engine().model
     originals = {name: reference_model.get_submodule(name).weight for name in linears}
     key = SensitivityKey(
-        model_sha256(pair.job.checkpoint), pair.reference.sha256, numerics, [len(s.target) for s in scored]
+        model_sha256(pair.job.checkpoint), pair.reference.files.sha256, numerics, [len(s.target) for s in scored]
     )
     result = load_stored(output, key) or Sensitivity(str(pair.job.checkpoint), numerics, key)
 

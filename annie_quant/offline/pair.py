@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,7 @@ from annie_quant.checkpoint import prompt_files
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.data.workloads import resolve
 from annie_quant.documents import KLFigures, KLSummary, MarginBin
-from annie_quant.documents.persona import Persona
 from annie_quant.judge import Workload, tool_eval
 from annie_quant.offline.answers import Choices, Reference, choices_of
 from annie_quant.offline.engine import Engine, Row, batches
@@ -43,7 +41,6 @@ from annie_quant.offline.prompts import CLASSES, Answered, ScoredAnswer, Templat
 
 SHOWN = 3
 StrPath = str | os.PathLike[str]
-Workloads = StrPath | Iterable[StrPath | Workload] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +49,13 @@ class EvaluationJob:
 
     checkpoint: folder of the model that is judged.
     reference: folder of the bf16 model that it was made from.
-    workloads: prompts to choose from.
+    workloads: prompts to choose from; one that is repeated counts once.
     n_per_gate: prompts per gate that are drawn from the workloads; None: all prompts.
     extends: whether more prompts are drawn where a gate that compares with bf16's own answers applies to few of them.
     numerics: names of profiles (profiles.py); those that the checkpoint lacks are skipped.
     ensemble: whether the further members of each numerics are computed (ensemble.py), for a verdict that does not hang on one
         arithmetic.
-    conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
-    n_conversations: most conversations, taken evenly over the file.
+    conversations: rows whose assistant tokens are scored in addition to the reference's answers.
     faults: of the export, which forbid the verdict "keeps".
     layers_n: prompts per gate for the sensitivity of layers, under the first numerics; None: not measured.
     output: JSON file for the evaluation. The sensitivity goes to OUTPUT.layers.json, from which a killed run resumes.
@@ -76,8 +72,7 @@ class EvaluationJob:
     extends: bool = False
     numerics: Sequence[str] = ("w4a4", "w4a16")
     ensemble: bool = True
-    conversations: StrPath | Sequence[JsonObject] | None = None
-    n_conversations: int | None = None
+    conversations: Sequence[JsonObject] = ()
     faults: Sequence[str] = ()
     layers_n: int | None = None
     output: Path | None = None
@@ -99,12 +94,8 @@ class EvaluationJob:
                     f"workload {workload.name} has temperature {workload.temperature}; "
                     "only greedy answers (temperature 0) can be verified offline"
                 )
-        return list(self.workloads) if n is None else judge.sample(self.workloads, n)
-
-
-def distinct_workloads(workloads: Workloads, persona: StrPath | Persona | None = None) -> list[Workload]:
-    """Return the workloads that resolve() returns, each prompt once."""
-    return judge.distinct_prompts(resolve(persona, workloads))[0]
+        distinct = judge.distinct_prompts(self.workloads)[0]
+        return distinct if n is None else judge.sample(distinct, n)
 
 
 @dataclass(frozen=True)

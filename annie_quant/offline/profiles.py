@@ -107,6 +107,25 @@ def is_supported(name: str, supported: Sequence[str]) -> bool:
     return name in supported
 
 
+def choose(requested: Sequence[str], supported: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the requested profiles that a checkpoint supports, and those that it does not.
+
+    A model without NVFP4 linears, which supports "bf16" alone, is computed as it is: nothing is left out.
+
+    Raises UsageError for an unknown profile, and where the checkpoint supports none.
+    """
+    for name in requested:
+        find_profile(name)
+    if list(supported) == [UNQUANTIZED.name]:
+        return [UNQUANTIZED.name], []
+    chosen = [n for n in dict.fromkeys(requested) if is_supported(n, supported)]
+    if not chosen:
+        raise UsageError(
+            f"the checkpoint does not support {', '.join(requested)}", f"it supports: {', '.join(supported)}"
+        )
+    return chosen, [n for n in requested if n not in chosen]
+
+
 @functools.cache
 def find_profile(name: str) -> Profile:
     """Return a profile by its name, which may end in -fp8kv or -nvfp4kv. Raises UsageError for an unknown one."""

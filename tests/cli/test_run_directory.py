@@ -329,7 +329,7 @@ def test_watching_a_folder_without_a_run_is_refused_before_anything_is_measured(
 
 
 def test_an_evaluation_is_refused_at_once_if_its_result_cannot_be_written(tmp_path):
-    from annie_quant.offline.evaluation import check_writable
+    from annie_quant.core.files import check_writable
 
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot be written"):

@@ -376,7 +376,7 @@ def pair_of(tmp_path_factory):
     job = EvaluationJob(
         checkpoint=TINY_ANNIE, reference=TINY_ANNIE, numerics=["bf16"], ensemble=False, cache=cache, device="cpu"
     )
-    return job, lambda: open_pair(job)
+    return lambda: open_pair(job)
 
 
 def evaluated(monkeypatch, pair_of, chosen, damage):
@@ -395,9 +395,8 @@ def evaluated(monkeypatch, pair_of, chosen, damage):
         ]
 
     monkeypatch.setattr(ensemble, "answers_of", planted)
-    job, opened = pair_of
-    with opened() as pair:
-        return evaluate_pair(pair, job, chosen)
+    with pair_of() as pair:
+        return evaluate_pair(pair, chosen)
 
 
 def built_in(names, n, gates=None, labelled=True):

@@ -55,7 +55,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(models: tuple[Path, Path], cache: Path, numerics: tuple[str, ...], **more) -> Evaluation:
     job = EvaluationJob(checkpoint=models[0], reference=models[1], numerics=numerics, cache=cache, device="cpu", **more)
     with open_pair(job) as loaded:
-        return evaluate_pair(loaded, job, workloads())
+        return evaluate_pair(loaded, workloads())
 
 
 @pytest.fixture(scope="module")

@@ -291,7 +291,7 @@ def test_a_case_s_own_token_limit_holds_offline_too(reference: Path, naive: Path
         answered = pair.reference.answer([mixed])
         assert all(len(c.tokens) <= limit for (_, c), limit in zip(answered, (3, 10), strict=True))
         assert len(answered[0].completion.tokens) == 3 and len(answered[1].completion.tokens) > 3
-        result = evaluate_pair(pair, job, [mixed])
+        result = evaluate_pair(pair, [mixed])
     assert result.numerics["w4a4"].kl.n_tokens == sum(len(pair.template.target(c)) for _, c in answered)
     assert all(case.agreed_tokens <= 3 for case in result.numerics["w4a4"].cases if case.case.endswith("c0"))
 

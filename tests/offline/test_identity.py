@@ -24,7 +24,7 @@ from annie_quant.checkpoint.shards import model_sha256  # noqa: E402
 from annie_quant.cli import cli  # noqa: E402
 from annie_quant.judge import Case, Workload, distinct_prompts, evidence, judge_evaluation, prompt_sha256  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
-from annie_quant.offline.pair import EvaluationJob, distinct_workloads, open_pair  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob, open_pair  # noqa: E402
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 ORIGINAL = (TINY_ANNIE / "chat_template.jinja").read_text()
@@ -72,7 +72,7 @@ def evaluated(folder, cache, chosen=None, **more) -> documents.Evaluation:
         **more,
     )
     with open_pair(job) as pair:
-        return evaluate_pair(pair, job, chosen or workloads())
+        return evaluate_pair(pair, chosen or workloads())
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_repeats_are_removed_before_prompts_are_chosen():
     """A sample of 10 has 10 prompts, not copies of one."""
     [plain, _] = workloads(40)
     copies = tuple(case(100 + i, "What is 0 and 3?") for i in range(400))
-    everything = distinct_workloads([replace(plain, cases=(*plain.cases, *copies))])
+    everything = [replace(plain, cases=(*plain.cases, *copies))]
     [chosen] = EvaluationJob(checkpoint=TINY_ANNIE, reference=TINY_ANNIE, workloads=everything).prompts(10)
     assert len({prompt_sha256(c, chosen) for c in chosen.cases}) == len(chosen.cases) == 10
     assert chosen.n_repeated == 400

@@ -29,12 +29,13 @@ from typing import Any
 import quantize_peers
 import torch
 
-from annie_quant import quantize
+from annie_quant import judge, quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
+from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
 from annie_quant.offline.emulation import emulate
-from annie_quant.offline.pair import EvaluationJob, distinct_workloads, open_pair
+from annie_quant.offline.pair import EvaluationJob, open_pair
 from annie_quant.offline.profiles import find_profile
 
 GPTQ, FAST, MIXED = "gptq", "best recipe=fixed activations=4", "best recipe=fixed"
@@ -74,7 +75,7 @@ EQUAL = {  # best under the bytes of another finished row
 def chosen_workloads(names: str, cases: int) -> list[Workload]:
     """Return the workloads with at most `cases` cases each, evenly spread over their order."""
     result = []
-    for workload in distinct_workloads(names):
+    for workload in judge.distinct_prompts(resolve(workloads=names))[0]:
         count = min(cases, len(workload.cases))
         some = tuple(workload.cases[i * len(workload.cases) // count] for i in range(count))
         result.append(replace(workload, cases=some, sha256=f"{workload.sha256}-{count}"))

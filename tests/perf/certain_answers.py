@@ -54,7 +54,7 @@ def measure(folder: Path, model: Path, numerics: str, n: int, cache: Path) -> st
         job = EvaluationJob(checkpoint=folder, reference=model, numerics=[numerics], cache=cache)
         with open_pair(job) as pair:
             workloads = judge.sample(judge.load_workloads(), n)
-            result = evaluate_pair(pair, job, workloads, lambda member, own: answers.update({member: own}))
+            result = evaluate_pair(pair, workloads, lambda member, own: answers.update({member: own}))
             reference = [a.completion for a in pair.reference.answer(workloads)]
     finally:
         ensemble.uncertain_answers = rule

@@ -18,8 +18,9 @@ START = time.process_time()
 
 import torch  # noqa: E402
 
+from annie_quant import judge  # noqa: E402
 from annie_quant.offline import engine, evaluation  # noqa: E402
-from annie_quant.offline.pair import EvaluationJob, distinct_workloads  # noqa: E402
+from annie_quant.offline.pair import EvaluationJob  # noqa: E402
 
 IMPORTED = time.process_time()
 
@@ -72,7 +73,7 @@ def main() -> None:
     settings = EvaluationJob(
         checkpoint=arguments.checkpoint,
         reference=arguments.reference,
-        workloads=distinct_workloads(None),
+        workloads=judge.load_workloads(),
         n_per_gate=arguments.n,
         extends=True,
         numerics=arguments.numerics.split(","),

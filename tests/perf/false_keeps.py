@@ -360,11 +360,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     def measure(pair: ModelPair, variant: str, harmless: bool, numerics: str) -> None:
         start = time.monotonic()
-        judged = evaluate_pair(pair, replace(job, numerics=[numerics]), test)
+        judged = evaluate_pair(replace(pair, job=replace(job, numerics=[numerics])), test)
         row = {"variant": variant, "harmless": harmless, "rule": RULE, "n_test": judged.n_answers, **figures(judged)}
         row["counts"] = counts_of(judged)
         if not harmless:
-            actual = evaluate_pair(pair, replace(job, numerics=[numerics], ensemble=False), truth)
+            actual = evaluate_pair(replace(pair, job=replace(job, numerics=[numerics], ensemble=False)), truth)
             losses = true_losses(next(iter(actual.numerics.values())))
             row["n_truth"] = actual.n_answers
             row["losses"] = {gate: round(value, 4) for gate, value in losses.items()}

@@ -136,7 +136,7 @@ def offline(
                 completions[name] = answers_alone(pair, name, answered)
         else:
             job = replace(job, numerics=missing)
-            result = evaluate_pair(pair, job, workloads, lambda member, own: completions.update({member: own}))
+            result = evaluate_pair(pair, workloads, lambda member, own: completions.update({member: own}))
             stored["noise"] |= {name: figures.noise for name, figures in result.ensemble.items()}
             stored["uncertain"] |= {name: figures.n_uncertain for name, figures in result.ensemble.items()}
         stored["members"] |= {key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()}

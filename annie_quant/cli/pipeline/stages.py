@@ -213,8 +213,7 @@ class Stages:
         folder: Path,
         workloads: Sequence[Workload],
         numerics: Sequence[str] = ("w4a4", "w4a16"),
-        conversations: Path | Sequence[JsonObject] | None = None,
-        n_conversations: int | None = None,
+        conversations: Sequence[JsonObject] = (),
         ensemble: bool = False,
     ) -> documents.Evaluation:
         """Evaluate a checkpoint into eval/<name>.json.
@@ -236,7 +235,6 @@ class Stages:
                 numerics=numerics,
                 ensemble=ensemble,
                 conversations=conversations,
-                n_conversations=n_conversations,
                 output=self.dir / output,
                 cache=self.dir / "eval",
             )

@@ -200,10 +200,8 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
     numerics: Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16,
         llama.cpp-cpu, llama.cpp-blackwell (docs/numerics.md).
     calib_data: Conversations whose assistant tokens are also scored.
-    layers: Also measure the divergence per layer, with a plot.
-    layers_n: Prompts per gate for --layers.
     rows: Answers per batch.
-    output: JSON file to write; --layers resumes from its folder.
+    output: JSON file to write.
     """
 
     checkpoint: Annotated[Path, opt.Argument()]
@@ -213,8 +211,6 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
     workloads: opt.WorkloadNames = None
     numerics: Annotated[tuple[str, ...], opt.Option(listed=True)] = ("w4a4", "w4a16")
     calib_data: Path | None = None
-    layers: bool = False
-    layers_n: Annotated[int, opt.Option(least=1)] = 10
     rows: Annotated[int, opt.Option(least=1)] = 128
     output: Path | None = None
     allow_prompt_mismatch: opt.AllowMismatch = False
@@ -251,7 +247,6 @@ def evaluate(options: EvalOptions) -> None:
         n_per_gate=options.n,
         extends=True,
         conversations=read_conversations(options.calib_data) if options.calib_data else (),
-        layers_n=options.layers_n if options.layers else None,
         faults=faults,
         **opt.picked(options, "checkpoint", "reference", "numerics", "output", "rows"),
     )
@@ -278,8 +273,7 @@ def summary_lines(result: Evaluation) -> list[str]:
             passes = [row.passes, *(m.gates[gate].passes for m in own.values() if gate in m.gates)]
             if min(passes) != max(passes):
                 ranges[name].append(f"{gate} {min(passes)}-{max(passes)} of {row.n}")
-    worst = sorted(result.layers.by_layer(), key=lambda row: -row.kl)[:3] if result.layers else []
-    return render_text("evaluation.txt", result=result, members=members, ranges=ranges, worst=worst).splitlines()
+    return render_text("evaluation.txt", result=result, members=members, ranges=ranges).splitlines()
 
 
 @click.command(

@@ -111,10 +111,6 @@ class Sensitivity(msgspec.Struct, omit_defaults=True):
     alone: dict[str, LayerDivergence] = {}
     restored: dict[str, LayerDivergence] = {}
 
-    def by_layer(self) -> list[LayerKL]:
-        """Return the mean KL of each layer quantized alone, in the model's order."""
-        return [LayerKL(layer, row.mean) for layer, row in self.alone.items()]
-
 
 class SameAnswers(msgspec.Struct):
     """Answers with the same tokens as the reference's: `same` of `n`."""
@@ -269,7 +265,6 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     reference_gates: GateTable
     numerics: dict[str, NumericsResult]
     seconds: float
-    layers: Sensitivity | None = None
     verdict: PairedVerdict | None = None
     prompts: dict[str, list[str]] = {}
     reference_outcomes: dict[str, str] = {}

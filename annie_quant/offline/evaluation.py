@@ -42,7 +42,7 @@ from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
 from annie_quant.judge.pairing import deciding
 from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate, reference_notes, shortages
-from annie_quant.offline import draft_head, ensemble, layers
+from annie_quant.offline import draft_head, ensemble
 from annie_quant.offline.answers import Choices, Outcome
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
@@ -136,13 +136,6 @@ def run(job: EvaluationJob, progress: Progress = SILENT) -> Evaluation:
         files.check_writable(job.output)  # before an hour of evaluation, not after it
     with open_pair(job, progress) as pair:
         result = evaluate_pair(pair, chosen_prompts(pair))
-        if job.layers_n is not None and list(result.numerics) != ["bf16"]:
-            first = next(iter(result.numerics))
-            resumed = None if job.output is None else job.output.with_suffix(".layers.json")
-            result.layers = layers.measure(pair, job.prompts(job.layers_n), first, output=resumed)
-            kl = result.numerics[first].kl
-            if kl is not None:
-                kl.by_layer = result.layers.by_layer()
     if job.output is not None:
         files.write_json(job.output, result.to_dict())
     return result

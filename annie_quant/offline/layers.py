@@ -64,24 +64,18 @@ def sensitivity(
         checkpoint=Path(model_dir),
         reference=Path(reference_dir),
         workloads=resolve(None, workloads),
+        n_per_gate=n_per_gate,
         cache=None if cache is None else Path(cache),
         device=device,
         rows=rows,
     )
     with open_pair(job, progress) as pair:
-        chosen = job.prompts(n_per_gate)
-        return msgspec.to_builtins(measure(pair, chosen, numerics, modes, None if output is None else Path(output)))
+        return msgspec.to_builtins(measure(pair, numerics, modes, None if output is None else Path(output)))
 
 
-def measure(
-    pair: ModelPair,
-    workloads: Sequence[Workload],
-    numerics: str | None = None,
-    modes: Sequence[str] = MODES,
-    output: Path | None = None,
-) -> Sensitivity:
-    """Sensitivity for models that are loaded already; the same parameters."""
-    scored = pair.scored(pair.reference.answer(workloads, pair.progress))
+def measure(pair: ModelPair, numerics: str | None, modes: Sequence[str], output: Path | None) -> Sensitivity:
+    """Sensitivity of loaded models over the job's prompts."""
+    scored = pair.scored(pair.reference.answer(pair.job.prompts(pair.job.n_per_gate), pair.progress))
     linears = nvfp4_linears(pair.model)
     if not linears:
         raise UsageError(f"{pair.job.checkpoint} has no NVFP4 linears")

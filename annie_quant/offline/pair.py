@@ -57,8 +57,7 @@ class EvaluationJob:
         arithmetic.
     conversations: rows whose assistant tokens are scored in addition to the reference's answers.
     faults: of the export, which forbid the verdict "keeps".
-    layers_n: prompts per gate for the sensitivity of layers, under the first numerics; None: not measured.
-    output: JSON file for the evaluation. The sensitivity goes to OUTPUT.layers.json, from which a killed run resumes.
+    output: JSON file for the evaluation.
     cache: folder for the reference's answers; None: annie_quant in XDG_CACHE_HOME.
     dtype: "float32" or "bfloat16" for everything that is not packed; None: float32 where memory allows.
     device: torch's name; None: a GPU where there is one.
@@ -74,7 +73,6 @@ class EvaluationJob:
     ensemble: bool = True
     conversations: Sequence[JsonObject] = ()
     faults: Sequence[str] = ()
-    layers_n: int | None = None
     output: Path | None = None
     cache: Path | None = None
     dtype: str | None = None

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from annie_quant import runtime  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.offline import answers, evaluation, pair  # noqa: E402
 from annie_quant.offline import layers as module  # noqa: E402
 from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
 
@@ -91,32 +90,3 @@ def test_a_finished_run_measures_nothing_again_and_a_killed_one_resumes(
 def test_a_model_without_nvfp4_is_refused(folders, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no NVFP4"):
         runtime.sensitivity(folders[0], folders[0], workloads(), cache=tmp_path)
-
-
-def test_an_evaluation_with_layers_loads_each_model_once(
-    folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = []
-    for owner in (pair, answers):
-        plain = owner.load
-        monkeypatch.setattr(
-            owner, "load", lambda folder, *a, plain=plain, **k: loaded.append(folder) or plain(folder, *a, **k)
-        )
-    reference, naive = (shutil.copytree(folder, tmp_path / folder.name) for folder in folders)
-    output = tmp_path / "eval.json"
-    result = evaluation.run(
-        pair.EvaluationJob(
-            checkpoint=naive,
-            reference=reference,
-            workloads=workloads(),
-            numerics=["w4a4"],
-            n_per_gate=3,
-            layers_n=3,
-            output=output,
-        )
-    )
-    assert sorted(loaded) == sorted([naive, reference])
-    assert result.layers is not None and len(result.layers.alone) == 8
-    stored = json.loads(output.read_text())
-    assert [row["layer"] for row in stored["numerics"]["w4a4"]["kl"]["by_layer"]] == list(result.layers.alone)
-    assert output.with_suffix(".layers.json").is_file()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import nn
 
-from annie_quant import __version__, judge
+from annie_quant import __version__, documents, judge
 from annie_quant.checkpoint import ModelFolder, prompt_files
 from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.core import files
@@ -23,18 +23,6 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import Rows, read_conversations
 from annie_quant.data.workloads import resolve
-from annie_quant.documents import (
-    SCHEMA_VERSION,
-    DifferingAnswer,
-    DraftAcceptance,
-    EnsembleFigures,
-    EvaluatedWorkload,
-    Evaluation,
-    GateTable,
-    Member,
-    NumericsResult,
-    SameAnswers,
-)
 from annie_quant.documents.persona import Persona
 from annie_quant.judge import Answer, Case, Workload, evidence
 from annie_quant.judge.answers import constant_answer
@@ -130,7 +118,7 @@ def evaluate(
     return run(job, progress or SILENT).to_dict()
 
 
-def run(job: EvaluationJob, progress: Progress = SILENT) -> Evaluation:
+def run(job: EvaluationJob, progress: Progress = SILENT) -> documents.Evaluation:
     """Evaluate a checkpoint and write the result to the job's output."""
     if job.output is not None:
         files.check_writable(job.output)  # before an hour of evaluation, not after it
@@ -151,7 +139,7 @@ def chosen_prompts(pair: ModelPair) -> list[Workload]:
     return chosen if per_gate == job.n_per_gate else job.prompts(per_gate)
 
 
-def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> Evaluation:
+def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> documents.Evaluation:
     """Evaluate the checkpoint with these workloads, whatever the job's are.
 
     Raises UsageError where the checkpoint supports none of the job's numerics.
@@ -169,9 +157,9 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> Evaluation:
     characters = [gate_characters(*row) for row in before]
     baseline = Baseline(answered, before, characters, pair.scored(answered), conversations)
     floor = judged_outcomes(pair.template, ensemble.second_answers(pair, answered), baseline)
-    results: dict[str, NumericsResult] = {}
-    members: dict[str, Member] = {}
-    figures: dict[str, EnsembleFigures] = {}
+    results: dict[str, documents.NumericsResult] = {}
+    members: dict[str, documents.Member] = {}
+    figures: dict[str, documents.EnsembleFigures] = {}
     for name in numerics:
         results[name], outcomes, base = evaluate_numerics(pair, baseline, name)
         if constant := gives_one_answer(pair.template, baseline, outcomes):
@@ -180,7 +168,7 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> Evaluation:
             further, figures[name] = ensemble.run(pair, name, answered, base, outcomes)
             for m in further:
                 after = gate_outcomes(judged_outcomes(pair.template, m.outcomes, baseline), baseline)[1]
-                members[m.name] = Member(m.arithmetic, {}, {}, after, m.n_computed, m.n_changed)
+                members[m.name] = documents.Member(m.arithmetic, {}, {}, after, m.n_computed, m.n_changed)
     prompts, reference_outcomes = gate_outcomes(before, baseline)
     floor_outcomes = {k: v for k, v in gate_outcomes(floor, baseline)[1].items() if k in REFERENCE_GATES}
     left_out = template_notes(pair.template, workloads)
@@ -192,8 +180,8 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> Evaluation:
         if w.informative:
             notes.append(f"{w.name}: {', '.join(w.informative)} for information only, as the workload states")
     evaluation = evidence.recounted(
-        Evaluation(
-            schema_version=SCHEMA_VERSION,
+        documents.Evaluation(
+            schema_version=documents.SCHEMA_VERSION,
             rule=RULE,
             version=__version__,
             model=str(job.checkpoint),
@@ -201,7 +189,9 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> Evaluation:
             reference_sha256=pair.reference.files.sha256,
             dtype=pair.dtype,
             device=pair.engine.device.type,
-            workloads={w.name: EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w)) for w in workloads},
+            workloads={
+                w.name: documents.EvaluatedWorkload(w.sha256, len(w.cases), judge.prompts_sha256(w)) for w in workloads
+            },
             n_answers=len(answered),
             n_conversation_answers=len(conversations),
             n_text_tokens=0,
@@ -228,7 +218,7 @@ def evaluate_pair(pair: ModelPair, workloads: Sequence[Workload]) -> Evaluation:
 
 def evaluate_numerics(
     pair: ModelPair, baseline: Baseline, name: str
-) -> tuple[NumericsResult, list[Outcome], dict[int, Choices]]:
+) -> tuple[documents.NumericsResult, list[Outcome], dict[int, Choices]]:
     """Score all tokens in one pass, then decode the answers that differ from the reference's.
 
     Returns the document without its counts, the answers, and the choices of tokens by the answer's index.
@@ -248,7 +238,7 @@ def evaluate_numerics(
     after = judged_outcomes(pair.template, outcomes, baseline)
     n_tokens = sum(len(o.completion.tokens) for o in outcomes)
     n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
-    result = NumericsResult(
+    result = documents.NumericsResult(
         gates={},
         paired={},
         outcomes=gate_outcomes(after, baseline)[1],
@@ -257,7 +247,7 @@ def evaluate_numerics(
         kl_text=None,
         perplexity=kl.perplexity if kl else None,
         perplexity_reference=kl.perplexity_reference if kl else None,
-        same_answers=SameAnswers(n=len(outcomes), same=sum(o.same for o in outcomes)),
+        same_answers=documents.SameAnswers(n=len(outcomes), same=sum(o.same for o in outcomes)),
         verbosity_ratio=n_tokens / n_reference_tokens if n_reference_tokens else None,
         cases=differing_answers(outcomes, after, baseline.judged),
         seconds=time.monotonic() - start,
@@ -275,7 +265,7 @@ def gives_one_answer(template: Template, baseline: Baseline, outcomes: Sequence[
     return constant_answer(own, [answer for _, answer in rows])
 
 
-def reference_drafts(pair: ModelPair, answered: Sequence[Answered]) -> dict[str, DraftAcceptance]:
+def reference_drafts(pair: ModelPair, answered: Sequence[Answered]) -> dict[str, documents.DraftAcceptance]:
     """Return the acceptance of the bf16 reference's MTP head on its own answers."""
     if not draft_head.has_head(ModelFolder(pair.job.reference)):
         return {}
@@ -284,7 +274,7 @@ def reference_drafts(pair: ModelPair, answered: Sequence[Answered]) -> dict[str,
 
 def drafts_of(
     pair: ModelPair, engine: Engine, folder: Path, answered: Sequence[Answered]
-) -> dict[str, DraftAcceptance]:
+) -> dict[str, documents.DraftAcceptance]:
     """Return the acceptance of a model's MTP head by workload; empty without a head, or with one that the audit faults."""
     answers = [
         draft_head.Drafted(r.workload.name, r.prompt, tuple(pair.template.target(completion)))
@@ -297,7 +287,7 @@ def drafts_of(
         return {}
 
 
-def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> GateTable:
+def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> documents.GateTable:
     """Return the gates of bf16's own answers; these are stored, so that a following evaluation does not compute them again."""
     answered = pair.reference.answer(workloads, pair.progress)
     return judge.gate_table(with_references(judged(pair.template, answered)))
@@ -356,10 +346,10 @@ def judged(template: Template, answered: Sequence[Answered]) -> list[Judged]:
 
 def differing_answers(
     outcomes: Sequence[Outcome], after: Sequence[Judged], before: Sequence[Judged]
-) -> list[DifferingAnswer]:
+) -> list[documents.DifferingAnswer]:
     """Return the answers that differ from the reference's, with both texts and the gates that now fail."""
     return [
-        DifferingAnswer(
+        documents.DifferingAnswer(
             case=outcome.request.name,
             agreed_tokens=outcome.agreed,
             failed=[g for g, ok in judge.checks(answer, case, workload).items() if not (ok or GATES[g].two_sided)],

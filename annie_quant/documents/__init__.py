@@ -12,9 +12,7 @@
     results       aggregates and verdict of a run
     run           bench.json, run.json and inputs.json
     evaluation    eval/*.json, sensitivity/*.json and search.json
-    checkpoint    the result of an audit, and annie_quant.json
-    device        a machine's measured rates, and a predicted speed
-    server        how vLLM loaded a model
+    checkpoint    the result of an audit, annie_quant.json, a device's rates, a predicted speed, and how vLLM loaded a model
 
 The names of a new document are added here.
 
@@ -37,6 +35,7 @@ from annie_quant.documents.checkpoint import (
     FrontierPoint,
     HeldOut,
     Ingredient,
+    LoadedModel,
     PredictedSpeed,
     Recipe,
     ServerSupport,
@@ -144,7 +143,6 @@ from annie_quant.documents.run import (
     read_bench,
     write_run,
 )
-from annie_quant.documents.server import LoadedModel
 from annie_quant.documents.statistics import (
     AdjustedResult,
     Comparison,

@@ -24,9 +24,13 @@ need("torch", "quantize")
 need("transformers", "quantize")
 
 from annie_quant.offline import quantizer  # noqa: E402
-from annie_quant.offline.fp8_linear import FP8Linear  # noqa: E402
+from annie_quant.offline.linears import (  # noqa: E402
+    FP8Linear,
+    NVFP4Linear,
+    set_cache,
+    set_numerics,
+)
 from annie_quant.offline.loading import load, numerics_of  # noqa: E402
-from annie_quant.offline.nvfp4_linear import NVFP4Linear, set_cache, set_numerics  # noqa: E402
 
 quantizer.register()
 

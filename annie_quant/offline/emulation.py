@@ -28,7 +28,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from annie_quant.models import family_or_default
-from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics, sum_of_parts
+from annie_quant.offline.linears import NVFP4Linear, nvfp4_linears, set_numerics, sum_of_parts
 from annie_quant.offline.profiles import BFLOAT16_STEPS, FLOAT32, UNQUANTIZED, Profile
 
 Round = Callable[[torch.Tensor], torch.Tensor]

@@ -34,8 +34,8 @@ from annie_quant.offline import draft_head, ensemble
 from annie_quant.offline.answers import Choices, Outcome
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
+from annie_quant.offline.linears import NVFP4Linear
 from annie_quant.offline.loading import profiles_of
-from annie_quant.offline.nvfp4_linear import NVFP4Linear
 from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, check_prompts, open_pair
 from annie_quant.offline.profiles import choose, find_profile
 from annie_quant.offline.prompts import Answered, ScoredAnswer, Template, conversation_answers

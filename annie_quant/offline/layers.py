@@ -22,8 +22,8 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import LayerDivergence, Sensitivity, SensitivityKey
 from annie_quant.judge import Workload
+from annie_quant.offline.linears import NVFP4Linear, nvfp4_linears, set_numerics
 from annie_quant.offline.loading import numerics_of
-from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
 from annie_quant.offline.pair import EvaluationJob, ModelPair, StrPath, open_pair
 from annie_quant.offline.prompts import ScoredAnswer
 

@@ -21,7 +21,7 @@ from annie_quant.checkpoint.linears import FP8_BLOCK
 from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.offline.experts import separate
-from annie_quant.offline.nvfp4_linear import nvfp4_linears, set_cache, set_numerics
+from annie_quant.offline.linears import nvfp4_linears, set_cache, set_numerics
 from annie_quant.offline.profiles import PROFILES, UNQUANTIZED
 from annie_quant.offline.quantizer import BLOCK_FP8, NAMED_BLOCK_FP8
 

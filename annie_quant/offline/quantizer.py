@@ -34,8 +34,14 @@ from annie_quant.core.errors import CheckpointError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import aliases
 from annie_quant.offline.experts import separate
-from annie_quant.offline.fp8_linear import BlockFP8Linear, FP8Linear, NamedBlockFP8Linear
-from annie_quant.offline.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear, nvfp4_linears
+from annie_quant.offline.linears import (
+    BlockFP8Linear,
+    FP8Linear,
+    NamedBlockFP8Linear,
+    NVFP4Linear,
+    PackedNVFP4Linear,
+    nvfp4_linears,
+)
 
 AUDIT = "annie-quant audit DIR"
 SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -4,7 +4,7 @@ On GPUs it replaces Marlin by our kernels, where a switch is set (vllm_cuda). Wi
 tensors were loaded and which kernel each layer got (vllm_report).
 
 vLLM's table of NVFP4 kernels has no entry for CPUs, and it has no class for a mixture's experts there. This plug-in adds W4A4
-(activations rounded to NVFP4 by the C codec, exact weights) and W4A16. Up to nvfp4_linear.FEW_ROWS rows are multiplied with the
+(activations rounded to NVFP4 by the C codec, exact weights) and W4A16. Up to linears.FEW_ROWS rows are multiplied with the
 packed weights; for more, weights are dequantized part by part, so that a checkpoint stays 4-bit in memory. Experts are computed
 one after the other, and their weighted outputs are added in float32.
 
@@ -40,16 +40,16 @@ def multiply(x: Tensor, codes: Tensor, block_scale: Tensor, tensor_scale: float,
     """
     import torch
 
-    from annie_quant.offline import codec, nvfp4_linear
+    from annie_quant.offline import codec, linears
 
     rows = x.reshape(-1, x.shape[-1]).float().contiguous()
     if input_scale:
         rows = codec.fake_quant_eager(rows, input_scale, GROUP)
     n, k = codes.shape[0], rows.shape[1]
-    if rows.shape[0] <= nvfp4_linear.FEW_ROWS:
+    if rows.shape[0] <= linears.FEW_ROWS:
         y = codec.packed_matmul(rows, codes, block_scale, tensor_scale, GROUP, divides=False)
     else:
-        step = max(1, nvfp4_linear.BLOCK_BYTES // (k * rows.element_size()))
+        step = max(1, linears.BLOCK_BYTES // (k * rows.element_size()))
         spans = [slice(i, i + step) for i in range(0, n, step)]
         parts = (codec.dequantize(codes[s], block_scale[s], tensor_scale, GROUP, rows.dtype) for s in spans)
         y = torch.cat([rows @ part.t() for part in parts], -1)

@@ -22,7 +22,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.offline import codec
 from annie_quant.offline.engine import Engine, Row
-from annie_quant.offline.fp8_linear import token_scales
+from annie_quant.offline.linears import token_scales
 from annie_quant.offline.loading import load
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample

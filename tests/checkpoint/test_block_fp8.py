@@ -111,7 +111,7 @@ def test_the_runtime_multiplies_as_servers_do(fp8: Path, plain: Path, monkeypatc
     """Activations have a scale per token and 128 columns; without that rounding the model is transformers' own."""
     torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
     import annie_quant.offline
-    from annie_quant.offline import fp8_linear
+    from annie_quant.offline import linears
 
     ids = torch.arange(5, 21)[None]
     model = annie_quant.offline.load(fp8, dtype=torch.float32)
@@ -133,10 +133,10 @@ def test_the_runtime_multiplies_as_servers_do(fp8: Path, plain: Path, monkeypatc
     per_token = (x / token).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * token
     assert np.abs(out - per_token @ weight.T).max() > 1e-4 * largest
 
-    original = fp8_linear.BlockFP8Linear.dequantized
-    monkeypatch.setattr(fp8_linear, "fake_quant_fp8", lambda x, scale: x)
+    original = linears.BlockFP8Linear.dequantized
+    monkeypatch.setattr(linears, "fake_quant_fp8", lambda x, scale: x)
     monkeypatch.setattr(
-        fp8_linear.BlockFP8Linear, "dequantized", lambda self, dtype: original(self, torch.bfloat16).to(dtype)
+        linears.BlockFP8Linear, "dequantized", lambda self, dtype: original(self, torch.bfloat16).to(dtype)
     )
     with torch.inference_mode():
         ours, theirs = model(ids).logits, annie_quant.offline.load(plain, dtype=torch.float32)(ids).logits
@@ -170,7 +170,7 @@ def test_other_fp8_is_computed_as_the_settings_ask(tmp_path: Path) -> None:
 def test_linears_of_any_width_and_gradients(fp8: Path) -> None:
     """Columns that are no multiple of a block, by NumPy; gradients reach the input."""
     torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-    from annie_quant.offline.fp8_linear import BlockFP8Linear
+    from annie_quant.offline.linears import BlockFP8Linear
 
     assert BlockFP8Linear(200, 72, block=(2**40, 2**40)).dequantized(torch.float32).shape == (72, 200)
     linear = BlockFP8Linear(200, 72, block=(64, 128), dtype=torch.float32)

@@ -248,7 +248,7 @@ def inputs_of_linears(model, forward: Callable[[], object]) -> dict:
     """Return the inputs, float32 [tokens, K], of each NVFP4 linear while `forward` runs, in the model's order."""
     import torch
 
-    from annie_quant.offline.nvfp4_linear import nvfp4_linears
+    from annie_quant.offline.linears import nvfp4_linears
 
     inputs: dict[str, list] = {}
     hooks = [

@@ -15,7 +15,7 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from annie_quant import nvfp4  # noqa: E402
-from annie_quant.offline.nvfp4_linear import NVFP4Linear  # noqa: E402
+from annie_quant.offline.linears import NVFP4Linear  # noqa: E402
 
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 

@@ -18,14 +18,14 @@ from annie_quant.judge import Case, Workload  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
 from annie_quant.offline import (  # noqa: E402
     ensemble,
-    nvfp4_linear,
+    linears,
     pair,
 )
 from annie_quant.offline.answers import Choices, FirstDifference, choices_of  # noqa: E402
 from annie_quant.offline.emulation import USUAL, SumOrder, emulate  # noqa: E402
 from annie_quant.offline.engine import Engine, Row  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
-from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
+from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 from annie_quant.offline.pair import EvaluationJob, ModelPair, open_pair  # noqa: E402
 from annie_quant.offline.profiles import find_profile  # noqa: E402
 
@@ -123,7 +123,7 @@ def test_a_split_sum_is_another_sum(k: int) -> None:
     """Two halves of K = 256 gave the product's own bits, so cut16 changed nothing in a model of that width."""
     generator = torch.Generator().manual_seed(k)
     x, weight = torch.randn(64, k, generator=generator), torch.randn(96, k, generator=generator)
-    usual, split = torch.nn.functional.linear(x, weight), nvfp4_linear.sum_of_parts(x, weight, ensemble.SPLIT.parts)
+    usual, split = torch.nn.functional.linear(x, weight), linears.sum_of_parts(x, weight, ensemble.SPLIT.parts)
     assert (usual != split).float().mean() > 1 / 3
     torch.testing.assert_close(usual, split, rtol=1e-4, atol=1e-4)
 

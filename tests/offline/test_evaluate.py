@@ -97,7 +97,7 @@ def test_the_references_answers_are_cached_and_a_killed_run_resumes(
     reference: Path, naive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from annie_quant.offline import answers as module
-    from annie_quant.offline.nvfp4_linear import NVFP4Linear
+    from annie_quant.offline.linears import NVFP4Linear
 
     generated: list[int] = []
     plain = module.generate

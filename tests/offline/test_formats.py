@@ -17,8 +17,11 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from annie_quant import checkpoint, runtime  # noqa: E402
-from annie_quant.offline.fp8_linear import FP8Linear  # noqa: E402
-from annie_quant.offline.nvfp4_linear import PackedNVFP4Linear, nvfp4_linears  # noqa: E402
+from annie_quant.offline.linears import (  # noqa: E402
+    FP8Linear,
+    PackedNVFP4Linear,
+    nvfp4_linears,
+)
 
 FP8 = {"num_bits": (4, 3), "axis": None}
 W4A16 = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}

@@ -21,7 +21,7 @@ from runtime_models import simulated  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
 from annie_quant.offline import codec  # noqa: E402
-from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
+from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

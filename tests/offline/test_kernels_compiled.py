@@ -14,8 +14,8 @@ import emulated_gemm  # noqa: E402
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
-from annie_quant.offline import nvfp4_linear  # noqa: E402
-from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
+from annie_quant.offline import linears  # noqa: E402
+from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(folder: Path, monkeypatch: pytest.MonkeyPatch):
     emulated_gemm.install(monkeypatch)
-    monkeypatch.setattr(nvfp4_linear, "can_use_kernels", lambda layer: layer.group == 16)
+    monkeypatch.setattr(linears, "can_use_kernels", lambda layer: layer.group == 16)
     model = runtime.load(folder, "w4a16", dtype=torch.bfloat16)
     for linear in nvfp4_linears(model).values():
         linear.prepare()

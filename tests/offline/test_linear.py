@@ -10,8 +10,8 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from annie_quant.core.errors import UsageError  # noqa: E402
-from annie_quant.offline import codec, nvfp4_linear  # noqa: E402
-from annie_quant.offline.nvfp4_linear import NVFP4Linear, set_cache, set_numerics  # noqa: E402
+from annie_quant.offline import codec, linears  # noqa: E402
+from annie_quant.offline.linears import NVFP4Linear, set_cache, set_numerics  # noqa: E402
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 
@@ -114,8 +114,8 @@ def test_w4a16_is_modelopts_dequantize_and_torchs_linear(group: int, bias: bool,
 def test_packed_weights_are_multiplied_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, dense = packed_layer(bias=True)
     layer.set_numerics("w4a16")
-    monkeypatch.setattr(nvfp4_linear, "FEW_ROWS", 0)
-    monkeypatch.setattr(nvfp4_linear, "BLOCK_BYTES", 64 * 2 * 7)  # seven rows at a time
+    monkeypatch.setattr(linears, "FEW_ROWS", 0)
+    monkeypatch.setattr(linears, "BLOCK_BYTES", 64 * 2 * 7)  # seven rows at a time
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     whole = torch.nn.functional.linear(x.float(), dense.float(), layer.bias.float())
     torch.testing.assert_close(layer(x).float(), whole, atol=0.2, rtol=0.02)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from annie_quant import checkpoint, runtime  # noqa: E402
 from annie_quant.core.errors import CheckpointError, EnvironmentFault  # noqa: E402
-from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
+from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 
 CONFIGS = {"NVFP4_DEFAULT_CFG": 25, "NVFP4_MLP_ONLY_CFG": 12, "NVFP4_MLP_WEIGHT_ONLY_CFG": 12}  # NVFP4 linears
 

@@ -18,7 +18,7 @@ from annie_quant import quantize  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.offline import codec, load, profiles, set_numerics  # noqa: E402
 from annie_quant.offline.emulation import RoundedSigmoid, SumOrder, emulate, sigmoid_in_steps  # noqa: E402
-from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears  # noqa: E402
+from annie_quant.offline.linears import NVFP4Linear, nvfp4_linears  # noqa: E402
 
 
 def sample(rows: int = 40, k: int = 128) -> np.ndarray:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noq
 
 from annie_quant import runtime  # noqa: E402
 from annie_quant.offline import codec  # noqa: E402
-from annie_quant.offline.nvfp4_linear import NVFP4Linear, nvfp4_linears  # noqa: E402
+from annie_quant.offline.linears import NVFP4Linear, nvfp4_linears  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from annie_quant.offline import load  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.engine import Engine  # noqa: E402
 from annie_quant.offline.fingerprint import Candidate, Fingerprint  # noqa: E402
-from annie_quant.offline.nvfp4_linear import nvfp4_linears  # noqa: E402
+from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 from annie_quant.offline.profiles import UNQUANTIZED, find_profile, in_bfloat16  # noqa: E402
 from annie_quant.ops import server_checks as checks  # noqa: E402
 from annie_quant.ops.server_checks import read_answer, served_answers  # noqa: E402

@@ -40,7 +40,7 @@ def median_ms(run, n: int = 25) -> float:
 
 
 def random_linear(n: int, k: int, device: str = "cpu", seed: int = 0):
-    from annie_quant.offline.nvfp4_linear import NVFP4Linear
+    from annie_quant.offline.linears import NVFP4Linear
 
     generator = torch.Generator(device).manual_seed(seed)
     layer = NVFP4Linear(k, n, device=device)
@@ -300,7 +300,7 @@ def gpu_modelopt(reference: str) -> None:
     from runtime_models import simulated
 
     from annie_quant import runtime
-    from annie_quant.offline.nvfp4_linear import nvfp4_linears
+    from annie_quant.offline.linears import nvfp4_linears
 
     ids = torch.randint(0, 1000, (8, 128), generator=torch.Generator().manual_seed(0)).cuda()
     model, linears = simulated(Path(reference), ids)
@@ -355,7 +355,7 @@ def gpu_speed() -> None:
     from runtime_models import SERVED_AS_ONE
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    from annie_quant.offline.nvfp4_linear import nvfp4_linears
+    from annie_quant.offline.linears import nvfp4_linears
 
     shapes = [
         s for i in range(32) for s in (*SHAPES["full_attention" if i % 4 == 3 else "linear_attention"], *SHAPES["mlp"])

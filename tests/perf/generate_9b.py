@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from annie_quant.offline.nvfp4_linear import NVFP4Linear
+from annie_quant.offline.linears import NVFP4Linear
 
 PROMPT, SHORT, LONG = 128, 16, 80
 BF16 = ("lm_head", "in_proj_a", "in_proj_b")  # linears that stay bf16, as in serve_9b.py's checkpoints

@@ -15,8 +15,8 @@ import torch
 
 from annie_quant.data.rows import read_conversations
 from annie_quant.offline.engine import Engine, Row
+from annie_quant.offline.linears import nvfp4_linears
 from annie_quant.offline.loading import load
-from annie_quant.offline.nvfp4_linear import nvfp4_linears
 from annie_quant.offline.prompts import Template, conversation_answers
 
 

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 from annie_quant.data import generate
 from annie_quant.data.rows import read_conversations
 from annie_quant.offline.engine import Engine
+from annie_quant.offline.linears import nvfp4_linears
 from annie_quant.offline.loading import load
-from annie_quant.offline.nvfp4_linear import nvfp4_linears
 
 
 def main() -> None:

@@ -364,7 +364,7 @@ def facts(run: LoadedRun) -> list[tuple[str, list[tuple[str, str]]]]:
     environment = run.document.environment
     parts: tuple[tuple[str, Any], ...] = (
         ("Command", command),
-        ("documents.Environment", environment if environment != documents.Environment() else {}),
+        ("Environment", environment if environment != documents.Environment() else {}),
         ("Settings", run.document.config),
         ("Backends", run.backends),
     )

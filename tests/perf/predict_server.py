@@ -55,6 +55,7 @@ from annie_quant.core import files  # noqa: E402
 from annie_quant.judge import Workload  # noqa: E402
 from annie_quant.judge.statistics import wilson  # noqa: E402
 from annie_quant.offline import ensemble  # noqa: E402
+from annie_quant.offline.answers import Outcome  # noqa: E402
 from annie_quant.offline.decoding import Completion  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.evaluation import evaluate_pair  # noqa: E402
@@ -135,8 +136,19 @@ def offline(
                 answered = [Answered(r, c) for (r, _), c in zip(reference, guess, strict=True)] if guess else reference
                 completions[name] = answers_alone(pair, name, answered)
         else:
-            job = replace(job, numerics=missing)
-            result = evaluate_pair(pair, workloads, lambda member, own: completions.update({member: own}))
+            usual = ensemble.answers_of
+
+            def recorded(*inputs: Any) -> list[Outcome]:
+                outcomes = usual(*inputs)
+                if (member := inputs[-1]).partition("+")[0] in missing:
+                    completions[member] = [outcome.completion for outcome in outcomes]
+                return outcomes
+
+            ensemble.answers_of = recorded
+            try:
+                result = evaluate_pair(replace(pair, job=replace(job, numerics=missing)), workloads)
+            finally:
+                ensemble.answers_of = usual
             stored["noise"] |= {name: figures.noise for name, figures in result.ensemble.items()}
             stored["uncertain"] |= {name: figures.n_uncertain for name, figures in result.ensemble.items()}
         stored["members"] |= {key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()}

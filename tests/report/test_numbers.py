@@ -274,13 +274,19 @@ def test_markdown_tables_hold_the_same_gates(run):
     assert re.findall(r"\d+/\d+", line) == expected
 
 
+def test_the_facts_of_a_run_have_plain_titles(run):
+    from annie_quant.report import run as run_module
+    from annie_quant.report import tables
+
+    titles = [title for title, _ in tables.facts(run_module.load(run["folder"]))]
+    assert titles == ["Command", "Environment", "Settings"]
+
+
 def test_plots_are_files_of_their_own(run):
     import xml.etree.ElementTree as tree
 
     drawn = sorted((run["folder"] / "plots").glob("*.svg"))
-    assert {"gates-tool_call.svg".replace("_", "-"), "pareto.svg", "turns.svg", "streams.svg"} <= {
-        p.name for p in drawn
-    }
+    assert {"gates-tool-call.svg", "pareto.svg", "turns.svg", "streams.svg"} <= {p.name for p in drawn}
     for path in drawn:
         root = tree.parse(path).getroot()
         assert root.tag.endswith("svg") and root.find("{http://www.w3.org/2000/svg}title").text

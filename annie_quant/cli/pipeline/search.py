@@ -33,7 +33,6 @@ from annie_quant.core.errors import AnnieError, DiskFull, UsageError
 from annie_quant.core.files import write_json, write_text
 from annie_quant.core.progress import Console
 from annie_quant.data import Persona, check_prompt_hash, load_persona
-from annie_quant.data.rows import read_conversations
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload, decision
 from annie_quant.judge.decision import failing, rule
@@ -228,8 +227,9 @@ class Search:
                 self.explain(row)
                 return
             row.path.append(f"gates at n = {look} → still open")
-        rows = read_conversations(self.stages.conversations, KL_CONVERSATIONS)
-        final = self.stages.evaluate(row.strategy, folder, self.prompts, conversations=rows, ensemble=True)
+        final = self.stages.evaluate(
+            row.strategy, folder, self.prompts, n_conversations=KL_CONVERSATIONS, ensemble=True
+        )
         keep_numerics(row, final)
         assert final.verdict is not None  # Stages.evaluate sets it
         row.why = failed_smoke + decision.final_reasons(final.verdict, row.numerics, settings.required)

@@ -34,7 +34,7 @@ from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import Console, Progress
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.data.rows import read_rows
+from annie_quant.data.rows import read_conversations, read_rows
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
 from annie_quant.judge.decision import FAILING
@@ -213,11 +213,12 @@ class Stages:
         folder: Path,
         workloads: Sequence[Workload],
         numerics: Sequence[str] = ("w4a4", "w4a16"),
-        conversations: Sequence[JsonObject] = (),
+        n_conversations: int = 0,
         ensemble: bool = False,
     ) -> documents.Evaluation:
         """Evaluate a checkpoint into eval/<name>.json.
 
+        n_conversations: calibration rows whose assistant tokens are scored too.
         ensemble: also compute the further members of each numerics, for a verdict that does not depend on one arithmetic; it
         costs about half as much again.
         """
@@ -234,7 +235,7 @@ class Stages:
                 workloads=workloads,
                 numerics=numerics,
                 ensemble=ensemble,
-                conversations=conversations,
+                conversations=read_conversations(self.conversations, n_conversations) if n_conversations else (),
                 output=self.dir / output,
                 cache=self.dir / "eval",
             )

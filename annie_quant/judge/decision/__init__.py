@@ -12,7 +12,7 @@ Reports and search render or call these functions; they decide nothing themselve
 # ruff: noqa: F401
 from __future__ import annotations
 
-from annie_quant.judge.decision.judged import JudgedGate, blocking_of, deciding_gates, standing_of
+from annie_quant.judge.decision.judged import blocking_of, deciding_gates, standing_of
 from annie_quant.judge.decision.replacement import (
     BUDGET_BYTES,
     AnswerPairs,
@@ -29,7 +29,6 @@ from annie_quant.judge.decision.replacement import (
 from annie_quant.judge.decision.roles import RULE, assign, formats_of, other_side, roles_of
 from annie_quant.judge.decision.rule import (
     FAILING,
-    MARGIN,
     POOLED,
     apply,
     cannot_keep,
@@ -47,4 +46,4 @@ from annie_quant.judge.decision.rule import (
     missing_numerics,
     verdict_of,
 )
-from annie_quant.judge.decision.run import Decision, combined, decision, verdict
+from annie_quant.judge.decision.run import combined, decision, verdict

@@ -189,9 +189,14 @@ class ScoredAnswer:
 
 
 def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end an answer: the tokenizer's own, then generation_config.json's. Raises UsageError for none."""
-    generation = read_whole_json(folder / "generation_config.json")
-    eos = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    """Return the tokens that end an answer: the tokenizer's own, then generation_config.json's, without one config.json's.
+
+    Servers do the same: without a generation config they take the model's. Raises UsageError for none.
+    """
+    documents = (read_whole_json(folder / f"{name}.json") for name in ("generation_config", "config"))
+    eos = next(
+        (d["eos_token_id"] for d in documents if isinstance(d, dict) and d.get("eos_token_id") is not None), None
+    )
     named = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
     tokens = list(dict.fromkeys(e for e in map(integer, named) if e is not None))
     if not tokens:

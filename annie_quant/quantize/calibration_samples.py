@@ -116,8 +116,12 @@ def samples_of_rows(model: Path, rows: Sequence[JsonObject]) -> list[Calibration
         decides = tuple(template.decisions(scored.target, scored.thinking))
         samples.append(CalibrationSample(scored.category, ids, kinds, scored.target, decides, row))
     if not samples:
+        ends = ", ".join(map(repr, template.tokenizer.convert_ids_to_tokens(template.end_tokens)))
+        message = (
+            f"no assistant's answer in the calibration data has at most {MAX_TOKENS:,} tokens and ends with {ends}"
+        )
         raise UsageError(
-            f"no assistant's answer in the calibration data has at most {MAX_TOKENS:,} tokens", "annie-quant data"
+            message, "annie-quant data; if answers end otherwise, eos_token_id in generation_config.json is wrong"
         )
     return samples
 

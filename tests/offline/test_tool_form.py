@@ -12,15 +12,32 @@ from paths import TINY_ANNIE
 
 pytest.importorskip("transformers", reason="the tokenizer is transformers': pip install annie-quant[quantize]")
 
+from annie_quant.core.errors import UsageError
 from annie_quant.judge import load_workloads
 from annie_quant.offline.decoding import Completion
 from annie_quant.offline.prompts import Template
+from annie_quant.quantize.calibration_samples import samples_of_rows
 
 CALL = {"name": "web_search", "arguments": {"query": "rain"}}
 HERMES = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
 XML = "<tool_call>\n<function=web_search>\n<parameter=query>\nrain\n</parameter>\n</function>\n</tool_call>"
 LLAMA = json.dumps({"name": "web_search", "parameters": {"query": "rain"}})
 TURNS = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson }}"
+
+
+def test_without_a_generation_config_the_model_names_its_end_token(tmp_path: Path) -> None:
+    """A GGUF file's tokenizer may name another token than the chat template's; answers would not end."""
+    for name in ("tokenizer.json", "chat_template.jinja", "config.json"):
+        shutil.copyfile(TINY_ANNIE / name, tmp_path / name)
+    tokenizer = json.loads((TINY_ANNIE / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    names = Template(tmp_path).tokenizer.convert_ids_to_tokens(Template(tmp_path).end_tokens)
+    assert names == ["<|endoftext|>", "<|im_end|>"]
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+    assert len(samples_of_rows(tmp_path, [row])) == 1
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"ends with '<\|endoftext\|>'"):
+        samples_of_rows(tmp_path, [row])
 
 
 @pytest.mark.parametrize(

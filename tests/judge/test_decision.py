@@ -95,7 +95,7 @@ def test_figures_from_1000_on_are_whole_numbers():
     verdict = judge.verdict(
         {"models": MODELS, "served": {"mlp_only": side(), "q4_k_m": side()}, "comparisons": comparisons}
     )
-    assert "content TTFT 1250 ms against 2468 and decode speed 430 tok/s against 1374 of" in verdict.sentence
+    assert "content TTFT 1250 ms against 2468 and decode speed 430 tok/s against 1374." in verdict.sentence
     reason = next(r for r in verdict.reasons if r.startswith("content TTFT"))
     assert "better than Q4_K_M's by 1218 ms (95 % -1219 to -1217," in reason
 

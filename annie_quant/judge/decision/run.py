@@ -188,7 +188,7 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
         other = chosen.roles.incumbent or chosen.roles.reference
         effect = "the sides cannot be compared" if other else "nothing is decided"
         return f"CONFOUNDED ({', '.join(chosen.confounded)}): {effect}." + (f" {head}{end}" if failing else "")
-    return f"{head}{'' if failing else _speed(aggregates, chosen)}{end}"
+    return f"{head}{end}{'' if failing else _speed(aggregates, chosen)}"
 
 
 def by_title(gates: Sequence[JudgedGate]) -> list[str]:
@@ -248,7 +248,7 @@ def _speed(aggregates: Aggregates, chosen: Decision) -> str:
             sure = "" if row.significant else " (no significant difference)"
             title, unit = METRICS[metric].title, METRICS[metric].unit
             parts.append(f"{title} {three_digits(row.median_b)} {unit} against {three_digits(row.median_a)}{sure}")
-    return f", with {' and '.join(parts)} of {label_of(aggregates, chosen.incumbent)}" if parts else ""
+    return f" Against {label_of(aggregates, chosen.incumbent)}: {' and '.join(parts)}." if parts else ""
 
 
 def compared_with(aggregates: Aggregates, candidate: str, incumbent: str, metric: str) -> Comparison | None:
@@ -303,6 +303,8 @@ def _differences(aggregates: Aggregates, candidate: str, incumbent: str) -> list
         row = compared_with(aggregates, candidate, incumbent, metric.name) if metric.in_verdict else None
         if row is None or not row.significant or row.median_difference is None or row.low is None or row.high is None:
             continue
+        if row.low <= 0 <= row.high:
+            continue  # ranks differ, and the middle of the differences is 0: nothing that a reader could use
         words = {"lower": ("better", "worse"), "higher": ("worse", "better"), "neither": ("shorter", "longer")}
         kind = words[metric.better][row.median_difference > 0]
         differences.append(

@@ -43,7 +43,7 @@ class Initialized(msgspec.Struct, kw_only=True):
 
     cases: number of gate cases per workload.
     behaviours: number of gate cases per behaviour.
-    short: the behaviours with fewer than MIN_CASES.
+    short: the behaviours with fewer than MIN_CASES, where logs can bring more.
     masked: number of masked places per kind of secret.
     lines: what a user must know, one line each.
     """
@@ -126,7 +126,8 @@ def _write(sources: Sources, output: Path, progress: Progress) -> Initialized:
         build_workload(msgspec.to_builtins(alone), workload.name)  # checked before it is written
         write_json(output / WORKLOADS / f"{workload.name}.json", msgspec.to_builtins(workload))
     write_text(output / CALIBRATION_FILE, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    short = {name: n for name, n in behaviours.items() if n < MIN_CASES}
+    # Without logs every gate has the prompts that it needs, and its user has no more to give.
+    short = {name: n for name, n in behaviours.items() if n < MIN_CASES} if sources.logs else {}
     lines += _shortcomings(persona, behaviours, short)
     if not rows:
         answered = any(c.has_answer for _, c in sample.pool.conversations())

@@ -133,12 +133,14 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
         caveats.append(f"/v1/models: {len(listed) - len(entries)} entries of data are not objects")
     first = entries[0] if entries else {}
     props = _page(backend, "/props", timeout_s, caveats)
-    version = _page(backend, "/version", timeout_s, caveats) if not props else {}
     template = _field(props, "chat_template", str, "/props", caveats)
     settings = _field(props, "default_generation_settings", dict, "/props", caveats) or {}
     sampling = _field(settings, "params", dict, "/props", caveats) or {}
     build = _field(props, "build_info", str, "/props", caveats)
     owner = _field(first, "owned_by", str, "/v1/models", caveats) or ""
+    version = {} if props or owner == "sglang" else _page(backend, "/version", timeout_s, caveats)
+    if owner == "sglang":
+        version = {k: v for k, v in sglang_page(backend, timeout_s).items() if k in ("version", "model_path")}
     model = _field(first, "id", str, "/v1/models", caveats)
     if model is not None and len(model) > MAX_ID:
         caveats.append(f"/v1/models: the model's id has {len(model)} characters, {MAX_ID} are kept")
@@ -153,12 +155,22 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
             "model_meta": limited(_field(first, "meta", dict, "/v1/models", caveats)),
             "chat_template_sha256": _sha256(template) if template else None,
             "sampling_defaults": {k: limited(v) for k, v in sampling.items() if k in _SAMPLING},
-            "format": backend.meta.get("format") or served_format(backend.url, props, first),
+            "format": backend.meta.get("format") or served_format(backend.url, props or version, first),
             "max_model_len": first.get("max_model_len") or settings.get("n_ctx"),
             "meta": {k: v for k, v in backend.meta.items() if "key" not in k.lower() and "token" not in k.lower()},
             "caveats": caveats,
         }
     )
+
+
+def sglang_page(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> dict[str, object]:
+    """Return an SGLang server's arguments and version; {} for another server."""
+    for path in ("/server_info", "/get_server_info"):  # the second one before SGLang 0.5.6
+        with contextlib.suppress(OSError, ValueError):
+            page = get_json(backend, path, timeout_s)
+            if isinstance(page, dict) and "model_path" in page and "internal_states" in page:
+                return page
+    return {}
 
 
 def _page(backend: Backend, path: str, timeout_s: float, caveats: list[str]) -> Mapping[str, object]:
@@ -205,7 +217,7 @@ MAX_CONFIG_BYTES = 1 << 22
 
 
 def served_format(url: str, props: Mapping[str, object], model: Mapping[str, object]) -> str | None:
-    """Return the format of the file that a server names: llama.cpp's /props (model_path), vLLM's and SGLang's /v1/models (root).
+    """Return the format of the file that a server names: model_path of llama.cpp and SGLang, root in vLLM's /v1/models.
 
     None where the server is on another machine, or names no model file or folder that can be read here.
     """

@@ -200,7 +200,8 @@ def _plan_load(backends: Sequence[str], workloads: Sequence[Workload], config: B
             requests += [(case, config.runs) for case in measured_again(chosen, config)]
             rng.shuffle(requests)
         groups += [(workload, tuple(requests[i : i + together])) for i in range(0, len(requests), together)]
-    rng.shuffle(groups)
+    if load.trace_speed is None:
+        rng.shuffle(groups)
     visits = []
     order: list[str] = []
     for index, (workload, cases) in enumerate(groups):
@@ -217,12 +218,16 @@ def measured_again(chosen: Sequence[Case], config: BenchConfig) -> list[Case]:
 
 
 def warmups(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig) -> list[Visit]:
-    """Return config.warmup requests per backend and workload, sent before anything is measured and never counted."""
+    """Return config.warmup requests per backend and workload, sent before anything is measured and never counted.
+
+    Of an agent's conversation it is the first request.
+    """
     return [
-        Visit(-1, name, workload, ((cases[i % len(cases)], i),), warmup=True)
+        Visit(-1, name, workload, ((case.at_turn(0) if case.steps else case, i),), warmup=True)
         for workload in workloads
         for cases in [choose(workload, config.n, config.seed)]
         for i in range(config.warmup)
+        for case in [cases[i % len(cases)]]
         for name in backends
     ]
 
@@ -239,13 +244,14 @@ def arrival_times(load: Load, prompts: Sequence[str], cases: Sequence[Case]) -> 
     """Return the start times, in seconds, of an open loop's requests; None in a closed loop.
 
     The prompts seed a rate's arrivals, so that every backend gets the same. A trace's are those of its cases, the first at 0.
+    Requests that wait after the answers before them start at the ends of their waits.
     """
     from annie_quant import stream
 
     if load.trace_speed is not None:
         return stream.trace([case.arrival_s or 0.0 for case in cases], load.trace_speed)
     if load.rate_per_s is None:
-        return None
+        return [case.wait_s or 0.0 for case in cases] if any(case.wait_s for case in cases) else None
     seed = int(sha256_text("\n".join(prompts))[:8], 16)
     return stream.poisson(len(prompts), load.rate_per_s, seed)
 
@@ -269,7 +275,9 @@ def sized(
 
     prompt_tokens: sends a chat completion's body and returns usage.prompt_tokens; None leaves the workloads' own figure.
     """
-    if not any(w.context is not None and (w.context.tokens or any(c.blocks for c in w.cases)) for w in workloads):
+    if not any(
+        w.context is not None and (w.context.tokens or any(c.blocks or c.steps for c in w.cases)) for w in workloads
+    ):
         return list(workloads)
     path = folder / "context.json"
     if not path.exists():

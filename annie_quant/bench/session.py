@@ -262,7 +262,10 @@ class Session:
                     history.append(assistant_message(before.answer.text, before.answer.tool_calls))
                 else:
                     # The same for all backends and turns; a trace's prompts share beginnings with each other.
-                    unique = f"{self.unique} {repeat}" + ("" if case.blocks else f" {visit.block} {case.id}")
+                    # Warm-ups do not put them into a server's cache.
+                    trace = visit.block if visit.warmup else ""
+                    of_case = trace if case.blocks or case.steps else f"{visit.block} {case.id}"
+                    unique = f"{self.unique} {repeat} {of_case}"
                     body = workload.request(case, turn, history, record.model, unique)
                     turns.append(TurnRequest(tag=record.id, body=body, record=record, case=case, history=history))
             if turns:
@@ -306,7 +309,7 @@ class Session:
         self.machine.sample()
         started_at = _now()
         names = [turn.tag.removeprefix(backend.name) for turn in turns]
-        arrivals = planning.arrival_times(visit.load, names, [turn.case for turn in turns])
+        arrivals = planning.arrival_times(visit.load, names, [t.case.at_turn(t.record.turn) for t in turns])
         for turn, arrival_s in zip(turns, arrivals or (), strict=arrivals is not None):
             turn.start_s = turn.record.load.arrival_s = arrival_s
         identity = self.identities.get(backend.name)

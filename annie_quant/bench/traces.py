@@ -1,9 +1,10 @@
 """Requests of a log or a trace as workloads: conversations that are replayed, and requests that arrive at their recorded times.
 
-    replay(logs)   conversations turn by turn: the user's texts and the logged results of tools; the server's own answers are kept
-    trace(file)    one request per record, at its time. Mooncake's traces (timestamp, input_length, output_length, hash_ids) name
-                   the blocks of a prompt: they become text of that length, and equal blocks equal text. Any log with times
-                   (annie_quant.data.logs has the formats) is sent as it is, each request with the history that it had.
+    replay(logs)   conversations turn by turn: the user's texts and the logged results of tools; the server's own answers are kept.
+                   Of an agent's trace: its requests, each as long after the answer before it as in the trace
+    trace(file)    one request per record, at its time. A trace of lengths (bench/trace_forms.py) becomes text of that length, and
+                   blocks of equal name equal text. Any log with times (annie_quant.data.logs has the formats) is sent as it is,
+                   each request with the history that it had.
 
 Secrets in logs are masked, because a run directory has all prompts.
 """
@@ -11,18 +12,19 @@ Secrets in logs are masked, because a run directory has all prompts.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from annie_quant.bench import trace_forms
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
-from annie_quant.core.untrusted import decode_json
 from annie_quant.data.log_records import Conversation, called
 from annie_quant.data.log_sample import max_tokens, plain
 from annie_quant.data.logs import Problems, read_logs
@@ -30,53 +32,28 @@ from annie_quant.data.masking import Scanner
 from annie_quant.documents import ChatMessage, ContextFile
 from annie_quant.judge.answers import Tool
 from annie_quant.judge.gates import REFERENCE_GATES
-from annie_quant.judge.workloads import BLOCK_TOKENS, Case, Turn, Workload
+from annie_quant.judge.workloads import Case, Turn, Workload
 
 PathLike = str | os.PathLike[str]
+T = TypeVar("T")
 
 MAX_CHARACTERS = 2_000_000  # of one conversation: over 256k tokens
-MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 1 << 20, 1 << 17
-MAX_TRACE_LINE = 1 << 20  # bytes
-
-
-class MooncakeRow(msgspec.Struct):
-    """One line of a Mooncake trace.
-
-    timestamp: milliseconds.
-    hash_ids: one per block of BLOCK_TOKENS tokens.
-    """
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int | str] = []
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.timestamp < 1e15:
-            raise ValueError(f"timestamp {self.timestamp}, expected 0 or more milliseconds")
-        if not 0 < self.input_length <= MAX_PROMPT_TOKENS or not 0 <= self.output_length <= MAX_OUTPUT_TOKENS:
-            raise ValueError(
-                f"input_length {self.input_length} and output_length {self.output_length} are not a request"
-            )
-
-
 # ---- conversations
 
 
 def replay(paths: Iterable[PathLike], n: int, seed: int = 0, problems: Problems | None = None) -> Workload:
     """Return a workload of at most n logged conversations, a seeded sample. Raises UsageError where the logs have none."""
-    problems, rng = problems or Problems(), random.Random(f"{seed}/replay")
-    chosen: list[tuple[int, Conversation, list[LoggedTurn]]] = []
-    for number, conversation in enumerate(read_logs(paths, problems, MAX_CHARACTERS)):
-        turns = turns_of(conversation.messages)  # every conversation that is read has a user's message
-        at = len(chosen) if len(chosen) < n else rng.randrange(number + 1)
-        if at < n:
-            chosen[at : at + 1] = [(number, conversation, turns)]
+    problems, paths = problems or Problems(), list(paths)
+    agents = itertools.chain.from_iterable(trace_forms.conversations(Path(path)) for path in paths)
+    if picked := _sampled(agents, n, seed):
+        return _agents(picked)
+    chosen = _sampled(read_logs(paths, problems, MAX_CHARACTERS), n, seed)
     if not chosen:
         reasons = "; ".join(problems.lines()) or "no records"
         raise UsageError(f"the logs have no conversation to replay: {reasons}", "--replay takes chat logs")
     scanner, cases, lengths = Scanner(), [], []
-    for number, conversation, turns in sorted(chosen, key=lambda item: item[0]):
+    for number, conversation in chosen:
+        turns = turns_of(conversation.messages)  # every conversation that is read has a user's message
         lengths += [_length(m) for m in conversation.messages if m["role"] == "assistant"]
         cases.append(
             Case(
@@ -90,6 +67,26 @@ def replay(paths: Iterable[PathLike], n: int, seed: int = 0, problems: Problems 
     return _workload(
         "replay", "Logged conversations, turn by turn, with their tools' results", cases, max_tokens(lengths)
     )
+
+
+def _sampled(items: Iterable[T], n: int, seed: int) -> list[tuple[int, T]]:
+    """Return (position, item) of at most n items, in order; only these are in memory."""
+    rng, chosen = random.Random(f"{seed}/replay"), list[tuple[int, T]]()
+    for number, item in enumerate(items):
+        at = len(chosen) if len(chosen) < n else rng.randrange(number + 1)
+        if at < n:
+            chosen[at : at + 1] = [(number, item)]
+    return sorted(chosen, key=lambda pair: pair[0])
+
+
+def _agents(agents: Iterable[tuple[int, Sequence[trace_forms.TraceRequest]]]) -> Workload:
+    """Return a workload of agents' conversations, of which each request has its own text."""
+    cases = []
+    for number, requests in agents:
+        name = f"replay-{number:05d}"
+        steps = tuple(_described(f"{name}/{i}", request) for i, request in enumerate(requests))
+        cases.append(Case(id=name, steps=steps))
+    return _described_workload("replay", "Agents of a trace: their lengths, shared prefixes and waits", cases)
 
 
 @dataclass
@@ -146,7 +143,9 @@ def _tools(conversation: Conversation, scanner: Scanner) -> tuple[Tool, ...]:
 def _workload(name: str, description: str, cases: Sequence[Case], tokens: int) -> Workload:
     gates = ("non_empty", "thinking_leak", *REFERENCE_GATES)
     with_tools = any(case.tools for case in cases)
-    content = [[c.id, c.system, [*c.turns], [*c.messages], [*(c.tools or ())], c.arrival_s, c.blocks] for c in cases]
+    content = [
+        [c.id, c.system, [*c.turns], [*c.messages], [*(c.tools or ())], c.arrival_s, c.blocks, *c.steps] for c in cases
+    ]
     return Workload(
         name=name, description=description, persona=None, system=None, tools=None, thinking=False, max_tokens=tokens,
         temperature=0.0, cases=tuple(cases), default=False, sha256=sha256_text(msgspec.json.encode(content).decode()),
@@ -162,61 +161,42 @@ def trace(path: PathLike, n: int, problems: Problems | None = None) -> Workload:
 
     Raises UsageError for a file without requests, and for a log without times.
     """
-    rows = _mooncake(Path(path), n)
-    return _mooncake_workload(rows) if rows else _log_trace(path, n, problems or Problems())
-
-
-def _mooncake(path: Path, n: int) -> list[MooncakeRow]:
-    """Read the first n rows of a Mooncake trace; [] for another format. Raises UsageError for a line that is not such a row."""
-    rows: list[MooncakeRow] = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_TRACE_LINE), b""), 1):
-                if not line.strip():
-                    continue
-                if len(rows) >= n:
-                    break
-                try:
-                    value = decode_json(line)
-                    if not rows and not (isinstance(value, dict) and "input_length" in value):
-                        return []
-                    rows.append(msgspec.convert(value, MooncakeRow))
-                except ValueError as error:
-                    if not rows:
-                        return []
-                    raise UsageError(
-                        f"{path.name}, line {number}: {error}", "a Mooncake trace has one JSON object per line"
-                    ) from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
-    return rows
-
-
-def _mooncake_workload(rows: Sequence[MooncakeRow]) -> Workload:
-    first, cases = min(row.timestamp for row in rows), []
-    for number, row in enumerate(sorted(rows, key=lambda row: row.timestamp)):
-        count = -(-row.input_length // BLOCK_TOKENS)
-        names = [str(name) for name in row.hash_ids[:count]]
-        names += [f"{number}/{i}" for i in range(len(names), count)]  # without an id: text of this request alone
-        cases.append(
-            Case(
-                id=f"trace-{number:05d}",
-                blocks=tuple(names),
-                prompt_tokens=row.input_length,
-                max_tokens=max(1, row.output_length),
-                arrival_s=(row.timestamp - first) / 1e3,
-            )
+    requests = trace_forms.read(Path(path), n)
+    if not requests:
+        return _log_trace(path, n, problems or Problems())
+    cases = [
+        dataclasses.replace(
+            _described(f"trace-{number:05d}", request), arrival_s=request.time_s - requests[0].time_s, wait_s=None
         )
-    text = "Requests of a Mooncake trace: its lengths, shared prefixes and arrivals"
-    workload = _workload("trace", text, cases, 256)
+        for number, request in enumerate(requests)
+    ]
+    return _described_workload("trace", "Requests of a trace: its lengths, shared prefixes and arrivals", cases)
+
+
+def _described(name: str, request: trace_forms.TraceRequest) -> Case:
+    """Return a request of which a trace has lengths. Parts of its prompt without a name are text of this request alone."""
+    count = -(-request.prompt_tokens // request.block_tokens)
+    own = (f"{name}/{i}" for i in range(len(request.blocks), count))
+    return Case(
+        id=name,
+        blocks=(*request.blocks[:count], *own),
+        block_tokens=request.block_tokens,
+        prompt_tokens=request.prompt_tokens,
+        max_tokens=max(1, request.answer_tokens),
+        wait_s=request.wait_s,
+    )
+
+
+def _described_workload(name: str, description: str, cases: Sequence[Case]) -> Workload:
     extra, context = {"ignore_eos": True}, ContextFile(tokens=0)
+    workload = _workload(name, description, cases, 256)
     return dataclasses.replace(workload, gates=("non_empty",), extra=extra, context=context)
 
 
 def _log_trace(path: PathLike, n: int, problems: Problems) -> Workload:
     scanner = Scanner()
     lengths: list[int] = []
-    requests: list[tuple[float, Case]] = []
+    requests: list[tuple[float, int | None, Case]] = []
     for number, conversation in enumerate(read_logs([path], problems, MAX_CHARACTERS)):
         prompt = list(conversation.messages)
         answers = [] if prompt[-1]["role"] in ("user", "tool") else [prompt.pop()]
@@ -235,7 +215,7 @@ def _log_trace(path: PathLike, n: int, problems: Problems) -> Workload:
             expect={"logged": {"calls": calls}} if answers else {},
             arrival_s=0.0,
         )
-        requests.append((conversation.time_s, case))
+        requests.append((conversation.time_s, conversation.max_tokens, case))
         if len(requests) >= n:
             break
     if not requests:
@@ -246,5 +226,9 @@ def _log_trace(path: PathLike, n: int, problems: Problems) -> Workload:
         )
     requests.sort(key=lambda item: item[0])
     first = requests[0][0]
-    cases = [dataclasses.replace(case, arrival_s=time_s - first) for time_s, case in requests]
-    return _workload("trace", "Logged requests at their recorded times", cases, max_tokens(lengths))
+    usual = max_tokens(lengths)  # a request's own limit may exceed a smaller server's context
+    cases = [
+        dataclasses.replace(case, arrival_s=time_s - first, max_tokens=limit and min(limit, usual))
+        for time_s, limit, case in requests
+    ]
+    return _workload("trace", "Logged requests at their recorded times", cases, usual)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from annie_quant.core.untrusted import JsonObject
+from annie_quant.core.untrusted import JsonObject, integer
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.judge.answers import parse_raw
 from annie_quant.stream import decode
@@ -37,6 +37,7 @@ class Conversation:
     format: name of the log's format.
     source: name of the log file.
     time_s: when it was logged, in seconds since 1970; None where the log has no time.
+    max_tokens: the request's limit of its answer; None where the log has none.
     """
 
     messages: list[ChatMessage]
@@ -46,6 +47,7 @@ class Conversation:
     format: str = ""
     source: str = ""
     time_s: float | None = None
+    max_tokens: int | None = None
 
     @property
     def characters(self) -> int:
@@ -141,6 +143,7 @@ def conversation_of(record: object) -> Conversation:
         messages, tools, request.get("system") or record.get("system") or record.get("system_prompt")
     )
     conversation.time_s = _time(record)
+    conversation.max_tokens = integer(request.get("max_tokens", request.get("max_completion_tokens"))) or None
     return conversation
 
 

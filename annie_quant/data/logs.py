@@ -6,6 +6,7 @@
     vLLM              Received request ID: prompt: '...', params: ... (--enable-log-requests; since 0.11 at level DEBUG, as
                       Request ID details: prompt: '...', ...), Generated response ID: output: '...' (--enable-log-outputs)
     llama.cpp         log_server_r: request:  {...} and response: {...} (--verbose)
+    OpenTelemetry     spans and log records in OTLP JSON, one export per file or per line (data/otel.py)
     datasets          Parquet, Arrow and JSON files of Hugging Face chat datasets, also with gzip, and folders of all of these
 
 vLLM logs the rendered prompt; prompts of ChatML templates (Qwen, Hermes) are parsed back into messages.
@@ -30,7 +31,7 @@ from typing import IO, Any
 
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.untrusted import JsonObject, decode_json
-from annie_quant.data import log_records
+from annie_quant.data import log_records, otel
 from annie_quant.documents import ChatMessage
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
@@ -71,7 +72,7 @@ def read_logs(
     Raises UsageError for a path that does not exist or cannot be read.
     """
     problems = problems if problems is not None else Problems()
-    for path in itertools.chain.from_iterable(map(_files, map(Path, paths))):
+    for path in itertools.chain.from_iterable(map(files_of, map(Path, paths))):
         for conversation in _read_file(path, problems):
             if conversation.characters > most_characters:
                 problems.add(f"longer than {most_characters:,} characters", conversation.source or path.name)
@@ -80,7 +81,8 @@ def read_logs(
             yield conversation
 
 
-def _files(path: Path) -> Iterator[Path]:
+def files_of(path: Path) -> Iterator[Path]:
+    """Yield a file, or the log files of a folder. Raises UsageError where there is none."""
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file() and f.stat().st_size)
         if not files:
@@ -108,6 +110,8 @@ def _read_file(path: Path, problems: Problems) -> Iterator[log_records.Conversat
 def _records(records: Iterable[tuple[str, object]], problems: Problems) -> Iterator[log_records.Conversation]:
     for where, record in records:
         try:
+            if isinstance(record, log_records.Unusable):
+                raise record
             conversation = log_records.conversation_of(record)
         except log_records.Unusable as reason:
             problems.add(str(reason), where)
@@ -122,6 +126,8 @@ def _whole(path: Path) -> list[object] | None:
         document = decode_json(_open(path).read())
     except ValueError:
         return None
+    if otel.is_export(document):
+        return list(otel.records(document))
     if isinstance(document, list) and not (document and isinstance(document[0], dict) and "role" in document[0]):
         return document
     if isinstance(document, dict) and isinstance(rows := document.get("data") or document.get("train"), list):
@@ -155,7 +161,8 @@ def _lines(path: Path, problems: Problems) -> Iterator[log_records.Conversation]
                 if isinstance(record, dict) and transcript.takes(record):
                     yield from transcript.add(record)
                 else:
-                    yield from _records([(where, record)], problems)
+                    found = otel.records(record) if otel.is_export(record) else [record]
+                    yield from _records(((where, r) for r in found), problems)
             except log_records.Unusable as reason:
                 problems.add(str(reason), where)
     for rest in (server.rest(), transcript.rest()):
@@ -224,6 +231,8 @@ def _format(record: object) -> str:
     if isinstance(record, dict):
         if "conversations" in record or "conversation" in record:
             return "ShareGPT"
+        if "span" in record:
+            return "OpenTelemetry"
         if "response" in record or "choices" in record:
             return "request and response"
     return "OpenAI chat"

@@ -77,7 +77,7 @@ class RequestLoad(msgspec.Struct, kw_only=True):
     concurrency: Count = 1  # requests in flight; 0 in an open loop
     rate_per_s: Annotated[float, Meta(ge=0)] | None = None  # mean arrivals per second of an open loop
     trace_speed: Annotated[float, Meta(ge=0)] | None = None  # how many times as fast a trace's requests arrive
-    arrival_s: float | None = None  # planned start of an open loop's request, in seconds
+    arrival_s: float | None = None  # planned start of an open loop's request, or of one that waits, in seconds
     endpoint: str = "chat"  # the API that was used (bench/endpoints.py)
     depth: int | None = None  # prompt tokens that the workload aims at; `prompt_tokens` has how many there were
     prefix: Literal["hit", "miss"] | None = None  # whether its beginning should be in the prefix cache

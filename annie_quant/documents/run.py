@@ -108,7 +108,10 @@ class SentCase(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     arrival_s: float | None = None
     blocks: list[str] = []
+    block_tokens: int = 512
     prompt_tokens: int = 0
+    wait_s: float | None = None
+    steps: list[SentCase] = []
 
 
 class SentWorkload(msgspec.Struct, kw_only=True):

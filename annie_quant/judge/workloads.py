@@ -24,7 +24,7 @@ from annie_quant.judge.answers import Answer, Tool
 # The text answers none of the workloads' questions.
 
 BLOCK_WORDS = 400
-BLOCK_TOKENS = 512  # of a trace's blocks, as Mooncake's have
+BLOCK_TOKENS = 512  # of a trace's blocks, as Mooncake's have, where it does not state them
 
 
 _WHO = "Mara Jonas Ines Tomas Petra Luka Vera Oskar Nadia Emil Rosa Felix Hanna Milan Klara Anton"
@@ -48,19 +48,20 @@ def context_text(words: int, unique: str = "") -> str:
     return head + "\n\n".join(blocks)
 
 
-def blocks_text(blocks: Sequence[str], tokens: int, words_per_token: float, unique: str = "") -> str:
-    """Return about `tokens` tokens of text in blocks of BLOCK_TOKENS, the same text for the same name.
+def blocks_text(case: Case, words_per_token: float, unique: str = "") -> str:
+    """Return the text of a case's blocks, of about its prompt_tokens, the same text for the same name.
 
     unique: comes first.
     """
-    size = max(1, round(BLOCK_TOKENS * words_per_token))
-    last = max(1, round((tokens - BLOCK_TOKENS * (len(blocks) - 1)) * words_per_token))
-    sizes = [size] * (len(blocks) - 1) + [min(size, last)]
-    parts = [" ".join(_block(name, size).split(" ")[:words]) for name, words in zip(blocks, sizes, strict=True)]
+    whole = len(case.blocks) - 1
+    size = max(1, round(case.block_tokens * words_per_token))
+    last = max(1, round((case.prompt_tokens - case.block_tokens * whole) * words_per_token))
+    parts = [_block(name, size) for name in case.blocks[:whole]]
+    parts.append(" ".join(_block(case.blocks[whole], size).split(" ")[:last]))
     return "\n\n".join([f"Note {unique}."] * bool(unique) + parts)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1 << 14)
 def _block(name: int | str, size: int = BLOCK_WORDS) -> str:
     """Return `size` words of sentences."""
     rng = random.Random(f"context/{name}")
@@ -89,12 +90,14 @@ RESERVED = ("model", "messages", "tools", "stream", "max_tokens", "temperature",
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt (`messages`) or conversation (`turns`); documents.CaseFile describes the fields.
+    """One prompt (`messages`) or conversation (`turns` or `steps`); documents.CaseFile describes the fields.
 
     reference: the bf16 model's own answer, for the gates that compare with it; None where there is none.
-    blocks: names of the parts of a prompt that a trace only describes, of BLOCK_TOKENS tokens each, the last one shorter.
+    blocks: names of the parts of a prompt that a trace only describes, of block_tokens tokens each, the last one shorter.
         Equal names are equal text, so requests share prefixes as in the trace.
     prompt_tokens: of all blocks.
+    wait_s: seconds between the answer to the turn before and this request.
+    steps: the requests of a conversation that a trace describes; each has the whole prompt, and the model's answers are not used.
     category: of which a sample has equal shares.
     after_result: whether the answer follows what a tool returned.
     """
@@ -109,16 +112,21 @@ class Case:
     max_tokens: int | None = None
     arrival_s: float | None = None
     blocks: tuple[str, ...] = ()
+    block_tokens: int = BLOCK_TOKENS
     prompt_tokens: int = 0
+    wait_s: float | None = None
+    steps: tuple[Case, ...] = ()
     category: str = ""
     after_result: bool = False
 
     @property
     def n_turns(self) -> int:
-        return len(self.turns) or 1
+        return len(self.turns) or len(self.steps) or 1
 
     def at_turn(self, turn: int) -> Case:
-        """Return this case with what is expected of one turn (from 0)."""
+        """Return this case with what is expected of one turn (from 0), or the step."""
+        if self.steps:
+            return self.steps[turn]
         expected = self.expect.get("turns")
         expect = self.expect if not expected else expected[turn] if turn < len(expected) else {}
         if self.turns:
@@ -187,9 +195,10 @@ class Workload:
         unique: a text of this conversation alone, which a context with prefix "miss" starts with.
         """
         system = self.system_prompt if case.system is None else case.system
+        case = case.at_turn(turn) if case.steps else case
         if case.blocks:
             words_per_token = (self.context or ContextFile(tokens=0)).words_per_token
-            return [{"role": "user", "content": blocks_text(case.blocks, case.prompt_tokens, words_per_token, unique)}]
+            return [{"role": "user", "content": blocks_text(case, words_per_token, unique)}]
         if self.context is not None:
             words = round(self.context.tokens * self.context.words_per_token)
             text = context_text(words, unique if self.context.prefix == "miss" else "")
@@ -225,7 +234,7 @@ class Workload:
         if tools:
             body |= {"tools": tools, "tool_choice": "auto"}
         body |= {
-            "max_tokens": self.max_tokens_for(case),
+            "max_tokens": self.max_tokens_for(case.at_turn(turn)),
             "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -240,7 +249,8 @@ def prompt_sha256(case: Case, workload: Workload) -> str:
     Equal digests are one prompt, under any id. White space, characters that show nothing, Unicode's compatible forms (NFKC), what
     is expected of the answer and the token limit are not part of it.
     """
-    content = [workload.messages(case), case.turns[1:], workload.tools_for(case), workload.thinking, workload.extra]
+    later = [step.blocks for step in case.steps[1:]] or case.turns[1:]
+    content = [workload.messages(case), later, workload.tools_for(case), workload.thinking, workload.extra]
     text = json.dumps(_shown(content), sort_keys=True, default=dict, ensure_ascii=False)
     return sha256_text(re.sub(r"\\[nrt]|\s", "", text))
 

@@ -2,7 +2,8 @@
 
 vLLM's loads are in the report of our plug-in (vllm_report). llama.cpp names its file in /props: where that can be read here, each
 tensor is compared with the checkpoint's. llama.cpp itself ends with "wrong number of tensors" where it did not use all of a file
-(src/llama-model-loader.cpp, done_getting_tensors), except for a file that two models share.
+(src/llama-model-loader.cpp, done_getting_tensors), except for a file that two models share. SGLang reports its kernels and parsers
+(sglang_report).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import label_of
 from annie_quant.core.errors import UsageError
 from annie_quant.documents import LoadedModel, decode, salvage_line
-from annie_quant.ops import known_versions, server_checks
+from annie_quant.ops import known_versions, server_checks, sglang_report
 from annie_quant.ops.doctor import CheckResult, Probe, fault, gpu_capability, note, notes_on, ok
 from annie_quant.stream.client import fetch
 
@@ -73,14 +74,19 @@ def check_served(
     """
     answers, served, result = server_checks.check_server(url, checkpoint, reference, headers)
     root = server_checks.check_url(url)
+    server = Backend("server", root, headers=headers or {})
+    who, info = identity(server), sglang_report.read_info(server)
     if load_report is not None:
         loaded = check_load(checkpoint, read_report(load_report))
     elif served.family == "llama.cpp":
         loaded = check_file(root, checkpoint, headers)
     else:
         loaded = [note(TENSORS, "not compared", "only the answers show what the server has loaded", AGAIN)]
-    drafts = check_drafts(root, served, headers)
-    who = identity(Backend("server", root, headers=headers or {}))
+    if info is None:
+        drafts = check_drafts(root, served, headers)
+    else:
+        loaded += sglang_report.check_info(info, checkpoint)
+        drafts = sglang_report.check_accepted(info, NOT_ACCEPTED)
     return [*loaded, answers, drafts, *faults_of(who, ModelFolder(checkpoint).family)], result
 
 
@@ -229,6 +235,7 @@ def findings_of(content: FileContent, checkpoint: Path, path: Path) -> list[Chec
 
 
 DRAFTS = "drafts"
+NOT_ACCEPTED = "drafting costs time and gives nothing: a lost or faulty head, or another model's"
 N_DRAFTED, N_PROMPTS = 32, 8  # tokens per answer, and answers
 
 
@@ -256,23 +263,31 @@ def check_drafts(root: str, served: server_checks.Served, headers: Mapping[str, 
     message = f"{accepted} of {drafted} drafted tokens accepted, {1 + accepted / max(1, steps):.2f} tokens per step"
     if accepted > 0:
         return ok(DRAFTS, message)
-    why = "drafting costs time and gives nothing: a lost or faulty head, or another model's"
-    return fault(DRAFTS, message, why, "annie-quant audit DIR --source BF16 compares the head's tensors")
+    return fault(DRAFTS, message, NOT_ACCEPTED, "annie-quant audit DIR --source BF16 compares the head's tensors")
 
 
 def describe_server(url: str, headers: Mapping[str, str] | None = None) -> list[CheckResult]:
     """Return what a running server reports of itself, and the known faults of its version; nothing is compared."""
     root = server_checks.check_url(url)
     server_checks.model_name(root, headers)  # raises where nothing answers
-    who = identity(Backend("server", root, headers=headers or {}))
+    server = Backend("server", root, headers=headers or {})
+    who, info = identity(server), sglang_report.read_info(server)
     message = f"{who.runtime or 'unknown software'} {who.version or ''}".rstrip() + f" serves {who.model}"
     what = f"{message}, weights in {who.format}" if who.format else message
     add = "add --checkpoint DIR, the folder that it serves"
-    return [ok("server", what), *faults_of(who, None), note(TENSORS, "not compared", "no checkpoint is named", add)]
+    reported = (
+        [] if info is None else [*sglang_report.check_info(info), sglang_report.check_accepted(info, NOT_ACCEPTED)]
+    )
+    return [
+        ok("server", what),
+        *reported,
+        *faults_of(who, None),
+        note(TENSORS, "not compared", "no checkpoint is named", add),
+    ]
 
 
 def faults_of(who: Identity, family: Family | None) -> list[CheckResult]:
-    """Return the known faults of a running vLLM's version with this kind of model, and with this machine's GPU if it has one."""
-    if who.runtime != "vllm" or not who.version:
+    """Return the known faults of a running server's version with this kind of model, and with this machine's GPU if it has one."""
+    if who.runtime not in ("vllm", "sglang") or not who.version:
         return []
-    return notes_on(known_versions.find([("vllm", who.version[:40])], gpu_capability(Probe()), family))
+    return notes_on(known_versions.find([(who.runtime, who.version[:40])], gpu_capability(Probe()), family))

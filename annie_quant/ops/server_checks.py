@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 120.0
 MAX_BYTES = 16 << 20
-NATIVE, OPENAI = "/completion", "/v1/completions"  # llama.cpp's own path; vLLM's, SGLang's and llama.cpp's
+NATIVE, SGLANG = "/completion", "/generate"  # llama.cpp's and SGLang's own path
+OPENAI = "/v1/completions"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ class ServedAnswer:
 
 @dataclass(frozen=True)
 class Served:
-    """Answers of one server. family: "llama.cpp" where it has that server's own path, else "vllm". prompts: token ids."""
+    """Answers of one server to prompts of token ids.
+
+    family: "llama.cpp" where it has that server's own path, else "vllm", whose kernels SGLang has too.
+    """
 
     family: str
     answers: list[ServedAnswer]
@@ -64,13 +68,18 @@ def served_answers(
     # Drafted tokens of llama.cpp have no log-probabilities.
     more = {"n_probs": n_best, "return_tokens": True, "speculative.n_max": 0}
     native = [native_body(p, n_tokens) | more for p in prompts]
-    first = post(root + NATIVE, native[:1], headers)
-    if first[0].status == 200:
-        replies, path = [*first, *post(root + NATIVE, native[1:], headers)], NATIVE
+    sampling = {"temperature": 0, "max_new_tokens": n_tokens}
+    sglang = {"sampling_params": sampling, "return_logprob": True, "top_logprobs_num": n_best}
+    own = {NATIVE: native, SGLANG: [{"input_ids": list(p)} | sglang for p in prompts]}
+    for path, bodies in own.items():
+        replies = post(root + path, bodies[:1], headers)
+        if replies[0].status == 200:
+            replies += post(root + path, bodies[1:], headers)
+            break
     else:
-        model = model_name(root, headers)
+        path, model = OPENAI, model_name(root, headers)
         more = {"logprobs": n_best, "return_tokens_as_token_ids": True}
-        replies, path = post(root + OPENAI, [openai_body(model, p, n_tokens) | more for p in prompts], headers), OPENAI
+        replies = post(root + path, [openai_body(model, p, n_tokens) | more for p in prompts], headers)
     answers = []
     for reply in replies:
         if reply.status != 200:
@@ -138,14 +147,18 @@ def model_name(root: str, headers: Mapping[str, str] | None) -> str:
 def read_answer(reply: bytes, where: str) -> ServedAnswer:
     """Return the tokens and log-probabilities of one reply.
 
-    A server may return neither: then only the text. Three formats: llama.cpp's `completion_probabilities` and its /v1/completions
+    A server may return neither: then only the text. Four formats: llama.cpp's `completion_probabilities` and its /v1/completions
     (`logprobs.content`), both lists of {"id", "logprob", "top_logprobs": [{"id", "logprob"}]}; vLLM's `logprobs` with
-    "token_id:N" as tokens.
+    "token_id:N" as tokens; SGLang's `meta_info` with lists of [logprob, id, text].
     """
     try:
         body = decode_json(reply, lenient=True)
         if "completion_probabilities" in body:
             return from_steps(body["completion_probabilities"])
+        if "meta_info" in body:
+            steps = body["meta_info"]["output_top_logprobs"]
+            chosen = [int(id_) for _, id_, _ in body["meta_info"]["output_token_logprobs"]]
+            return ServedAnswer(chosen, [{int(id_): float(v) for v, id_, _ in step} for step in steps])
         logprobs = body["choices"][0]["logprobs"]
         if not logprobs and body["choices"][0]["text"]:
             return ServedAnswer([], [], str(body["choices"][0]["text"]))

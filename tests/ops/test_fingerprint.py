@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
+import msgspec  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
@@ -29,14 +30,16 @@ from annie_quant.offline.fingerprint import Candidate, Fingerprint  # noqa: E402
 from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 from annie_quant.offline.profiles import UNQUANTIZED, find_profile, in_bfloat16  # noqa: E402
 from annie_quant.ops import server_checks as checks  # noqa: E402
+from annie_quant.ops import sglang_report  # noqa: E402
+from annie_quant.ops.served_model import describe_server  # noqa: E402
 from annie_quant.ops.server_checks import read_answer, served_answers  # noqa: E402
 
 Answer = Callable[[list[int], int, int], list[tuple[int, dict[int, float]]]]  # prompt, tokens, best → steps
 
 
 @contextmanager
-def server(answer: Answer, style: str) -> Iterator[str]:
-    """A server that answers in vLLM's or llama.cpp's format; yields its URL."""
+def server(answer: Answer, style: str, pages: dict[str, dict] | None = None) -> Iterator[str]:
+    """A server that answers in vLLM's, SGLang's or llama.cpp's format; yields its URL. pages: what further paths return."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *args: object) -> None:
@@ -50,7 +53,9 @@ def server(answer: Answer, style: str) -> Iterator[str]:
             self.wfile.write(data)
 
         def do_GET(self) -> None:
-            self.reply(200, {"data": [{"id": "annie"}]})
+            if self.path in (pages or {}):
+                return self.reply(200, pages[self.path])
+            self.reply(200, {"data": [{"id": "annie", "owned_by": style}]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -70,6 +75,14 @@ def server(answer: Answer, style: str) -> Iterator[str]:
                 names = [{f"token_id:{i}": v for i, v in best.items()} for _, best in steps]
                 logprobs = {"tokens": [f"token_id:{t}" for t, _ in steps], "top_logprobs": names}
                 self.reply(200, {"choices": [{"text": "", "logprobs": logprobs}]})
+            elif style == "sglang" and self.path == "/generate":
+                asked = body["sampling_params"]
+                assert body["return_logprob"] and asked["temperature"] == 0
+                steps = answer(body["input_ids"], asked["max_new_tokens"], body["top_logprobs_num"])
+                chosen = [[best[t], t, None] for t, best in steps]
+                others = [[[v, i, None] for i, v in best.items()] for _, best in steps]
+                meta = {"output_token_logprobs": chosen, "output_top_logprobs": others, "cached_tokens": 0}
+                self.reply(200, {"text": "", "output_ids": [t for t, _ in steps], "meta_info": meta})
             else:
                 self.reply(404, {"error": "not found"})
 
@@ -117,8 +130,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
     ("name", "style"),
-    [("vllm-cutlass", "vllm"), ("vllm-marlin", "vllm"), ("llama.cpp-cpu", "llama.cpp"), ("float32", "llama.cpp"),
-     ("llama.cpp-blackwell", "llama.cpp")],
+    [("vllm-cutlass", "vllm"), ("vllm-marlin", "vllm"), ("vllm-cutlass", "sglang"), ("llama.cpp-cpu", "llama.cpp"),
+     ("float32", "llama.cpp"), ("llama.cpp-blackwell", "llama.cpp")],
 )  # fmt: skip
 def test_each_profile_is_named(models: tuple[Path, Path], name: str, style: str) -> None:
     model = load(models[0], cache="float32", dtype=torch.float32)
@@ -189,6 +202,56 @@ def test_greedy_tokens_show_another_model(models: tuple[Path, Path], tmp_path: P
         levels[name] = finding.level
         assert "no log-probabilities are returned" in finding.message
     assert levels == {"right": "note", "other": "fault"}
+
+
+# The fields that are used, as build_server_info of SGLang 0.5.23 (srt/utils/common.py) returns them among its arguments.
+SGLANG = {
+    "model_path": "annie/served", "quantization": "modelopt_fp4", "dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3",
+    "attention_backend": "trtllm_mha", "fp4_gemm_runner_backend": "flashinfer_cutlass", "moe_runner_backend": "auto",
+    "speculative_algorithm": "EAGLE", "tool_call_parser": "qwen3_coder", "reasoning_parser": "qwen3", "tp_size": 1,
+    "internal_states": [{"avg_spec_accept_length": 2.5, "world_size": 1}], "version": "0.5.23", "frontend": "python",
+}  # fmt: skip
+
+
+def sglang(changes: dict, path: str = "/server_info") -> dict[str, list]:
+    with server(lambda *_: [], "sglang", {path: {**SGLANG, **changes}}) as url:
+        found: dict[str, list] = {}
+        for finding in describe_server(url):
+            found.setdefault(finding.check, []).append(finding)
+        return found
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_sglang_reports_its_version_kernels_parsers_and_drafts(path: str) -> None:
+    found = {check: finding for check, (finding,) in sglang({}, path).items()}
+    assert found["server"].message == "sglang 0.5.23 serves annie"
+    assert found["formats"].message.startswith(
+        "quantization modelopt_fp4, dtype bfloat16, kv_cache_dtype fp8_e4m3, attention_"
+    )
+    assert found["parsers"].level == "ok" and found["drafts"].message.startswith("2.50 tokens per step")
+
+
+def test_sglang_without_parsers_and_with_drafts_that_are_never_accepted() -> None:
+    found = sglang({"tool_call_parser": None, "internal_states": [{"avg_spec_accept_length": 1.0}]})
+    assert found["parsers"][0].level == "fault" and "--tool-call-parser" in found["parsers"][0].message
+    assert found["drafts"][0].level == "fault"
+    assert sglang({"speculative_algorithm": None, "internal_states": [{}]})["drafts"][0].level == "note"
+    for broken in ({"internal_states": "x"}, {"quantization": 7}, {"model_path": None}):
+        assert set(sglang(broken)) <= {"server", "tensors"}, "what cannot be read is left out"
+
+
+def test_sglang_with_another_folder_or_quantization_than_the_checkpoint(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def levels(checkpoint: Path, **changes: str) -> set[str]:
+        info = msgspec.convert({**SGLANG, **changes}, sglang_report.ServerInfo)
+        return {f.check for f in sglang_report.check_info(info, checkpoint) if f.level == "fault"}
+
+    naive, bf16 = models
+    assert levels(naive, model_path=str(naive)) == set() == levels(naive)
+    assert levels(naive, model_path=str(bf16)) == {"checkpoint"}
+    assert levels(naive, quantization="fp8") == {"formats"} == levels(bf16)
+    assert levels(bf16, quantization="") == set()
 
 
 def test_an_answer_without_log_probabilities_has_its_text() -> None:

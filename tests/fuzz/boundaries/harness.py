@@ -36,6 +36,7 @@ NAMES = (
     "logs",
     "workloads",
     "personas",
+    "traces",
 )
 LIMIT_S = 60
 LIMIT_BYTES = 1 << 30

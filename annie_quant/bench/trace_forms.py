@@ -1,0 +1,230 @@
+"""Traces that have lengths, times and shared blocks of prompts instead of texts, as requests.
+
+    Mooncake  one line per request: timestamp (ms), input_length, output_length, hash_ids of 512 tokens each
+    WEKA      one JSON object per session of an agent, in a file or a line: requests with t (s), in, out, hash_ids of block_size
+              tokens, think_time and api_time; those of type "subagent" have requests of their own. Also AgentX's corpora
+    OTLP      spans without content, of which the counts of tokens are known (data/otel.py)
+
+WEKA's form as of 2026-11-28: callanjfox/kv-cache-tester at 94f6046d (docs/trace_replay_tester.md, and its traces), and
+ai-dynamo/aiperf at df64ed7d (dataset/loader/weka_trace_models.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from annie_quant.core.errors import UsageError
+from annie_quant.core.untrusted import decode_json
+from annie_quant.data import otel
+from annie_quant.data.logs import files_of
+from annie_quant.judge.workloads import BLOCK_TOKENS
+
+MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 1 << 20, 1 << 17
+MAX_LINE = 1 << 28  # bytes; a session of WEKA's has up to 4 MB
+MAX_WAIT_S = 60.0  # of an agent's user, as kv-cache-tester's --max-delay
+MAX_S = 1e9
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request of a trace.
+
+    time_s: when it arrives, in seconds of the trace's clock.
+    blocks: names of the parts of its prompt, of block_tokens each, as far as they are known; equal names are equal text.
+    session: the agent's conversation that it belongs to.
+    wait_s: seconds between the answer before it in its session and this request.
+    """
+
+    time_s: float
+    prompt_tokens: int
+    answer_tokens: int
+    blocks: tuple[str, ...] = ()
+    block_tokens: int = BLOCK_TOKENS
+    session: str = ""
+    wait_s: float = 0.0
+
+
+def _check_lengths(prompt: int, answer: int, names: tuple[str, str]) -> None:
+    if not 0 < prompt <= MAX_PROMPT_TOKENS or not 0 <= answer <= MAX_OUTPUT_TOKENS:
+        raise ValueError(f"{names[0]} {prompt} and {names[1]} {answer} are not a request")
+
+
+class MooncakeRow(msgspec.Struct):
+    """One line of a Mooncake trace. timestamp: milliseconds; hash_ids: one per block of BLOCK_TOKENS tokens."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int | str] = []
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.timestamp < 1e15:
+            raise ValueError(f"timestamp {self.timestamp}, expected 0 or more milliseconds")
+        _check_lengths(self.input_length, self.output_length, ("input_length", "output_length"))
+
+
+class WekaEntry(msgspec.Struct):
+    """A request of an agent's session, or another agent that it starts. Times are in seconds.
+
+    t: since the session's start; of a subagent's requests since its own start in raw traces.
+    """
+
+    t: float
+    type: Literal["n", "s", "subagent"] = "n"
+    prompt_tokens: int = msgspec.field(name="in", default=0)
+    answer_tokens: int = msgspec.field(name="out", default=0)
+    hash_ids: list[int | str] = []
+    api_time: float | None = None
+    think_time: float | None = None
+    requests: list[WekaEntry] = []
+
+    def __post_init__(self) -> None:
+        for name in ("t", "api_time", "think_time"):
+            if not 0 <= (getattr(self, name) or 0) < MAX_S:
+                raise ValueError(f"{name} {getattr(self, name)}, expected 0 or more seconds")
+        if self.type != "subagent":
+            _check_lengths(self.prompt_tokens, self.answer_tokens, ("in", "out"))
+
+
+class WekaSession(msgspec.Struct):
+    """One session of an agent. hash_id_scope: "local" where equal ids of two sessions are not the same text."""
+
+    id: str | int
+    requests: list[WekaEntry]
+    block_size: int = 64
+    hash_id_scope: str = "local"
+
+    def __post_init__(self) -> None:
+        if not 16 <= self.block_size <= 1 << 16:
+            raise ValueError(f"block_size {self.block_size}, expected 16 to 65,536 tokens")
+
+
+def read(path: Path, n: int | None = None) -> list[TraceRequest]:
+    """Return a trace's first n requests in order of time; [] for a file of another form.
+
+    Sessions of WEKA's form follow each other, and no wait is longer than MAX_WAIT_S. Raises UsageError for a record that is not of
+    the first one's form.
+    """
+    form, rows = _form(path)
+    found: Iterator[TraceRequest] = iter(())
+    if form is WekaSession:
+        found = _one_after_another(map(_session_requests, _converted(rows, WekaSession)))
+    elif form is MooncakeRow:
+        mooncake = _converted(rows, MooncakeRow)
+        found = (
+            TraceRequest(row.timestamp / 1e3, row.input_length, row.output_length, tuple(map(str, row.hash_ids)))
+            for row in mooncake
+        )
+    elif form is dict:
+        found = _lengths([value for _, value in rows])
+    return sorted(itertools.islice(found, n), key=lambda request: request.time_s)
+
+
+def conversations(path: Path) -> Iterator[list[TraceRequest]]:
+    """Yield the requests of each agent in a file of WEKA's form, of subagents too; none for a file of another form."""
+    form, rows = _form(path)
+    for session in _converted(rows, WekaSession) if form is WekaSession else ():
+        agents: dict[str, list[TraceRequest]] = {}
+        for request in _session_requests(session):
+            agents.setdefault(request.session, []).append(request)
+        yield from agents.values()
+
+
+def _form(path: Path) -> tuple[type | None, Iterator[tuple[str, object]]]:
+    """Return the type of a file's records, None for another form, and the records as (place, value)."""
+    records = _json_records(path)
+    first = next(records, ("", None))
+    value, form = first[1], dict if otel.is_export(first[1]) else None
+    if isinstance(value, dict) and not form:
+        entries = value.get("requests")
+        agent = isinstance(entries, list) and entries and isinstance(entries[0], dict) and "t" in entries[0]
+        form = WekaSession if agent else MooncakeRow if "input_length" in value else None
+    return form, itertools.chain([first], records)
+
+
+def _json_records(path: Path) -> Iterator[tuple[str, object]]:
+    """Yield (place, value) of the lines of JSON, or the one document, of a file or of each file of a folder."""
+    for file in files_of(path):
+        try:
+            yield from _file_records(file)
+        except OSError as error:
+            raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _file_records(path: Path) -> Iterator[tuple[str, object]]:
+    with path.open("rb") as file:
+        lines = ((i, line) for i, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1) if line.strip())
+        for index, (number, line) in enumerate(lines):
+            try:
+                value = decode_json(line)
+            except ValueError as error:
+                if index:
+                    raise UsageError(f"{path.name}, line {number}: {error}") from None
+                with contextlib.suppress(ValueError):
+                    yield path.name, decode_json(line + file.read())
+                return
+            yield f"{path.name}, line {number}", value
+
+
+def _converted(records: Iterable[tuple[str, object]], form: type[T]) -> Iterator[T]:
+    for where, value in records:
+        try:
+            yield msgspec.convert(value, form)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where}: {error}", "a trace has one JSON object per line, all of one form") from None
+
+
+def _session_requests(session: WekaSession) -> list[TraceRequest]:
+    """Return the requests of a session's agents in order of time."""
+    scope = f"{session.id}/" if session.hash_id_scope == "local" else ""
+    agents = [entry for entry in session.requests if entry.type == "subagent"]
+    # In raw traces a subagent's times start at its own start, in AgentX's corpora at the session's.
+    relative = any(request.t < agent.t for agent in agents for request in agent.requests)
+
+    def agent_requests(name: str, entries: Iterable[WekaEntry], start_s: float) -> Iterator[TraceRequest]:
+        before: WekaEntry | None = None
+        for index, entry in enumerate(sorted(entries, key=lambda entry: entry.t)):
+            if entry.type == "subagent":
+                yield from agent_requests(f"{name}/{index}", entry.requests, start_s + entry.t * relative)
+                continue
+            wait_s = 0.0
+            if before is not None:
+                between_s = max(0.0, entry.t - before.t - (before.api_time or 0.0))
+                wait_s = between_s if entry.think_time is None else entry.think_time
+            blocks = tuple(f"{scope}{block}" for block in entry.hash_ids)
+            lengths = entry.prompt_tokens, entry.answer_tokens
+            wait_s = min(wait_s, MAX_WAIT_S)
+            yield TraceRequest(start_s + entry.t, *lengths, blocks, session.block_size, name, wait_s)
+            before = entry
+
+    return sorted(agent_requests(str(session.id), session.requests, 0.0), key=lambda request: request.time_s)
+
+
+def _one_after_another(sessions: Iterable[list[TraceRequest]]) -> Iterator[TraceRequest]:
+    """Yield the requests of all sessions, with waits of at most MAX_WAIT_S, which is also the time between two sessions."""
+    time_s = -MAX_WAIT_S
+    for requests in sessions:
+        before_s = -math.inf
+        for request in requests:
+            time_s += min(request.time_s - before_s, MAX_WAIT_S)
+            before_s = request.time_s
+            yield dataclasses.replace(request, time_s=time_s)
+
+
+def _lengths(exports: list[object]) -> Iterator[TraceRequest]:
+    """Yield the calls of exports of which none has content: a log with content is sent as it is."""
+    if not any(isinstance(record, dict) for export in exports for record in otel.records(export)):
+        for time_s, prompt, answer in itertools.chain.from_iterable(map(otel.lengths, exports)):
+            if prompt <= MAX_PROMPT_TOKENS and answer <= MAX_OUTPUT_TOKENS:
+                yield TraceRequest(time_s, prompt, answer)

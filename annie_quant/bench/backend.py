@@ -83,6 +83,11 @@ class Backend:
         return f"{self.root}{endpoints.ENDPOINTS[self.endpoint].path}"
 
     @property
+    def is_local(self) -> bool:
+        """Whether the server is on this machine."""
+        return is_local(urllib.parse.urlsplit(self.url).hostname or "")
+
+    @property
     def public_url(self) -> str:
         """The URL without user, password or query."""
         parts = urllib.parse.urlsplit(self.root)
@@ -138,9 +143,10 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
     sampling = _field(settings, "params", dict, "/props", caveats) or {}
     build = _field(props, "build_info", str, "/props", caveats)
     owner = _field(first, "owned_by", str, "/v1/models", caveats) or ""
-    version = {} if props or owner == "sglang" else _page(backend, "/version", timeout_s, caveats)
-    if owner == "sglang":
-        version = {k: v for k, v in sglang_page(backend, timeout_s).items() if k in ("version", "model_path")}
+    version: Mapping[str, object] = {}
+    if not props:
+        sglang = owner == "sglang"
+        version = sglang_page(backend, timeout_s) if sglang else _page(backend, "/version", timeout_s, caveats)
     model = _field(first, "id", str, "/v1/models", caveats)
     if model is not None and len(model) > MAX_ID:
         caveats.append(f"/v1/models: the model's id has {len(model)} characters, {MAX_ID} are kept")

@@ -1,7 +1,7 @@
 """The state of this machine during a benchmark: a probe between requests, clocks, temperature, and limits that the driver reports.
 
-The probe is a product of a fixed NVFP4 matrix with a vector. It runs while no request is in flight, so it disturbs none, and takes
-milliseconds every EVERY_S seconds.
+The probe (bench/probes.py) runs on the GPU of a server on this machine, else on the processor, while no request is in flight, so it
+disturbs none, and takes milliseconds every EVERY_S seconds.
 
 The state of a run is the median of its samples. A span in which the median of WINDOW samples in a row is further from it than
 LEAST_CHANGE, and than QUIET times the usual deviation of such medians, is another state; so is a limit that the driver does not
@@ -13,17 +13,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
-import timeit
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from annie_quant import documents, nvfp4
+from annie_quant import documents
 from annie_quant.bench.findings import finding
+from annie_quant.bench.probes import CpuProbe, Probe, new_probe
 from annie_quant.core.host import machine_state
 from annie_quant.core.resume import JsonLines
 from annie_quant.documents import Confound, MachineSpan, MachineState, RequestRecord
@@ -31,8 +31,6 @@ from annie_quant.judge.statistics import median_interval
 
 FILE = "machine.jsonl"
 EVERY_S = 2.0
-SHAPE = (2048, 4096)  # 4.7 MB
-PRODUCTS = 5  # of a sample, which is the fastest one: a process that takes the core for a moment is not a state
 WINDOW = 9
 LEAST_SAMPLES = 3 * WINDOW
 LEAST_CHANGE = 0.08
@@ -61,30 +59,18 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
 # ---- samples
 
 
-class Probe:
-    """A fixed product, on the GPU if it can be computed there."""
-
-    def __init__(self) -> None:
-        codes = np.arange(SHAPE[0] * SHAPE[1] // 2, dtype=np.uint32).astype(np.uint8).reshape(SHAPE[0], -1)
-        scales = np.full((SHAPE[0], SHAPE[1] // 16), 0x38, np.uint8).view(nvfp4.E4M3)
-        weight = nvfp4.Tensor(codes, scales, np.float32(1), SHAPE, 16)
-        x = np.ones((1, SHAPE[1]), np.float32)
-        self._product: Callable[[], object] = lambda: nvfp4.gemv(x, weight)
-        self.name = f"NVFP4 product {SHAPE[0]} x {SHAPE[1]} on the processor"
-        self.time_ms()
-
-    def time_ms(self) -> float:
-        """Return the time of the fastest of PRODUCTS products."""
-        return 1e3 * min(timeit.repeat(self._product, number=1, repeat=PRODUCTS))
-
-
 class Monitor:
-    """Samples the machine at most every EVERY_S seconds, when it is called. restart: drop the samples of an earlier run."""
+    """Samples the machine at most every EVERY_S seconds, when it is called.
 
-    def __init__(self, folder: Path, restart: bool = False) -> None:
+    restart: drop the samples of an earlier run.
+    on_gpu: probe the GPU where there is one.
+    """
+
+    def __init__(self, folder: Path, restart: bool = False, on_gpu: bool = False) -> None:
         self.log = JsonLines(folder / FILE, restart=restart)
         self.samples = _decode(folder, self.log.lines())
         self._probe: Probe | None = None
+        self._on_gpu = on_gpu
         self._next_s = 0.0
 
     def sample(self) -> None:
@@ -92,8 +78,13 @@ class Monitor:
         start = time.monotonic()
         if start < self._next_s:
             return
-        self._probe = self._probe or Probe()
-        sample = Sample(time_unix_s=time.time(), probe=self._probe.name, probe_ms=self._probe.time_ms())
+        self._probe = self._probe or new_probe(self._on_gpu)
+        try:
+            probe_ms = self._probe.time_ms()
+        except RuntimeError:  # the GPU failed: the server's answers will report it
+            self._probe = CpuProbe()
+            probe_ms = self._probe.time_ms()
+        sample = Sample(time_unix_s=time.time(), probe=self._probe.name, probe_ms=probe_ms)
         # After the probe: a processor that was idle has a low clock.
         sample.clock_mhz, sample.temperature_c, sample.throttle = machine_state()
         end = time.monotonic()
@@ -120,8 +111,9 @@ def _decode(folder: Path, lines: Iterable[tuple[int, bytes]]) -> list[Sample]:
 
 def unsteady(samples: Sequence[Sample]) -> list[MachineSpan]:
     """Return the spans in which the machine was in another state than in most of the run, in order."""
+    usual = Counter(s.probe for s in samples).most_common(1)[0][0] if samples else ""
     spans = [
-        *_changes(samples, "probe_ms", "the probe took {:.0%} {}", ("longer", "less")),
+        *_changes([s for s in samples if s.probe == usual], "probe_ms", "the probe took {:.0%} {}", ("longer", "less")),
         *_changes(samples, "clock_mhz", "the clock was {:.0%} {}", ("higher", "lower")),
         *_limits(samples),
     ]

@@ -107,7 +107,7 @@ class Session:
         self.digests: dict[tuple[str, str], str] = {}  # judge.prompt_sha256 by workload and case
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
         self.done: dict[str, RequestRecord] = {}  # the last measurement of each request, but those to measure again
-        self.machine = machine.Monitor(self.folder, restart=not records.rows)
+        self.machine = machine.Monitor(self.folder, not records.rows, any(b.is_local for b in plan.backends))
         self.marked = any(r.load.invalid for r in records.rows)
         self.session = 1 + max((r.session for r in records.rows), default=0)
         self.sender = Sender(self.config, self.session, self.identities)

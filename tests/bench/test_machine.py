@@ -16,10 +16,11 @@ from fake_server import FakeServer, words
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
 
 from annie_quant import bench, documents
-from annie_quant.bench import machine
+from annie_quant.bench import machine, probes
 from annie_quant.bench.run_folder import read_records, valid_records
 from annie_quant.core import host
 from annie_quant.documents import MachineSpan, MachineState
+from annie_quant.gemm import arrays
 
 
 def series(values, every_s=2.0, **more):
@@ -117,7 +118,7 @@ class Planted:
 
 def measure(monkeypatch, tmp_path, times, runs=5, **options):
     monkeypatch.setattr(machine, "EVERY_S", 0.0)
-    monkeypatch.setattr(machine, "Probe", lambda: Planted(times))
+    monkeypatch.setattr(machine, "new_probe", lambda on_gpu: Planted(times))
     monkeypatch.setattr(machine, "machine_state", lambda: (None, None, None))
     with FakeServer(lambda body: words("It is Tokyo of course.")) as server:
         sides = [bench.Backend("a", server.url)]
@@ -188,6 +189,141 @@ def test_a_killed_run_measures_its_marked_requests_again_when_it_is_resumed(monk
 def test_the_last_record_of_a_request_counts():
     one, two, other = row("a", 10.0), row("a", 20.0), row("a", 30.0, case="d")
     assert valid_records([one, other, two]) == [other, two]
+
+
+# ---- a GPU, by a module that computes nothing
+
+
+class FakeGemm:
+    """The compiled module on a machine with one GPU. ms: time of a product, may raise; launches: in the graph being captured."""
+
+    CudaError = RuntimeError
+
+    def __init__(self, ms):
+        self.ms, self.launches, self.freed, self.sizes = ms, None, [], {}
+
+    def __getattr__(self, name):
+        assert name in ("fill", "copy", "stream_sync", "stream_free", "free", "use_device", "pointer_device"), name
+        return lambda *args: 0
+
+    def device_count(self):
+        return 1
+
+    def malloc(self, size):
+        address = 1 << 20 | sum(self.sizes.values())
+        self.sizes[address] = -(-size // 256) * 256
+        return address
+
+    def packed_bytes(self, n, k):
+        return n * k * 9 // 16
+
+    def repack(self, codes, scales, packed, n, k, fault, stream):
+        assert (n, k) == probes.GPU_SHAPE and {codes, scales, packed} <= self.sizes.keys()
+
+    def plan(self, m, n, k, path):
+        return "skinny", (16, 1, 1, 2)
+
+    def plan_needs(self, *args):
+        return 0, 4096
+
+    def stream_new(self):
+        return 77
+
+    def stream_after(self, *streams):
+        raise AssertionError("a capture may not wait for another stream")
+
+    def capture_begin(self, stream):
+        assert stream == 77 and self.launches is None
+        self.launches = []
+
+    def w4a16(self, *args):
+        assert args[-1] == 77
+        self.launches.append(args)
+
+    def capture_end(self, stream):
+        graph, self.launches = len(self.launches), None
+        return graph
+
+    def graph_time(self, graph, stream):
+        return graph * self.ms()
+
+    def graph_free(self, graph):
+        self.freed.append(graph)
+
+
+def fake_gpu(monkeypatch, ms):
+    module = FakeGemm(ms)
+    monkeypatch.setattr(arrays, "load", lambda name: module)
+    monkeypatch.setattr(probes, "GPU_SHAPE", (64, 256))
+    return module
+
+
+def test_the_gpus_probe_is_a_graph_that_lasts_longer_than_a_slice_of_time(monkeypatch):
+    module = fake_gpu(monkeypatch, lambda: 0.03)
+    probe = probes.new_probe(True)
+    assert probe.name == "NVFP4 product 64 x 256 on the GPU" and probe.time_ms() == pytest.approx(0.03)
+    assert probe._graph == 333 and module.freed == [1], "10 ms of products of 0.03 ms"
+    assert "on the processor" in probes.new_probe(False).name
+
+
+def test_without_a_gpu_or_with_a_broken_one_the_processor_is_probed(monkeypatch):
+    module = fake_gpu(monkeypatch, lambda: 0.03)
+    module.device_count = lambda: 0
+    assert "on the processor" in probes.new_probe(True).name
+    module.device_count = lambda: 1
+    module.malloc = lambda size: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    assert "on the processor" in probes.new_probe(True).name
+
+
+def test_a_gpu_that_is_slowed_marks_its_minutes_with_clocks_and_limits(monkeypatch, tmp_path):
+    slow = iter([False] * 40 + [True] * 12 + [False] * 1000)
+    now = {"slow": False}
+
+    def state():
+        now["slow"] = next(slow)
+        return (1200.0, 84.0, "software thermal slowdown") if now["slow"] else (1980.0, 60.0, None)
+
+    module = fake_gpu(monkeypatch, lambda: 0.036 if now["slow"] else 0.03)
+    monkeypatch.setattr(machine, "EVERY_S", 0.0)
+    monkeypatch.setattr(machine, "machine_state", state)
+    with FakeServer(lambda body: words("It is Tokyo of course.")) as server:
+        done = bench.run([bench.Backend("a", server.url)], [PROMPTS], tmp_path, warmup=0, runs=5, with_memory=False)
+    found = done.aggregates.machine
+    assert found.probe == "NVFP4 product 64 x 256 on the GPU" and found.left == 0 < found.marked
+    assert {s.cause for s in found.spans} == {
+        "the probe took 20% longer", "the clock was 39% lower", "the driver reported software thermal slowdown"
+    }  # fmt: skip
+    limited = [s for s in machine.read_samples(tmp_path) if s.throttle]
+    assert (
+        len(limited) == 12
+        and {s.clock_mhz for s in limited} == {1200.0}
+        and {s.temperature_c for s in limited} == {84.0}
+    )
+    assert module.launches is None
+
+
+def test_a_gpu_that_fails_meanwhile_does_not_end_the_run(monkeypatch, tmp_path):
+    calls = itertools.count()
+
+    def ms():
+        if next(calls) > 200:
+            raise RuntimeError("an illegal memory access was encountered")
+        return 0.03
+
+    fake_gpu(monkeypatch, ms)
+    monkeypatch.setattr(machine, "EVERY_S", 0.0)
+    monkeypatch.setattr(machine, "machine_state", lambda: (None, None, None))
+    with FakeServer(lambda body: words("It is Tokyo of course.")) as server:
+        done = bench.run([bench.Backend("a", server.url)], [PROMPTS], tmp_path, warmup=0, runs=5, with_memory=False)
+    probed = [s.probe.rpartition(" ")[2] for s in machine.read_samples(tmp_path)]
+    assert probed == sorted(probed) and set(probed) == {"GPU", "processor"} and done.requests == 60
+    assert done.aggregates.machine.marked == 0, "another probe is not another state"
+
+
+def test_the_gpu_of_this_machine_is_not_probed_for_a_server_elsewhere():
+    assert (
+        bench.Backend("a", "http://127.0.0.1:8000").is_local and not bench.Backend("a", "http://10.0.0.7:8000").is_local
+    )
 
 
 # ---- machines

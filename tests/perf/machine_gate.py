@@ -1,10 +1,11 @@
 """The machine's state as a gate, on this machine: the probe's noise, two hours simulated with it, and a load that is planted.
 
-    python tests/perf/machine_gate.py FOLDER [--quiet 300] [--seconds 150] [--load 2]
+    python tests/perf/machine_gate.py FOLDER [--quiet 300] [--seconds 150] [--load 2] [--without-requests]
 
 Run it on an idle machine. First the probe is sampled for --quiet seconds while nothing else runs; 200 times two hours are drawn
 from the deviations, with and without a slowdown of 15 % for 20 seconds. Then a scripted server is measured for --seconds, in the
-middle of which --load processes copy memory for 20 seconds.
+middle of which --load processes copy memory for 20 seconds, or multiply matrices on the GPU where the probe runs there.
+--without-requests: sample the machine alone, which needs no streaming client.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 LOAD_S, BLOCK = 20.0, 20
+GPU_HOG = """import time
+from annie_quant.bench.probes import GpuProbe
+probe, end = GpuProbe(), time.monotonic() + {}
+while time.monotonic() < end: probe.time_ms()"""
 HOG = "import numpy as np, time\na = np.ones(1 << 24)\nend = time.monotonic() + {}\nwhile time.monotonic() < end: a.copy()"
 
 
@@ -33,9 +38,10 @@ def series(values, every_s=2.0):
 
 def noise(seconds: float) -> np.ndarray:
     """Return the probe's times over `seconds`."""
-    from annie_quant.bench import machine
+    from annie_quant.bench.probes import new_probe
 
-    probe, end, values = machine.Probe(), time.monotonic() + seconds, []
+    probe, end, values = new_probe(on_gpu=True), time.monotonic() + seconds, []
+    print(probe.name)
     while time.monotonic() < end:
         values.append(probe.time_ms())
         time.sleep(0.5)
@@ -57,25 +63,63 @@ def simulate(values: np.ndarray, draws: int = 200) -> None:
     print(f"two hours: {marked} of {draws} quiet ones marked; 15 % for 20 s found in {found} of {draws}")
 
 
+def plant(seconds: float, load: int, planted: list[float]) -> None:
+    """Start the load in the middle of `seconds`; add its start and its end to `planted`."""
+    from annie_quant.bench.probes import CpuProbe, new_probe
+
+    hog = HOG if isinstance(new_probe(on_gpu=True), CpuProbe) else GPU_HOG
+    time.sleep((seconds - LOAD_S) / 2)
+    planted.append(time.time())
+    for process in [subprocess.Popen([sys.executable, "-c", hog.format(LOAD_S)], cwd=ROOT) for _ in range(load)]:
+        process.wait()
+    planted.append(time.time())
+
+
+def sampled(folder: Path, seconds: float, load: int) -> None:
+    """Sample the machine for `seconds` without a benchmark, and print what is found."""
+    from annie_quant.bench import machine
+
+    folder.mkdir(parents=True, exist_ok=True)
+    monitor, end, planted = machine.Monitor(folder, restart=True, on_gpu=True), time.monotonic() + seconds, []
+    thread = threading.Thread(target=plant, args=(seconds, load, planted))
+    thread.start()
+    while time.monotonic() < end:
+        monitor.sample()
+        time.sleep(0.1)
+    thread.join()
+    report(machine.summarize(monitor.samples, []), monitor.samples, planted)
+
+
+def report(state, samples, planted: list[float]) -> None:
+    print(
+        f"load from {planted[0]:.0f} to {planted[1]:.0f}; {state.probe}: {state.probe_ms:.3g} ms, {state.samples} samples"
+    )
+    print(f"cost {state.cost:.2%}, a change of {state.least_change:.1%} would be found")
+    for span in state.spans:
+        print(f"  {span.start_unix_s - planted[0]:+.0f} to {span.end_unix_s - planted[0]:+.0f} s: {span.cause}")
+    for name, rows in (
+        ("under the load", [s for s in samples if planted[0] <= s.time_unix_s <= planted[1]]),
+        ("without it", [s for s in samples if not planted[0] <= s.time_unix_s <= planted[1]]),
+    ):
+        clocks = sorted({s.clock_mhz for s in rows if s.clock_mhz})
+        limits = sorted({s.throttle for s in rows if s.throttle})
+        values = np.round(np.percentile([s.probe_ms for s in rows], [5, 50, 95]), 4)
+        print(
+            f"{name}: probe {values} ms (5, 50, 95 %), clock {clocks[:1]} to {clocks[-1:]} MHz, limits {limits or 'none'}"
+        )
+
+
 def measured(folder: Path, seconds: float, load: int) -> None:
     from bench_cases import ask, workload
     from fake_server import FakeServer, words
 
     from annie_quant import bench
+    from annie_quant.bench.machine import read_samples
 
     planted: list[float] = []
-
-    def plant() -> None:
-        time.sleep((seconds - LOAD_S) / 2)
-        planted.append(time.time())
-        hogs = [subprocess.Popen([sys.executable, "-c", HOG.format(LOAD_S)]) for _ in range(load)]
-        for hog in hogs:
-            hog.wait()
-        planted.append(time.time())
-
     cases = [{"id": str(i), "messages": ask(f"Say {i}")} for i in range(10)]
     prompts = workload("talk", cases, gates=["non_empty"])
-    thread = threading.Thread(target=plant)
+    thread = threading.Thread(target=plant, args=(seconds, load, planted))
     with FakeServer(lambda body: words("It is Tokyo of course.", first_s=0.3)) as server:
         thread.start()
         done = bench.run(
@@ -84,10 +128,7 @@ def measured(folder: Path, seconds: float, load: int) -> None:
         )  # fmt: skip
     thread.join()
     state = done.aggregates.machine
-    print(f"load from {planted[0]:.0f} to {planted[1]:.0f}; probe {state.probe_ms:.3g} ms, {state.samples} samples")
-    print(f"cost {state.cost:.2%}, a change of {state.least_change:.1%} would be found")
-    for span in state.spans:
-        print(f"  {span.start_unix_s - planted[0]:+.0f} to {span.end_unix_s - planted[0]:+.0f} s: {span.cause}")
+    report(state, read_samples(folder), planted)
     print(f"{state.marked} requests marked, {state.left} left invalid")
 
 
@@ -97,6 +138,7 @@ def main() -> None:
     parser.add_argument("--quiet", type=float, default=300)
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--load", type=int, default=2)
+    parser.add_argument("--without-requests", action="store_true")
     arguments = parser.parse_args()
     if arguments.quiet:
         values = noise(arguments.quiet)
@@ -104,7 +146,8 @@ def main() -> None:
         np.savetxt(arguments.folder / "noise.txt", values)
         print("probe, ms (5, 50, 95, 99 %):", np.round(np.percentile(values, [5, 50, 95, 99]), 3))
         simulate(values)
-    measured(arguments.folder / "run", arguments.seconds, arguments.load)
+    run = sampled if arguments.without_requests else measured
+    run(arguments.folder / "run", arguments.seconds, arguments.load)
 
 
 if __name__ == "__main__":

@@ -143,10 +143,9 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
     sampling = _field(settings, "params", dict, "/props", caveats) or {}
     build = _field(props, "build_info", str, "/props", caveats)
     owner = _field(first, "owned_by", str, "/v1/models", caveats) or ""
-    version: Mapping[str, object] = {}
-    if not props:
-        sglang = owner == "sglang"
-        version = sglang_page(backend, timeout_s) if sglang else _page(backend, "/version", timeout_s, caveats)
+    version: Mapping[str, object] = sglang_page(backend, timeout_s) if owner == "sglang" else {}
+    if not props and not version:
+        version = _page(backend, "/version", timeout_s, caveats)
     model = _field(first, "id", str, "/v1/models", caveats)
     if model is not None and len(model) > MAX_ID:
         caveats.append(f"/v1/models: the model's id has {len(model)} characters, {MAX_ID} are kept")
@@ -161,7 +160,7 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
             "model_meta": limited(_field(first, "meta", dict, "/v1/models", caveats)),
             "chat_template_sha256": _sha256(template) if template else None,
             "sampling_defaults": {k: limited(v) for k, v in sampling.items() if k in _SAMPLING},
-            "format": backend.meta.get("format") or served_format(backend.url, props or version, first),
+            "format": backend.meta.get("format") or served_format(backend.url, version or props, first),
             "max_model_len": first.get("max_model_len") or settings.get("n_ctx"),
             "meta": {k: v for k, v in backend.meta.items() if "key" not in k.lower() and "token" not in k.lower()},
             "caveats": caveats,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from annie_quant import documents
 from annie_quant.bench.findings import finding
-from annie_quant.bench.probes import CpuProbe, Probe, new_probe
+from annie_quant.bench.probes import CpuProbe, GpuProbe, new_probe
 from annie_quant.core.host import machine_state
 from annie_quant.core.resume import JsonLines
 from annie_quant.documents import Confound, MachineSpan, MachineState, RequestRecord
@@ -69,7 +69,7 @@ class Monitor:
     def __init__(self, folder: Path, restart: bool = False, on_gpu: bool = False) -> None:
         self.log = JsonLines(folder / FILE, restart=restart)
         self.samples = _decode(folder, self.log.lines())
-        self._probe: Probe | None = None
+        self._probe: GpuProbe | CpuProbe | None = None
         self._on_gpu = on_gpu
         self._next_s = 0.0
 

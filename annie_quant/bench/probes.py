@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import timeit
-from typing import Protocol
 
 import numpy as np
 
@@ -23,17 +22,7 @@ REPEATS = 5  # of a sample, which is the fastest one: a process that takes the c
 GRAPH_MS, MOST_PRODUCTS = 10.0, 4096
 
 
-class Probe(Protocol):
-    """What is timed. name: the same on machines whose times can be compared."""
-
-    name: str
-
-    def time_ms(self) -> float:
-        """Return the time of one product. Raises RuntimeError where the GPU fails."""
-        ...
-
-
-def new_probe(on_gpu: bool) -> Probe:
+def new_probe(on_gpu: bool) -> GpuProbe | CpuProbe:
     """Return a probe of the GPU, or of the processor where our kernel cannot run."""
     if on_gpu:
         with contextlib.suppress(AnnieError, RuntimeError):
@@ -48,7 +37,7 @@ def _weight(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class CpuProbe:
-    """The codec's product on one core."""
+    """The codec's product on one core. name: the same on machines whose times can be compared."""
 
     def __init__(self) -> None:
         codes, scales = _weight(CPU_SHAPE)
@@ -58,6 +47,7 @@ class CpuProbe:
         self.time_ms()
 
     def time_ms(self) -> float:
+        """Return the time of one product."""
         return 1e3 * min(timeit.repeat(lambda: nvfp4.gemv(self._x, self._weight), number=1, repeat=REPEATS))
 
 
@@ -65,7 +55,8 @@ class GpuProbe:
     """Our kernel's product on the current GPU. It holds 75 MB there, besides the process's context."""
 
     def __init__(self) -> None:
-        self._weight = Weight(*map(to_device, _weight(GPU_SHAPE)), 1.0)
+        codes, scales = _weight(GPU_SHAPE)
+        self._weight = Weight(to_device(codes), to_device(scales), 1.0)
         self._x = to_device(np.ones((1, GPU_SHAPE[1]), np.float16))
         self._out = DeviceArray((1, GPU_SHAPE[0]), "float16")
         self._workspace = DeviceArray((max(1, self._weight.workspace_bytes(1)),), "uint8")
@@ -84,4 +75,5 @@ class GpuProbe:
         return graph
 
     def time_ms(self) -> float:
+        """Return the time of one product. Raises RuntimeError where the GPU fails."""
         return min(native().graph_time(self._graph, self._stream) for _ in range(REPEATS)) / self._products

@@ -18,9 +18,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import decode_json
@@ -31,8 +32,10 @@ from annie_quant.judge.workloads import BLOCK_TOKENS
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 1 << 20, 1 << 17
 MAX_LINE = 1 << 28  # bytes; a session of WEKA's has up to 4 MB
 MAX_WAIT_S = 60.0  # of an agent's user, as kv-cache-tester's --max-delay
-MAX_S = 1e9
 
+Tokens = Annotated[int, Meta(ge=1, le=MAX_PROMPT_TOKENS)]
+AnswerTokens = Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
+Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 T = TypeVar("T")
 
 
@@ -55,59 +58,44 @@ class TraceRequest:
     wait_s: float = 0.0
 
 
-def _check_lengths(prompt: int, answer: int, names: tuple[str, str]) -> None:
-    if not 0 < prompt <= MAX_PROMPT_TOKENS or not 0 <= answer <= MAX_OUTPUT_TOKENS:
-        raise ValueError(f"{names[0]} {prompt} and {names[1]} {answer} are not a request")
-
-
 class MooncakeRow(msgspec.Struct):
     """One line of a Mooncake trace. timestamp: milliseconds; hash_ids: one per block of BLOCK_TOKENS tokens."""
 
-    timestamp: float
-    input_length: int
-    output_length: int
+    timestamp: Annotated[float, Meta(ge=0, lt=1e15)]
+    input_length: Tokens
+    output_length: AnswerTokens
     hash_ids: list[int | str] = []
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.timestamp < 1e15:
-            raise ValueError(f"timestamp {self.timestamp}, expected 0 or more milliseconds")
-        _check_lengths(self.input_length, self.output_length, ("input_length", "output_length"))
 
+class WekaCall(msgspec.Struct, tag_field="type", tag="n"):
+    """A request of an agent. t: seconds since the session's start; of a subagent's in raw traces since its own."""
 
-class WekaEntry(msgspec.Struct):
-    """A request of an agent's session, or another agent that it starts. Times are in seconds.
-
-    t: since the session's start; of a subagent's requests since its own start in raw traces.
-    """
-
-    t: float
-    type: Literal["n", "s", "subagent"] = "n"
-    prompt_tokens: int = msgspec.field(name="in", default=0)
-    answer_tokens: int = msgspec.field(name="out", default=0)
+    t: Seconds
+    prompt_tokens: Tokens = msgspec.field(name="in")
+    answer_tokens: AnswerTokens = msgspec.field(name="out")
     hash_ids: list[int | str] = []
-    api_time: float | None = None
-    think_time: float | None = None
-    requests: list[WekaEntry] = []
+    api_time: Seconds | None = None
+    think_time: Seconds | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("t", "api_time", "think_time"):
-            if not 0 <= (getattr(self, name) or 0) < MAX_S:
-                raise ValueError(f"{name} {getattr(self, name)}, expected 0 or more seconds")
-        if self.type != "subagent":
-            _check_lengths(self.prompt_tokens, self.answer_tokens, ("in", "out"))
+
+class WekaStream(WekaCall, tag_field="type", tag="s"):
+    """A request whose answer was streamed."""
+
+
+class WekaSubagent(msgspec.Struct, tag_field="type", tag="subagent"):
+    """An agent that another one starts."""
+
+    t: Seconds
+    requests: list[WekaCall | WekaStream | WekaSubagent] = []
 
 
 class WekaSession(msgspec.Struct):
     """One session of an agent. hash_id_scope: "local" where equal ids of two sessions are not the same text."""
 
     id: str | int
-    requests: list[WekaEntry]
-    block_size: int = 64
+    requests: list[WekaCall | WekaStream | WekaSubagent]
+    block_size: Annotated[int, Meta(ge=16, le=1 << 16)] = 64
     hash_id_scope: str = "local"
-
-    def __post_init__(self) -> None:
-        if not 16 <= self.block_size <= 1 << 16:
-            raise ValueError(f"block_size {self.block_size}, expected 16 to 65,536 tokens")
 
 
 def read(path: Path, n: int | None = None) -> list[TraceRequest]:
@@ -145,8 +133,11 @@ def _form(path: Path) -> tuple[type | None, Iterator[tuple[str, object]]]:
     """Return the type of a file's records, None for another form, and the records as (place, value)."""
     records = _json_records(path)
     first = next(records, ("", None))
-    value, form = first[1], dict if otel.is_export(first[1]) else None
-    if isinstance(value, dict) and not form:
+    value = first[1]
+    form: type | None = None
+    if otel.is_export(value):
+        form = dict
+    elif isinstance(value, dict):
         entries = value.get("requests")
         agent = isinstance(entries, list) and entries and isinstance(entries[0], dict) and "t" in entries[0]
         form = WekaSession if agent else MooncakeRow if "input_length" in value else None
@@ -156,25 +147,20 @@ def _form(path: Path) -> tuple[type | None, Iterator[tuple[str, object]]]:
 def _json_records(path: Path) -> Iterator[tuple[str, object]]:
     """Yield (place, value) of the lines of JSON, or the one document, of a file or of each file of a folder."""
     for file in files_of(path):
-        try:
-            yield from _file_records(file)
-        except OSError as error:
-            raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
-
-
-def _file_records(path: Path) -> Iterator[tuple[str, object]]:
-    with path.open("rb") as file:
-        lines = ((i, line) for i, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1) if line.strip())
-        for index, (number, line) in enumerate(lines):
-            try:
-                value = decode_json(line)
-            except ValueError as error:
-                if index:
-                    raise UsageError(f"{path.name}, line {number}: {error}") from None
-                with contextlib.suppress(ValueError):
-                    yield path.name, decode_json(line + file.read())
-                return
-            yield f"{path.name}, line {number}", value
+        with file.open("rb") as stream:
+            lines = (
+                (i, line) for i, line in enumerate(iter(lambda: stream.readline(MAX_LINE), b""), 1) if line.strip()
+            )
+            for index, (number, line) in enumerate(lines):
+                try:
+                    value = decode_json(line)
+                except ValueError as error:
+                    if index:
+                        raise UsageError(f"{file.name}, line {number}: {error}") from None
+                    with contextlib.suppress(ValueError):
+                        yield file.name, decode_json(line + stream.read())
+                    break
+                yield f"{file.name}, line {number}", value
 
 
 def _converted(records: Iterable[tuple[str, object]], form: type[T]) -> Iterator[T]:
@@ -188,27 +174,26 @@ def _converted(records: Iterable[tuple[str, object]], form: type[T]) -> Iterator
 def _session_requests(session: WekaSession) -> list[TraceRequest]:
     """Return the requests of a session's agents in order of time."""
     scope = f"{session.id}/" if session.hash_id_scope == "local" else ""
-    agents = [entry for entry in session.requests if entry.type == "subagent"]
+    agents = [entry for entry in session.requests if isinstance(entry, WekaSubagent)]
     # In raw traces a subagent's times start at its own start, in AgentX's corpora at the session's.
     relative = any(request.t < agent.t for agent in agents for request in agent.requests)
 
-    def agent_requests(name: str, entries: Iterable[WekaEntry], start_s: float) -> Iterator[TraceRequest]:
-        before: WekaEntry | None = None
-        for index, entry in enumerate(sorted(entries, key=lambda entry: entry.t)):
-            if entry.type == "subagent":
-                yield from agent_requests(f"{name}/{index}", entry.requests, start_s + entry.t * relative)
+    def requests_of(name: str, agent: WekaSession | WekaSubagent, start_s: float) -> Iterator[TraceRequest]:
+        before: WekaCall | None = None
+        for index, entry in enumerate(sorted(agent.requests, key=lambda entry: entry.t)):
+            if isinstance(entry, WekaSubagent):
+                yield from requests_of(f"{name}/{index}", entry, start_s + entry.t * relative)
                 continue
-            wait_s = 0.0
-            if before is not None:
-                between_s = max(0.0, entry.t - before.t - (before.api_time or 0.0))
-                wait_s = between_s if entry.think_time is None else entry.think_time
-            blocks = tuple(f"{scope}{block}" for block in entry.hash_ids)
-            lengths = entry.prompt_tokens, entry.answer_tokens
-            wait_s = min(wait_s, MAX_WAIT_S)
-            yield TraceRequest(start_s + entry.t, *lengths, blocks, session.block_size, name, wait_s)
+            wait_s = entry.think_time
+            if wait_s is None:
+                wait_s = max(0.0, entry.t - before.t - (before.api_time or 0.0)) if before else 0.0
+            yield TraceRequest(
+                start_s + entry.t, entry.prompt_tokens, entry.answer_tokens, tuple(f"{scope}{b}" for b in entry.hash_ids),
+                session.block_size, name, min(wait_s, MAX_WAIT_S) if before else 0.0,
+            )  # fmt: skip
             before = entry
 
-    return sorted(agent_requests(str(session.id), session.requests, 0.0), key=lambda request: request.time_s)
+    return sorted(requests_of(str(session.id), session, 0.0), key=lambda request: request.time_s)
 
 
 def _one_after_another(sessions: Iterable[list[TraceRequest]]) -> Iterator[TraceRequest]:
@@ -224,7 +209,7 @@ def _one_after_another(sessions: Iterable[list[TraceRequest]]) -> Iterator[Trace
 
 def _lengths(exports: list[object]) -> Iterator[TraceRequest]:
     """Yield the calls of exports of which none has content: a log with content is sent as it is."""
-    if not any(isinstance(record, dict) for export in exports for record in otel.records(export)):
+    if not any("messages" in record for export in exports for record in otel.records(export)):
         for time_s, prompt, answer in itertools.chain.from_iterable(map(otel.lengths, exports)):
             if prompt <= MAX_PROMPT_TOKENS and answer <= MAX_OUTPUT_TOKENS:
                 yield TraceRequest(time_s, prompt, answer)

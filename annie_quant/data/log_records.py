@@ -116,7 +116,9 @@ ROLES = {
     "function_response": "tool", "function_call": "call", "tool_call": "call", "ai": "assistant",
     "aimessagechunk": "assistant",
 }  # fmt: skip
-IMAGE_KINDS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file")
+IMAGE_KINDS = (
+    "image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file", "blob", "uri",
+)  # fmt: skip
 MESSAGE_KEYS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chosen")
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # args: LangChain, Gemini; input: Anthropic
 TIME_KEYS = ("time", "timestamp", "start_time", "created_at", "created")
@@ -193,7 +195,7 @@ def _request(record: Record, depth: int) -> tuple[Record, str]:
                 return _request(value, depth + 1)
             except Unusable:
                 continue
-    raise Unusable("no messages in the record")
+    raise Unusable(str(record.get("unusable") or "no messages in the record"))
 
 
 def _object_in(record: Record, key: str) -> object:
@@ -245,7 +247,7 @@ def parsed_message(raw: object) -> Iterator[ChatMessage]:
     role = ROLES.get(sender.lower().replace("-", "_"))
     if role is None:
         raise Unusable(f"unknown role {sender[:30]!r}")
-    content = raw.get("content") if "content" in raw else raw.get("value")
+    content = next((raw[key] for key in ("content", "value", "parts") if key in raw), None)
     text, thoughts, calls, results = _content(content)
     thoughts += str(raw.get("reasoning_content") or raw.get("reasoning") or "")
     if role == "call":
@@ -260,8 +262,7 @@ def parsed_message(raw: object) -> Iterator[ChatMessage]:
     elif role == "tool":
         name = raw.get("name") or raw.get("toolName")
         identity = raw.get("tool_call_id") or raw.get("toolCallId")
-        for result in _RESULT.findall(text) or [text]:
-            yield _result(result, name, identity)
+        yield from results or [_result(r, name, identity) for r in _RESULT.findall(text) or [text]]
     else:
         yield from results
         if role == "user" and _RESULT.search(text) and not _RESULT.sub("", text).strip():
@@ -291,13 +292,17 @@ def _content(content: object) -> tuple[str, str, list[ChatCall], list[ChatMessag
             raise Unusable("an image or another file: only text can be evaluated")
         if kind in ("toolCall", "tool_use", "tool_call"):
             calls.append(_call(block))
-        elif kind == "tool_result":
-            text, *_ = _content(block.get("content"))
-            results.append(_result(text, None, block.get("tool_use_id")))
+        elif kind in ("tool_result", "tool_call_response"):
+            result = block.get("content") if kind == "tool_result" else block.get("response")
+            is_json = kind == "tool_call_response" and not isinstance(result, str)  # OpenTelemetry's: any value
+            text = json.dumps(result, ensure_ascii=False) if is_json else _content(result)[0]
+            results.append(_result(text, None, block.get("tool_use_id") or block.get("id")))
         elif kind in ("thinking", "reasoning"):
-            thoughts.append(str(block.get("thinking") or block.get("text") or ""))
-        elif isinstance(block, Mapping) and isinstance(block.get("text"), str):
-            texts.append(block["text"])
+            thoughts.append(str(block.get("thinking") or block.get("text") or block.get("content") or ""))
+        elif isinstance(block, Mapping) and isinstance(
+            text := block.get("text", kind == "text" and block.get("content")), str
+        ):
+            texts.append(text)
     return "\n".join(texts), "\n".join(thoughts), calls, results
 
 

@@ -110,8 +110,6 @@ def _read_file(path: Path, problems: Problems) -> Iterator[log_records.Conversat
 def _records(records: Iterable[tuple[str, object]], problems: Problems) -> Iterator[log_records.Conversation]:
     for where, record in records:
         try:
-            if isinstance(record, log_records.Unusable):
-                raise record
             conversation = log_records.conversation_of(record)
         except log_records.Unusable as reason:
             problems.add(str(reason), where)

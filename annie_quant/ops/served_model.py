@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from annie_quant import models
-from annie_quant.bench.backend import Backend, identity, read_counters
+from annie_quant.bench.backend import Backend, identity, read_counters, sglang_page
 from annie_quant.checkpoint import ModelFolder, dialects
 from annie_quant.checkpoint.comparison import FileContent, compare_file
 from annie_quant.checkpoint.dialects import QuantizedFolder
@@ -75,14 +75,14 @@ def check_served(
     answers, served, result = server_checks.check_server(url, checkpoint, reference, headers)
     root = server_checks.check_url(url)
     server = Backend("server", root, headers=headers or {})
-    who, info = identity(server), sglang_report.read_info(server)
+    who, info = identity(server), sglang_page(server)
     if load_report is not None:
         loaded = check_load(checkpoint, read_report(load_report))
     elif served.family == "llama.cpp":
         loaded = check_file(root, checkpoint, headers)
     else:
         loaded = [note(TENSORS, "not compared", "only the answers show what the server has loaded", AGAIN)]
-    if info is None:
+    if not info:
         drafts = check_drafts(root, served, headers)
     else:
         loaded += sglang_report.check_info(info, checkpoint)
@@ -271,19 +271,14 @@ def describe_server(url: str, headers: Mapping[str, str] | None = None) -> list[
     root = server_checks.check_url(url)
     server_checks.model_name(root, headers)  # raises where nothing answers
     server = Backend("server", root, headers=headers or {})
-    who, info = identity(server), sglang_report.read_info(server)
+    who, info = identity(server), sglang_page(server)
     message = f"{who.runtime or 'unknown software'} {who.version or ''}".rstrip() + f" serves {who.model}"
     what = f"{message}, weights in {who.format}" if who.format else message
     add = "add --checkpoint DIR, the folder that it serves"
-    reported = (
-        [] if info is None else [*sglang_report.check_info(info), sglang_report.check_accepted(info, NOT_ACCEPTED)]
-    )
-    return [
-        ok("server", what),
-        *reported,
-        *faults_of(who, None),
-        note(TENSORS, "not compared", "no checkpoint is named", add),
-    ]
+    findings = [ok("server", what), *faults_of(who, None)]
+    if info:
+        findings += [*sglang_report.check_info(info), sglang_report.check_accepted(info, NOT_ACCEPTED)]
+    return [*findings, note(TENSORS, "not compared", "no checkpoint is named", add)]
 
 
 def faults_of(who: Identity, family: Family | None) -> list[CheckResult]:

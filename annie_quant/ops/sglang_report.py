@@ -6,12 +6,9 @@ sglang/srt/entrypoints/http_server.py and managers/scheduler_components/internal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import msgspec
-
-from annie_quant.bench.backend import Backend, sglang_page
 from annie_quant.checkpoint import ModelFolder, dialects
 from annie_quant.ops.doctor import CheckResult, fault, note, ok
 
@@ -20,43 +17,20 @@ SHOWN = (
     "speculative_algorithm",
 )  # fmt: skip
 OF_NVFP4 = ("fp4", "modelopt", "compressed")  # parts of the names of its methods that read NVFP4
+Info = Mapping[str, object]
 
 
-class RankState(msgspec.Struct):
-    """State of one data-parallel rank. avg_spec_accept_length: tokens per step since the server's start."""
-
-    avg_spec_accept_length: float | None = None
-
-
-class ServerInfo(msgspec.Struct):
-    """The fields of /server_info that are used here."""
-
-    model_path: str = ""
-    quantization: str | None = None
-    dtype: str | None = None
-    kv_cache_dtype: str | None = None
-    attention_backend: str | None = None
-    fp4_gemm_runner_backend: str | None = None
-    moe_runner_backend: str | None = None
-    speculative_algorithm: str | None = None
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    internal_states: list[RankState] = []
+def _text(info: Info, name: str) -> str:
+    """Return a field's text; "" where it is none."""
+    value = info.get(name)
+    return value[:200] if isinstance(value, str) else ""
 
 
-def read_info(server: Backend) -> ServerInfo | None:
-    """Return what the server reports; None where it reports nothing that can be read."""
-    try:
-        return msgspec.convert(sglang_page(server) or None, ServerInfo)
-    except ValueError:
-        return None
-
-
-def check_info(info: ServerInfo, checkpoint: Path | None = None) -> Iterator[CheckResult]:
+def check_info(info: Info, checkpoint: Path | None = None) -> Iterator[CheckResult]:
     """Yield what the server's arguments say about its kernels and parsers, and whether they fit a checkpoint."""
-    listed = ", ".join(f"{name} {value}" for name in SHOWN if (value := getattr(info, name)))
+    listed = ", ".join(f"{name} {value}" for name in SHOWN if (value := _text(info, name)))
     stored = {x.format for x in dialects.read(ModelFolder(checkpoint)).linears.values()} if checkpoint else set()
-    used, path = info.quantization or "", Path(info.model_path)
+    used, path = _text(info, "quantization"), Path(_text(info, "model_path") or "/nowhere")
     if checkpoint and path.is_dir() and not path.samefile(checkpoint):
         yield fault("checkpoint", f"the server loaded {path}", "it is not --checkpoint", "compare the two folders")
     right = any(part in used for part in OF_NVFP4) if "nvfp4" in stored else bool(stored)
@@ -66,21 +40,21 @@ def check_info(info: ServerInfo, checkpoint: Path | None = None) -> Iterator[Che
         yield fault("formats", listed, why, "start the server without --quantization, or with modelopt_fp4 for NVFP4")
     else:
         yield ok("formats", listed)
-    parsers = {"--tool-call-parser": info.tool_call_parser, "--reasoning-parser": info.reasoning_parser}
+    parsers = {f"--{name.replace('_', '-')}": _text(info, name) for name in ("tool_call_parser", "reasoning_parser")}
     if missing := [flag for flag, value in parsers.items() if not value]:
         why = "tool calls stay in the text, or thinking leaks: a fault of the server, not of the model"
         fix = "start it with --reasoning-parser qwen3 --tool-call-parser qwen3_coder, or its family's"
         yield fault("parsers", f"the server runs without {', '.join(missing)}", why, fix)
     else:
-        yield ok("parsers", f"tool calls {info.tool_call_parser}, thinking {info.reasoning_parser}")
+        yield ok("parsers", ", ".join(" ".join(parser) for parser in parsers.items()))
 
 
-def check_accepted(info: ServerInfo, why_none: str) -> CheckResult:
+def check_accepted(info: Info, why_none: str) -> CheckResult:
     """Return how many tokens per step the server's drafts gave since its start."""
-    rates = [s.avg_spec_accept_length for s in info.internal_states if s.avg_spec_accept_length is not None]
-    if not info.speculative_algorithm or not rates:
-        return note(
-            "drafts", "the server drafts nothing", "it was started without speculative decoding, or has not drafted yet"
-        )
-    message = f"{sum(rates) / len(rates):.2f} tokens per step since the server's start ({info.speculative_algorithm})"
+    states = info.get("internal_states")
+    found = [s.get("avg_spec_accept_length") for s in states if isinstance(s, dict)] if isinstance(states, list) else []
+    rates, algorithm = [rate for rate in found if isinstance(rate, (int, float))], _text(info, "speculative_algorithm")
+    if not algorithm or not rates:
+        return note("drafts", "the server drafts nothing", "it was started without drafts, or has not drafted yet")
+    message = f"{sum(rates) / len(rates):.2f} tokens per step since the server's start ({algorithm})"
     return ok("drafts", message) if max(rates) > 1 else fault("drafts", message, why_none)

@@ -169,7 +169,7 @@ def test_a_log_with_times_is_a_trace(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input_length": -1}, "line 2.*are not a request"),
+        ({"input_length": -1}, "line 2.*input_length"),
         ({"timestamp": "soon"}, "line 2.*timestamp"),
         ({"hash_ids": [None]}, "line 2.*hash_ids"),
         ({"output_length": 1e9}, "line 2"),

@@ -28,7 +28,7 @@ from annie_quant.judge import decision
 from annie_quant.judge.gates import count, tabulate
 from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
 from annie_quant.judge.pairing import checks_by_prompt, deciding_by_prompt, pair_by_prompt
-from annie_quant.judge.statistics import LEVEL, compare, holm, mcnemar, median_interval, wilson
+from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval
 
 Values = dict[Hashable, list[float]]
 CheckedPrompts = Mapping[Hashable, Mapping[str, bool]]  # prompt → gate → passed
@@ -115,7 +115,6 @@ def aggregate_records(
         )
     pair_sides(served, roles, measured, config.greedy, reference)
     turns = {name: _turns([r for r in fit if r.backend == name], config.seed) for name in served}
-    surfaces = {name: tool_surface(measured, name) for name in served}
     pairs = list(itertools.combinations(served, 2))
     comparisons = [row for a, b in pairs for row in _comparisons(fit, a, b, config.seed)]
     floors = {name: _floors([r for r in fit if r.backend == name], config.seed) for name in served}
@@ -134,7 +133,6 @@ def aggregate_records(
         drift=drifts,
         turns=turns,
         crossover=[row for a, b in pairs if (row := _crossover(served, a, b))],
-        tool_surface={name: points for name, points in surfaces.items() if points},
         ladders={m.backend: [n.ladder for n in by_axis if n.backend == m.backend] for m in by_axis},
         machine=state,
         confounds=findings,
@@ -207,30 +205,6 @@ def _speed_gates(
                 metric=metric, value=median.p50, n=median.n, limit=limit, verdict=verdict, **interval
             )
     return gates
-
-
-def tool_surface(records: Iterable[documents.RequestRecord], name: str) -> list[documents.ToolSurfacePoint]:
-    """Return one backend's correct calls by the number of tools on offer.
-
-    Each number of tools is compared with the smallest over the same prompts (exact McNemar test, Holm over the numbers).
-    """
-    levels: dict[int, dict[str, bool]] = defaultdict(dict)
-    for record in records:
-        passed = record.judgement.checks.get("tool_call")
-        if record.workload == "tool_surface" and record.backend == name and passed is not None:
-            prompt = record.case.rpartition("-")[2]  # the same number at every level
-            levels[record.load.n_tools][prompt] = levels[record.load.n_tools].get(prompt, True) and passed
-    points = []
-    for n_tools, answers in sorted(levels.items()):
-        fewest = levels[min(levels)]
-        changes = [answers[prompt] - fewest[prompt] for prompt in answers if prompt in fewest]
-        passes, n = sum(answers.values()), len(answers)
-        low, high = wilson(passes, n)
-        p = mcnemar(changes.count(-1), changes.count(1))
-        points.append(documents.ToolSurfacePoint(n_tools=n_tools, passes=passes, n=n, low=low, high=high, p=p))
-    for point, p_holm in zip(points, holm([point.p for point in points]), strict=True):
-        point.worse = p_holm is not None and p_holm < LEVEL
-    return points
 
 
 # ---- metrics

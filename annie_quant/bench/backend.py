@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -19,13 +18,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from annie_quant import documents
 from annie_quant.bench import endpoints
 from annie_quant.core.errors import AnnieError, UsageError
 from annie_quant.core.host import is_local
 from annie_quant.core.secrets import refuse_secrets_in, safe_url
 from annie_quant.core.untrusted import decode_json, limited
-from annie_quant.documents import BackendSettings, Identity, RequestRecord, ShortText, limited_identity
+from annie_quant.documents import BackendSettings, Identity, RequestRecord, limited_identity
 from annie_quant.stream.client import fetch
 
 PROBE_TIMEOUT_S = 5.0
@@ -265,47 +263,32 @@ def most(tensors: Iterable[tuple[str, int]]) -> str | None:
     return max(quantized or sizes, key=lambda name: sizes[name], default=None)
 
 
-# ---- Prometheus metrics before and after a run, so that the server's own view is on record
+# ---- acceptance of a speculative decoder's drafts, from the counters of vLLM's /metrics
 #
-# A server without /metrics (llama.cpp needs --metrics) has none. The page is another party's text: its size, number of samples and
-# the lengths of names are limited, and values that are not finite numbers are left out.
+# llama.cpp reports drafted and accepted tokens of each request (its `timings`), which the stream client reads. vLLM counts them for
+# the whole server only, so its counters are read before and after the requests that are sent together, and their growth is split by
+# completion tokens. It is used only where the server's count of generated tokens grew by what these requests received: otherwise
+# another client used the server too. Names of the counters: vllm/v1/spec_decode/metrics.py and vllm/v1/metrics/loggers.py.
 
-METRICS_FILE = "server_metrics.json"
-MAX_PAGE_BYTES, MAX_SAMPLES = 4 << 20, 2000
+MAX_PAGE_BYTES = 4 << 20
 # A sample: name, labels in braces (values are quoted, with escapes), value, an optional timestamp.
 _SAMPLE = re.compile(
-    r'^([A-Za-z_:][A-Za-z0-9_:]*)(\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*$'
+    r'^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*$'
 )
 
-Samples = dict[str, float]  # 'name{labels}' → value
 
-
-class ServerMetrics(msgspec.Struct, kw_only=True):
-    """All samples of one server before the run and after it; keys are name{labels}."""
-
-    before: dict[ShortText, float] = {}
-    after: dict[ShortText, float] = {}
-
-
-def _metric_lines(page: str) -> Iterator[tuple[str, str, float]]:
-    """Yield (name, labels in braces or "", value) of a page in Prometheus' text format; lines that cannot be read are left out."""
+def _metric_lines(page: str) -> Iterator[tuple[str, float]]:
+    """Yield (name, value) of a page in Prometheus' text format; lines that cannot be read are left out."""
     for line in page.splitlines():
         sample = _SAMPLE.match(line) if line and not line.startswith("#") and len(line) <= 1000 else None
         if sample is None:
             continue
         try:
-            value = float(sample[3])
+            value = float(sample[2])
         except ValueError:
             continue
         if math.isfinite(value):
-            yield sample[1], sample[2] or "", value
-
-
-def parse_metrics(page: str) -> Samples:
-    """Return the samples of a page; buckets of histograms and names of more than 200 characters are left out."""
-    lines = (line for line in _metric_lines(page) if not line[0].endswith(("_bucket", "_created")))
-    samples = ((name + labels, value) for name, labels, value in lines if len(name + labels) <= 200)
-    return dict(itertools.islice(samples, MAX_SAMPLES))
+            yield sample[1], value
 
 
 def metrics_page(backend: Backend) -> str | None:
@@ -316,38 +299,6 @@ def metrics_page(backend: Backend) -> str | None:
         return None
     return reply.body.decode("utf-8", "replace") if reply.status == 200 and not reply.fault else None
 
-
-def scrape_metrics(backends: Sequence[Backend]) -> dict[str, Samples]:
-    """Return the samples of each server that has /metrics."""
-    pages = {backend.name: metrics_page(backend) for backend in backends}
-    return {name: samples for name, page in pages.items() if page and (samples := parse_metrics(page))}
-
-
-@contextlib.contextmanager
-def metrics_stored(folder: Path, backends: Sequence[Backend]) -> Iterator[None]:
-    """Write server_metrics.json for the servers that have /metrics before and after the block.
-
-    A resumed run keeps the first run's start. Nothing is written where the block raises.
-    """
-    before = scrape_metrics(backends)
-    yield
-    path = folder / METRICS_FILE
-    first = documents.decode(dict[str, ServerMetrics], path) if path.exists() else {}
-    rows = {
-        name: ServerMetrics(before=first[name].before if name in first else before[name], after=samples)
-        for name, samples in (scrape_metrics(backends) if before else {}).items()
-        if name in before
-    }
-    if rows:
-        documents.write(path, rows)
-
-
-# ---- acceptance of a speculative decoder's drafts, from the counters of vLLM's /metrics
-#
-# llama.cpp reports drafted and accepted tokens of each request (its `timings`), which the stream client reads. vLLM counts them for
-# the whole server only, so its counters are read before and after the requests that are sent together, and their growth is split by
-# completion tokens. It is used only where the server's count of generated tokens grew by what these requests received: otherwise
-# another client used the server too. Names of the counters: vllm/v1/spec_decode/metrics.py and vllm/v1/metrics/loggers.py.
 
 SETTLE_S = (0.0, 0.05, 0.2)  # the counters may grow shortly after the last token was sent
 OTHERS_TOKENS = 2  # difference of counts that is not another client's
@@ -366,7 +317,7 @@ class Counters:
 def draft_counters(page: str) -> Counters | None:
     """Return the counters in Prometheus text, summed over their labels; None where the server does not draft."""
     values = {counter: list[float]() for counter in _COUNTERS}
-    for counter, _, value in _metric_lines(page):
+    for counter, value in _metric_lines(page):
         values.get(counter.removesuffix("_total"), []).append(value)
     return Counters(*map(sum, values.values())) if all(values.values()) else None
 

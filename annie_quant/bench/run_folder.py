@@ -27,7 +27,7 @@ from annie_quant.judge.workloads import Workload
 
 RUN_FILES = (
     "records.jsonl", "unanswered.jsonl", "inputs.json", "bench.json", "memory.json", "reference.jsonl", "context.json",
-    "memory_trace.json", "server_metrics.json", "machine.jsonl",
+    "memory_trace.json", "machine.jsonl",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from annie_quant import documents, judge
 from annie_quant.bench import machine, memory, run_folder
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.bench.backend import PROBE_TIMEOUT_S, Acceptance, Backend, alive, identity, metrics_stored
+from annie_quant.bench.backend import PROBE_TIMEOUT_S, Acceptance, Backend, alive, identity
 from annie_quant.bench.confounds import is_slow
 from annie_quant.bench.exports import export
 from annie_quant.bench.reference_answers import (
@@ -411,7 +411,7 @@ def run(
     records = run_folder.RecordLog(folder / "records.jsonl")
     try:
         session = Session(plan, records, recorded, progress, watch or (lambda record: None))
-        with metrics_stored(folder, backends), contextlib.closing(session.machine.log), session.memory:
+        with contextlib.closing(session.machine.log), session.memory:
             ended = session.run()
             session.measure_memory()
         levels, traces = session.memory.levels(), session.memory.add_traces()

@@ -123,7 +123,6 @@ from annie_quant.documents.results import (
     OfflineSide,
     Roles,
     ServedSide,
-    ToolSurfacePoint,
     TurnPoint,
     Verdict,
     limited_identity,

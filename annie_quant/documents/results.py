@@ -236,21 +236,6 @@ class Crossover(msgspec.Struct, kw_only=True):
     faster_when_long: str
 
 
-class ToolSurfacePoint(msgspec.Struct, kw_only=True):
-    """Correct calls with a certain number of tools on offer.
-
-    worse: significantly fewer than with the fewest tools (p after Holm).
-    """
-
-    n_tools: Count
-    passes: Count
-    n: Count
-    low: Share
-    high: Share
-    p: float = 1.0
-    worse: bool = False
-
-
 class LadderPoint(msgspec.Struct, kw_only=True):
     """Right answers at one level of a ladder.
 
@@ -381,7 +366,6 @@ class Aggregates(msgspec.Struct, kw_only=True):
     drift: list[Drift] = []
     turns: dict[str, list[TurnPoint]] = {}
     crossover: list[Crossover] = []
-    tool_surface: dict[str, list[ToolSurfacePoint]] = {}
     ladders: dict[str, list[Ladder]] = {}
     machine: MachineState | None = None
     confounds: list[Confound] = []

@@ -280,7 +280,6 @@ def render(run: LoadedRun, figures: list[Figure]) -> dict[str, str]:
         "comparisons": tables.comparisons_table(run),
         "stability": tables.stability_table(run),
         "memory": tables.memory_table(run),
-        "surface": tables.tool_surface_table(run),
         "ladders": tables.ladder_tables(run),
         "browser": collect(run),
         "checklist": comparison.checklist(run),

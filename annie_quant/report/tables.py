@@ -267,24 +267,6 @@ def memory_table(run: LoadedRun) -> Table:
     return table
 
 
-def tool_surface_table(run: LoadedRun) -> Table:
-    """One row per backend, one column per number of tools on offer."""
-    surface = run.aggregates.tool_surface
-    measured = [(s, {p.n_tools: p for p in surface.get(s.name, []) if p.n}) for s in run.served]
-    levels = sorted({n for _, points in measured for n in points})
-    table = Table(
-        "Right tool calls by the number of tools on offer, with 95 % Wilson intervals; ✗: significantly fewer than with the "
-        "fewest tools, on the same prompts (exact McNemar test, Holm over the numbers)",
-        "model",
-        [format.count(n) for n in levels],
-    )
-    for side, points in measured:
-        if points:
-            cells = [_surface_cell(point, bool(point and point.worse)) for point in map(points.get, levels)]
-            table.rows.append((run.label(side.model), cells))
-    return table
-
-
 def ladder_tables(run: LoadedRun) -> list[Table]:
     """One table per axis of a ladder: one row per backend, one column per level."""
     tables = []
@@ -300,13 +282,13 @@ def ladder_tables(run: LoadedRun) -> list[Table]:
         )
         for side, ladder in own:
             points, breaks = {p.level: p for p in ladder.points}, ladder.cliff.breaks if ladder.cliff else None
-            cells = [_surface_cell(points.get(n), worse=breaks is not None and n >= breaks) for n in levels]
+            cells = [_level_cell(points.get(n), worse=breaks is not None and n >= breaks) for n in levels]
             table.rows.append((f"{run.label(side.model)}, {side.title}", cells))
         tables.append(table)
     return tables
 
 
-def _surface_cell(point: documents.ToolSurfacePoint | documents.LadderPoint | None, worse: bool) -> Cell:
+def _level_cell(point: documents.LadderPoint | None, worse: bool) -> Cell:
     if point is None:
         return Cell(format.DASH, css="none")
     text = f"{format.count(point.passes)}/{format.count(point.n)}" + (f" {format.SIGNS['fail']}" if worse else "")

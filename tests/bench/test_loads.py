@@ -1,15 +1,15 @@
-"""Loads with several requests in flight, the tool surface, and stopping early."""
+"""Loads with several requests in flight, and stopping early."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from bench_cases import FACTS, TOOLS, ask, backends, row, rows_of, workload
-from fake_server import FakeServer, Script, words
+from bench_cases import FACTS, ask, backends, row, rows_of, workload
+from fake_server import FakeServer, words
 
 from annie_quant import bench, judge
 from annie_quant.bench import plan as planning
-from annie_quant.bench.aggregates import labelled, tool_surface
+from annie_quant.bench.aggregates import labelled
 from annie_quant.bench.plan import ALONE
 from annie_quant.bench.run_folder import read_records
 from annie_quant.core.errors import UsageError
@@ -46,51 +46,6 @@ def test_an_open_loop_does_not_wait_for_answers(two, tmp_path):
     starts = {name: sorted((r["case"], r["arrival_s"]) for r in rows if r["backend"] == name) for name in "ab"}
     assert [c for c, _ in starts["a"]] == [c for c, _ in starts["b"]]
     assert np.allclose([t for _, t in starts["a"]], [t for _, t in starts["b"]])
-
-
-def surface_rows(name, right):
-    """right: {number of tools: how many of 15 prompts are right}."""
-    return [
-        row(
-            name,
-            workload="tool_surface",
-            case=f"tool_surface-{tools:02d}-{i:02d}",
-            n_tools=tools,
-            checks={"tool_call": i < k},
-        )
-        for tools, k in right.items()
-        for i in range(15)
-    ]
-
-
-def test_a_significant_drop_with_more_tools_is_detected():
-    table = tool_surface(surface_rows("a", {1: 15, 8: 14, 16: 13, 32: 4}), "a")
-    assert [(r.n_tools, r.passes, r.worse) for r in table] == [
-        (1, 15, False),
-        (8, 14, False),
-        (16, 13, False),
-        (32, 4, True),
-    ]
-    # 11 prompts lost and none gained: a one-sided sign test gives 2 to the power -11.
-    assert table[3].p == pytest.approx(2**-11)
-    assert tool_surface(surface_rows("a", {1: 15}), "b") == []
-
-
-def test_the_tool_surface_is_measured_per_number_of_tools(tmp_path):
-    cases = [
-        {"id": f"tool_surface-{k:02d}-00", "messages": ask("q"), "expect": {"tool": "search_memory"}, "tools": k}
-        for k in (1, 2)
-    ]
-    tools = [*TOOLS, {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}]
-    surface = workload("tool_surface", cases, tools=tools, gates=["tool_call"])
-
-    def confused(body):
-        return Script(tools=[("search_memory" if len(body["tools"]) == 1 else "other", '{"query": "x"}')])
-
-    with FakeServer(confused) as server:
-        result = bench.run([bench.Backend("a", server.url)], [surface], tmp_path, warmup=0, runs=1)
-    table = result.aggregates.tool_surface["a"]
-    assert [(r.n_tools, r.passes, r.n) for r in table] == [(1, 1, 1), (2, 0, 1)]
 
 
 def test_looks_are_planned_in_whole_blocks():

@@ -1,4 +1,4 @@
-"""Memory growth, the servers' own metrics, and a run of a set duration."""
+"""Memory growth, pages of metrics, and a run of a set duration."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import random
 import types
 
 import pytest
-from bench_cases import FACTS, annie, folder_of
+from bench_cases import annie, folder_of
 from click.testing import CliRunner
 from fake_server import FakeServer
 
-from annie_quant import bench, documents, report
+from annie_quant import documents, report
 from annie_quant.bench import backend, findings, memory
 from annie_quant.cli import cli
 from annie_quant.documents import BenchConfig, MemoryFigures
@@ -66,27 +66,13 @@ nan_value NaN
 """
 
 
-def test_a_page_of_metrics_is_parsed_and_limited():
-    samples = backend.parse_metrics(PAGE % "12")
-    assert samples['vllm:generation_tokens_total{engine="0"}'] == 12 and samples["http_requests_total"] == 7
-    assert len(samples) == 3 and any("num_requests_running" in key for key in samples)
-    assert len(backend.parse_metrics("\n".join(f"m{i} {i}" for i in range(10_000)))) == backend.MAX_SAMPLES
+def test_broken_pages_of_metrics_are_no_error():
     rng = random.Random(1)
+    page = PAGE % "12" + "vllm:spec_decode_num_draft_tokens_total 5\nvllm:spec_decode_num_accepted_tokens_total NaN\n"
+    assert backend.draft_counters(page) is None, "a counter without a finite value is none"
+    assert backend.draft_counters(page.replace("NaN", "4")) == backend.Counters(5, 4, 12)
     for _ in range(300):
-        text = "".join(rng.choice('abc{}"\\=,:# 1.e+\n') for _ in range(60))
-        assert all(isinstance(v, float) for v in backend.parse_metrics(text).values())
-
-
-def test_the_servers_metrics_are_in_the_run(tmp_path):
-    with FakeServer(annie) as server:
-        server.metrics = lambda: PAGE % (5 * len(server.bodies))
-        done = bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path / "run", warmup=0, runs=1)
-    assert done.requests == 6
-    rows = documents.decode(dict[str, backend.ServerMetrics], tmp_path / "run" / backend.METRICS_FILE)
-    name = 'vllm:generation_tokens_total{engine="0"}'
-    assert rows["a"].after[name] - rows["a"].before[name] == 5 * len(server.bodies) == 35, (
-        "six prompts and the smoke question"
-    )
+        assert backend.draft_counters("".join(rng.choice('abc{}"\\=,:# 1.e+\n') for _ in range(60))) is None
 
 
 def test_a_sustained_run_lasts_its_time_and_has_a_memory_trace(tmp_path):

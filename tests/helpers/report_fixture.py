@@ -367,10 +367,17 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
         "served": {m[0]: served_part(by_backend[m[0]], m) for m in MODELS},
         "comparisons": comparisons(rows),
         "turns": turns,
-        "tool_surface": {
+        "ladders": {
             m[0]: [
-                {"n_tools": n, "passes": 15 - lost, "n": 15, "low": 0.1, "high": 1.0, "p": 0.5, "worse": lost > 9}
-                for n, lost in ((1, 0), (8, 1), (64, 12))
+                {
+                    "axis": "tools",
+                    "repeats": 1,
+                    "points": [
+                        {"level": n, "passes": 15 - lost, "n": 15, "low": 0.1, "high": 1.0, "rate": 1 - lost / 15}
+                        for n, lost in ((1, 0), (8, 1), (64, 12))
+                    ],
+                    "cliff": {"holds": 8, "breaks": 64, "earliest": 64, "latest": 64, "p": 0.001},
+                }
             ]
             for m in MODELS[:2]
         },

@@ -292,13 +292,13 @@ def test_plots_are_files_of_their_own(run):
         assert root.tag.endswith("svg") and root.find("{http://www.w3.org/2000/svg}title").text
 
 
-def test_the_tool_surface_has_its_counts_and_its_cliff(run):
+def test_a_ladder_has_its_counts_and_its_cliff(run):
     page = (run["folder"] / "report.html").read_text(encoding="utf-8")
-    table = page[page.index("Against the number of tools") :]
+    table = page[page.index("<h3>Ladders</h3>") :]
     table = table[: table.index("</table>")]
     for passes in (15, 14, 3):
         assert f"{passes}/15" in table
-    # Only 64 tools are significantly worse than one: one cell per backend.
+    # From the cliff on: one cell per backend.
     assert table.count("3/15 ✗") == table.count("✗") - table.split("<tbody>")[0].count("✗") == 2
 
 

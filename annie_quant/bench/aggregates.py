@@ -51,21 +51,16 @@ def aggregate(folder: str | os.PathLike[str], stated: documents.Roles | None = N
     try:
         every = read_records(root / "records.jsonl", every=True)
     except FileNotFoundError as error:
-        raise UsageError(
-            f"{root} holds no finished benchmark (records.jsonl is missing)", f"annie-quant bench ... --output {root}"
-        ) from error
+        problem = f"{root} holds no finished benchmark (records.jsonl is missing)"
+        raise UsageError(problem, f"annie-quant bench ... --output {root}") from error
     if stated is not None and stated.names:
         bench.config.roles = stated
-    return aggregate_records(
-        [*valid_records(every), *read_unanswered(root)],
-        bench.config,
-        bench.backends,
-        bench.memory,
-        bench.ended,
-        stored_reference(root),
-        memory.read_traces(root),
+    records, state = (
+        valid_records(every),
         machine.summarize(machine.read_samples(root), [r for r in every if not r.warmup]),
     )
+    measured = bench.memory, bench.ended, stored_reference(root), memory.read_traces(root), state
+    return aggregate_records([*records, *read_unanswered(root)], bench.config, bench.backends, *measured)
 
 
 def aggregate_records(
@@ -319,10 +314,6 @@ def _crossover(served: Mapping[str, documents.ServedSide], a: str, b: str) -> do
         lines.append([statistics.fmean(column) for column in zip(*medians, strict=True)])
     (ttft_a, tpot_a), (ttft_b, tpot_b) = lines
     tokens = (ttft_b - ttft_a) / (tpot_a - tpot_b) if tpot_a != tpot_b else None
-    return documents.Crossover(
-        a=a,
-        b=b,
-        tokens=tokens if tokens and tokens > 0 else None,
-        faster_when_short=a if ttft_a <= ttft_b else b,
-        faster_when_long=a if tpot_a < tpot_b else b,
-    )
+    tokens = tokens if tokens and tokens > 0 else None
+    short, long = a if ttft_a <= ttft_b else b, a if tpot_a < tpot_b else b
+    return documents.Crossover(a=a, b=b, tokens=tokens, faster_when_short=short, faster_when_long=long)

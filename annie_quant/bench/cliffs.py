@@ -160,16 +160,9 @@ def _sentence(backend: str, ladder: Ladder) -> Confound:
         last = unit.format(f"{points[-1].level:,}")
         return finding("no_cliff", backend, first=_counts(points[:1]), last=last, at_last=_counts(points[-1:]), k=power)
     within = "" if cliff.earliest == cliff.latest else f" (95 %: {cliff.earliest:,} to {cliff.latest:,})"
-    return finding(
-        "cliff",
-        backend,
-        breaks=unit.format(f"{cliff.breaks:,}") + within,
-        holds=f"{cliff.holds:,}",
-        before=_counts([p for p in points if p.level <= cliff.holds]),
-        after=_counts([p for p in points if p.level >= cliff.breaks]),
-        k=power,
-        p=cliff.p,
-    )
+    breaks, before = unit.format(f"{cliff.breaks:,}") + within, _counts([p for p in points if p.level <= cliff.holds])
+    figures = {"before": before, "after": _counts([p for p in points if p.level >= cliff.breaks]), "p": cliff.p}
+    return finding("cliff", backend, breaks=breaks, holds=f"{cliff.holds:,}", k=power, **figures)
 
 
 def _counts(points: Sequence[LadderPoint]) -> str:

@@ -38,13 +38,11 @@ def finding(code: str, *backends: str, **values: object) -> Confound:
 
 def growth_findings(rows: Mapping[str, MemoryGrowth]) -> list[Confound]:
     """Return one finding per server whose memory grows."""
-    return [
-        finding(
-            "memory_growth", name, mb=row.bytes_per_hour / 1e6, low=row.low / 1e6, high=row.high / 1e6, hours=row.hours
-        )
-        for name, row in rows.items()
-        if row.grows
-    ]
+    growing = {name: row for name, row in rows.items() if row.grows}
+    mb = {
+        n: {"mb": row.bytes_per_hour / 1e6, "low": row.low / 1e6, "high": row.high / 1e6} for n, row in growing.items()
+    }
+    return [finding("memory_growth", name, hours=row.hours, **mb[name]) for name, row in growing.items()]
 
 
 def drift_findings(rows: Sequence[Drift]) -> list[Confound]:
@@ -60,16 +58,11 @@ def drift_findings(rows: Sequence[Drift]) -> list[Confound]:
 def _drift_finding(row: Drift) -> Confound:
     causes, throttles = _causes(row)
     slower, after_s = row.shift > 0, row.after_s
-    return finding(
-        "throttled" if throttles and slower else "drift",
-        row.backend,
-        severity="fault" if slower else "note",
-        direction="slower" if slower else "faster",
-        after=f"{after_s / 60:.1f} minutes" if after_s >= 90 else f"{after_s:.0f} seconds",
-        metric=METRICS[row.metric].title,
-        causes=causes,
-        **{"shift": row.shift, "low": row.low, "high": row.high, "p": row.p_holm or row.p, "n": row.n},
-    )
+    severity, direction = ("fault", "slower") if slower else ("note", "faster")
+    after = f"{after_s / 60:.1f} minutes" if after_s >= 90 else f"{after_s:.0f} seconds"
+    words = {"severity": severity, "direction": direction, "after": after, "metric": METRICS[row.metric].title}
+    figures = {"shift": row.shift, "low": row.low, "high": row.high, "p": row.p_holm or row.p, "n": row.n}
+    return finding("throttled" if throttles and slower else "drift", row.backend, causes=causes, **words, **figures)
 
 
 def _causes(row: Drift) -> tuple[str, bool]:
@@ -110,17 +103,15 @@ def _depth_finding(row: DepthRow) -> Confound:
         ratios = [1 / x for x in (row.ratio, row.high, row.low, row.shallow, row.shallow_high, row.shallow_low)]
     deep, low, high, shallow, shallow_low, shallow_high = (ratio - 1 for ratio in ratios)
     only = shallow_low - LEAST_SHIFT <= 0 <= shallow_high + LEAST_SHIFT and abs(shallow) < LEAST_SHIFT
-    return finding(
-        "slower_at_depth",
-        slower,
-        other=other,
-        slower="slower only" if only else "slower, relative to short prompts,",
-        metric=METRICS[row.metric].title,
-        depth=_tokens(row.depth),
-        shallow_depth=_tokens(row.shallow_depth),
-        **{"deep": deep, "low": low, "high": high, "p": row.p_holm, "n": row.n_prompts},
-        **{"shallow": shallow, "shallow_low": shallow_low, "shallow_high": shallow_high},
-    )
+    words = {"slower": "slower only" if only else "slower, relative to short prompts,", "other": other}
+    words |= {
+        "metric": METRICS[row.metric].title,
+        "depth": _tokens(row.depth),
+        "shallow_depth": _tokens(row.shallow_depth),
+    }
+    figures = {"deep": deep, "low": low, "high": high, "p": row.p_holm, "n": row.n_prompts}
+    short = {"shallow": shallow, "shallow_low": shallow_low, "shallow_high": shallow_high}
+    return finding("slower_at_depth", slower, **words, **figures, **short)
 
 
 def _tokens(depth: int) -> str:

@@ -15,8 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -27,7 +26,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import decode_json
 from annie_quant.data import otel
 from annie_quant.data.logs import files_of
-from annie_quant.judge.workloads import BLOCK_TOKENS
+from annie_quant.judge.workloads import BLOCK_TOKENS, Case
 
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 1 << 20, 1 << 17
 MAX_LINE = 1 << 28  # bytes; a session of WEKA's has up to 4 MB
@@ -37,25 +36,6 @@ Tokens = Annotated[int, Meta(ge=1, le=MAX_PROMPT_TOKENS)]
 AnswerTokens = Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """One request of a trace.
-
-    time_s: when it arrives, in seconds of the trace's clock.
-    blocks: names of the parts of its prompt, of block_tokens each, as far as they are known; equal names are equal text.
-    session: the agent's conversation that it belongs to.
-    wait_s: seconds between the answer before it in its session and this request.
-    """
-
-    time_s: float
-    prompt_tokens: int
-    answer_tokens: int
-    blocks: tuple[str, ...] = ()
-    block_tokens: int = BLOCK_TOKENS
-    session: str = ""
-    wait_s: float = 0.0
 
 
 class MooncakeRow(msgspec.Struct):
@@ -98,49 +78,52 @@ class WekaSession(msgspec.Struct):
     hash_id_scope: str = "local"
 
 
-def read(path: Path, n: int | None = None) -> list[TraceRequest]:
-    """Return a trace's first n requests in order of time; [] for a file of another form.
+def read(path: Path, n: int | None = None) -> list[Case]:
+    """Return a trace's first n requests in order of arrival; [] for a file of another form.
 
     Sessions of WEKA's form follow each other, and no wait is longer than MAX_WAIT_S. Raises UsageError for a record that is not of
     the first one's form.
     """
     form, rows = _form(path)
-    found: Iterator[TraceRequest] = iter(())
+    found: Iterator[Case] = iter(())
     if form is WekaSession:
-        found = _one_after_another(map(_session_requests, _converted(rows, WekaSession)))
+        found = _one_after_another(map(_agents, _converted(rows, WekaSession)))
     elif form is MooncakeRow:
         mooncake = _converted(rows, MooncakeRow)
-        found = (
-            TraceRequest(row.timestamp / 1e3, row.input_length, row.output_length, tuple(map(str, row.hash_ids)))
-            for row in mooncake
-        )
+        found = (_case(r.timestamp / 1e3, r.input_length, r.output_length, r.hash_ids) for r in mooncake)
     elif form is dict:
         found = _lengths([value for _, value in rows])
-    return sorted(itertools.islice(found, n), key=lambda request: request.time_s)
+    return sorted(itertools.islice(found, n), key=_arrival)
 
 
-def conversations(path: Path) -> Iterator[list[TraceRequest]]:
+def conversations(path: Path) -> Iterator[list[Case]]:
     """Yield the requests of each agent in a file of WEKA's form, of subagents too; none for a file of another form."""
     form, rows = _form(path)
     for session in _converted(rows, WekaSession) if form is WekaSession else ():
-        agents: dict[str, list[TraceRequest]] = {}
-        for request in _session_requests(session):
-            agents.setdefault(request.session, []).append(request)
-        yield from agents.values()
+        yield from _agents(session).values()
+
+
+def _case(time_s: float, prompt: int, answer: int, names: Iterable[int | str], block: int = BLOCK_TOKENS) -> Case:
+    """Return a request without an id, with the blocks of its prompt that have names."""
+    blocks = tuple(itertools.islice(map(str, names), -(-prompt // block)))
+    case = Case(id="", blocks=blocks, block_tokens=block, prompt_tokens=prompt, arrival_s=time_s)
+    return dataclasses.replace(case, max_tokens=max(1, answer))
+
+
+def _arrival(case: Case) -> float:
+    return case.arrival_s or 0.0
 
 
 def _form(path: Path) -> tuple[type | None, Iterator[tuple[str, object]]]:
     """Return the type of a file's records, None for another form, and the records as (place, value)."""
     records = _json_records(path)
     first = next(records, ("", None))
-    value = first[1]
-    form: type | None = None
-    if otel.is_export(value):
-        form = dict
-    elif isinstance(value, dict):
-        entries = value.get("requests")
-        agent = isinstance(entries, list) and entries and isinstance(entries[0], dict) and "t" in entries[0]
-        form = WekaSession if agent else MooncakeRow if "input_length" in value else None
+    value = first[1] if isinstance(first[1], dict) else {}
+    entries = value.get("requests")
+    is_agent = isinstance(entries, list) and entries and isinstance(entries[0], dict) and "t" in entries[0]
+    form = (
+        dict if otel.is_export(value) else WekaSession if is_agent else MooncakeRow if "input_length" in value else None
+    )
     return form, itertools.chain([first], records)
 
 
@@ -171,45 +154,45 @@ def _converted(records: Iterable[tuple[str, object]], form: type[T]) -> Iterator
             raise UsageError(f"{where}: {error}", "a trace has one JSON object per line, all of one form") from None
 
 
-def _session_requests(session: WekaSession) -> list[TraceRequest]:
-    """Return the requests of a session's agents in order of time."""
+def _agents(session: WekaSession) -> dict[str, list[Case]]:
+    """Return the requests of a session by agent, in order of time."""
     scope = f"{session.id}/" if session.hash_id_scope == "local" else ""
-    agents = [entry for entry in session.requests if isinstance(entry, WekaSubagent)]
+    subagents = [entry for entry in session.requests if isinstance(entry, WekaSubagent)]
     # In raw traces a subagent's times start at its own start, in AgentX's corpora at the session's.
-    relative = any(request.t < agent.t for agent in agents for request in agent.requests)
+    relative = any(request.t < agent.t for agent in subagents for request in agent.requests)
+    agents: dict[str, list[Case]] = {}
 
-    def requests_of(name: str, agent: WekaSession | WekaSubagent, start_s: float) -> Iterator[TraceRequest]:
+    def add(name: str, agent: WekaSession | WekaSubagent, start_s: float) -> None:
         before: WekaCall | None = None
         for index, entry in enumerate(sorted(agent.requests, key=lambda entry: entry.t)):
             if isinstance(entry, WekaSubagent):
-                yield from requests_of(f"{name}/{index}", entry, start_s + entry.t * relative)
+                add(f"{name}/{index}", entry, start_s + entry.t * relative)
                 continue
-            wait_s = entry.think_time
-            if wait_s is None:
-                wait_s = max(0.0, entry.t - before.t - (before.api_time or 0.0)) if before else 0.0
-            yield TraceRequest(
-                start_s + entry.t, entry.prompt_tokens, entry.answer_tokens, tuple(f"{scope}{b}" for b in entry.hash_ids),
-                session.block_size, name, min(wait_s, MAX_WAIT_S) if before else 0.0,
-            )  # fmt: skip
+            between_s = max(0.0, entry.t - before.t - (before.api_time or 0.0)) if before else 0.0
+            wait_s = between_s if entry.think_time is None or not before else entry.think_time
+            lengths, names = (entry.prompt_tokens, entry.answer_tokens), (f"{scope}{block}" for block in entry.hash_ids)
+            case = _case(start_s + entry.t, *lengths, names, session.block_size)
+            agents.setdefault(name, []).append(dataclasses.replace(case, wait_s=min(wait_s, MAX_WAIT_S)))
             before = entry
 
-    return sorted(requests_of(str(session.id), session, 0.0), key=lambda request: request.time_s)
+    add("", session, 0.0)
+    return agents
 
 
-def _one_after_another(sessions: Iterable[list[TraceRequest]]) -> Iterator[TraceRequest]:
+def _one_after_another(sessions: Iterable[Mapping[str, list[Case]]]) -> Iterator[Case]:
     """Yield the requests of all sessions, with waits of at most MAX_WAIT_S, which is also the time between two sessions."""
     time_s = -MAX_WAIT_S
-    for requests in sessions:
+    for agents in sessions:
         before_s = -math.inf
-        for request in requests:
-            time_s += min(request.time_s - before_s, MAX_WAIT_S)
-            before_s = request.time_s
-            yield dataclasses.replace(request, time_s=time_s)
+        for case in sorted(itertools.chain.from_iterable(agents.values()), key=_arrival):
+            time_s += min(_arrival(case) - before_s, MAX_WAIT_S)
+            before_s = _arrival(case)
+            yield dataclasses.replace(case, arrival_s=time_s, wait_s=None)
 
 
-def _lengths(exports: list[object]) -> Iterator[TraceRequest]:
+def _lengths(exports: list[object]) -> Iterator[Case]:
     """Yield the calls of exports of which none has content: a log with content is sent as it is."""
     if not any("messages" in record for export in exports for record in otel.records(export)):
         for time_s, prompt, answer in itertools.chain.from_iterable(map(otel.lengths, exports)):
             if prompt <= MAX_PROMPT_TOKENS and answer <= MAX_OUTPUT_TOKENS:
-                yield TraceRequest(time_s, prompt, answer)
+                yield _case(time_s, prompt, answer, ())

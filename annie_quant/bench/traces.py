@@ -79,13 +79,13 @@ def _sampled(items: Iterable[T], n: int, seed: int) -> list[tuple[int, T]]:
     return sorted(chosen, key=lambda pair: pair[0])
 
 
-def _agents(agents: Iterable[tuple[int, Sequence[trace_forms.TraceRequest]]]) -> Workload:
+def _agents(agents: Iterable[tuple[int, Sequence[Case]]]) -> Workload:
     """Return a workload of agents' conversations, of which each request has its own text."""
     cases = []
     for number, requests in agents:
         name = f"replay-{number:05d}"
-        steps = tuple(_described(f"{name}/{i}", request) for i, request in enumerate(requests))
-        cases.append(Case(id=name, steps=steps))
+        steps = (dataclasses.replace(_named(c, f"{name}/{i}"), arrival_s=None) for i, c in enumerate(requests))
+        cases.append(Case(id=name, steps=tuple(steps)))
     return _described_workload("replay", "Agents of a trace: their lengths, shared prefixes and waits", cases)
 
 
@@ -164,27 +164,18 @@ def trace(path: PathLike, n: int, problems: Problems | None = None) -> Workload:
     requests = trace_forms.read(Path(path), n)
     if not requests:
         return _log_trace(path, n, problems or Problems())
+    first = requests[0].arrival_s or 0.0
     cases = [
-        dataclasses.replace(
-            _described(f"trace-{number:05d}", request), arrival_s=request.time_s - requests[0].time_s, wait_s=None
-        )
-        for number, request in enumerate(requests)
+        dataclasses.replace(_named(case, f"trace-{number:05d}"), arrival_s=(case.arrival_s or 0.0) - first)
+        for number, case in enumerate(requests)
     ]
     return _described_workload("trace", "Requests of a trace: its lengths, shared prefixes and arrivals", cases)
 
 
-def _described(name: str, request: trace_forms.TraceRequest) -> Case:
+def _named(case: Case, name: str) -> Case:
     """Return a request of which a trace has lengths. Parts of its prompt without a name are text of this request alone."""
-    count = -(-request.prompt_tokens // request.block_tokens)
-    own = (f"{name}/{i}" for i in range(len(request.blocks), count))
-    return Case(
-        id=name,
-        blocks=(*request.blocks[:count], *own),
-        block_tokens=request.block_tokens,
-        prompt_tokens=request.prompt_tokens,
-        max_tokens=max(1, request.answer_tokens),
-        wait_s=request.wait_s,
-    )
+    own = (f"{name}/{i}" for i in range(len(case.blocks), -(-case.prompt_tokens // case.block_tokens)))
+    return dataclasses.replace(case, id=name, blocks=(*case.blocks, *own))
 
 
 def _described_workload(name: str, description: str, cases: Sequence[Case]) -> Workload:

@@ -54,8 +54,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     watch: An earlier run: exit 1 on a significant loss.
     reference_run: An earlier run with a bf16 side: all sides are compared with its answers (--reference: its name
         there).
-    replay: Chat logs: their conversations, turn by turn, with the logged results of tools; repeatable.
-    trace: A Mooncake trace, or a log with times: its requests at their recorded times.
+    replay: Chat logs: their conversations, turn by turn, with the logged results of tools; or WEKA's traces of agents,
+        with their waits; repeatable.
+    trace: A trace (Mooncake, WEKA, OpenTelemetry), or a log with times: its requests at their recorded times.
     trace_speed: How many times as fast the trace runs: "1,4".
     trace_n: Requests of the trace.
     ladder: Find the level at which a side breaks: tools (5 to 52), tokens (0 to 131,072, as far as the server's context

@@ -69,9 +69,9 @@ def doctor(options: DoctorOptions) -> None:
     """Check what this machine lacks for which stage, with the fix. Exit code 3 on a fault.
 
     With --server: what a running server reports of itself, and the known faults of its version. With --checkpoint too: compare the
-    log-probabilities that a server (vLLM, llama.cpp) returns for about 20 prompts with the checkpoint's own under each numerics
-    profile, and name the arithmetic that it runs, or "none of these"; compare the tensors and formats that it loaded, and count the
-    drafts that it accepts.
+    log-probabilities that a server (vLLM, SGLang, llama.cpp) returns for about 20 prompts with the checkpoint's own under each
+    numerics profile, and name the arithmetic that it runs, or "none of these"; compare the tensors and formats that it loaded, and
+    count the drafts that it accepts.
 
     With --server and --images: whether the server takes images, and names the colours of two.
 

@@ -32,7 +32,7 @@ from annie_quant.bench.reference_answers import (
     store_reference,
     stored_reference,
 )
-from annie_quant.bench.sending import BudgetEnded, PlannedRequest, Sender
+from annie_quant.bench.sending import CONNECT_S, BudgetEnded, PlannedRequest, Sender
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import ASSETS, read_json, sha256_text
 from annie_quant.core.host import environment, load_per_core, machine_state
@@ -312,6 +312,8 @@ class Session:
         arrivals = planning.arrival_times(visit.load, names, [t.case.at_turn(t.record.turn) for t in turns])
         for turn, arrival_s in zip(turns, arrivals or (), strict=arrivals is not None):
             turn.start_s = turn.record.load.arrival_s = arrival_s
+            if turn.case.steps:  # the connection is opened during the wait
+                turn.start_s = max(0.0, arrival_s - CONNECT_S)
         identity = self.identities.get(backend.name)
         counters = self.acceptance.before(backend, identity.runtime if identity else None)
         timings = self._send(backend, turns)

@@ -140,8 +140,9 @@ def _json_records(path: Path) -> Iterator[tuple[str, object]]:
                 except ValueError as error:
                     if index:
                         raise UsageError(f"{file.name}, line {number}: {error}") from None
-                    with contextlib.suppress(ValueError):
-                        yield file.name, decode_json(line + stream.read())
+                    if line.lstrip()[:1] in (b"{", b"["):  # else a text, which may be large
+                        with contextlib.suppress(ValueError):
+                            yield file.name, decode_json(line + stream.read())
                     break
                 yield f"{file.name}, line {number}", value
 

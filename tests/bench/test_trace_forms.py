@@ -7,6 +7,7 @@ import itertools
 import json
 
 import pytest
+from click.testing import CliRunner
 from fake_server import FakeServer, words
 
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
@@ -16,6 +17,7 @@ from annie_quant.bench import traces
 from annie_quant.bench.plan import OPEN_LOOP_REQUESTS, planned_visits
 from annie_quant.bench.run_folder import read_records
 from annie_quant.bench.sending import CONNECT_S
+from annie_quant.cli import cli
 from annie_quant.core.errors import UsageError
 from annie_quant.data import otel
 from annie_quant.data.logs import read_logs
@@ -214,6 +216,22 @@ def test_content_that_was_cut_and_images_are_named(tmp_path):
         traces.replay([write(tmp_path / "x.jsonl", export(cut, image))], 10)
     assert "a span without gen_ai.input.messages, or one that was cut" in error.value.message
     assert "an image or another file" in error.value.message and "\n" not in error.value.message
+
+
+def test_the_command_replays_an_agent_resumes_and_reports(tmp_path):
+    short = {**SESSION, "requests": SESSION["requests"][:3]}
+    path, run = write(tmp_path / "t.json", short), tmp_path / "run"
+    with FakeServer(lambda body: words("It is Tokyo.")) as server:
+        command = ["bench", "--backend-a", "a", server.url, "--replay", str(path), "--trace", str(path), "--trace-speed", "10",
+                   "--runs", "1", "--warmup", "0", "--noise-share", "0", "--output", str(run)]  # fmt: skip
+        first = CliRunner().invoke(cli, command)
+        sent = len(server.bodies)
+        again = CliRunner().invoke(cli, command)
+    assert first.exit_code == again.exit_code == 0, first.output
+    assert sent == len(server.bodies) == 2 + 4 + 4, "two questions of the client, the trace, the replay; nothing twice"
+    cases = {w["name"]: w["cases"] for w in json.loads((run / "inputs.json").read_text())["workloads"]}
+    assert [len(c["steps"]) for c in cases["replay"]] == [2, 2] and cases["trace"][1]["block_tokens"] == 64
+    assert "replay" in (run / "report.html").read_text()
 
 
 # ---- errors

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from annie_quant.checkpoint import ModelFolder, dialects
+from annie_quant.core.text import printable
 from annie_quant.ops.doctor import CheckResult, fault, note, ok
 
 SHOWN = (
@@ -17,13 +18,14 @@ SHOWN = (
     "speculative_algorithm",
 )  # fmt: skip
 OF_NVFP4 = ("fp4", "modelopt", "compressed")  # parts of the names of its methods that read NVFP4
+MOST_TOKENS = 1000  # per step: more is not a rate
 Info = Mapping[str, object]
 
 
 def _text(info: Info, name: str) -> str:
     """Return a field's text; "" where it is none."""
     value = info.get(name)
-    return value[:200] if isinstance(value, str) else ""
+    return printable(value, 200) if isinstance(value, str) else ""
 
 
 def check_info(info: Info, checkpoint: Path | None = None) -> Iterator[CheckResult]:
@@ -53,7 +55,8 @@ def check_accepted(info: Info, why_none: str) -> CheckResult:
     """Return how many tokens per step the server's drafts gave since its start."""
     states = info.get("internal_states")
     found = [s.get("avg_spec_accept_length") for s in states if isinstance(s, dict)] if isinstance(states, list) else []
-    rates, algorithm = [rate for rate in found if isinstance(rate, (int, float))], _text(info, "speculative_algorithm")
+    rates = [rate for rate in found if isinstance(rate, (int, float)) and 0 <= rate < MOST_TOKENS]
+    algorithm = _text(info, "speculative_algorithm")
     if not algorithm or not rates:
         return note("drafts", "the server drafts nothing", "it was started without drafts, or has not drafted yet")
     message = f"{sum(rates) / len(rates):.2f} tokens per step since the server's start ({algorithm})"

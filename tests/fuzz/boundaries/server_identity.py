@@ -1,4 +1,4 @@
-"""What a server reports of itself: /v1/models, /props, /version. Every PER_BENCH-th case is a whole benchmark."""
+"""What a server reports of itself: /v1/models, /props, /version, /server_info. Every PER_BENCH-th case is a whole benchmark."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from fuzz.boundaries.grammar import Hostile, encode
-from fuzz.boundaries.harness import KEY, Finding, Sandbox, limited_time
+from fuzz.boundaries.harness import KEY, Finding, Sandbox, check_text, limited_time
 from stream_server import RawServer
 
 PER_BENCH = 100
@@ -23,6 +23,10 @@ PAGES = {
         "default_generation_settings": {"n_ctx": 4096, "params": {"temperature": 0.8, "top_k": 40, "samplers": ["top_k"]}},
     },
     b"/version": {"version": "0.26"},
+    b"/server_info": {
+        "model_path": "/m", "quantization": "modelopt_fp4", "tool_call_parser": None, "version": "0.5.23",
+        "speculative_algorithm": "EAGLE", "internal_states": [{"avg_spec_accept_length": 2.5}],
+    },
 }  # fmt: skip
 STREAM = (
     b'data: {"choices": [{"index": 0, "delta": {"content": "Tokyo"}, "finish_reason": "stop"}]}\n\n'
@@ -32,7 +36,8 @@ STREAM = (
 
 @contextlib.contextmanager
 def opened(sandbox: Sandbox) -> Iterator[Any]:
-    from annie_quant.bench.backend import Backend, identity
+    from annie_quant.bench.backend import Backend, identity, sglang_page
+    from annie_quant.ops import sglang_report
 
     state: dict[str, Any] = {}
     cases = [{"id": "c", "messages": [{"role": "user", "content": "Hi"}]}]
@@ -53,7 +58,11 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
 
         def case(seed: str, left: int) -> int:
             hostile = Hostile(seed)
-            state["pages"] = {path: page(hostile, content) for path, content in PAGES.items()}
+            sglang = hostile.random.random() < 0.3
+            first = json.loads(json.dumps(MODELS).replace("llamacpp", "sglang")) if sglang else MODELS
+            state["pages"] = {
+                path: page(hostile, content) for path, content in (PAGES | {b"/v1/models": first}).items()
+            }
             state["status"] = hostile.random.choice(
                 (*[b"200 OK"] * 9, b"404 No", b"500 X", b"302 F\r\nLocation: http://evil/")
             )
@@ -67,7 +76,10 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
                     raise Finding(f"a run directory of {size} bytes")
                 return 1
             with limited_time("identity"):
-                stored = msgspec.json.encode(identity(Backend("a", url, headers={"Authorization": f"Bearer {KEY}"})))
+                backend = Backend("a", url, headers={"Authorization": f"Bearer {KEY}"})
+                stored, info = msgspec.json.encode(identity(backend)), sglang_page(backend)
+                for finding in (*sglang_report.check_info(info), sglang_report.check_accepted(info, "")):
+                    check_text(finding.message.replace(KEY, ""))
             if len(stored) > MAX_BYTES or KEY.encode() in stored:
                 raise Finding(f"an identity of {len(stored)} bytes, or one with the key")
             return 1

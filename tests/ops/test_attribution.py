@@ -90,7 +90,7 @@ def test_a_prefix_cache_without_hits_makes_an_arm_invalid(tmp_path, workload):
 )
 def test_a_server_that_fails_is_reported_and_the_rest_goes_on(tmp_path, workload, rule, reason):
     run = AttributionRun(
-        scripted(tmp_path, f"{rule},break:mtp"), resolve(None, workload), tmp_path / "run", timeout_s=1.5
+        scripted(tmp_path, f"{rule},break:mtp"), resolve(None, workload), tmp_path / "run", timeout_s=0.7
     )
     result = run.run()
     assert reason in result.conclusion.untested["kv"]

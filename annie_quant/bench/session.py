@@ -18,38 +18,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from annie_quant import documents, judge
-from annie_quant.bench import machine, memory, run_folder
+from annie_quant.bench import machine, memory, reference_answers, run_folder
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import PROBE_TIMEOUT_S, Acceptance, Backend, alive, identity, metrics_stored
 from annie_quant.bench.confounds import is_slow
 from annie_quant.bench.exports import export
-from annie_quant.bench.reference_answers import (
-    STORED,
-    judge_record,
-    judge_scenario,
-    mark,
-    store_reference,
-    stored_reference,
-)
+from annie_quant.bench.reference_answers import STORED, judge_record, judge_scenario
 from annie_quant.bench.sending import BudgetEnded, PlannedRequest, Sender
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import ASSETS, read_json, sha256_text
 from annie_quant.core.host import environment, load_per_core, machine_state
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, integer
-from annie_quant.documents import (
-    Bench,
-    ChatMessage,
-    EarlyStop,
-    Ended,
-    Identity,
-    RecordedAnswer,
-    RequestRecord,
-    RequestTimings,
-    RequestTokens,
-    Roles,
-)
+from annie_quant.documents import Bench, ChatMessage, Ended, Identity, RequestRecord, Roles
 from annie_quant.judge import decision, tool_eval
 from annie_quant.judge.answers import Answer, assistant_message
 from annie_quant.judge.library import build_workload
@@ -207,7 +189,7 @@ class Session:
         """Check all answers so far against bf16's, where there are any. Return whether a record has changed."""
         name = self.roles.reference
         reference = [r for r in self.records.rows if r.backend == name] if name else self.recorded
-        return mark(self.records.rows, self.workloads, reference) if reference else False
+        return reference_answers.mark(self.records.rows, self.workloads, reference) if reference else False
 
     def _decided(self) -> bool:
         self.compare_with_reference()
@@ -216,7 +198,7 @@ class Session:
         )
 
     def _stopped(self, unasked: int, done: int, looks: Sequence[int]) -> Ended:
-        stopped = EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=planning.LEVEL)
+        stopped = documents.EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=planning.LEVEL)
         return Ended(unasked=unasked, stopped=stopped, prefix_cache=self.config.prefix_cache)
 
     def _identify(self, smoke: bool) -> None:
@@ -325,9 +307,9 @@ class Session:
         self.batch += 1
         for turn in turns:
             record, received = turn.record, answers[turn.tag]
-            record.answer = documents.pick(RecordedAnswer, received)
-            record.tokens = documents.pick(RequestTokens, received)
-            record.timings = documents.pick(RequestTimings, received)
+            record.answer = documents.pick(documents.RecordedAnswer, received)
+            record.tokens = documents.pick(documents.RequestTokens, received)
+            record.timings = documents.pick(documents.RequestTimings, received)
             answer = judge.from_record(record)
             turn.history.append(assistant_message(answer.text, answer.tool_calls))
             record.load.started_at = started_at
@@ -403,8 +385,8 @@ def run(
     folder = plan.folder
     run_folder.prepare_folder(folder, plan.config, plan.workloads, plan.resume)
     if plan.reference_run is not None:
-        store_reference(plan.reference_run, folder, plan.workloads, plan.reference_name)
-    recorded = stored_reference(folder)
+        reference_answers.store_reference(plan.reference_run, folder, plan.workloads, plan.reference_name)
+    recorded = reference_answers.stored_reference(folder)
     records = run_folder.RecordLog(folder / "records.jsonl")
     try:
         session = Session(plan, records, recorded, progress, watch or (lambda record: None))

@@ -28,7 +28,6 @@ from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.pairing import deciding_by_prompt, has_label
 from annie_quant.judge.statistics import excess_loss, mcnemar
 from annie_quant.judge.workloads import Workload
-from annie_quant.ops.attribution_factors import Varied, ineffective, request_settings, title
 from annie_quant.ops.attribution_plan import (
     ArmResult,
     Conclusion,
@@ -39,7 +38,7 @@ from annie_quant.ops.attribution_plan import (
     untested_factors,
     with_needed,
 )
-from annie_quant.ops.attribution_servers import Target
+from annie_quant.ops.attribution_servers import Target, Varied, ineffective, request_settings, title
 
 FILE = "attribution.json"
 # Of answers without a label that may differ from the base's: a harmless change of the arithmetic changes some.

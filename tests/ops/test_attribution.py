@@ -19,8 +19,15 @@ from annie_quant.core.files import write_json
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import RequestRecord
 from annie_quant.ops.attribution import AttributionRun, compare_answers
-from annie_quant.ops.attribution_factors import REPORTS_HITS, SERVED, changed_command, request_settings
-from annie_quant.ops.attribution_servers import CommandTarget, RuntimeTarget, UrlTarget
+from annie_quant.ops.attribution_servers import (
+    REPORTS_HITS,
+    SERVED,
+    CommandTarget,
+    RuntimeTarget,
+    UrlTarget,
+    changed_command,
+    request_settings,
+)
 
 pytest.importorskip("annie_quant.stream", reason="the client is not built")
 

@@ -6,8 +6,10 @@ Only for what ModelOpt or a compiler computes: the product's own results are com
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,3 +34,11 @@ def stored(name: str, inputs: bytes, make: Callable[[Path], None]) -> Path:
             make(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+@functools.cache
+def c_sources(*folders: str) -> bytes:
+    """Return what a program depends on that gcc makes of the C files in these folders of the repository."""
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.[ch]"))]
+    version = subprocess.run(["gcc", "--version"], check=True, capture_output=True).stdout
+    return b"\n".join([version, *(str(file).encode() + file.read_bytes() for file in files)])

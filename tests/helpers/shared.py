@@ -11,6 +11,7 @@ import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 from paths import ROOT
@@ -34,6 +35,13 @@ def stored(name: str, inputs: bytes, make: Callable[[Path], None]) -> Path:
             make(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+def modelopt_inputs(source: Path, *own: object) -> bytes:
+    """Return what ModelOpt's work on a checkpoint depends on: the folder's files, versions, and `own`."""
+    files = [f.name.encode() + f.read_bytes() for f in sorted(source.iterdir()) if f.is_file()]
+    versions = [metadata.version(package) for package in ("nvidia-modelopt", "torch", "transformers")]
+    return b"\n".join([*files, repr((own, versions)).encode()])
 
 
 @functools.cache

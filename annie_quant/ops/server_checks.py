@@ -271,8 +271,8 @@ def check_images(url: str, headers: Mapping[str, str] | None = None) -> CheckRes
         return ok(IMAGES, f"the server names the colours of two images ({listed})")
     if answers[0] == answers[1]:
         why = "the server accepts images and the model does not see them: a lost or faulty vision tower"
-        message = f"the answer is the same for two images ({listed})"
-        return fault(IMAGES, message, why, "annie-quant audit DIR --source BF16")
+        same = f"the answer is the same for two images ({listed})"
+        return fault(IMAGES, same, why, "annie-quant audit DIR --source BF16")
     return fault(IMAGES, f"the server names another colour than an image has ({listed})", "the vision tower may be faulty",
                  "ask the bf16 checkpoint the same, and annie-quant audit DIR --source BF16")  # fmt: skip
 

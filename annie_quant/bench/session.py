@@ -18,13 +18,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from annie_quant import documents, judge
-from annie_quant.bench import machine, memory, reference_answers, run_folder
+from annie_quant.bench import machine, memory, run_folder
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
 from annie_quant.bench.backend import PROBE_TIMEOUT_S, Acceptance, Backend, alive, identity, metrics_stored
 from annie_quant.bench.confounds import is_slow
 from annie_quant.bench.exports import export
-from annie_quant.bench.reference_answers import STORED, judge_record, judge_scenario
+from annie_quant.bench.reference_answers import (
+    STORED,
+    judge_record,
+    judge_scenario,
+    mark,
+    store_reference,
+    stored_reference,
+)
 from annie_quant.bench.sending import BudgetEnded, PlannedRequest, Sender
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import ASSETS, read_json, sha256_text
@@ -189,7 +196,7 @@ class Session:
         """Check all answers so far against bf16's, where there are any. Return whether a record has changed."""
         name = self.roles.reference
         reference = [r for r in self.records.rows if r.backend == name] if name else self.recorded
-        return reference_answers.mark(self.records.rows, self.workloads, reference) if reference else False
+        return mark(self.records.rows, self.workloads, reference) if reference else False
 
     def _decided(self) -> bool:
         self.compare_with_reference()
@@ -385,8 +392,8 @@ def run(
     folder = plan.folder
     run_folder.prepare_folder(folder, plan.config, plan.workloads, plan.resume)
     if plan.reference_run is not None:
-        reference_answers.store_reference(plan.reference_run, folder, plan.workloads, plan.reference_name)
-    recorded = reference_answers.stored_reference(folder)
+        store_reference(plan.reference_run, folder, plan.workloads, plan.reference_name)
+    recorded = stored_reference(folder)
     records = run_folder.RecordLog(folder / "records.jsonl")
     try:
         session = Session(plan, records, recorded, progress, watch or (lambda record: None))

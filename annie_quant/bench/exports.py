@@ -82,9 +82,8 @@ def _figures(values: Iterable[float], figures: Figures) -> dict[str, float]:
     data = np.asarray([*values], dtype=np.float64)
     if not data.size:
         return {}
-    return {
-        k: float(getattr(np, f)(data) if isinstance(f, str) else np.percentile(data, f)) for k, f in figures.items()
-    }
+    percentiles = iter(np.percentile(data, [f for f in figures.values() if not isinstance(f, str)]))
+    return {k: float(getattr(np, f)(data) if isinstance(f, str) else next(percentiles)) for k, f in figures.items()}
 
 
 class _Alone:
@@ -309,9 +308,12 @@ def _distribution(values: Sequence[float]) -> Json:
     return _figures(values, _GUIDELLM_FIGURES) | figures
 
 
+_NO_VALUES = _distribution([])
+
+
 def _by_status(values: Sequence[float | None]) -> Json:
-    full, none = _distribution([float(v) for v in values if v is not None]), _distribution([])
-    return {"successful": full, "errored": none, "incomplete": none, "total": full}
+    full = _distribution([float(v) for v in values if v is not None])
+    return {"successful": full, "errored": _NO_VALUES, "incomplete": _NO_VALUES, "total": full}
 
 
 def _guidellm_metrics(good: Records, totals: Json, seconds: float) -> Json:

@@ -19,16 +19,7 @@ from annie_quant import documents, judge
 from annie_quant.bench.cliffs import PREFIX as LADDER
 from annie_quant.bench.run_folder import complete_workload, read_records, write_records
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import (
-    Inputs,
-    Judgement,
-    RecordedAnswer,
-    RequestRecord,
-    SentCase,
-    SentWorkload,
-    incomplete,
-    read_bench,
-)
+from annie_quant.documents import Judgement, RequestRecord, SentWorkload
 from annie_quant.judge import decision
 from annie_quant.judge.answers import Answer, from_record
 from annie_quant.judge.checks.reference import normalized_call
@@ -44,7 +35,7 @@ Key = tuple[str, str, int, str]  # workload, case, turn, earlier answers
 def judge_record(record: RequestRecord, answer: Answer, case: Case, workload: Workload) -> None:
     """Set the judgement of a record. An answer that is not complete fails each gate that applies to the case."""
     faults = judge.faults(answer, case.at_turn(record.turn), workload)
-    if reason := incomplete(answer.error, answer.finish_reason):
+    if reason := documents.incomplete(answer.error, answer.finish_reason):
         # A rule about the text, not a rate, applies to every answer.
         rules = {gate for gate in faults if GATES[gate].basis == "rule" and not GATES[gate].two_sided}
         applying = [gate for gate, fault in faults.items() if fault is not None or gate in rules]
@@ -61,7 +52,7 @@ def judge_record(record: RequestRecord, answer: Answer, case: Case, workload: Wo
 def judge_scenario(record: RequestRecord, played: Played) -> None:
     """Set the answer, the duration and the judgement of a scenario that tool-eval-bench has played."""
     passed = played.status == "pass"
-    record.answer = RecordedAnswer(
+    record.answer = documents.RecordedAnswer(
         text=f"{played.status}, {played.points} points: {played.summary}",
         error=played.error or None,
         finish_reason="stop",
@@ -146,9 +137,9 @@ def store_reference(run: Path, folder: Path, workloads: Sequence[Workload], stat
 
     stated: the bf16 side of that run; default: its reference. Raises UsageError where the run has none, or none of these prompts.
     """
-    inputs = documents.decode(Inputs, run / "inputs.json", error=UsageError)
+    inputs = documents.decode(documents.Inputs, run / "inputs.json", error=UsageError)
     names = [b.name for b in inputs.config.backends]
-    name = stated or decision.roles_of(read_bench(run).aggregates).reference
+    name = stated or decision.roles_of(documents.read_bench(run).aggregates).reference
     if name not in names:
         problem = f"no side {name!r}" if name else "no side that is known to be bf16"
         raise UsageError(
@@ -173,7 +164,7 @@ def contents(workloads: Iterable[SentWorkload]) -> Iterator[tuple[tuple[str, str
     for workload in workloads:
         settings = [workload.system, workload.thinking, workload.max_tokens, workload.temperature]
         for case in workload.cases:
-            content = SentCase(id=case.id, messages=case.messages, turns=case.turns, tools=case.tools)
+            content = documents.SentCase(id=case.id, messages=case.messages, turns=case.turns, tools=case.tools)
             yield (workload.name, case.id), documents.encode([settings, content])
 
 

@@ -38,18 +38,7 @@ from annie_quant.core.files import ASSETS, read_json, sha256_text
 from annie_quant.core.host import environment, load_per_core, machine_state
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.untrusted import JsonObject, integer
-from annie_quant.documents import (
-    Bench,
-    ChatMessage,
-    EarlyStop,
-    Ended,
-    Identity,
-    RecordedAnswer,
-    RequestRecord,
-    RequestTimings,
-    RequestTokens,
-    Roles,
-)
+from annie_quant.documents import Bench, ChatMessage, Ended, Identity, RequestRecord, Roles
 from annie_quant.judge import decision, tool_eval
 from annie_quant.judge.answers import Answer, assistant_message
 from annie_quant.judge.library import build_workload
@@ -216,7 +205,7 @@ class Session:
         )
 
     def _stopped(self, unasked: int, done: int, looks: Sequence[int]) -> Ended:
-        stopped = EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=planning.LEVEL)
+        stopped = documents.EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=planning.LEVEL)
         return Ended(unasked=unasked, stopped=stopped, prefix_cache=self.config.prefix_cache)
 
     def _identify(self, smoke: bool) -> None:
@@ -330,9 +319,9 @@ class Session:
         self.batch += 1
         for turn in turns:
             record, received = turn.record, answers[turn.tag]
-            record.answer = documents.pick(RecordedAnswer, received)
-            record.tokens = documents.pick(RequestTokens, received)
-            record.timings = documents.pick(RequestTimings, received)
+            record.answer = documents.pick(documents.RecordedAnswer, received)
+            record.tokens = documents.pick(documents.RequestTokens, received)
+            record.timings = documents.pick(documents.RequestTimings, received)
             answer = judge.from_record(record)
             turn.history.append(assistant_message(answer.text, answer.tool_calls))
             record.load.started_at = started_at

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -44,7 +45,6 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: TemplateTokenizer, where: str) -> None:
         self._tokenizer, self._where = tokenizer, where
-        self._workers: dict[str, _Worker] = {}
 
     def render(
         self,
@@ -57,10 +57,7 @@ class ChatTemplate:
 
         messages: in OpenAI's form; arguments of tool calls are objects or JSON text.
         """
-        source = self._source(tools)
-        worker = self._workers.get(source)
-        if worker is None or not worker.alive:
-            worker = self._workers[source] = _Worker(source)
+        worker = _worker_of(self._source(tools))
         special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
         decoded = [with_decoded_calls(message) for message in messages]
         fields = {"messages": decoded, "tools": tools or None, "documents": None}
@@ -109,14 +106,30 @@ def with_decoded_calls(message: Mapping[str, Any]) -> JsonObject:
     return {**message, "tool_calls": calls}
 
 
+KEPT = 4  # processes that stay: starting one takes a tenth of a second, and a program uses few templates in turn
+_workers: dict[tuple[object, ...], _Worker] = {}  # the least recently used first
+_choosing = threading.Lock()
+
+
+def _worker_of(source: str) -> _Worker:
+    """Return the process of a template. A forked child does not use its parent's: two would read one pipe."""
+    key = (os.getpid(), source, MAX_SECONDS, MAX_MEMORY_BYTES)
+    with _choosing:
+        worker = _workers.pop(key, None)
+        _workers[key] = worker = worker if worker and worker.alive else _Worker(source)
+        while len(_workers) > KEPT:
+            del _workers[next(iter(_workers))]
+    return worker
+
+
 class _Worker:
-    """One process with one template."""
+    """One process with one template; it ends with this object, or with this process."""
 
     def __init__(self, source: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        self._finish = weakref.finalize(self, _end, self._process)
+        self._finish = weakref.finalize(self, _end, self._process, os.getpid())
         self._lock = threading.Lock()
         self._settings = {"template": source, "memory_bytes": MAX_MEMORY_BYTES, "seconds": MAX_SECONDS}
 
@@ -155,7 +168,9 @@ class _Worker:
         return reply
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:  # a forked child
+        return
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from annie_quant import models
 from annie_quant.checkpoint import dialects, loader_support, prompt_files, runtime_names
-from annie_quant.checkpoint.checks import completeness, experts, finding_of, settings, tensors
+from annie_quant.checkpoint.checks import completeness, finding_of, settings, tensors
 from annie_quant.checkpoint.checks.source import source_differences
 from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import is_linear, label_of
@@ -45,7 +45,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
     inspected = [tensors.inspect_linear(model, linear) for linear in model.linears.values()]
     inspected += [tensors.inspect_plain(folder, name) for name in model.unowned]
     rows, findings = [row for row, _ in inspected], [f for _, faults in inspected for f in faults]
-    for check in (tensors.check_fused, experts.check, settings.check_kv_cache, settings.check):
+    for check in (tensors.check_fused, completeness.check_experts, settings.check_kv_cache, settings.check):
         findings += check(model)
     findings += runtime_names.check_names(folder)
     original = ModelFolder(source) if source is not None else None

@@ -55,13 +55,11 @@ class RepairPlan:
     """A repaired copy.
 
     tensors: what is written, under the copy's names.
-    config: config.json.
-    files: further JSON files by name.
+    files: JSON files by name, config.json among them.
     actions: the repairs, one sentence each.
     """
 
     tensors: list[Planned]
-    config: JsonObject
     files: dict[str, JsonObject]
     actions: list[str]
 
@@ -203,12 +201,10 @@ class _RepairPlanner:
         if source is not None:
             config, actions = with_lost_settings(source, config, self.naming.multimodal)
             self.actions.extend(actions)
-        return RepairPlan(
-            [replace(t, name=self.naming.name(t.name)) for t in tensors],
-            config | {"quantization_config": settings.quantization_config},
-            settings.files | self.naming.files,
-            self.actions + self.naming.actions,
-        )
+        files = settings.files | self.naming.files
+        files["config.json"] = config | {"quantization_config": settings.quantization_config}
+        tensors = [replace(t, name=self.naming.name(t.name)) for t in tensors]
+        return RepairPlan(tensors, files, self.actions + self.naming.actions)
 
     def original(self, module: str) -> str:
         """Return the source's name of a module's weight."""
@@ -442,17 +438,11 @@ def repair(
             plan = _RepairPlanner(model, original, audit, naming, diagnose(model, original, audit)).plan()
         else:
             plan = plan_restoration(model, original, lost)
-        apply_repair(plan, folder, part)
+        writer.write(part, plan.tensors)
+        writer.copy_small_files(folder, part)
+        for name, content in plan.files.items():
+            write_json(part / name, content)
     return RepairResult(str(target), plan.actions, audit_folder(target, source=source).findings)
-
-
-def apply_repair(plan: RepairPlan, folder: ModelFolder, target: Path) -> None:
-    """Write a repaired copy of `folder` into `target`."""
-    writer.write(target, plan.tensors)
-    writer.copy_small_files(folder, target)
-    for name, content in plan.files.items():
-        write_json(target / name, content)
-    write_json(target / "config.json", plan.config)
 
 
 def plan_restoration(model: QuantizedFolder, source: ModelFolder, lost: list[str]) -> RepairPlan:
@@ -469,9 +459,9 @@ def plan_restoration(model: QuantizedFolder, source: ModelFolder, lost: list[str
         config["quantization_config"] = folder.quantization | {"ignore": [*ignore, *added]}
         actions += [f"config.json: {len(added)} linears of them added to ignore"] if added else []
     exported = folder.json(modelopt.HF_QUANT_CONFIG)
-    files = {} if exported is None else {modelopt.HF_QUANT_CONFIG: exported}
+    files = {"config.json": config} | ({} if exported is None else {modelopt.HF_QUANT_CONFIG: exported})
     tensors = [*(copied(folder, n) for n in folder), *(copied(source, n) for n in lost)]
-    return RepairPlan(tensors, config, files, describe_lost(folder, lost) + actions)
+    return RepairPlan(tensors, files, describe_lost(folder, lost) + actions)
 
 
 def conversion(path: str, dialect: Dialect | None) -> str:

@@ -7,13 +7,13 @@ comparison must find. Without a GPU, EnvironmentFault (exit code 3).
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from annie_quant.gemm import device_checks, oracle
+from annie_quant.gemm import oracle
 from annie_quant.gemm.arrays import DeviceArray, native, need_device, to_device
 from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, w4a4, w4a16
 from annie_quant.gemm.stack_check import StackResult
@@ -67,12 +67,11 @@ def validate(stack: str | None = None) -> Validation:
             "w4a16": "mma.sync m16n8k16 bf16/f16, weights decoded in registers"
             + ("; wgmma for more than 16 tokens, and for fewer where it is faster" if hopper else ""),
             "w4a4": "native mma.sync mxf4nvf4 m16n8k64" if has_native else "emulated (no sm_12x code runs here)",
-            "sm_12x": device_checks.machine_code(native().ARCHS, f"{info['major']}.{info['minor']}")[1],
+            "sm_12x": machine_code(native().ARCHS, f"{info['major']}.{info['minor']}")[1],
         },
     )
-    for checks in (_pairs(), _w4a16(hopper), _repeats(), _codec(), _w4a4(has_native), _controls()):
+    for checks in (_pairs(), _w4a16(hopper), _repeats(), _codec(), _w4a4(has_native), _controls(), device_checks(info)):
         result.checks += checks
-    result.checks += [Check(*row) for row in device_checks.checks(info)]
     if stack:
         from annie_quant.gemm.stack_check import examine
 
@@ -186,3 +185,52 @@ def _controls() -> Iterator[Check]:
     for fault in PLANTED_FAULTS:
         out = w4a4(arrays[0], arrays[1], 1.0, arrays[2], arrays[3], 1.0, _poisoned(16, 64), fault=fault).host()
         yield control("W4A4", fault, oracle.worst(out, exact, limit))
+
+
+# ---- what a GPU has for our kernels: machine code, and shared memory for the plans of a 9B's products and of experts
+
+Limits = tuple[int, int, int, bool, bool]  # of _gemm: SMs, shared memory per block, major capability, wgmma, native FP4
+SPARK = (48, 101376, 12, False, True)  # of a GB10
+SHAPES = ((24576, 4096), (4096, 12288), (8192, 4096), (248320, 4096))  # [N, K] of a 9B, its head last
+TOKENS = (1, 8, 16, 64, 256, 4096)
+
+
+def machine_code(architectures: str, capability: str) -> tuple[bool | None, str]:
+    """Return whether the module has native FP4 code for a GPU of SM12x, and in words; None on other GPUs, which cannot run it.
+
+    architectures: of _gemm.ARCHS; capability: of the GPU, as "12.1".
+    """
+    built = [a for a in architectures.split(",") if a.startswith("12")]
+    listed = f"built for {', '.join(built) or 'no SM12x'}"
+    if not capability.startswith("12."):
+        return None, f"{listed}; not run: this GPU is {capability}"
+    exact = capability.replace(".", "")
+    return any(a.startswith((exact, "120f")) for a in built), listed
+
+
+def largest_need(limits: Limits) -> int:
+    """Return the most shared memory per block of the plans for a 9B's products. Raises CudaError where a product has none."""
+    module, most = native(), 0
+    for n, k in SHAPES:
+        for m in TOKENS:
+            path, fields = module.plan(m, n, k, "auto", limits)
+            most = max(most, module.plan_needs(m, n, k, path, fields, limits)[0])
+    for pairs in TOKENS:
+        shape = (pairs * 8, 256, 8, 1024, 2048)
+        most = max(most, module.grouped_needs(shape, module.plan_grouped(shape, 0, limits), limits)[0])
+    return most
+
+
+def device_checks(info: Mapping[str, int | str]) -> Iterator[Check]:
+    """Check machine code and shared memory. info: of _gemm.device_info."""
+    module = native()
+    limits: Limits = module.limits()
+    capability = f"{info['major']}.{info['minor']}"
+    present, detail = machine_code(module.ARCHS, capability)
+    if present is not None:
+        yield Check(f"machine code for {capability}", present and limits[4], detail)
+    try:
+        need = largest_need(limits)
+        yield Check("shared memory", need <= limits[1], f"{need} of {limits[1]} bytes per block")
+    except module.CudaError as error:
+        yield Check("shared memory", False, str(error.args[0]))

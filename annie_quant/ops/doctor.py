@@ -177,14 +177,11 @@ def check_python(probe: Probe) -> list[CheckResult]:
     if machine not in MACHINES:
         findings.append(note("processor", machine, "the codec uses its portable form there, which is slower"))
     if probe.externally_managed() and not probe.in_venv():
-        findings.append(
-            note(
-                "environment",
-                "the system's Python, which refuses pip (PEP 668)",
-                "pip install fails here",
-                "python3 -m venv .venv && . .venv/bin/activate",
-            )
+        message, fix = (
+            "the system's Python, which refuses pip (PEP 668)",
+            "python3 -m venv .venv && . .venv/bin/activate",
         )
+        findings.append(note("environment", message, "pip install fails here", fix))
     return findings
 
 
@@ -222,14 +219,9 @@ def check_memory(probe: Probe) -> list[CheckResult]:
     findings = [ok("memory", message)]
     unified = "GB10" in probe.run(*smi_command("gpu", ["name"])).text
     if unified and memory.cached_bytes > LARGE_CACHE_SHARE * memory.total_bytes:
-        findings.append(
-            note(
-                "page cache",
-                f"{memory.cached_bytes / 1e9:.0f} GB of the unified memory hold cached files",
-                "a server that allocates most of the memory at once may be killed although the cache could be freed",
-                "sync; echo 3 | sudo tee /proc/sys/vm/drop_caches",
-            )
-        )
+        message = f"{memory.cached_bytes / 1e9:.0f} GB of the unified memory hold cached files"
+        why = "a server that allocates most of the memory at once may be killed although the cache could be freed"
+        findings.append(note("page cache", message, why, "sync; echo 3 | sudo tee /proc/sys/vm/drop_caches"))
     return findings
 
 
@@ -244,13 +236,9 @@ def check_disk(probe: Probe) -> list[CheckResult]:
 def check_ownership(probe: Probe) -> list[CheckResult]:
     """Folders that a container created as root."""
     folders = (Path("runs"), Path("data"), Path("models"), _hub_folder(probe), Path("~/.cache/vllm").expanduser())
+    why, fix = "containers that run as root create such folders", "sudo chown -R $(id -u):$(id -g)"
     return [
-        fault(
-            "ownership",
-            f"{folder} is not writable for this user",
-            "containers that run as root create such folders",
-            f"sudo chown -R $(id -u):$(id -g) {folder}",
-        )
+        fault("ownership", f"{folder} is not writable for this user", why, f"{fix} {folder}")
         for folder in folders
         if folder.exists() and not probe.writable(folder)
     ]
@@ -286,14 +274,11 @@ def check_gpu(probe: Probe) -> list[CheckResult]:
         capability, driver = gpu["compute_cap"], gpu["driver_version"]
         findings.append(ok("gpu", f"{gpu['name']}, compute capability {capability}, driver {driver}"))
         if capability.startswith("12.") and (_major(driver) or CUDA_13_DRIVER) < CUDA_13_DRIVER:
-            findings.append(
-                fault(
-                    "driver",
-                    f"driver {driver} is older than CUDA 13's ({CUDA_13_DRIVER})",
-                    "SM 12.x needs CUDA 13",
-                    f"update the NVIDIA driver to {CUDA_13_DRIVER} or newer",
-                )
+            message, fix = (
+                f"driver {driver} is older than CUDA 13's",
+                f"update the NVIDIA driver to {CUDA_13_DRIVER} or newer",
             )
+            findings.append(fault("driver", f"{message} ({CUDA_13_DRIVER})", "SM 12.x needs CUDA 13", fix))
         numbers = tuple(int(x) for x in capability.split(".") if x.isdigit())
         if numbers and numbers < MIN_CAPABILITY:
             why = "this package's kernels need 8.0 or newer"
@@ -400,14 +385,9 @@ def check_docker(probe: Probe) -> list[CheckResult]:
         info = DockerInfo()
     findings = [ok("docker", info.server_version or "responds")]
     if probe.which("nvidia-smi") and "nvidia" not in (info.runtimes or ()):
-        findings.append(
-            fault(
-                "docker's NVIDIA runtime",
-                "not configured",
-                "containers would not have the GPU",
-                "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker",
-            )
-        )
+        fix = "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
+        why = "containers would not have the GPU"
+        findings.append(fault("docker's NVIDIA runtime", "not configured", why, fix))
     return [*findings, *_check_servers(probe)]
 
 

@@ -83,10 +83,8 @@ def served_answers(
     answers = []
     for reply in replies:
         if reply.status != 200:
-            raise ServerError(
-                f"{root}{path}: status {reply.status} {reply.fault or ''}".rstrip(),
-                "pass the server's root as --server",
-            )
+            problem = f"{root}{path}: status {reply.status} {reply.fault or ''}".rstrip()
+            raise ServerError(problem, "pass the server's root as --server")
         answers.append(read_answer(reply.body, root + path))
     return Served("llama.cpp" if path == NATIVE else "vllm", answers, list(prompts))
 
@@ -135,9 +133,8 @@ def model_name(root: str, headers: Mapping[str, str] | None) -> str:
     """Return the name of the first model that the server lists, which vLLM needs in a request."""
     reply = fetch(root + "/v1/models", headers)
     if reply.status == 0:
-        raise ServerError(
-            f"{root} does not answer: {reply.fault or 'no connection'}", "start the server, or check --server"
-        )
+        problem = f"{root} does not answer: {reply.fault or 'no connection'}"
+        raise ServerError(problem, "start the server, or check --server")
     name = first_model(reply.body)
     if name is None:
         raise ServerError(f"{root}/v1/models lists no model (status {reply.status})", "check --server and the key")
@@ -187,7 +184,8 @@ def token_id(text: str) -> int:
     return int(number)
 
 
-ARITHMETIC = "served arithmetic"
+ARITHMETIC, COMPARE = "served arithmetic", "compare the served folder with --checkpoint"
+ANOTHER = "the server computes something else than this checkpoint: another checkpoint, or a faulty kernel"
 N_PROMPTS, N_TOKENS, N_BEST = 20, 12, 5
 
 
@@ -220,8 +218,7 @@ def greedy_finding(result: GreedyTokens, checkpoint: Path) -> CheckResult:
         f"({result.name}), by {result.margin:.3g} nats at most, where its arithmetic explains {result.limit:.3g}"
     )
     if result.margin > result.limit:
-        why = "the server computes something else than this checkpoint: another checkpoint, or a faulty kernel"
-        return fault(ARITHMETIC, message, why, "compare the served folder with --checkpoint")
+        return fault(ARITHMETIC, message, ANOTHER, COMPARE)
     why = "greedy tokens show gross faults only; which arithmetic is served is not known"
     return note(ARITHMETIC, message, why, "vLLM: start it without --max-logprobs 0")
 
@@ -236,34 +233,21 @@ def finding(result: Fingerprint, checkpoint: Path, reference: Path | None, refer
         f"expected {best.noise:.3g}; {result.equal_tokens:.0%} of tokens equal"
     )
     if result.name is None:
-        return fault(
-            ARITHMETIC,
-            f"none of these: {', '.join(c.name for c in result.candidates)}; closest {best.name}, {figures}",
-            "the server computes something else than this checkpoint: another checkpoint, or a faulty kernel",
-            "annie-quant validate-gpu --stack all, and compare the served folder with --checkpoint",
-        )
+        message = f"none of these: {', '.join(c.name for c in result.candidates)}; closest {best.name}, {figures}"
+        return fault(ARITHMETIC, message, ANOTHER, f"annie-quant validate-gpu --stack all, and {COMPARE}")
     also = f"; cannot be distinguished from {', '.join(result.also)}" if result.also else ""
     message = f"{best.name} ({best.arithmetic}); {figures}{also}"
     if best.name == reference_name:
-        return fault(
-            ARITHMETIC, message, "the server serves the bf16 model, not the checkpoint", "serve the checkpoint's folder"
-        )
+        why = "the server serves the bf16 model, not the checkpoint"
+        return fault(ARITHMETIC, message, why, "serve the checkpoint's folder")
     if result.is_doubtful:
-        return note(
-            ARITHMETIC,
-            message,
-            "two noisy computations of one checkpoint differ by 1.4 times the expected at most: the server may have another "
-            "checkpoint of this model",
-            "compare the served folder with --checkpoint",
-        )
+        why = "two noisy computations of one checkpoint differ by 1.4 times the expected at most"
+        return note(ARITHMETIC, message, f"{why}: the server may have another checkpoint of this model", COMPARE)
     w4a4 = any(c.name == "vllm-cutlass" for c in result.candidates)
     if w4a4 and not find_profile(best.name).needs_input_scale:
-        return note(
-            ARITHMETIC,
-            message,
-            "the checkpoint has scales for 4-bit activations, and this server does not use them",
-            f"annie-quant eval {checkpoint} --reference {reference or 'BF16'} --numerics {best.name}",
-        )
+        why = "the checkpoint has scales for 4-bit activations, and this server does not use them"
+        fix = f"annie-quant eval {checkpoint} --reference {reference or 'BF16'} --numerics {best.name}"
+        return note(ARITHMETIC, message, why, fix)
     return ok(ARITHMETIC, message)
 
 
@@ -292,21 +276,16 @@ def check_images(url: str, headers: Mapping[str, str] | None = None) -> CheckRes
         raise ServerError(f"{root} does not answer a question without an image: {plain['error']}", "check --server")
     refusal = next((r["error"] for r in records if r["error"]), None)
     if refusal:
-        why = (
-            "it serves a text model, or was started without images (--language-model-only, llama.cpp without --mmproj)"
-        )
+        why = "it serves a text model, or was started without images (--language-model-only; llama.cpp: no --mmproj)"
         return note(IMAGES, f"the server refuses a message with an image: {refusal}", why)
     answers = [str(r["text"]).strip() for r in records]
     listed = ", ".join(f"{name}: {answer[:60]!r}" for name, answer in zip(COLOURS, answers, strict=True))
     if all(names_only(name, answer) for name, answer in zip(COLOURS, answers, strict=True)):
         return ok(IMAGES, f"the server names the colours of two images ({listed})")
     if answers[0] == answers[1]:
-        return fault(
-            IMAGES,
-            f"the answer is the same for two images ({listed})",
-            "the server accepts images and the model does not see them: a lost or faulty vision tower",
-            "annie-quant audit DIR --source BF16",
-        )
+        why = "the server accepts images and the model does not see them: a lost or faulty vision tower"
+        same = f"the answer is the same for two images ({listed})"
+        return fault(IMAGES, same, why, "annie-quant audit DIR --source BF16")
     return fault(IMAGES, f"the server names another colour than an image has ({listed})", "the vision tower may be faulty",
                  "ask the bf16 checkpoint the same, and annie-quant audit DIR --source BF16")  # fmt: skip
 

@@ -61,9 +61,9 @@ def log_once(logger: str, level: int, line: str, kind: str = "") -> None:
 
 def refused(key: tuple[object, ...], dtype: torch.dtype) -> str:
     """Return why a layer like this one is left as it is without another check, "" if nothing is known against it."""
-    from annie_quant.gemm import self_check
+    from annie_quant.gemm import oracle
 
-    if str(dtype) not in self_check.MANTISSA:
+    if str(dtype) not in oracle.MANTISSA:
         return f"activations are {dtype}; the kernel has bfloat16 and float16"
     return _checked.get(key, "")
 
@@ -98,7 +98,7 @@ def take_linear(layer: LoadedLinear, logger: str) -> str:
     """
     import torch
 
-    from annie_quant.gemm import self_check, torch_op
+    from annie_quant.gemm import oracle, torch_op
 
     codes, block_scale, dtype = layer.weight.data, layer.weight_scale.data, layer.params_dtype
     key = (str(codes.device), tuple(codes.shape), str(dtype))
@@ -108,7 +108,7 @@ def take_linear(layer: LoadedLinear, logger: str) -> str:
         torch_op.register()
         scale = float(layer.weight_global_scale)
         weight = torch_op.prepare(codes, block_scale, scale)
-        worst = partial(self_check.worst_error, weight, codes, block_scale, scale, dtype)
+        worst = partial(oracle.worst_error, weight, codes, block_scale, scale, dtype)
         reason = checked(key, worst, "NVFP4 linears", codes.device, logger)
     except Exception as error:
         return in_one_line(error)
@@ -219,7 +219,7 @@ def take_experts(layer: VllmObject, tensors: Mapping[str, VllmObject], logger: s
     tensors: as loaded, with the names of Converted: w13 uint8 [experts, 2 width, K/2], w2 uint8 [experts, K, width/2], block scales
     float8_e4m3fn, tensor scales float32 [experts]
     """
-    from annie_quant.gemm import grouped, self_check
+    from annie_quant.gemm import grouped, oracle
 
     w13, w2, dtype = tensors["w13"].data, tensors["w2"].data, layer.params_dtype
     key = ("experts", str(w13.device), tuple(w13.shape), tuple(w2.shape), str(dtype))
@@ -231,7 +231,7 @@ def take_experts(layer: VllmObject, tensors: Mapping[str, VllmObject], logger: s
         loaded = [(w, tensors[f"{n}_scale"].data, tensors[f"{n}_scale_2"].data) for n, w in (("w13", w13), ("w2", w2))]
         first, second = (grouped.prepare_experts(*parts) for parts in loaded)
         several = min(len(w13), int(layer.top_k))
-        check = partial(self_check.worst_experts_error, dtype=dtype, align=partial(align, experts=len(w13)))
+        check = partial(oracle.worst_experts_error, dtype=dtype, align=partial(align, experts=len(w13)))
         errors = lambda: max(check(first, *loaded[0], top_k=several), check(second, *loaded[1], top_k=1))  # noqa: E731
         if reason := checked(key, errors, "NVFP4 experts", w13.device, logger):
             return reason

@@ -32,10 +32,9 @@ from annie_quant.quantize.calibration_samples import CalibrationSample, read_sam
 from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4, PLAIN_BITS, W4A16, active_weights, choose, decoder_linears
 from annie_quant.quantize.frontier import Front, Limits, front_of, frontier_lines
 from annie_quant.quantize.kl_trial import answers_to_score
-from annie_quant.quantize.layer_rounder import Method
 from annie_quant.quantize.mixed_formats import PLAIN, FormatTrials, Group, groups_of
 from annie_quant.quantize.plan import QuantizationPlan, announce_size
-from annie_quant.quantize.rounding import round_head, round_model
+from annie_quant.quantize.rounding import Method, round_head, round_model
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 FORMATS = (NVFP4, W4A16, FP8_CHANNEL, PLAIN)

@@ -24,8 +24,7 @@ from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
-from annie_quant.quantize.layer_rounder import Method
-from annie_quant.quantize.rounding import round_model
+from annie_quant.quantize.rounding import Method, round_model
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 LEAST_CONVERSATIONS = 8  # of which two are held out

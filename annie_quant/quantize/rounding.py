@@ -1,35 +1,42 @@
-"""Round every decoder layer of a job's model, and store each finished layer, so that an interrupted run can continue.
+"""Round every decoder layer of a job's model by GPTQ, and store each finished layer, so that an interrupted run can continue.
 
-    job → samples → batches → per layer: Hessians, columns → plan
+    job → samples → batches → per layer: stages (layer_stages.py), Hessians, columns → plan
 
-gptq and every recipe of best are one Method of this engine (layer_rounder.py).
+gptq and every recipe of best are one Method. LayerRounder rounds with the C loop. StreamRounder rounds in torch (gptq.py), with two
+streams of hidden states: the source's gives the largest input of each linear, that of the layers rounded so far gives the Hessians.
+No input is rounded in either.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import safetensors.numpy
 import torch
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.linears import HEAD, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
+from annie_quant.core.files import replacing
 from annie_quant.core.progress import Progress
-from annie_quant.offline.engine import Row
-from annie_quant.quantize import calibration_samples
+from annie_quant.offline.codec import to_numpy, to_torch
+from annie_quant.offline.engine import Row, split_by_size
+from annie_quant.quantize import calibration_samples as text
+from annie_quant.quantize import gptq
 from annie_quant.quantize.backend import device_kind
-from annie_quant.quantize.calibration_samples import CalibrationSample, make_batches, weight_table
+from annie_quant.quantize.calibration_samples import CalibrationSample, TokenWeights
 from annie_quant.quantize.formats import GROUP
-from annie_quant.quantize.gptq import FactorError, Hessian, factor, round_columns
 from annie_quant.quantize.input_stats import one_per_layer
 from annie_quant.quantize.kl_trial import Trial
-from annie_quant.quantize.layer_rounder import LayerResult, LayerRounder, Method, RoundingTask, StreamRounder
+from annie_quant.quantize.layer_stages import RoundingStage, stages
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
@@ -37,6 +44,277 @@ from annie_quant.quantize.strategy import Job, StrategyOptions
 log = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = {"cpu": 16384, "cuda": 32768}  # positions of one forward pass of two streams
+HESSIAN_BYTES = 6 << 30  # of one pass over the text; 256 experts of 2048 x 512 have 4.6 GB
+# Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/checks/source.py).
+MAX_CHANGE = 0.19
+RAISED = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # factors of the damping
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the linears of a model are rounded.
+
+    prompt: weight of a prompt's token relative to a response's.
+    damping: added to the Hessian's diagonal, relative to its mean.
+    plain: round to nearest, as naive does; the other settings then have no effect.
+    two_streams: round by StreamRounder, else by LayerRounder.
+    """
+
+    prompt: float = 0.1
+    damping: float = 0.05
+    plain: bool = False
+    two_streams: bool = False
+
+    def token_weights(self) -> TokenWeights:
+        return {**text.RESPONSE, text.PROMPT: self.prompt}
+
+
+@dataclass
+class LayerResult:
+    """One rounded layer, by names inside the layer.
+
+    packed: the rounded linears.
+    amax: their largest inputs.
+    tokens: calibration tokens that reached each group of an expert's linears, by its first linear.
+    """
+
+    packed: dict[str, nvfp4.Tensor] = field(default_factory=dict)
+    amax: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write a file that has its name only when it is complete."""
+        arrays = {f"amax.{name}": np.array(value, np.float64) for name, value in self.amax.items()}
+        arrays |= {f"tokens.{name}": np.array(count, np.int64) for name, count in self.tokens.items()}
+        for name, tensor in self.packed.items():
+            arrays[f"codes.{name}"] = tensor.codes
+            arrays[f"block_scale.{name}"] = tensor.block_scale.view(np.uint8)
+            arrays[f"tensor_scale.{name}"] = np.array(tensor.tensor_scale, np.float32)
+        with replacing(path) as file:
+            file.write(safetensors.numpy.save(arrays))
+
+    @classmethod
+    def load(cls, path: Path) -> LayerResult:
+        """Read a file of save()."""
+        arrays, result = safetensors.numpy.load_file(path), cls()
+        for key, array in arrays.items():
+            field_name, _, name = key.partition(".")
+            if field_name == "codes":
+                scales, scale = arrays[f"block_scale.{name}"].view(nvfp4.E4M3), arrays[f"tensor_scale.{name}"]
+                shape = (array.shape[0], array.shape[1] * 2)
+                result.packed[name] = nvfp4.Tensor(array, scales, np.float32(scale), shape, GROUP)
+            elif field_name == "amax":
+                result.amax[name] = float(array)
+            elif field_name == "tokens":
+                result.tokens[name] = int(array)
+        return result
+
+
+@dataclass(frozen=True)
+class RoundingTask:
+    """The settings that all layers of a model share.
+
+    formats: full name of each linear that is rounded → "nvfp4" where a server also rounds its inputs, else "w4a16".
+    table: weight of each kind of token, float32.
+    scale: rule by which block scales are chosen; StreamRounder has its own.
+    """
+
+    formats: Mapping[str, str]
+    table: torch.Tensor
+    method: Method
+    scale: nvfp4.Scale = "amax"
+
+
+class LayerRounder:
+    """Rounds the linears of one decoder layer with the C loop, those that read one input together."""
+
+    def __init__(self, layer: DecoderLayer, task: RoundingTask) -> None:
+        self.layer, self.task = layer, task
+        chosen = ([n for n in group if f"{layer.name}.{n}" in task.formats] for group in layer.groups())
+        self.groups = [group for group in chosen if group]
+        self.result = LayerResult()
+        self.warnings: list[str] = []
+
+    def round(self) -> LayerResult:
+        """Return the rounded layer. Its outputs become the next layer's inputs, except those of the last layer."""
+        result, tops = self.result, self.largest_weights()
+        for stage in stages(self.layer, advance=not self.layer.last):
+            for groups in self.passes([g for g in self.groups if g[0] in stage.linears]):
+                hessians = self.hessians(stage, groups)
+                for group in groups:
+                    hessian = hessians.pop(group[0])
+                    if self.layer.experts_of(group[0]):
+                        result.tokens[group[0]] = hessian.tokens
+                    for name, (packed, values) in zip(group, self.round_group(group, hessian, tops), strict=True):
+                        result.packed[name] = packed
+                        result.amax.setdefault(name, hessian.amax)
+                        weight = self.layer.linears[name].weight
+                        weight.data = values.to(weight)
+        return result
+
+    def repeat(self, result: LayerResult) -> None:
+        """Apply the result of an earlier run in place of `round`."""
+        for name, tensor in result.packed.items():
+            weight = self.layer.linears[name].weight
+            weight.data = to_torch(nvfp4.unpack(tensor, "float32")).to(weight)
+        for _ in stages(self.layer, advance=not self.layer.last):
+            pass
+
+    def passes(self, groups: Sequence[list[str]]) -> Iterator[list[list[str]]]:
+        """Yield the groups of a stage that one pass over the text observes: their Hessians have at most HESSIAN_BYTES."""
+        sizes = [4 * self.layer.linears[g[0]].in_features ** 2 for g in groups]
+        yield from ([groups[i] for i in run] for run in split_by_size(sizes, HESSIAN_BYTES))
+
+    def hessians(self, stage: RoundingStage, groups: Sequence[Sequence[str]]) -> dict[str, gptq.Hessian]:
+        """Return the Hessians of the inputs of these groups, by each one's first linear."""
+        fast = self.task.method.two_streams
+        hessians = {group[0]: gptq.Hessian(self.task.table, gptq.LEAST_WEIGHT, fast=fast) for group in groups}
+        stage.observe(dict(hessians))
+        return hessians
+
+    def round_group(
+        self, group: Sequence[str], hessian: gptq.Hessian, tops: Mapping[str, float]
+    ) -> Iterator[tuple[nvfp4.Tensor, torch.Tensor]]:
+        """Yield each linear of a group, packed, and its values. tops: of largest_weights()."""
+        solution = None if self.task.method.plain else self.solve(group, hessian)
+        for name, full_name in zip(group, self.full(group), strict=True):
+            tensor_scale = float(nvfp4.tensor_scale(tops[full_name], scale=self.task.scale))
+            array = to_numpy(self.layer.linears[name].weight.float().cpu())
+            if solution is None:
+                packed = nvfp4.pack(array, tensor_scale=tensor_scale, scale=self.task.scale)
+                values = nvfp4.unpack(packed, "float32")
+            else:
+                packed, values = gptq.round_columns(array, solution, tensor_scale, self.task.scale)
+            yield packed, to_torch(values)
+
+    def solve(self, group: Sequence[str], hessian: gptq.Hessian) -> gptq.Factor | None:
+        """Return the factor of a group's Hessian, or None where no error can be corrected with it."""
+        if not hessian.tokens and self.layer.experts_of(group[0]):  # reported by the coverage of experts
+            return None
+        mean, reason = hessian.mean(), hessian.unusable()
+        if mean is not None and not reason:
+            try:
+                solution = gptq.factor(mean, self.task.method.damping)
+            except gptq.FactorError as error:
+                reason = str(error)
+        if reason:
+            self.warn(group, f"{reason}; rounded without error correction")
+            return None
+        if dead := int(solution.dead.sum()):
+            self.warn(
+                group, f"{dead} of {len(solution.dead)} inputs are always 0 in calibration; their weights become 0"
+            )
+        return solution
+
+    def full(self, group: Sequence[str]) -> list[str]:
+        """Return the full names of linears."""
+        return [f"{self.layer.name}.{n}" for n in group]
+
+    def largest_weights(self) -> dict[str, float]:
+        """Return the largest magnitude that sets the tensor scale of each linear, by full name."""
+        names = [n for group in self.groups for n in group]
+        tops = {f"{self.layer.name}.{n}": float(self.layer.linears[n].weight.detach().abs().max()) for n in names}
+        return self.layer.model.folder.family.largest_of_group(tops)
+
+    def warn(self, group: Sequence[str], message: str) -> None:
+        warning = f"{', '.join(self.full(group))}: {message}"
+        self.warnings += [warning] if warning not in self.warnings else []
+
+
+class StreamRounder(LayerRounder):
+    """Rounds the linears of one decoder layer in torch.
+
+    source: the source's hidden states before the layer, which become those after it. Those of the rounded model are
+        DecoderLayers' own.
+    """
+
+    def __init__(self, layer: DecoderLayer, task: RoundingTask, source: list[torch.Tensor]) -> None:
+        super().__init__(layer, task)
+        self.source = source
+
+    def round(self) -> LayerResult:
+        self.measure()
+        return super().round()
+
+    def repeat(self, result: LayerResult) -> None:
+        self.measure()
+        super().repeat(result)
+
+    def measure(self) -> None:
+        """Run the source's layer on its own states. Sets the largest inputs, and the groups' order: that in which they run."""
+        model, top = self.layer.model, dict[str, float]()
+
+        def observer(name: str, x: torch.Tensor, kinds: torch.Tensor) -> None:
+            largest = x.abs().amax(-1).float()
+            finite = largest[largest.isfinite()]
+            top[name] = max(top.get(name, 0.0), float(finite.max()) if len(finite) else 0.0)
+
+        rounded, model.states = model.states, self.source
+        self.layer.advance({g[0]: partial(observer, g[0]) for g in self.groups})
+        model.states = rounded
+        running = list(top)
+        self.groups.sort(key=lambda g: running.index(g[0]) if g[0] in top else len(running))
+        amax = {n: top[g[0]] for g in self.groups if g[0] in top for n in self.full(g)}
+        shared = model.folder.family.largest_of_input(amax)
+        self.result.amax |= {n.removeprefix(f"{self.layer.name}."): value for n, value in shared.items()}
+
+    def passes(self, groups: Sequence[list[str]]) -> Iterator[list[list[str]]]:
+        """Yield those that read one input: the linears before them are then rounded."""
+        for together in by_input(groups):
+            yield from super().passes(together)
+
+    def round_group(
+        self, group: Sequence[str], hessian: gptq.Hessian, tops: Mapping[str, float]
+    ) -> Iterator[tuple[nvfp4.Tensor, torch.Tensor]]:
+        """Yield each linear of a group, packed, and its values.
+
+        A linear that changes by MAX_CHANGE or more has too few tokens in the text: its damping is raised.
+        """
+        weights = [self.layer.linears[n].weight.detach().float() for n in group]
+        sizes, weight = [len(w) for w in weights], torch.cat(weights)
+        scales = [float(nvfp4.tensor_scale(tops[name])) for name in self.full(group)]
+        scale = torch.cat([torch.full((n,), s, device=weight.device) for s, n in zip(scales, sizes, strict=True)])
+        mean, reason, result = hessian.mean(), hessian.unusable(), None
+        if mean is not None and not reason and (dead := int((mean.diagonal() <= 0).sum())):
+            self.warn(
+                group,
+                f"{dead} of {len(mean)} inputs are always 0 in calibration; their weights are rounded to nearest",
+            )
+        for raised in RAISED if mean is not None and not reason else ():
+            assert mean is not None
+            try:
+                result = gptq.sweep(weight, mean, scale, self.task.method.damping * raised)
+            except gptq.FactorError as error:
+                reason = str(error)
+                break
+            if largest_change(result.values.split(sizes), weights) < MAX_CHANGE:
+                if raised > 1:
+                    self.warn(group, f"{hessian.tokens} calibration tokens are few; damping raised {raised:g} times")
+                break
+            result, reason = None, f"its corrections are {MAX_CHANGE:.0%} of the weight or more"
+        if result is None:
+            if hessian.tokens or not self.layer.experts_of(group[0]):  # else reported by the coverage of experts
+                self.warn(group, f"{reason}; rounded without error correction")
+            result = gptq.nearest(weight, scale)
+        start = 0
+        for size, tensor_scale in zip(sizes, scales, strict=True):
+            rounded = result.rows(slice(start, start + size))
+            yield rounded.packed(tensor_scale), rounded.values
+            start += size
+
+
+def by_input(groups: Iterable[list[str]]) -> list[list[list[str]]]:
+    """Return the groups in lists of those that read one kind of input, as the experts of a layer do."""
+    kinds: dict[tuple[str, ...], list[list[str]]] = {}
+    for group in groups:
+        kinds.setdefault(tuple(n.rpartition(".")[2] for n in group), []).append(group)
+    return list(kinds.values())
+
+
+def largest_change(values: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> float:
+    """Return the largest relative change |value - weight| / |weight| of several weights; inf where one is not finite."""
+    changes = [float((v - w).norm() / w.norm().clamp_min(1e-30)) for v, w in zip(values, weights, strict=True)]
+    return max(c if math.isfinite(c) else math.inf for c in changes)
 
 
 def round_model(
@@ -60,13 +338,13 @@ def round_model(
     store.mkdir(exist_ok=True)
     rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder]
     if method.two_streams:
-        model = DecoderLayers(folder, make_batches(samples, MAX_BATCH_TOKENS[device_kind()]))
-        table = weight_table(method.token_weights(), model.device)
+        model = DecoderLayers(folder, text.make_batches(samples, MAX_BATCH_TOKENS[device_kind()]))
+        table = text.weight_table(method.token_weights(), model.device)
         rounder_of = partial(StreamRounder, source=list(model.states))
     else:
-        text = calibration_samples.arrange(samples, share=calibration_samples.can_share(folder))
-        model = DecoderLayers(folder, text.batches)
-        table = text.weight_table(method.token_weights(), model.device)
+        shared = text.arrange(samples, share=text.can_share(folder))
+        model = DecoderLayers(folder, shared.batches)
+        table = shared.weight_table(method.token_weights(), model.device)
         table = torch.zeros_like(table) if method.plain else table  # then only the largest inputs are needed
         rounder_of = LayerRounder
     task = RoundingTask(plan.formats, table, method, plan.scale)
@@ -102,7 +380,7 @@ def round_head(
     if file.is_file():
         return LayerResult.load(file).packed[HEAD]
     head = trial.linear(HEAD)
-    hessian = Hessian(torch.ones(1, device=head.weight.device), fast=head.weight.is_cuda)
+    hessian = gptq.Hessian(torch.ones(1, device=head.weight.device), fast=head.weight.is_cuda)
 
     def observe(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         x = args[0].reshape(-1, args[0].shape[-1])
@@ -119,13 +397,13 @@ def round_head(
     tensor_scale = float(nvfp4.tensor_scale(top, scale=scale))
     try:
         mean = hessian.mean()
-        solution = None if mean is None else factor(mean, damping)
-    except FactorError:
+        solution = None if mean is None else gptq.factor(mean, damping)
+    except gptq.FactorError:
         solution = None
     parts = [
         nvfp4.pack(piece, tensor_scale=tensor_scale, scale=scale, group=GROUP)
         if solution is None
-        else round_columns(piece, solution, tensor_scale, scale)[0]
+        else gptq.round_columns(piece, solution, tensor_scale, scale)[0]
         for piece in trial.folder.rows(name)
     ]
     codes, scales = (np.concatenate([getattr(p, field) for p in parts]) for field in ("codes", "block_scale"))

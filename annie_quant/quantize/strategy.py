@@ -94,7 +94,7 @@ class Job(Generic[OptionsType]):
         """Return the settings that must be equal for a rerun to use the measurements of an interrupted run."""
         options = {n: v for n, v in asdict(self.options).items() if n not in self.options.MEASURED_WITHOUT}
         return {
-            "layout": 2,  # of the stored layers (layer_rounder.LayerResult)
+            "layout": 2,  # of the stored layers (rounding.LayerResult)
             "model": source_key(ModelFolder(self.model)),
             "calib_data": sha256_of(self.calib_data),
             "settings": [self.calib_samples, self.exclude, self.scale, options, self.seed],

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -120,11 +122,41 @@ def test_after_a_failure_other_conversations_render(tokenizer, monkeypatch):
     assert template.render([{"role": "user", "content": "good"}]) == "good"
 
 
-def test_the_process_ends_with_the_template(tokenizer):
-    template = ChatTemplate(tokenizer, "x")
-    template.render(CONVERSATIONS[0])
-    (worker,) = template._workers.values()
-    pid = worker._process.pid
-    del template, worker
+def last_pid() -> int:
+    return list(chat_template._workers.values())[-1]._process.pid
+
+
+def test_few_processes_are_kept_and_one_serves_all_copies_of_a_template(tokenizer, monkeypatch):
+    ChatTemplate(tokenizer, "x").render(CONVERSATIONS[0])
+    pid = last_pid()
+    ChatTemplate(tokenizer, "y").render(CONVERSATIONS[1])
+    assert last_pid() == pid
+    for number in range(chat_template.KEPT):
+        monkeypatch.setattr(tokenizer, "chat_template", f"{number}")
+        assert ChatTemplate(tokenizer, "x").render(CONVERSATIONS[0]) == f"{number}"
+        assert len(chat_template._workers) <= chat_template.KEPT
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_forked_child_uses_and_ends_processes_of_its_own(tokenizer):
+    template = ChatTemplate(tokenizer, "x")
+    text, pid = template.render(CONVERSATIONS[0]), last_pid()
+    child = os.fork()
+    if not child:
+        same = template.render(CONVERSATIONS[0]) == text and last_pid() != pid
+        chat_template._workers.clear()
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert template.render(CONVERSATIONS[0]) == text and last_pid() == pid
+
+
+def test_processes_end_with_this_one():
+    program = """
+import sys
+from annie_quant.checkpoint import chat_template
+print(chat_template._worker_of("x")._process.pid)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 from gemm_module import DEVICES, needs_module
 
-from annie_quant.gemm import device_checks
 from annie_quant.gemm.arrays import native
+
+validate = importlib.import_module("annie_quant.gemm.validate")  # the package's `validate` is its function
 
 
 @pytest.mark.parametrize(
@@ -20,20 +23,20 @@ from annie_quant.gemm.arrays import native
     ],
 )
 def test_native_code_is_found_by_architecture(built: str, capability: str, expected: bool | None) -> None:
-    present, detail = device_checks.machine_code(built, capability)
+    present, detail = validate.machine_code(built, capability)
     assert present is expected and ("not run" in detail) == (expected is None)
 
 
 @needs_module
 def test_a_gb10_has_the_shared_memory_that_its_plans_need() -> None:
-    assert DEVICES["GB10"] == device_checks.SPARK
-    assert 0 < device_checks.largest_need(device_checks.SPARK) <= device_checks.SPARK[1]
+    assert DEVICES["GB10"] == validate.SPARK
+    assert 0 < validate.largest_need(validate.SPARK) <= validate.SPARK[1]
 
 
 class OfDevice:
     """The compiled module as on a GPU with these limits."""
 
-    def __init__(self, limits: device_checks.Limits, built: str) -> None:
+    def __init__(self, limits: tuple, built: str) -> None:
         self.limits, self.ARCHS = (lambda: limits), built
 
     def __getattr__(self, name: str) -> object:
@@ -53,7 +56,7 @@ def test_checks_of_a_gpu(
 ) -> None:
     info = dict(zip(("major", "minor"), capability, strict=True))
     module = OfDevice(DEVICES[gpu], "90a,121a")
-    monkeypatch.setattr(device_checks, "native", lambda: module)
-    assert {name: ok for name, ok, _ in device_checks.checks(info)} == expected
+    monkeypatch.setattr(validate, "native", lambda: module)
+    assert {c.name: c.ok for c in validate.device_checks(info)} == expected
     module.ARCHS = "90a,120a"
-    assert all(ok for _, ok, _ in device_checks.checks(info)) == (gpu == "H200")
+    assert all(c.ok for c in validate.device_checks(info)) == (gpu == "H200")

@@ -136,15 +136,15 @@ def test_wrong_operands_are_refused(layer):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_self_check_passes_and_finds_planted_faults(layer, dtype):
-    from annie_quant.gemm import self_check, torch_op
+def test_the_oracle_passes_and_finds_planted_faults(layer, dtype):
+    from annie_quant.gemm import oracle, torch_op
 
     for n, k in ((N, K), (61, 1008)):
         codes, scales = gemm.oracle.random_weight(n, k, 3)
         codes, scales = torch.from_numpy(codes).cuda(), torch.from_numpy(scales).cuda().view(torch.float8_e4m3fn)
         for fault in (None, "nibbles", "scales", "fragment", "lane"):
             weight = torch_op.prepare(codes, scales, 0.01, fault=fault)
-            worst = self_check.worst_error(weight, codes, scales, 0.01, dtype)
+            worst = oracle.worst_error(weight, codes, scales, 0.01, dtype)
             assert worst <= 1 if fault is None else worst > 10
 
 

@@ -7,7 +7,6 @@ import inspect
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,9 +119,7 @@ def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", 
     An export of the same files by the same program is copied, also from an earlier run: ModelOpt's import alone takes four
     seconds of the processor.
     """
-    files = [file.read_bytes() for file in sorted(source.iterdir())]
-    versions = [metadata.version(package) for package in ("nvidia-modelopt", "torch", "transformers")]
-    inputs = b"\n".join([*files, inspect.getsource(export_anew).encode(), repr((config, tokens, versions)).encode()])
+    inputs = shared.modelopt_inputs(source, config, tokens, inspect.getsource(export_anew))
     made = shared.stored(config, inputs, lambda made: export_anew(source, made, config, tokens))
     shutil.copytree(made, folder, dirs_exist_ok=True)
     return folder

@@ -6,9 +6,12 @@ Only for what ModelOpt or a compiler computes: the product's own results are com
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import shutil
+import subprocess
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 from paths import ROOT
@@ -32,3 +35,18 @@ def stored(name: str, inputs: bytes, make: Callable[[Path], None]) -> Path:
             make(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+def modelopt_inputs(source: Path, *own: object) -> bytes:
+    """Return what ModelOpt's work on a checkpoint depends on: the folder's files, versions, and `own`."""
+    files = [f.name.encode() + f.read_bytes() for f in sorted(source.iterdir()) if f.is_file()]
+    versions = [metadata.version(package) for package in ("nvidia-modelopt", "torch", "transformers")]
+    return b"\n".join([*files, repr((own, versions)).encode()])
+
+
+@functools.cache
+def c_sources(*folders: str) -> bytes:
+    """Return what a program depends on that gcc makes of the C files in these folders of the repository."""
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.[ch]"))]
+    version = subprocess.run(["gcc", "--version"], check=True, capture_output=True).stdout
+    return b"\n".join([version, *(str(file).encode() + file.read_bytes() for file in files)])

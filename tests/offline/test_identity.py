@@ -284,11 +284,11 @@ def shuffle(folder: Path, share: int = 1) -> None:
     ],
 )
 def test_a_broken_export_exits_with_1_and_its_evaluation_carries_it(
-    checkpoint, tmp_path, gates, share, words, monkeypatch
+    checkpoint, cache, tmp_path, gates, share, words, monkeypatch
 ):
     """Row 2 of issue 40, on a workload that bf16 fails entirely, too."""
     broken = edited(checkpoint, tmp_path / "x", lambda folder: shuffle(folder, share))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     messages = [
         {"messages": [{"role": "user", "content": f"Good morning number {i}!"}], "id": str(i)} for i in range(3)
     ]

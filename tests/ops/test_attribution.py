@@ -19,8 +19,15 @@ from annie_quant.core.files import write_json
 from annie_quant.data.workloads import resolve
 from annie_quant.documents import RequestRecord
 from annie_quant.ops.attribution import AttributionRun, compare_answers
-from annie_quant.ops.attribution_factors import REPORTS_HITS, SERVED, changed_command, request_settings
-from annie_quant.ops.attribution_servers import CommandTarget, RuntimeTarget, UrlTarget
+from annie_quant.ops.attribution_servers import (
+    REPORTS_HITS,
+    SERVED,
+    CommandTarget,
+    RuntimeTarget,
+    UrlTarget,
+    changed_command,
+    request_settings,
+)
 
 pytest.importorskip("annie_quant.stream", reason="the client is not built")
 
@@ -90,7 +97,7 @@ def test_a_prefix_cache_without_hits_makes_an_arm_invalid(tmp_path, workload):
 )
 def test_a_server_that_fails_is_reported_and_the_rest_goes_on(tmp_path, workload, rule, reason):
     run = AttributionRun(
-        scripted(tmp_path, f"{rule},break:mtp"), resolve(None, workload), tmp_path / "run", timeout_s=1.5
+        scripted(tmp_path, f"{rule},break:mtp"), resolve(None, workload), tmp_path / "run", timeout_s=0.7
     )
     result = run.run()
     assert reason in result.conclusion.untested["kv"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from annie_quant.judge.statistics import mcnemar
-from annie_quant.ops.attribution_plan import MAX_ARMS, NEEDS, ArmResult, Conclusion, Effect, Factors, pairs_of, plan
+from annie_quant.ops.attribution import MAX_ARMS, NEEDS, ArmResult, Conclusion, Effect, Factors, pairs_of, plan
 
 NAMES = ("weights", "activations", "template", "parser", "kv", "mtp", "prefix", "graphs", "batch", "sampling")
 PAIRS = list(pairs_of(NAMES))

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import emulated_gemm  # noqa: E402
 
 from annie_quant.core.errors import EnvironmentFault  # noqa: E402
-from annie_quant.gemm import arrays, oracle, self_check, torch_op  # noqa: E402
+from annie_quant.gemm import arrays, oracle, torch_op  # noqa: E402
 from annie_quant.ops import vllm_cuda, vllm_layers, vllm_plugin  # noqa: E402
 
 
@@ -274,13 +274,13 @@ def test_torch_compile_sees_one_opaque_call_and_layers_of_a_shape_share_it(emula
     )
 
 
-def test_the_self_check_passes_a_right_kernel_and_finds_each_fault(emulated):
+def test_the_oracle_passes_a_right_kernel_and_finds_each_fault(emulated):
     codes, scales = oracle.random_weight(72, 160, 3)
     codes, scales = torch.from_numpy(codes), torch.from_numpy(scales).view(torch.float8_e4m3fn)
     for dtype in (torch.bfloat16, torch.float16):
         right = emulated_gemm.prepare(codes, scales, 0.01)
-        assert self_check.worst_error(right, codes, scales, 0.01, dtype) <= 1
+        assert oracle.worst_error(right, codes, scales, 0.01, dtype) <= 1
         for fault in ("nibbles", "scales"):
             wrong = emulated_gemm.prepare(codes, scales, 0.01, fault=fault)
-            assert self_check.worst_error(wrong, codes, scales, 0.01, dtype) > 10
-        assert self_check.worst_error(right, codes, scales, 0.0102, dtype) > 1, "another tensor scale"
+            assert oracle.worst_error(wrong, codes, scales, 0.01, dtype) > 10
+        assert oracle.worst_error(right, codes, scales, 0.0102, dtype) > 1, "another tensor scale"

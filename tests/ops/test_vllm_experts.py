@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import emulated_gemm  # noqa: E402
 
-from annie_quant.gemm import arrays, grouped, oracle, self_check, torch_op  # noqa: E402
+from annie_quant.gemm import arrays, grouped, oracle, torch_op  # noqa: E402
 from annie_quant.ops import vllm_cuda, vllm_layers  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 6, 3, 64, 48
@@ -318,7 +318,7 @@ def test_the_check_bounds_what_sums_in_float32_allow(vllm):
     weights = grouped.prepare_experts(*parts)
 
     def worst(factor):
-        return self_check.worst_experts_error(
+        return oracle.worst_experts_error(
             weights, *parts[:2], parts[2] * factor, torch.bfloat16, TOP_K, lambda c, t: grouped.align(c, EXPERTS, t)
         )
 

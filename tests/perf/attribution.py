@@ -32,8 +32,7 @@ import annie_quant  # noqa: E402
 from annie_quant.core.files import read_json, write_json, write_text  # noqa: E402
 from annie_quant.data.workloads import resolve  # noqa: E402
 from annie_quant.judge.statistics import mcnemar  # noqa: E402
-from annie_quant.ops.attribution import AttributionRun  # noqa: E402
-from annie_quant.ops.attribution_plan import ArmResult, Conclusion, Effect, pairs_of, plan  # noqa: E402
+from annie_quant.ops.attribution import ArmResult, AttributionRun, Conclusion, Effect, pairs_of, plan  # noqa: E402
 from annie_quant.ops.attribution_servers import CommandTarget  # noqa: E402
 
 REPORT = ROOT / "tests/perf/attribution.md"

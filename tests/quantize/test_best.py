@@ -18,10 +18,10 @@ torch = pytest.importorskip("torch", reason="calibration runs on torch: pip inst
 from annie_quant.quantize import calibration_samples  # noqa: E402
 
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.quantize import input_stats, layer_rounder  # noqa: E402
+from annie_quant.quantize import input_stats, rounding  # noqa: E402
 from annie_quant.quantize.gptq import Hessian  # noqa: E402
-from annie_quant.quantize.layer_rounder import Method, RoundingTask, StreamRounder  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
+from annie_quant.quantize.rounding import Method, RoundingTask, StreamRounder  # noqa: E402
 
 LAYERS = 4
 
@@ -70,23 +70,21 @@ def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
     home: Path, whole: Path, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends between two layers without any clean-up of ours; the next run reads what is on the disk."""
-    saved, rounded = layer_rounder.LayerResult.save, []
+    saved, rounded = rounding.LayerResult.save, []
 
-    def save(self: layer_rounder.LayerResult, path: Path) -> None:
+    def save(self: rounding.LayerResult, path: Path) -> None:
         saved(self, path)
         rounded.append(path.name)
         if len(rounded) == layer + 1:
             (path.with_name(f".{path.name}.part")).write_bytes(b"torn")  # of a writer that was killed
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(layer_rounder.LayerResult, "save", save)
+    monkeypatch.setattr(rounding.LayerResult, "save", save)
     with pytest.raises(KeyboardInterrupt):
         run(home, f"killed{layer}")
     assert not (home / f"killed{layer}").exists()
     calls: list[str] = []
-    monkeypatch.setattr(
-        layer_rounder.LayerResult, "save", lambda self, path: (calls.append(path.name), saved(self, path))
-    )
+    monkeypatch.setattr(rounding.LayerResult, "save", lambda self, path: (calls.append(path.name), saved(self, path)))
     after = contents(run(home, f"killed{layer}"))
     assert len(calls) == LAYERS - layer - 1, "finished layers are not rounded again"
     assert after == contents(whole)
@@ -94,15 +92,15 @@ def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
 
 
 def test_other_settings_do_not_continue_an_interrupted_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, calls = layer_rounder.LayerResult.save, []
+    saved, calls = rounding.LayerResult.save, []
 
-    def save(self: layer_rounder.LayerResult, path: Path) -> None:
+    def save(self: rounding.LayerResult, path: Path) -> None:
         saved(self, path)
         calls.append(path.name)
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(layer_rounder.LayerResult, "save", save)
+    monkeypatch.setattr(rounding.LayerResult, "save", save)
     with pytest.raises(KeyboardInterrupt):
         run(home, "other")
     run(home, "other", damping=0.1)

@@ -57,10 +57,11 @@ def run(home: Path, name: str, model: str = "model", **options) -> Path:
 
 @pytest.fixture(scope="module")
 def planned(home: Path) -> Path:
+    """A checkpoint under a limit, whose measurements stay in `home`/work."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixed_formats, "TOKENS", 60)
         patch.setattr(mixed_formats, "BANDS", 8)
-        return run(home, "planned", max_gb=GB)
+        return run(home, "planned", max_gb=GB, work=home / "work")
 
 
 # ---- the search, with made-up figures
@@ -238,10 +239,10 @@ def divergence(source: Path, folder: Path, home: Path) -> float:
     return float(kl.mean() + kl[mask].mean())
 
 
-def test_at_the_bytes_of_best_without_limits_the_loss_is_not_larger(home: Path) -> None:
+def test_at_the_bytes_of_best_without_limits_the_loss_is_not_larger(home: Path, planned: Path) -> None:
     usual = run(home, "usual")
     size = sum(ModelFolder(usual).info(n).size_bytes for n in ModelFolder(usual))
-    limited = run(home, "limited", max_gb=size / 1e9)
+    limited = run(home, "limited", max_gb=size / 1e9, work=home / "work")
     assert sum(ModelFolder(limited).info(n).size_bytes for n in ModelFolder(limited)) <= size
     losses = [divergence(home / "model", f, home) for f in (usual, limited)]
     assert 0 < losses[1] < losses[0]
@@ -287,13 +288,13 @@ def test_a_tied_head_is_quantized_for_speed(tmp_path: Path, home: Path) -> None:
         run(home, "no", min_tps=5, device="gb11")
 
 
-def test_budgets_of_one_model_share_their_measurements(home: Path, tmp_path: Path) -> None:
-    figures = []
-    for name, budget in zip("ab", budgets(home / "model")[1:], strict=False):
-        read = token_bytes(ModelFolder(home / "model"), budget * 1.001)
-        limits = {"min_tps": tok_s(read, DEVICES["gb10"]), "device": "gb10"}
-        folder = run(home, f"shared-{name}", work=tmp_path / "work", **limits)
-        assert bytes_per_token(ModelFolder(folder)) <= budget * 1.001
-        figures.append(json.loads((tmp_path / "work/format_figures.json").read_text()))
-    first, both = (stored["value"] for stored in figures)
+def test_budgets_of_one_model_share_their_measurements(home: Path, planned: Path) -> None:
+    file = home / "work/format_figures.json"
+    first = json.loads(file.read_text())["value"]
+    budget = budgets(home / "model")[1]
+    read = token_bytes(ModelFolder(home / "model"), budget * 1.001)
+    limits = {"min_tps": tok_s(read, DEVICES["gb10"]), "device": "gb10"}
+    folder = run(home, "shared", work=home / "work", **limits)
+    assert bytes_per_token(ModelFolder(folder)) <= budget * 1.001
+    both = json.loads(file.read_text())["value"]
     assert len(first) > 4 and first.items() <= both.items() and len(both) - len(first) < len(first)

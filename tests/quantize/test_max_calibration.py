@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
-import subprocess
+import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import shared
 from dense_models import make
 from paths import CALIBRATION, TINY_ANNIE
 
@@ -50,7 +52,8 @@ def texts(source: Path) -> Iterator[torch.Tensor]:
 
 def quantize_by_modelopt(source: Path, strategy: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """Let ModelOpt calibrate a model that computes in `dtype`, one conversation at a time."""
-    mtq = pytest.importorskip("modelopt.torch.quantization", reason="the reference: pip install annie-quant[quantize]")
+    import modelopt.torch.quantization as mtq
+
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
@@ -58,15 +61,37 @@ def quantize_by_modelopt(source: Path, strategy: str, dtype: torch.dtype) -> tra
     return model
 
 
-def export_by_modelopt(source: Path, target: Path, strategy: str) -> Path:
-    """Let ModelOpt quantize a model in bf16 and export it."""
-    model = quantize_by_modelopt(source, strategy, torch.bfloat16)
-    from modelopt.torch.export import export_hf_checkpoint
+def by_modelopt(source: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder that ModelOpt filled, in this run or an earlier one."""
+    pytest.importorskip("modelopt", reason="the reference: pip install annie-quant[quantize]")
+    program = "".join(inspect.getsource(part) for part in (quantize_by_modelopt, texts, make))
+    inputs = shared.modelopt_inputs(source, CALIBRATION.read_bytes(), ROWS, CONFIGS, name, program)
+    return shared.stored(name, inputs, make)
 
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        export_hf_checkpoint(model, export_dir=target)
-    return target
+
+def export_by_modelopt(source: Path, strategy: str) -> Path:
+    """Let ModelOpt quantize a model in bf16 and export it."""
+
+    def make(folder: Path) -> None:
+        model = quantize_by_modelopt(source, strategy, torch.bfloat16)
+        from modelopt.torch.export import export_hf_checkpoint
+
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            export_hf_checkpoint(model, export_dir=folder)
+
+    return by_modelopt(source, f"max_{strategy}", make)
+
+
+def largest_inputs_by_modelopt(source: Path) -> dict[str, float]:
+    """Let ModelOpt calibrate a model in float32, and return the largest input of each linear."""
+
+    def make(folder: Path) -> None:
+        modules = quantize_by_modelopt(source, "naive", torch.float32).named_modules()
+        quantizers = {n: q for n, m in modules if (q := getattr(m, "input_quantizer", None)) and hasattr(q, "_amax")}
+        (folder / "amax.json").write_text(json.dumps({n: float(q.amax) for n, q in quantizers.items()}))
+
+    return json.loads((by_modelopt(source, "max_float32", make) / "amax.json").read_text())
 
 
 def input_scales(folder: Path) -> dict[str, float]:
@@ -79,7 +104,7 @@ def input_scales(folder: Path) -> dict[str, float]:
 def test_modelopts_own_export(sources: dict[str, Path], tmp_path: Path, kind: str, strategy: str) -> None:
     """All bytes but those of input scales are equal; these are within two steps of bf16, in which ModelOpt computes."""
     source = sources[kind]
-    theirs = export_by_modelopt(source, tmp_path / "theirs", strategy)
+    theirs = export_by_modelopt(source, strategy)
     quantize.run(strategy, source, tmp_path / "ours", calib_data=CALIBRATION, calib_samples=ROWS)
     a, b = ModelFolder(tmp_path / "ours"), ModelFolder(theirs)
     assert set(a) == set(b)
@@ -118,11 +143,10 @@ def test_input_scales_are_those_of_modelopt_where_both_compute_in_float32(
     sources: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     """Shared prefixes and padding change no maximum: what differs in the test above is ModelOpt's rounding to bf16."""
-    modules = dict(quantize_by_modelopt(sources[kind], "naive", torch.float32).named_modules())
+    largest = largest_inputs_by_modelopt(sources[kind])
     quantize.run("naive", sources[kind], tmp_path / "ours", calib_data=CALIBRATION, calib_samples=ROWS)
     for name, scale in input_scales(tmp_path / "ours").items():
-        largest = float(modules[name.removesuffix(".input_scale")].input_quantizer.amax)
-        assert scale == pytest.approx(largest / (6 * 448), rel=1e-4), name
+        assert scale == pytest.approx(largest[name.removesuffix(".input_scale")] / (6 * 448), rel=1e-4), name
 
 
 def test_a_batch_of_rows_has_the_largest_inputs_of_its_rows(
@@ -141,25 +165,24 @@ def test_a_batch_of_rows_has_the_largest_inputs_of_its_rows(
         assert together[name] == pytest.approx(max(a[name] for a in alone), rel=1e-5)
 
 
-def test_naive_runs_without_modelopt(sources: dict[str, Path], tmp_path: Path) -> None:
-    """In a process that cannot import it."""
-    program = f"""
-import sys
-sys.modules["modelopt"] = None
-from annie_quant import quantize
-for strategy in ("naive", "mlp_only"):
-    quantize.run(strategy, {str(sources["qwen2-tied"])!r}, {str(tmp_path)!r} + "/" + strategy,
-                 calib_data={str(CALIBRATION)!r}, calib_samples=2)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "mlp_only" / "hf_quant_config.json").is_file()
+def test_naive_runs_without_modelopt(sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No module imports it, at its top or later."""
+    package = Path(quantize.__file__).parents[1]
+    importing = re.compile(r"^\s*(import|from) modelopt\b", re.MULTILINE)
+    assert not [file for file in package.rglob("*.py") if importing.search(file.read_text())]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "modelopt"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    for strategy in ("naive", "mlp_only"):
+        out = tmp_path / strategy
+        quantize.run(strategy, sources["qwen2-tied"], out, calib_data=CALIBRATION, calib_samples=2)
+        assert (out / "hf_quant_config.json").is_file()
 
 
 def test_a_family_that_is_not_known_is_calibrated_as_a_whole(tmp_path: Path) -> None:
     """Mistral: transformers computes it in bf16 as ModelOpt does, so that all bytes are ModelOpt's."""
     source = make(tmp_path / "mistral", "mistral")
-    theirs = export_by_modelopt(source, tmp_path / "theirs", "naive")
+    theirs = export_by_modelopt(source, "naive")
     quantize.run("naive", source, tmp_path / "ours", calib_data=CALIBRATION, calib_samples=ROWS)
     a, b = ModelFolder(tmp_path / "ours"), ModelFolder(theirs)
     assert set(a) == set(b) and len(input_scales(theirs)) == 2 * 7

@@ -21,8 +21,10 @@ from annie_quant.quantize import calibration_samples  # noqa: E402
 from annie_quant.quantize.calibration_samples import CalibrationSample  # noqa: E402
 
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.quantize import frontier, kl_trial, layer_rounder, mixed_formats  # noqa: E402
+from annie_quant.quantize import frontier, kl_trial, mixed_formats, rounding  # noqa: E402
 from annie_quant.quantize.plan import QuantizationPlan  # noqa: E402
+
+TOKENS = 40  # of answers in each trial
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +39,22 @@ def samples(home: Path) -> list[CalibrationSample]:
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_formats, "TOKENS", 40)
+    monkeypatch.setattr(mixed_formats, "TOKENS", TOKENS)
 
 
 def run(home: Path, name: str, **options) -> Path:
     settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "recipe": "fixed", **options}
     quantize.run("best", home / "model", home / name, **settings)
     return home / name
+
+
+@pytest.fixture(scope="module")
+def mixed(home: Path) -> tuple[Path, list[str]]:
+    """The checkpoint of an undisturbed run, and the lines that it reported."""
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixed_formats, "TOKENS", TOKENS)
+        return run(home, "mixed", share=0.3, report=lines.append), lines
 
 
 def tensors(folder: Path, end: str) -> dict[str, bytes]:
@@ -119,9 +130,10 @@ def test_long_answers_share_the_tokens_of_a_trial(samples: list[CalibrationSampl
         assert answer.row.prompt == sample.prompt and answer.row.target == sample.answer[:2]
 
 
-def test_only_harmless_inputs_are_rounded_and_the_weights_are_all_nvfp4(home: Path) -> None:
-    lines: list[str] = []
-    out = run(home, "mixed", share=0.3, report=lines.append)
+def test_only_harmless_inputs_are_rounded_and_the_weights_are_all_nvfp4(
+    home: Path, mixed: tuple[Path, list[str]]
+) -> None:
+    out, lines = mixed
     assert checkpoint.audit(out, source=home / "model").ok
     every, narrow = tensors(out, ".weight_scale_2"), tensors(out, ".input_scale")
     assert 0 < len(narrow) < len(every)
@@ -135,7 +147,9 @@ def test_only_harmless_inputs_are_rounded_and_the_weights_are_all_nvfp4(home: Pa
         assert len({n in rounded for n in members}) == 1, "what is served as one matrix has one format"
 
 
-def test_all_or_none_of_the_harm_are_the_two_plain_formats(home: Path) -> None:
+def test_all_or_none_of_the_harm_are_the_two_plain_formats(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the harm of each unit is."""
+    monkeypatch.setattr(mixed_formats, "measure_inputs", lambda job, units, *_: dict.fromkeys(units, 0.1))
     for share, activations in ((1.0, 4), (0.0, 16)):
         mixed, plain = (
             run(home, f"share{share:g}", share=share),
@@ -166,22 +180,23 @@ def test_a_share_is_from_0_to_1(home: Path) -> None:
 
 
 def test_a_run_that_dies_in_a_layer_does_not_measure_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = layer_rounder.LayerResult.save
+    save = rounding.LayerResult.save
 
-    def dies(self: layer_rounder.LayerResult, path: Path) -> None:
+    def dies(self: rounding.LayerResult, path: Path) -> None:
         save(self, path)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(layer_rounder.LayerResult, "save", dies)
+        patch.setattr(rounding.LayerResult, "save", dies)
         with pytest.raises(KeyboardInterrupt):
             run(home, "layer")
     monkeypatch.setattr(kl_trial.Trial, "shares", lambda *args: pytest.fail("measured again"))
     assert checkpoint.audit(run(home, "layer"), source=home / "model").ok
 
 
-def test_a_run_that_dies_while_it_measures_does_not_measure_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(home, "whole")
+def test_a_run_that_dies_while_it_measures_does_not_measure_again(
+    home: Path, mixed: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shares, calls = kl_trial.Trial.shares, []
 
     def dies(self: kl_trial.Trial, plan: QuantizationPlan) -> np.ndarray:
@@ -193,11 +208,11 @@ def test_a_run_that_dies_while_it_measures_does_not_measure_again(home: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(kl_trial.Trial, "shares", dies)
         with pytest.raises(KeyboardInterrupt):
-            run(home, "killed")
+            run(home, "killed", share=0.3)
     assert not (home / "killed").exists()
     monkeypatch.setattr(
         kl_trial.Trial, "shares", lambda self, plan: (calls.append(tuple(plan.formats)), shares(self, plan))[1]
     )
-    again = run(home, "killed")
+    again = run(home, "killed", share=0.3)
     assert len(calls) == len(set(calls)) > 6, "measured again"
-    assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
+    assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: p.read_bytes() for p in mixed[0].iterdir()}

@@ -24,9 +24,8 @@ pytest.importorskip("transformers", reason="models are loaded with transformers:
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import kl_trial, recipe_choice  # noqa: E402
-from annie_quant.quantize.layer_rounder import Method  # noqa: E402
 from annie_quant.quantize.recipe_choice import RecipeChoice, ScoredMethod, Trials, choose_method, hold_out  # noqa: E402
-from annie_quant.quantize.rounding import round_model  # noqa: E402
+from annie_quant.quantize.rounding import Method, round_model  # noqa: E402
 
 
 @pytest.fixture(scope="module")

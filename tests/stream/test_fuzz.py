@@ -6,38 +6,51 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import shared
 from paths import ROOT
 
 CORPUS = ROOT / "tests/fuzz/corpus"
 LIBRARIES = {"sse": (), "http1": (), "request": ("-lcurl",)}
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 needs_gcc = pytest.mark.skipif(not shutil.which("gcc"), reason="the fuzzer is compiled here, and gcc is not")
 
 
 def gcc(*arguments: object) -> None:
-    subprocess.run(["gcc", "-O1", "-g", *map(str, arguments)], check=True)
+    subprocess.run(["gcc", "-O1", *map(str, arguments)], check=True)
 
 
-def build(folder: Path, part: str, source: str, fuzzer: Path, *flags: str) -> str:
+def stored(name: str, own: tuple[str, ...], make: Callable[[Path], None]) -> Path:
+    """Return a folder with programs that were compiled in this run or an earlier one. own: what else they depend on."""
+    return shared.stored(name, shared.c_sources("csrc/stream", "tests/fuzz") + repr(own).encode(), make)
+
+
+def build(part: str, source: str, fuzzer: Path, *flags: str) -> str:
     """Compile a fuzzer, its source or its object file, with the source of the part that it runs."""
-    (folder / "stream").mkdir()
-    for header in (f"{part}.h", "text.h", "vector.h"):
-        shutil.copy(ROOT / f"csrc/stream/{header}", folder / "stream")
-    (folder / f"stream/{part}.c").write_text(source)
-    files = (fuzzer, folder / f"stream/{part}.c")
-    gcc(*flags, f"-I{folder}", *files, *LIBRARIES[part], "-o", folder / "fuzz")
-    return str(folder / "fuzz")
+
+    def make(folder: Path) -> None:
+        (folder / "stream").mkdir()
+        for header in (f"{part}.h", "text.h", "vector.h"):
+            shutil.copy(ROOT / f"csrc/stream/{header}", folder / "stream")
+        (folder / f"stream/{part}.c").write_text(source)
+        files = (fuzzer, folder / f"stream/{part}.c")
+        gcc(*flags, f"-I{folder}", *files, *LIBRARIES[part], "-o", folder / "fuzz")
+
+    return str(stored(f"fuzz_{part}", (source, *flags), make) / "fuzz")
 
 
 @pytest.fixture(scope="module")
-def fuzzers(tmp_path_factory) -> dict[str, Path]:
+def fuzzers() -> dict[str, Path]:
     """The object file of each fuzzer, which the programs with planted faults share."""
-    folder = tmp_path_factory.mktemp("fuzzers")
-    for part in LIBRARIES:
-        gcc(f"-I{ROOT}/csrc", "-c", ROOT / f"tests/fuzz/fuzz_{part}.c", "-o", folder / f"{part}.o")
+
+    def make(folder: Path) -> None:
+        for part in LIBRARIES:
+            gcc(f"-I{ROOT}/csrc", "-c", ROOT / f"tests/fuzz/fuzz_{part}.c", "-o", folder / f"{part}.o")
+
+    folder = stored("fuzzers", (), make)
     return {part: folder / f"{part}.o" for part in LIBRARIES}
 
 
@@ -47,8 +60,8 @@ def original(part: str) -> str:
 
 @needs_gcc
 @pytest.mark.parametrize("part", ["sse", "http1", "request"])
-def test_under_sanitizers(part: str, tmp_path) -> None:
-    fuzz = build(tmp_path, part, original(part), ROOT / f"tests/fuzz/fuzz_{part}.c", *SANITIZERS)
+def test_under_sanitizers(part: str) -> None:
+    fuzz = build(part, original(part), ROOT / f"tests/fuzz/fuzz_{part}.c", *SANITIZERS)
     corpus = sorted(map(str, (CORPUS / part).iterdir()))
     for command in ([fuzz, "50000", "3"], [fuzz, "--replay", *corpus]):
         process = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -99,9 +112,9 @@ CASES = [(part, *change) for part, changes in BREAKS.items() for change in chang
 
 @needs_gcc
 @pytest.mark.parametrize(("part", "right", "wrong"), CASES, ids=[n for changes in BREAKS.values() for n in changes])
-def test_the_fuzzer_finds_planted_faults(part: str, right: str, wrong: str, fuzzers, tmp_path) -> None:
+def test_the_fuzzer_finds_planted_faults(part: str, right: str, wrong: str, fuzzers) -> None:
     source = original(part)
     assert source.count(right) == 1
-    fuzz = build(tmp_path, part, source.replace(right, wrong), fuzzers[part])
+    fuzz = build(part, source.replace(right, wrong), fuzzers[part])
     process = subprocess.run([fuzz, "200000"], capture_output=True, text=True, timeout=60)
     assert process.returncode != 0 and ("broken" in process.stderr or process.returncode == -signal.SIGSEGV)

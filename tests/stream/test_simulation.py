@@ -11,31 +11,33 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import shared
 from paths import ROOT
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc"), reason="the simulation is compiled here, and gcc is not")
 
 STREAM = ROOT / "csrc/stream"
-FLAGS = ("-std=c11", "-O1", "-g", f"-I{ROOT}/csrc")
+FLAGS = ("-std=c11", "-O1", f"-I{ROOT}/csrc")
 SCHEDULES = 4000  # of each planted fault, which is found in fewer
 
 
-def build(folder: Path, objects: list[Path], sources: list[Path]) -> str:
+def build(folder: Path, objects: list[Path], sources: list[Path]) -> None:
     own = [folder / f"{source.stem}.o" for source in sources]
     for source, target in zip(sources, own, strict=True):
         subprocess.run(["gcc", *FLAGS, f"-I{STREAM}", "-c", str(source), "-o", str(target)], check=True)
-    program = folder / "simulate"
-    subprocess.run(["gcc", *map(str, own), *map(str, objects), "-lcurl", "-o", str(program)], check=True)
-    return str(program)
+    subprocess.run(["gcc", *map(str, own), *map(str, objects), "-lcurl", "-o", str(folder / "simulate")], check=True)
+
+
+def inputs(*own: str) -> bytes:
+    return b"\n".join([shared.c_sources("csrc/common", "csrc/stream", "tests/simulate"), repr((FLAGS, own)).encode()])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder() -> Path:
     """A folder with the program and the object file of each of its sources."""
-    folder = tmp_path_factory.mktemp("simulate")
     parts = [p for p in sorted(STREAM.glob("*.c")) if p.stem != "module"]
-    build(folder, [], [*sorted((ROOT / "tests/simulate").glob("*.c")), *parts])
-    return folder
+    sources = [*sorted((ROOT / "tests/simulate").glob("*.c")), *parts]
+    return shared.stored("simulate", inputs(), lambda made: build(made, [], sources))
 
 
 def simulate(program: Path | str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -127,11 +129,15 @@ CASES = [(part, *change) for part, changes in FAULTS.items() for change in chang
 
 
 @pytest.mark.parametrize(("part", "right", "wrong"), CASES, ids=[n for changes in FAULTS.values() for n in changes])
-def test_planted_faults_are_found(part: str, right: str, wrong: str, folder: Path, tmp_path: Path) -> None:
+def test_planted_faults_are_found(part: str, right: str, wrong: str, folder: Path) -> None:
     source = (STREAM / f"{part}.c").read_text()
     assert source.count(right) == 1
-    (tmp_path / f"{part}.c").write_text(source.replace(right, wrong))
-    others = [o for o in sorted(folder.glob("*.o")) if o.stem != part]
-    process = simulate(build(tmp_path, others, [tmp_path / f"{part}.c"]), SCHEDULES)
+
+    def compile_faulty(made: Path) -> None:
+        (made / f"{part}.c").write_text(source.replace(right, wrong))
+        build(made, [o for o in sorted(folder.glob("*.o")) if o.stem != part], [made / f"{part}.c"])
+
+    made = shared.stored("simulate", inputs(part, right, wrong), compile_faulty)
+    process = simulate(made / "simulate", SCHEDULES)
     assert process.returncode != 0, process.stdout
     assert "violated" in process.stderr or process.returncode < 0

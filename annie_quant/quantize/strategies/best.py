@@ -62,7 +62,7 @@ class BestOptions(StrategyOptions):
 
 def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.frontier_plan import plan_model
-    from annie_quant.quantize.layer_rounder import Method
+    from annie_quant.quantize.rounding import Method
 
     options, limits = job.options, limits_of(job.options)
     if not 0 <= options.share <= 1:

@@ -118,8 +118,7 @@ class GptqOptions(StrategyOptions):
 
 def plan_columns(job: Job[GptqOptions], progress: Progress) -> QuantizationPlan:
     from annie_quant.quantize.calibration_samples import read_samples
-    from annie_quant.quantize.layer_rounder import Method
-    from annie_quant.quantize.rounding import round_model
+    from annie_quant.quantize.rounding import Method, round_model
 
     folder, options = ModelFolder(job.model), job.options
     formats = dict.fromkeys(choose(folder, job.exclude), four_bit_format(options.activations))
@@ -166,8 +165,8 @@ def within_bits(in_four_bits: bool, of_decoder: bool) -> Callable[..., Quantizat
 
     def plan(job: Job[AutoMixedOptions | SensitivityOptions], progress: Progress) -> QuantizationPlan:
         from annie_quant.quantize.frontier_plan import plan_model
-        from annie_quant.quantize.layer_rounder import Method
         from annie_quant.quantize.mixed_formats import SHARE
+        from annie_quant.quantize.rounding import Method
 
         limits = Limits(decode_speed.default_device(), max_bits=job.options.bits, of_decoder=of_decoder)
         return plan_model(job, limits, all_nvfp4(job), Method(), progress, None if in_four_bits else SHARE)

@@ -176,6 +176,7 @@ def prompts_to_decide(differences_sd: float, difference: float, power: float = 0
 MOST_N = 1_000_000
 
 
+@lru_cache(1 << 16)  # a search and a simulation ask for few different counts
 def score_interval(lost: float, won: float, n: float, confidence: float = 0.9) -> tuple[float, float]:
     """Return Tango's score interval of (won - lost) / n (Tango 1998, Statistics in Medicine 17: 891-908); (-1, 1) for n = 0.
 

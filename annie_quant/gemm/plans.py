@@ -69,11 +69,7 @@ class WgmmaPlan(NamedTuple):
 
 
 Plan = SkinnyPlan | TiledPlan | WgmmaPlan
-TYPES: dict[str, type[SkinnyPlan] | type[TiledPlan] | type[WgmmaPlan]] = {
-    "skinny": SkinnyPlan,
-    "tiled": TiledPlan,
-    "wgmma": WgmmaPlan,
-}
+TYPES: dict[str, type[Plan]] = {"skinny": SkinnyPlan, "tiled": TiledPlan, "wgmma": WgmmaPlan}
 PATHS = ("auto", *TYPES)
 
 

@@ -151,9 +151,12 @@ class Converted(NamedTuple):
 def install(logger: str) -> None:
     """Let vLLM take our class where it takes Marlin's for NVFP4 experts. Raises what a vLLM with other names gives."""
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle import nvfp4
 
     ours = experts_class(MarlinExperts)
     stand_for(MarlinExperts, [ours], lambda convert: converter(convert, ours, logger))
+    if hasattr(nvfp4, "prioritize_humming"):  # from 0.32 on, Humming is before Marlin, and so before ours, on Hopper
+        nvfp4.prioritize_humming = list
 
 
 def stand_for(

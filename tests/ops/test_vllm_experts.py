@@ -296,6 +296,15 @@ def test_a_wrong_kernel_is_found_at_load_and_the_experts_stay_on_marlin(vllm, ou
     assert len(caplog.messages) == 1 and "wrong on this device" in caplog.messages[0]
 
 
+def test_ours_is_before_humming_where_vllm_prefers_humming_to_marlin(vllm):
+    """vLLM 0.32 and 0.33 on Hopper; older ones have no such function."""
+    vllm_layers.install(vllm_cuda.LOGGER)
+    assert not hasattr(vllm.nvfp4, "prioritize_humming")
+    vllm.nvfp4.prioritize_humming = lambda backends: sorted(backends)
+    vllm_layers.install(vllm_cuda.LOGGER)
+    assert vllm.nvfp4.prioritize_humming(["MARLIN", "HUMMING"]) == ["MARLIN", "HUMMING"]
+
+
 def test_a_vllm_with_other_names_keeps_its_own_experts(vllm, monkeypatch, caplog):
     monkeypatch.setattr(vllm_cuda, "missing", lambda: "")
     monkeypatch.setattr(vllm_cuda, "_replace_marlin", lambda: None)

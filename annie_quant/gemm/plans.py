@@ -57,6 +57,7 @@ class WgmmaPlan(NamedTuple):
     stages          pipeline stages of a block
     stream_k_tiles  tiles that are computed stream-K: all blocks get equal shares of them along K
     permute_first   1 if a separate kernel permutes the activations, 0 if the blocks do it in place
+    add_in_launch   1 if the blocks add the parts of stream-K tiles, 0 if a fix-up kernel does; needs permute_first
     """
 
     tile_tokens: int
@@ -66,6 +67,7 @@ class WgmmaPlan(NamedTuple):
     stages: int
     stream_k_tiles: int
     permute_first: int
+    add_in_launch: int = 0
 
 
 Plan = SkinnyPlan | TiledPlan | WgmmaPlan

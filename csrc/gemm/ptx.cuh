@@ -130,6 +130,20 @@ __device__ __forceinline__ uint4 load_global16(const void *p) {
     return v;
 }
 
+// A flag in global memory: what this thread and the lanes of its warp before the last __syncwarp wrote is visible to who reads it.
+__device__ __forceinline__ void store_release(uint32_t *flag, uint32_t v) {
+#if AQ_HOPPER
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(v) : "memory");
+#endif
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t *flag) {
+    uint32_t v = 1;
+#if AQ_HOPPER
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
+#endif
+    return v;
+}
+
 // ---- programmatic dependent launch ----
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if AQ_HOPPER

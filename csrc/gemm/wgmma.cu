@@ -20,6 +20,7 @@ struct WgmmaPlan {
     int stages;          // pipeline stages of a block
     int stream_k_tiles;  // tiles that are computed stream-K: all blocks get equal shares of them along K
     int permute_first;   // 1 if a separate kernel permutes the activations, 0 if the blocks do it in place
+    int add_in_launch;  // 1 if the blocks add the parts of stream-K tiles, 0 if a fix-up kernel does; the permutation kernel clears their flags
 };
 
 constexpr int kPermuteThreads = 128, kMaxBlocks = 65535, kMaxStages = 16;  // a block's barriers are three arrays of 16
@@ -29,6 +30,8 @@ struct PermuteArgs {
     uint8_t *image;
     int64_t ldx;
     int m, k, log_tokens, parts, rows, pdl;  // parts: 64-column parts per row; rows: rows of 128 bytes in the image
+    uint32_t *flags = nullptr;               // these are set to 0
+    int flag_count = 0;
 };
 
 // The image of the activations: [tile of tokens][64 columns][token][128 bytes]. A block writes 64 rows of it, a thread one unit of each of four
@@ -36,6 +39,7 @@ struct PermuteArgs {
 __global__ void __maxnreg__(32) permute_kernel(const PermuteArgs a) {
     if (threadIdx.x == 0) allow_next_kernel();
     if (a.pdl) wait_for_previous_kernel();
+    for (int i = blockIdx.x * kPermuteThreads + threadIdx.x; i < a.flag_count; i += gridDim.x * kPermuteThreads) a.flags[i] = 0;
     const int unit = threadIdx.x & 7;
     uint32_t w[4][4];
 #pragma unroll
@@ -76,18 +80,26 @@ int make_tensor_map(const Product &p, int tile_tokens, CUtensorMap *map) {
     return r == CUDA_SUCCESS ? 0 : (int)cudaErrorInvalidValue;
 }
 
-int launch_permute(const Product &p, const WgmmaPlan &plan, uint8_t *image, size_t image_bytes) {
+int launch_permute(const Product &p, const WgmmaPlan &plan, uint8_t *image, const WgmmaSpace &space) {
     int log_tokens = 0;
     while (1 << log_tokens < plan.tile_tokens) log_tokens++;
-    const int rows = (int)(image_bytes / 128);
-    const PermuteArgs args{p.x, image, p.ldx, (int)p.shape.m, (int)p.shape.k, log_tokens, p.shape.chunks * 2, rows, p.pdl};
+    const int rows = (int)(space.image / 128);
+    PermuteArgs args{p.x, image, p.ldx, (int)p.shape.m, (int)p.shape.k, log_tokens, p.shape.chunks * 2, rows, p.pdl};
+    args.flags = (uint32_t *)(image + space.image + space.sums), args.flag_count = (int)(space.flags / sizeof(uint32_t));
     return launch<permute_kernel>(Launch{dim3((unsigned)(rows + 63) / 64), kPermuteThreads, p.stream, p.pdl}, args);
 }
 
+template <int TOKENS, bool ADD>
+int launch_product(const WgmmaArgs &args, const CUtensorMap &map, bool half, const Launch &how) {
+    return half ? launch<wgmma_kernel<TOKENS, true, ADD>>(how, args, how.cluster_size, map)
+                : launch<wgmma_kernel<TOKENS, false, ADD>>(how, args, how.cluster_size, map);
+}
+
 template <int TOKENS>
-int launch_tokens(const WgmmaArgs &args, const CUtensorMap &map, bool half, const Launch &how) {
-    const int status = half ? launch<wgmma_kernel<TOKENS, true>>(how, args, how.cluster_size, map)
-                            : launch<wgmma_kernel<TOKENS, false>>(how, args, how.cluster_size, map);
+int launch_tokens(const WgmmaArgs &args, const CUtensorMap &map, bool half, bool add, const Launch &how) {
+    if constexpr (TOKENS > 16)
+        if (add) return launch_product<TOKENS, true>(args, map, half, how);
+    const int status = launch_product<TOKENS, false>(args, map, half, how);
     if (status || !args.stream_k_tiles || how.cluster_size > 1) return status;
     const int units = args.stream_k_tiles * kWarps * (TOKENS / 16);
     return launch<fixup_kernel<TOKENS>>(Launch{dim3((unsigned)(units / kFixupWarps)), 32 * kFixupWarps, how.stream, true}, args,
@@ -95,8 +107,8 @@ int launch_tokens(const WgmmaArgs &args, const CUtensorMap &map, bool half, cons
 }
 
 WgmmaSpace space_of(const Shape &shape, const WgmmaPlan &plan) {
-    return wgmma_space(plan.tile_tokens, (int)ceil_div(shape.m, plan.tile_tokens), shape.chunks, plan.permute_first, plan.stream_k_tiles,
-                       plan.cluster_size, plan.blocks);
+    return wgmma_space(plan.tile_tokens, (int)ceil_div(shape.m, plan.tile_tokens), shape.chunks, plan.permute_first,
+                       plan.stream_k_tiles && plan.cluster_size == 1, plan.add_in_launch, plan.blocks);
 }
 
 const char *problem(const Shape &shape, const aq_limits &limits, const WgmmaPlan &plan, aq_needs *needs) {
@@ -108,6 +120,9 @@ const char *problem(const Shape &shape, const aq_limits &limits, const WgmmaPlan
     if (plan.permute_first != 0 && plan.permute_first != 1) return "permute_first must be 0 or 1";
     // With 128 tokens there are too few registers for the in-place permutation.
     if (plan.tile_tokens == 128 && !plan.permute_first) return "permute_first must be 1 for tiles of 128 tokens";
+    if (plan.add_in_launch != 0 && plan.add_in_launch != 1) return "add_in_launch must be 0 or 1";
+    if (plan.add_in_launch && (!plan.permute_first || !plan.stream_k_tiles || plan.cluster_size != 1 || plan.tile_tokens == 16))
+        return "add_in_launch needs permute_first 1, cluster_size 1, stream_k_tiles, and at least 32 tokens per tile";
     const int halves = plan.tile_rows == 128 ? 2 : 1, steps = shape.chunks / halves;
     if (halves == 2 && (plan.cluster_size != 2 || (plan.tile_tokens != 32 && plan.tile_tokens != 64)))
         return "tile_rows 128 needs cluster_size 2 and tile_tokens 32 or 64";
@@ -130,7 +145,7 @@ const char *problem(const Shape &shape, const aq_limits &limits, const WgmmaPlan
                           wgmma_reduce_bytes(plan.tile_tokens, plan.cluster_size, halves);
     if (bytes > limits.smem_bytes) return "stages is too large: they do not fit into shared memory";
     const WgmmaSpace space = space_of(shape, plan);
-    *needs = aq_needs{(int)bytes, (int64_t)(space.image + space.sums)};
+    *needs = aq_needs{(int)bytes, (int64_t)(space.image + space.sums + space.flags)};
     return nullptr;
 }
 
@@ -162,7 +177,7 @@ double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
             const bool few = cluster_size == 1 && c.tokens == 64 && stream_k_tiles > 0 &&
                              (int64_t)stream_k_tiles * chunks <= (int64_t)kFewSteps * blocks;
             const int stages = std::min(few ? kFewStages : kWgmmaMaxStages, (limits.smem_bytes - taken) / wgmma_stage(c.tokens, halves));
-            const WgmmaPlan tried{c.tokens, rows, blocks, cluster_size, stages, stream_k_tiles, permute_first};
+            const WgmmaPlan tried{c.tokens, rows, blocks, cluster_size, stages, stream_k_tiles, permute_first, 0};
             aq_needs needs;
             if (problem(shape, limits, tried, &needs)) return;
             best_us = us;
@@ -209,20 +224,20 @@ int run(const Product &p, const WgmmaPlan &plan, const aq_needs &needs) {
     uint8_t *at = (uint8_t *)p.workspace;
     a.image = plan.permute_first ? at : nullptr, a.sums = (float *)(at + space.image);
     CUtensorMap map{};
-    const int status = plan.permute_first ? launch_permute(p, plan, at, space.image) : make_tensor_map(p, plan.tile_tokens, &map);
+    const int status = plan.permute_first ? launch_permute(p, plan, at, space) : make_tensor_map(p, plan.tile_tokens, &map);
     if (status) return status;
     const Launch how{dim3((unsigned)plan.blocks), kWgmmaThreads,    p.stream,
                      p.pdl || plan.permute_first, needs.smem_bytes, plan.cluster_size};
-    const bool half = p.x_type == AQ_F16;
-    if (plan.tile_tokens == 16) return launch_tokens<16>(a, map, half, how);
-    if (plan.tile_tokens == 32) return launch_tokens<32>(a, map, half, how);
-    if (plan.tile_tokens == 64) return launch_tokens<64>(a, map, half, how);
-    return launch_tokens<128>(a, map, half, how);
+    const bool half = p.x_type == AQ_F16, add = plan.add_in_launch;
+    if (plan.tile_tokens == 16) return launch_tokens<16>(a, map, half, add, how);
+    if (plan.tile_tokens == 32) return launch_tokens<32>(a, map, half, add, how);
+    if (plan.tile_tokens == 64) return launch_tokens<64>(a, map, half, add, how);
+    return launch_tokens<128>(a, map, half, add, how);
 }
 
 }  // namespace
 
-bool wgmma_exists() { return tensor_map_encoder() && kernel_exists<wgmma_kernel<64, false>>(kWgmmaThreads); }
+bool wgmma_exists() { return tensor_map_encoder() && kernel_exists<wgmma_kernel<64, false, false>>(kWgmmaThreads); }
 
-const Path wgmma_path =
-    make_path<WgmmaPlan, plan, problem, run>("wgmma", "tile_tokens tile_rows blocks cluster_size stages stream_k_tiles permute_first");
+const Path wgmma_path = make_path<WgmmaPlan, plan, problem, run>(
+    "wgmma", "tile_tokens tile_rows blocks cluster_size stages stream_k_tiles permute_first add_in_launch");

@@ -7,8 +7,8 @@
 //
 // Assignment of tiles to blocks: (1) a block computes whole tiles of 256 or 192 rows, one after the other; (2) a cluster of two blocks
 // computes one tile of 256 rows, half of K each, or one of 128 rows, a quarter of K per pair of warpgroups, and reduces through shared
-// memory; (3) stream-K: `stream_k_tiles` tiles are divided along K into equal shares for all blocks, and a fix-up kernel adds the parts
-// of a tile in the order of K.
+// memory; (3) stream-K: `stream_k_tiles` tiles are divided along K into equal shares for all blocks, and the parts of a tile are added in
+// the order of K, by a fix-up kernel or by the block that has the tile's first part.
 #pragma once
 #include <cuda.h>
 
@@ -16,7 +16,7 @@
 
 struct WgmmaArgs {
     const uint8_t *packed, *image;
-    float *sums;  // two partial tiles per block
+    float *sums;  // two partial tiles per block for the fix-up kernel; else one, and then the blocks' flags
     void *out;
     int64_t n;
     float scale;
@@ -39,13 +39,14 @@ AQ_HD constexpr int wgmma_reduce_bytes(int tokens, int cluster_size, int halves)
     return cluster_size == 1 ? 0 : halves == 1 ? 512 * tokens : 768 * tokens;
 }
 
-// Bytes of the workspace: the permuted activations, and two partial tiles per block.
+// Bytes of the workspace: the permuted activations, the partial tiles of the blocks, and their flags.
 struct WgmmaSpace {
-    size_t image, sums;
+    size_t image, sums, flags;
 };
-inline WgmmaSpace wgmma_space(int tokens, int m_tiles, int chunks, bool permuted, int stream_k_tiles, int cluster_size, int blocks) {
+inline WgmmaSpace wgmma_space(int tokens, int m_tiles, int chunks, bool permuted, bool parts, bool add_in_launch, int blocks) {
     return {permuted ? (size_t)m_tiles * chunks * tokens * 256 : 0,
-            stream_k_tiles && cluster_size == 1 ? (size_t)2 * blocks * kWarps * kRows * tokens * 4 : 0};
+            parts ? (size_t)(add_in_launch ? 1 : 2) * blocks * kWarps * kRows * tokens * 4 : 0,
+            parts && add_in_launch ? (size_t)blocks * kWarps * 4 : 0};
 }
 
 #if AQ_WGMMA
@@ -60,12 +61,19 @@ struct TileAt {
     }
 };
 
+// The number of this block. A block that adds the parts of others waits for blocks with greater numbers, so these must be the ones that
+// start first: then the wait ends however few blocks are resident.
+template <bool ADD>
+__device__ __forceinline__ int block_number() {
+    return ADD ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+}
+
 // The work items of this block: its share of the stream-K tiles, then whole tiles.
 struct WorkItems {
     int at, end, next_whole, tile = 0, c0 = 0, c1 = 0;
-    __device__ explicit WorkItems(const WgmmaArgs &a)
-        : at(share_begin(blockIdx.x, gridDim.x, a.stream_k_tiles, a.steps)),
-          end(share_begin(blockIdx.x + 1, gridDim.x, a.stream_k_tiles, a.steps)), next_whole(a.stream_k_tiles + blockIdx.x) {}
+    __device__ WorkItems(const WgmmaArgs &a, int block)
+        : at(share_begin(block, gridDim.x, a.stream_k_tiles, a.steps)), end(share_begin(block + 1, gridDim.x, a.stream_k_tiles, a.steps)),
+          next_whole(a.stream_k_tiles + block) {}
     __device__ bool next(const WgmmaArgs &a) {
         if (at < end) {
             tile = at / a.steps, c0 = at - tile * a.steps, c1 = min(a.steps, c0 + end - at);
@@ -98,7 +106,7 @@ struct WeightCursor {
     const uint8_t *weights[2] = {};
     uint32_t pitch[2] = {}, bytes[2] = {};  // bytes from one step to the next, and bytes of a copy
     int step = 0, end = 0, mt = 0;
-    __device__ WeightCursor(const WgmmaArgs &a) : pieces(a) { seek(a); }
+    __device__ WeightCursor(const WgmmaArgs &a, int block) : pieces(a, block) { seek(a); }
     __device__ void seek(const WgmmaArgs &a) {
         if (!pieces.next(a)) return;
         const TileAt at(a, pieces.tile);
@@ -125,7 +133,7 @@ struct WeightCursor {
 };
 
 // The thread that issues all copies. Weights do not depend on previous kernels; activations wait for them.
-template <int TOKENS>
+template <int TOKENS, bool ADD>
 struct Producer {
     const WgmmaArgs &a;
     const CUtensorMap *map;
@@ -151,14 +159,14 @@ struct Producer {
     }
     // Before the block's first barrier. Two steps only: with more in flight, all of them arrive late.
     __device__ void prefetch() const {
-        WeightCursor from(a);
+        WeightCursor from(a, block_number<ADD>());
         for (int slot = 0; slot < 2 && from.has_step(); slot++, from.advance(a)) {
             copy_weights(slot, from);
             if (!depends()) copy_x(slot, from);
         }
     }
     __device__ void run() {
-        WeightCursor from(a);
+        WeightCursor from(a, block_number<ADD>());
         if (depends()) {
             wait_for_previous_kernel();
             async_fence_global();  // make other threads' writes visible to the copies
@@ -181,7 +189,7 @@ __device__ void permute_in_place(const WgmmaArgs &a, Ring ring, int permute_warp
     const int first = 16 * permute_warp + (lane & 7) + (lane >> 4) * 8, rows = TOKENS * 2 * a.halves;
     const int half = lane >> 3 & 1;
     const uint32_t in = image_unit(lane, permute_source(0, half)) * 16, out = image_unit(lane, permute_target(0, half)) * 16;
-    for (WorkItems p(a); p.next(a);)
+    for (WorkItems p(a, blockIdx.x); p.next(a);)
         for (int c = p.c0; c < p.c1; c++, ring.step()) {
             mbarrier_wait_hidden_loop(ring.full_at(), ring.phase & 1);
             const uint32_t x = ring.stage_at() + kWeights;
@@ -217,6 +225,35 @@ template <int TOKENS>
 __device__ float4 *partial_tile(const WgmmaArgs &a, int block, int blocks, int tile, int warp, int lane) {
     const bool second = share_begin(block, blocks, a.stream_k_tiles, a.steps) / a.steps != tile;
     return (float4 *)a.sums + ((int64_t)(2 * block + second) * kWarps + warp) * (TOKENS / 2 / 4 * 32) + lane;
+}
+
+// Add the parts of a stream-K tile in this launch. A warp needs the same warp of other blocks only; its flag, 0 at the start, says that
+// its part is written. Where the tile's first part is (c0 = 0), the other parts are added to `acc` in the order of K, and the result is true;
+// any other part is written for that block.
+template <int TOKENS>
+__device__ bool add_parts(const WgmmaArgs &a, float (&acc)[TOKENS / 2], int tile, int c0, int warp, int lane) {
+    constexpr int kLaneFloats = TOKENS / 2, kBlockFloats = kLaneFloats * 32 * kWarps;
+    const int block = block_number<true>(), blocks = gridDim.x;
+    uint32_t *const flags = (uint32_t *)(a.sums + (int64_t)blocks * kBlockFloats) + warp;
+    float4 *const own = (float4 *)(a.sums + (int64_t)block * kBlockFloats) + warp * (kLaneFloats / 4 * 32) + lane;
+    if (c0) {
+#pragma unroll
+        for (int i = 0; i < kLaneFloats; i += 4) __stcg(own + i * 8, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
+        __syncwarp();
+        if (lane == 0) store_release(flags + block * kWarps, 1);
+        return false;
+    }
+    const int last = share_owner(tile * a.steps + a.steps - 1, blocks, a.stream_k_tiles, a.steps);
+    for (int b = block + 1; b <= last; b++) {
+        while (!load_acquire(flags + b * kWarps)) continue;
+        const float4 *from = own + (int64_t)(b - block) * (kBlockFloats / 4);
+#pragma unroll
+        for (int i = 0; i < kLaneFloats; i += 4) {
+            const float4 v = __ldcg(from + i * 8);
+            acc[i] += v.x, acc[i + 1] += v.y, acc[i + 2] += v.z, acc[i + 3] += v.w;
+        }
+    }
+    return true;
 }
 
 // Store 16 rows x TOKENS tokens of a warp's accumulators to out[token][row]. If n is a multiple of 8 and the type has 16 bits, 16 x 16
@@ -319,7 +356,7 @@ __device__ void finish_in_cluster(const WgmmaArgs &a, uint32_t at, float (&acc)[
     }
 }
 
-template <int TOKENS, bool HALF>
+template <int TOKENS, bool HALF, bool ADD>
 __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int cluster_size, int warp) {
     // kPer: multiplications per group; kSets: sets of fragments. With two sets a group is decoded while the previous one is multiplied. Up to
     // 64 tokens, one set for a whole step takes fewer instructions, and the other warpgroups multiply meanwhile.
@@ -330,7 +367,7 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int clu
     const uint32_t ready_bar = a.image ? ring.full : ring.ready;
     if (warp >= a.row_tiles * a.halves) return;
     float acc[TOKENS / 2];
-    for (WorkItems p(a); p.next(a);) {
+    for (WorkItems p(a, block_number<ADD>()); p.next(a);) {
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.f;
         int before = -1;  // slot of the previous step
@@ -368,10 +405,12 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int clu
         wgmma_wait<0>();
         if (lane < kReleaseArrivals) mbarrier_arrive(ring.empty + before * 8);
         const TileAt at(a, p.tile);
-        if constexpr (TOKENS < 128)
+        if constexpr (TOKENS < 128 && !ADD)
             if (cluster_size > 1)
                 return finish_in_cluster<TOKENS>(a, ring.stages + ring.count * ring.stage, acc, scratch + warp * 512, warp, lane, at);
-        if (p.c1 - p.c0 < a.steps) {
+        if (ADD && p.c1 - p.c0 < a.steps) {
+            if (!add_parts<TOKENS>(a, acc, p.tile, p.c0, warp, lane)) continue;
+        } else if (p.c1 - p.c0 < a.steps) {
             float4 *to = partial_tile<TOKENS>(a, blockIdx.x, gridDim.x, p.tile, warp, lane);
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; i += 4, to += 32) __stcg(to, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
@@ -383,7 +422,7 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int clu
 #endif
 
 // Without sm_90a code this is a stub; the planner recognises it by its launch bound.
-template <int TOKENS, bool HALF>
+template <int TOKENS, bool HALF, bool ADD>
 __global__ void
 #if AQ_WGMMA || !defined(__CUDA_ARCH__)
 __maxnreg__(kRegisters)
@@ -403,21 +442,21 @@ __launch_bounds__(32)
         }
         mbarrier_init_fence();
         async_fence_shared();
-        Producer<TOKENS>{a, &map, ring}.prefetch();
+        Producer<TOKENS, ADD>{a, &map, ring}.prefetch();
     }
     __syncthreads();
     if (cluster_size > 1) cluster_arrive_relaxed();
     if (a.pdl || a.stream_k_tiles) allow_next_kernel();
     if (warp < kWarps) {
         raise_registers<consumer_registers(TOKENS)>();
-        consume<TOKENS, HALF>(a, ring, shared + 1024, cluster_size, warp);
+        consume<TOKENS, HALF, ADD>(a, ring, shared + 1024, cluster_size, warp);
     } else {
         lower_registers<producer_registers(TOKENS)>();
         if (warp != kWarps) {
-            if constexpr (TOKENS < 128)
+            if constexpr (TOKENS < 128 && !ADD)
                 if (!a.image) permute_in_place<TOKENS>(a, ring, warp - kWarps - 1, threadIdx.x & 31);
         } else if (threadIdx.x == 32 * kWarps) {
-            Producer<TOKENS>{a, &map, ring}.run();
+            Producer<TOKENS, ADD>{a, &map, ring}.run();
         }
     }
 #endif

@@ -193,6 +193,38 @@ def test_stream_k_shares_are_equal_and_have_the_right_owner(maps):
                 assert maps.share_owner(u, blocks, shared, chunks) == b
 
 
+def test_parts_of_stream_k_tiles_are_each_added_once_by_the_block_of_the_first(maps):
+    """As add_parts in wgmma.cuh: a block writes at most one part, its first, and waits only for blocks with greater numbers."""
+    for blocks, shared, steps in [
+        (132, 68, 40),
+        (128, 16, 96),
+        (60, 2, 34),
+        (5, 6, 34),
+        (4, 3, 34),
+        (300, 11, 34),
+        (6, 2, 3),
+    ]:
+        starts = [maps.share_begin(b, blocks, shared, steps) for b in range(blocks + 1)]
+        written, added = {}, {}
+        for b in range(blocks):
+            at = starts[b]
+            while at < starts[b + 1]:
+                tile, c0 = divmod(at, steps)
+                c1 = min(steps, c0 + starts[b + 1] - at)
+                if c0:
+                    assert at == starts[b], "only a block's first part can be another block's to add"
+                    written[b] = (tile, c1 - c0)
+                elif c1 < steps:
+                    last = maps.share_owner(tile * steps + steps - 1, blocks, shared, steps)
+                    assert last > b
+                    added[tile] = (c1, range(b + 1, last + 1))
+                at += c1 - c0
+        for tile, (own, others) in added.items():
+            assert {written[b][0] for b in others} == {tile}
+            assert own + sum(written[b][1] for b in others) == steps
+        assert sorted(b for _, others in added.values() for b in others) == sorted(written)
+
+
 def mma16864(a, b, sfa, sfb):
     """Return D[16, 8] of the block-scaled FP4 mma: a[lane][4] and b[lane][2] are words of 8 nibbles, scales words of 4 bytes."""
     full_a, full_b = np.zeros((16, 64)), np.zeros((64, 8))

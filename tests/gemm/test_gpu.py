@@ -229,6 +229,22 @@ def test_every_cluster_of_the_wgmma_kernel(permuted, tokens, halves, m, n, k):
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
+@pytest.mark.parametrize("tokens", [32, 64, 128])
+@pytest.mark.parametrize(("blocks", "stream_k_tiles"), [(4, 3), (5, 6), (60, 2), (66, 33), (200, 6)])
+@pytest.mark.parametrize("m", [7, 139])
+def test_sums_in_the_launch_have_the_bits_of_the_fixup_kernel(tokens, blocks, stream_k_tiles, m):
+    """Shares that begin and end in one tile, tiles of many blocks, whole tiles after them, and more blocks than multiprocessors."""
+    if stream_k_tiles > 6 * -(-m // tokens):
+        pytest.skip("more stream-K tiles than there are tiles")
+    args = case(m, 1296, 4288)
+    plan = wgmma_plan(tokens, blocks, stream_k_tiles, 1, 256, 1)
+    in_launch = plan._replace(add_in_launch=1)
+    repeats_within_the_bound(args, in_launch)
+    for dtype in ("float32", "bfloat16"):
+        assert (run(*args, dtype, plan=in_launch, pdl=True) == run(*args, dtype, plan=plan)).all()
+
+
+@pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
 @pytest.mark.parametrize("permuted", [0, 1])
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 @pytest.mark.parametrize("blocks", [1, 3, 60])

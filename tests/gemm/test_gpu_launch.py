@@ -24,6 +24,7 @@ hopper = pytest.mark.skipif(not HOPPER, reason="wgmma, the path with a workspace
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PERMUTED = gemm.WgmmaPlan(32, 256, 4, 1, 2, 0, 1)  # two kernels, with the activations between them in the workspace
 STREAM_K = gemm.WgmmaPlan(32, 256, 6, 1, 3, 4, 1)  # three kernels
+IN_LAUNCH = gemm.WgmmaPlan(32, 256, 6, 1, 3, 4, 1, 1)  # two, with the flags of the blocks in the workspace
 
 
 @pytest.fixture
@@ -85,9 +86,20 @@ def wrong_products(plan, threads, rounds, streams, workspace=None):
 
 
 @hopper
-@pytest.mark.parametrize("plan", [PERMUTED, STREAM_K])
+@pytest.mark.parametrize("plan", [PERMUTED, STREAM_K, IN_LAUNCH])
 def test_threads_on_one_stream_do_not_multiply_each_others_activations(plan, stream):
     assert wrong_products(plan, 4, 500, [stream]) == 0
+
+
+@hopper
+def test_blocks_that_wait_for_others_end_on_four_streams():
+    """Each block adds or waits for parts of its product, while the other streams' blocks are resident."""
+    streams = [native().stream_new() for _ in range(4)]
+    try:
+        assert wrong_products(IN_LAUNCH._replace(blocks=32), 4, 500, streams) == 0
+    finally:
+        for handle in streams:
+            native().stream_free(handle)
 
 
 @hopper

@@ -22,6 +22,7 @@ from gemm_module import DEVICES
 from annie_quant import _gemm
 
 NUMBERS = {"auto": 0, "skinny": 1, "tiled": 2, "wgmma": 3}  # of the paths, which older builds took instead of names
+MOST_FIELDS = 8  # of a plan
 DIMENSIONS = (1, 16, 40, 128, 272, 768, 1008, 1024, 2048, 4096, 5120, 8192, 12288, 17408, 24576, 81920, 248320)
 TOKENS = (
     *range(1, 34),
@@ -62,7 +63,8 @@ def product(module: ModuleType, by_name: bool, m: int, n: int, k: int, path: str
     if isinstance(plan, str):
         return plan
     name = plan[0] if by_name else next(name for name, number in NUMBERS.items() if number == plan[0])
-    return name, plan[1], answer(module.plan_needs, m, n, k, plan[0], plan[1], device)
+    fields = (*plan[1], *(0,) * (MOST_FIELDS - len(plan[1])))  # an older build has fewer; 0 is what it did
+    return name, fields, answer(module.plan_needs, m, n, k, plan[0], plan[1], device)
 
 
 def grouped(module: ModuleType, shape: tuple, tile_tokens: int, device: tuple) -> Any:

@@ -102,6 +102,7 @@ chosen plans && tail=80 step plans "${PLAN_SECONDS:-120}" "$python" tests/perf/b
 # A few tests of each kernel, the launcher's threads, and the reports.
 few="test_every_split or (test_every_shape_of_the_wgmma and 139-4-3) or (test_every_cluster and 61-528-1008) or (test_tiles_of_192 and 61-304-1008-3)"
 few="$few or (test_every_shape_of_the_few and 7-5) or test_first_call or reports or underflow or small_workspace or bad_plan or emulated"
+few="$few or (test_sums_in_the_launch and 7-5-6)"
 few_experts="test_each_pair and 528 and 2-8-dtype0"
 # check TOOL LOG TESTS FILES...
 check() {
@@ -133,6 +134,7 @@ if chosen sanitize; then
     check memcheck memcheck_experts "$few_experts" tests/gemm/test_grouped_gpu.py &
     checks="$checks memcheck_experts $!"
     few="(test_every_shape_of_the_wgmma and 7-4-3) or (test_every_cluster and 61-528-880-64) or (test_every_split and 2) or (test_every_shape_of_the_few and 7-5)"
+    few="$few or (test_sums_in_the_launch and 7-5-6)"
     (cd build/race-copy && PYTHONPATH=$PWD$carried check racecheck racecheck "$few" $products) &
     checks="$checks racecheck $!"
     (cd build/race-copy && PYTHONPATH=$PWD$carried check racecheck racecheck_experts "$few_experts" tests/gemm/test_grouped_gpu.py) &

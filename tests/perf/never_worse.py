@@ -5,8 +5,8 @@
     python tests/perf/never_worse.py --table tests/perf/never_worse.jsonl
 
 Text and held-out answers are those of quantize_peers.py. The three strategies get the same conversations; best rounds all inputs
-(`activations=4`, --effort fast), as the other two do, so its trials decide alone. KL is mean over the answers' tokens; the noise of a
-difference is its standard error over answers. A finished run is not made again.
+(`activations=4`, --effort fast), as the other two do, so its trials decide alone. KL is the mean over the answers' tokens; the
+noise of a difference is its standard error over answers. A finished run is not made again.
 """
 
 from __future__ import annotations

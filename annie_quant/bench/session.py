@@ -21,7 +21,17 @@ from annie_quant import documents, judge
 from annie_quant.bench import machine, memory, run_folder
 from annie_quant.bench import plan as planning
 from annie_quant.bench.aggregates import aggregate_records
-from annie_quant.bench.backend import PROBE_TIMEOUT_S, Acceptance, Backend, alive, identity
+from annie_quant.bench.backend import (
+    CONNECT_S,
+    PROBE_TIMEOUT_S,
+    Acceptance,
+    Backend,
+    BudgetEnded,
+    PlannedRequest,
+    Sender,
+    alive,
+    identity,
+)
 from annie_quant.bench.confounds import is_slow
 from annie_quant.bench.exports import export
 from annie_quant.bench.reference_answers import (
@@ -32,7 +42,6 @@ from annie_quant.bench.reference_answers import (
     store_reference,
     stored_reference,
 )
-from annie_quant.bench.sending import CONNECT_S, BudgetEnded, PlannedRequest, Sender
 from annie_quant.core.errors import ServerError
 from annie_quant.core.files import ASSETS, read_json, sha256_text
 from annie_quant.core.host import environment, load_per_core, machine_state

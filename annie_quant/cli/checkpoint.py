@@ -148,9 +148,9 @@ def convert(options: ConvertOptions) -> None:
             if options.type:
                 raise click.UsageError("--type is for GGUF: --to hf writes bf16 numbers")
             quiet_engines()
-            from annie_quant.offline import gguf_source
+            from annie_quant.offline.loading import convert_gguf
 
-            result = gguf_source.convert(source, output, force, step)
+            result = convert_gguf(source, output, force, step)
         else:
             result = annie_quant.checkpoint.convert(
                 source, to=options.to, output=output, type=options.type, force=force, progress=step

@@ -19,7 +19,6 @@ from time import sleep
 import msgspec
 
 from annie_quant import __version__, documents
-from annie_quant.core import registry
 from annie_quant.core.errors import AnnieError, ServerError, UsageError
 from annie_quant.core.files import write_text
 from annie_quant.core.progress import SILENT, Progress
@@ -173,7 +172,7 @@ def generate(
         raise UsageError(f"n is {n}; each of the {len(who.categories)} categories needs at least one conversation")
     if split not in SPLITS:
         raise UsageError(f"unknown split {split!r}", f"choose one of: {', '.join(SPLITS)}")
-    module = registry.find(teachers, teacher, "teacher", lambda part: part.replace("_", "-"))
+    module = teachers.find(teacher)
     target = Path(output) if output is not None else None
     finished = _finished(target, who, module.NAME, n) if target is not None and not force else None
     if finished is not None:

@@ -30,7 +30,7 @@ from annie_quant.judge.decision import RULE
 from annie_quant.judge.gates import GATES, IMPLIED, REFERENCE_GATES
 from annie_quant.judge.pairing import deciding
 from annie_quant.judge.sampling import compares_with_reference, prompts_per_gate, reference_notes, shortages
-from annie_quant.offline import draft_head, ensemble
+from annie_quant.offline import decoding, ensemble
 from annie_quant.offline.answers import Choices, Outcome
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
@@ -267,7 +267,7 @@ def gives_one_answer(template: Template, baseline: Baseline, outcomes: Sequence[
 
 def reference_drafts(pair: ModelPair, answered: Sequence[Answered]) -> dict[str, documents.DraftAcceptance]:
     """Return the acceptance of the bf16 reference's MTP head on its own answers."""
-    if not draft_head.has_head(ModelFolder(pair.job.reference)):
+    if not decoding.has_head(ModelFolder(pair.job.reference)):
         return {}
     return drafts_of(pair, pair.reference.engine(), pair.job.reference, answered)
 
@@ -277,11 +277,11 @@ def drafts_of(
 ) -> dict[str, documents.DraftAcceptance]:
     """Return the acceptance of a model's MTP head by workload; empty without a head, or with one that the audit faults."""
     answers = [
-        draft_head.Drafted(r.workload.name, r.prompt, tuple(pair.template.target(completion)))
+        decoding.Drafted(r.workload.name, r.prompt, tuple(pair.template.target(completion)))
         for r, completion in answered
     ]
     try:
-        return draft_head.acceptance(engine, ModelFolder(folder), answers)
+        return decoding.draft_acceptance(engine, ModelFolder(folder), answers)
     except CheckpointError as error:
         pair.progress.message(f"the MTP head is not measured: {error}")
         return {}

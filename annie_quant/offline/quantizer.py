@@ -33,7 +33,6 @@ from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, LARGEST_SCALE
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.models import aliases
-from annie_quant.offline.experts import separate
 from annie_quant.offline.linears import (
     BlockFP8Linear,
     FP8Linear,
@@ -41,6 +40,7 @@ from annie_quant.offline.linears import (
     NVFP4Linear,
     PackedNVFP4Linear,
     nvfp4_linears,
+    separate,
 )
 
 AUDIT = "annie-quant audit DIR"

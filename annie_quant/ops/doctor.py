@@ -25,8 +25,8 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.host import smi_command, smi_rows
 from annie_quant.core.native import BUILDS
 from annie_quant.documents import salvage_line
-from annie_quant.ops import known_versions
-from annie_quant.ops.known_errors import PARSER_FLAGS
+from annie_quant.ops import known_faults
+from annie_quant.ops.known_faults import PARSER_FLAGS
 
 Level = Literal["ok", "note", "fault"]
 
@@ -137,16 +137,16 @@ def examine(log: Path | None = None, probe: Probe | None = None) -> list[CheckRe
 
 def check_log(path: Path) -> CheckResult:
     """Compare a server's log with the known errors."""
-    from annie_quant.ops import known_errors, server
+    from annie_quant.ops import server
 
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
         raise UsageError(f"{path}: {str(error.strerror).lower()}", "pass a server's log file") from None
-    known = known_errors.find_error(text)
+    known = known_faults.find_error(text)
     if known:
         return fault("server log", server.cause_line(path), known.cause, known.fix)
-    return ok("server log", f"no known error; the server's phase: {known_errors.phase(text)}")
+    return ok("server log", f"no known error; the server's phase: {known_faults.phase(text)}")
 
 
 def fix_plan(findings: Iterable[CheckResult]) -> list[str]:
@@ -295,12 +295,12 @@ def gpu_capability(probe: Probe) -> str:
 
 def check_versions(probe: Probe) -> list[CheckResult]:
     """Compare what is installed with the list of versions that have a known fault on this GPU."""
-    installed = {row.package: probe.version(row.package) for row in known_versions.rows()}
+    installed = {row.package: probe.version(row.package) for row in known_faults.bad_versions()}
     versions = [(name, version) for name, version in installed.items() if version]
-    return notes_on(known_versions.find(versions, gpu_capability(probe)))
+    return notes_on(known_faults.faults_of(versions, gpu_capability(probe)))
 
 
-def notes_on(found: Iterable[tuple[str, known_versions.KnownBad]]) -> list[CheckResult]:
+def notes_on(found: Iterable[tuple[str, known_faults.KnownBad]]) -> list[CheckResult]:
     """Return the findings for versions with a known fault."""
     return [
         note("known versions", f"{row.package} {version}: {row.effect}", f"{row.source}, {row.date}", row.fix)

@@ -23,7 +23,7 @@ from pathlib import Path
 from annie_quant.core.errors import ServerError
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.text import printable
-from annie_quant.ops import known_errors
+from annie_quant.ops import known_faults
 from annie_quant.stream.client import fetch
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -145,12 +145,12 @@ def wait_ready(
                 server.url = url
                 return
             if time.monotonic() - checked > PHASE_S:
-                checked, previous, phase = time.monotonic(), phase, known_errors.phase(read(server.log))
+                checked, previous, phase = time.monotonic(), phase, known_faults.phase(read(server.log))
                 if phase != previous:
                     progress.message(phase)
             time.sleep(POLL_S)
         raise ServerError(
-            f"{server.name} was not ready in {timeout_s:g} s ({known_errors.phase(read(server.log))}): {cause_line(server.log)}",
+            f"{server.name} was not ready in {timeout_s:g} s ({known_faults.phase(read(server.log))}): {cause_line(server.log)}",
             f"{hint(server.log)}, or use a longer timeout",
         )
     except BaseException:
@@ -211,7 +211,7 @@ def read(log: Path) -> str:
 
 def hint(log: Path) -> str:
     """Return the fix of a known error in the log, and the log's path."""
-    known = known_errors.find_error(read(log))
+    known = known_faults.find_error(read(log))
     return f"{known.cause}: {known.fix}  (log: {log})" if known else f"see {log}"
 
 

@@ -21,7 +21,7 @@ from annie_quant.checkpoint.dialects.modelopt import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import Progress
 from annie_quant.offline import codec
-from annie_quant.offline.experts import separate
+from annie_quant.offline.linears import separate
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.calibration_samples import CalibrationSample

@@ -29,7 +29,7 @@ from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX
 from annie_quant.offline import caches, deltanet
 from annie_quant.offline.caches import Layered
 from annie_quant.offline.codec import to_torch
-from annie_quant.offline.experts import SingleExperts, separate
+from annie_quant.offline.linears import SingleExperts, separate
 from annie_quant.quantize.backend import device_and_dtype, has_triton
 from annie_quant.quantize.calibration_samples import PADDING, TokenBatch
 

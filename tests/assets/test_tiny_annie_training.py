@@ -135,7 +135,7 @@ def test_draft_head_equals_the_packages(reference, tmp_path):
     from safetensors.torch import save_file
 
     from annie_quant.checkpoint import ModelFolder
-    from annie_quant.offline.draft_head import DraftHead
+    from annie_quant.offline.decoding import DraftHead
 
     w = weights(reference)
     head = {k: v + 0.02 * torch.randn_like(v) for k, v in initial_head(Shape(), w, 0).items()}

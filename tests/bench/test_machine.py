@@ -16,7 +16,7 @@ from fake_server import FakeServer, words
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
 
 from annie_quant import bench, documents
-from annie_quant.bench import machine, probes
+from annie_quant.bench import machine
 from annie_quant.bench.run_folder import read_records, valid_records
 from annie_quant.core import host
 from annie_quant.documents import MachineSpan, MachineState
@@ -218,7 +218,7 @@ class FakeGemm:
         return n * k * 9 // 16
 
     def repack(self, codes, scales, packed, n, k, fault, stream):
-        assert (n, k) == probes.GPU_SHAPE and {codes, scales, packed} <= self.sizes.keys()
+        assert (n, k) == machine.GPU_SHAPE and {codes, scales, packed} <= self.sizes.keys()
 
     def plan(self, m, n, k, path):
         return "skinny", (16, 1, 1, 2)
@@ -254,25 +254,25 @@ class FakeGemm:
 def fake_gpu(monkeypatch, ms):
     module = FakeGemm(ms)
     monkeypatch.setattr(arrays, "load", lambda name: module)
-    monkeypatch.setattr(probes, "GPU_SHAPE", (64, 256))
+    monkeypatch.setattr(machine, "GPU_SHAPE", (64, 256))
     return module
 
 
 def test_the_gpus_probe_is_a_graph_that_lasts_longer_than_a_slice_of_time(monkeypatch):
     module = fake_gpu(monkeypatch, lambda: 0.03)
-    probe = probes.new_probe(True)
+    probe = machine.new_probe(True)
     assert probe.name == "NVFP4 product 64 x 256 on the GPU" and probe.time_ms() == pytest.approx(0.03)
     assert probe._graph == 333 and module.freed == [1], "10 ms of products of 0.03 ms"
-    assert "on the processor" in probes.new_probe(False).name
+    assert "on the processor" in machine.new_probe(False).name
 
 
 def test_without_a_gpu_or_with_a_broken_one_the_processor_is_probed(monkeypatch):
     module = fake_gpu(monkeypatch, lambda: 0.03)
     module.device_count = lambda: 0
-    assert "on the processor" in probes.new_probe(True).name
+    assert "on the processor" in machine.new_probe(True).name
     module.device_count = lambda: 1
     module.malloc = lambda size: (_ for _ in ()).throw(RuntimeError("out of memory"))
-    assert "on the processor" in probes.new_probe(True).name
+    assert "on the processor" in machine.new_probe(True).name
 
 
 def test_a_gpu_that_is_slowed_marks_its_minutes_with_clocks_and_limits(monkeypatch, tmp_path):

@@ -14,9 +14,9 @@ pytest.importorskip("annie_quant._stream", reason="the streaming client is not b
 
 from annie_quant import bench
 from annie_quant.bench import traces
+from annie_quant.bench.backend import CONNECT_S
 from annie_quant.bench.plan import OPEN_LOOP_REQUESTS, planned_visits
 from annie_quant.bench.run_folder import read_records
-from annie_quant.bench.sending import CONNECT_S
 from annie_quant.cli import cli
 from annie_quant.core.errors import UsageError
 from annie_quant.data import otel

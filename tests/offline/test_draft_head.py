@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from annie_quant import offline, quantize, runtime  # noqa: E402
 from annie_quant.checkpoint import ModelFolder  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.offline.draft_head import Drafted, DraftHead, acceptance, spread  # noqa: E402
+from annie_quant.offline.decoding import Drafted, DraftHead, draft_acceptance, spread_answers  # noqa: E402
 from annie_quant.offline.engine import Engine  # noqa: E402
 
 ZERO = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")  # outputs of a layer's parts
@@ -94,7 +94,7 @@ def test_acceptance_of_heads_with_known_drafts(home: Path, tmp_path: Path, fc: s
         if len(set(answer)) == len(answer):  # without a cycle, so that the token before is never the right draft
             answers.append(Drafted("chains", prompt, answer))
     assert len(answers) > 1
-    figures = acceptance(Engine(model), ModelFolder(folder), answers)["chains"]
+    figures = draft_acceptance(Engine(model), ModelFolder(folder), answers)["chains"]
     assert figures.n == 12 * len(answers)
     assert figures.accepted == figures.n if share == 1 else figures.accepted <= share * figures.n
     assert figures.low <= figures.accepted / figures.n <= figures.high
@@ -102,12 +102,12 @@ def test_acceptance_of_heads_with_known_drafts(home: Path, tmp_path: Path, fc: s
 
 def test_a_checkpoint_without_a_head_has_no_figures(home: Path) -> None:
     model = offline.load(home / "dense", dtype=torch.float32)
-    assert acceptance(Engine(model), ModelFolder(home / "dense"), [Drafted("x", [1, 2], [3, 4])]) == {}
+    assert draft_acceptance(Engine(model), ModelFolder(home / "dense"), [Drafted("x", [1, 2], [3, 4])]) == {}
 
 
 def test_answers_are_spread_and_bounded() -> None:
     answers = [Drafted(w, [1], [i] * k) for w in "ab" for i in range(100) for k in (1, 2)]
-    chosen = spread(answers)
+    chosen = spread_answers(answers)
     assert [sum(a.workload == w for a in chosen) for w in "ab"] == [32, 32]
     assert all(len(a.answer) == 2 for a in chosen) and max(a.answer[0] for a in chosen) > 90
 

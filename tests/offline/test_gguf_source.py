@@ -19,7 +19,7 @@ gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
 from dense_models import make  # noqa: E402
 from paths import TINY_ANNIE  # noqa: E402
 
-from annie_quant.offline import gguf_source  # noqa: E402
+from annie_quant.offline import loading  # noqa: E402
 
 KINDS = ["llama", "qwen2", "qwen2-tied", "qwen3"]
 TEXTS = ["Hello 12345, straße 東京 ½!", "<|im_start|>user\n<tool_call>{}</tool_call><|im_end|>\n", "x  = 1\n\n\tend"]
@@ -38,7 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_folder_is_the_model_in_the_file(files: dict[str, tuple[Path, Path]], tmp_path: Path, kind: str) -> None:
     source, file = files[kind]
-    result = gguf_source.convert(file, tmp_path / "out")
+    result = loading.convert_gguf(file, tmp_path / "out")
     assert result.loss == [], "nothing was rounded"
     one, other = ModelFolder(source), ModelFolder(tmp_path / "out")
     assert {n: one.tensor(n).tobytes() for n in one} == {n: other.tensor(n).tobytes() for n in other}
@@ -59,7 +59,7 @@ def test_rounded_tensors_are_stated_and_compare_shows_only_the_last_rounding(
     files: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     file = Path(aq.checkpoint.convert(files["qwen2"][0], "gguf", tmp_path / "q8.gguf", type="Q8_0").path)
-    result = gguf_source.convert(file, tmp_path / "out")
+    result = loading.convert_gguf(file, tmp_path / "out")
     assert len(result.loss) == 1 and "Q8_0 tensors were rounded already" in result.loss[0]
     assert f"annie-quant compare {tmp_path / 'out'} {file}" in result.loss[0]
     rows = aq.checkpoint.compare(tmp_path / "out", {"file": file}).rows
@@ -90,7 +90,7 @@ def rewritten(file: Path, target: Path, fields: dict[str, object], leave_out: tu
 
 def refusal(file: Path, tmp_path: Path) -> CheckpointError:
     with pytest.raises(CheckpointError) as refused:
-        gguf_source.convert(file, tmp_path / "out")
+        loading.convert_gguf(file, tmp_path / "out")
     assert "\n" not in str(refused.value) and refused.value.hint
     assert not (tmp_path / "out").exists()
     return refused.value

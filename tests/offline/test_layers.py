@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from annie_quant import runtime  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.offline import layers as module  # noqa: E402
+from annie_quant.offline import pair as module  # noqa: E402
 from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 
 DAMAGED = "layers.2.mlp"

@@ -28,8 +28,8 @@ from annie_quant.offline.engine import Engine  # noqa: E402
 from annie_quant.offline.fingerprint import Candidate, Fingerprint  # noqa: E402
 from annie_quant.offline.linears import nvfp4_linears  # noqa: E402
 from annie_quant.offline.profiles import UNQUANTIZED, find_profile, in_bfloat16  # noqa: E402
+from annie_quant.ops import served_model  # noqa: E402
 from annie_quant.ops import server_checks as checks  # noqa: E402
-from annie_quant.ops import sglang_report  # noqa: E402
 from annie_quant.ops.served_model import describe_server  # noqa: E402
 from annie_quant.ops.server_checks import read_answer, served_answers  # noqa: E402
 
@@ -243,7 +243,7 @@ def test_sglang_with_another_folder_or_quantization_than_the_checkpoint(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     def levels(checkpoint: Path, **changes: str) -> set[str]:
-        return {f.check for f in sglang_report.check_info({**SGLANG, **changes}, checkpoint) if f.level == "fault"}
+        return {f.check for f in served_model.check_info({**SGLANG, **changes}, checkpoint) if f.level == "fault"}
 
     naive, bf16 = models
     assert levels(naive, model_path=str(naive)) == set() == levels(naive)

@@ -7,13 +7,13 @@ import re
 import pytest
 
 from annie_quant.models import family_of
-from annie_quant.ops import known_versions
+from annie_quant.ops import known_faults
 
 DENSE, HYBRID = family_of({"model_type": "llama"}), family_of({"model_type": "qwen3_5_text"})
 
 
 def effects(package: str, version: str, capability: str, family: object = None) -> list[str]:
-    return [row.effect for _, row in known_versions.find([(package, version)], capability, family)]
+    return [row.effect for _, row in known_faults.faults_of([(package, version)], capability, family)]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_a_row_does_not_concern_is_not_named(package, version, capability, 
 
 
 def test_every_row_has_a_date_and_the_thread_that_it_comes_from() -> None:
-    for row in known_versions.rows():
+    for row in known_faults.bad_versions():
         assert re.fullmatch(r"2026-\d\d-\d\d", row.date) and re.search(r"[\w-]+/[\w-]+#\d+", row.source), row
-        assert known_versions.key(row.first or "0") <= known_versions.key(row.last)
+        assert known_faults.key(row.first or "0") <= known_faults.key(row.last)
         assert row.model in ("", "deltanet", "experts")

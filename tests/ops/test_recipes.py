@@ -166,23 +166,23 @@ LINES = [
 
 @pytest.mark.parametrize(("line", "word"), LINES)
 def test_known_errors_are_recognised_and_have_a_fix(line, word):
-    from annie_quant.ops import known_errors
+    from annie_quant.ops import known_faults
 
-    known = known_errors.find_error(f"INFO starting\n{line}\nINFO bye")
+    known = known_faults.find_error(f"INFO starting\n{line}\nINFO bye")
     assert word in known.cause and known.fix
 
 
 def test_ordinary_lines_are_not_known_errors():
-    from annie_quant.ops import known_errors
+    from annie_quant.ops import known_faults
 
     ordinary = (
         "INFO 11-21 Loading safetensors checkpoint shards: 100% Completed | 1/1\nINFO Started server process [8082]\n"
         "INFO Using AnnieNvFp4LinearKernel for NVFP4 GEMM\nINFO non-default args: {'quantization': 'modelopt'}\n"
     )
-    assert known_errors.find_error(ordinary) is None
-    assert known_errors.phase(ordinary) == "loading weights"
-    assert known_errors.phase(ordinary + "INFO: Application startup complete.") == "ready"
-    assert known_errors.phase("") == "starting"
+    assert known_faults.find_error(ordinary) is None
+    assert known_faults.phase(ordinary) == "loading weights"
+    assert known_faults.phase(ordinary + "INFO: Application startup complete.") == "ready"
+    assert known_faults.phase("") == "starting"
 
 
 def test_a_server_that_ends_early_reports_the_fix(tmp_path):

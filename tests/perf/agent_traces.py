@@ -3,7 +3,7 @@
     git clone https://github.com/callanjfox/kv-cache-tester
     python tests/perf/agent_traces.py kv-cache-tester/traces [--most 400] [--served]
 
-Each request that annie_quant.bench.trace_forms reads (time, prompt and answer tokens, block ids) is compared with the file's.
+Each request that annie_quant.bench.traces reads (time, prompt and answer tokens, block ids) is compared with the file's.
 --served: a session of four requests by `bench --trace` and `--replay` with tiny-annie in the embedded server: prompt tokens, those
 from the prefix cache, and the time between requests.
 """
@@ -37,13 +37,13 @@ def recorded(requests: list, start_s: float = 0.0) -> list[tuple]:
 
 
 def compare(folder: Path, most: int) -> None:
-    from annie_quant.bench import trace_forms
+    from annie_quant.bench import traces
 
     files = sorted(folder.glob("*.json"))[:most]
     total, different = 0, 0
     for file in files:
         content = json.loads(file.read_text())
-        cases = [case for agent in trace_forms.conversations(file) for case in agent]
+        cases = [case for agent in traces.conversations(file) for case in agent]
         read = [
             (c.arrival_s, c.prompt_tokens, c.max_tokens, [int(b.rpartition("/")[2]) for b in c.blocks]) for c in cases
         ]

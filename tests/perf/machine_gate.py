@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 LOAD_S, BLOCK = 20.0, 20
 GPU_HOG = """import time
-from annie_quant.bench.probes import GpuProbe
+from annie_quant.bench.machine import GpuProbe
 probe, end = GpuProbe(), time.monotonic() + {}
 while time.monotonic() < end: probe.time_ms()"""
 HOG = "import numpy as np, time\na = np.ones(1 << 24)\nend = time.monotonic() + {}\nwhile time.monotonic() < end: a.copy()"
@@ -38,7 +38,7 @@ def series(values, every_s=2.0):
 
 def noise(seconds: float) -> np.ndarray:
     """Return the probe's times over `seconds`."""
-    from annie_quant.bench.probes import new_probe
+    from annie_quant.bench.machine import new_probe
 
     probe, end, values = new_probe(on_gpu=True), time.monotonic() + seconds, []
     print(probe.name)
@@ -65,7 +65,7 @@ def simulate(values: np.ndarray, draws: int = 200) -> None:
 
 def plant(seconds: float, load: int, planted: list[float]) -> None:
     """Start the load in the middle of `seconds`; add its start and its end to `planted`."""
-    from annie_quant.bench.probes import CpuProbe, new_probe
+    from annie_quant.bench.machine import CpuProbe, new_probe
 
     hog = HOG if isinstance(new_probe(on_gpu=True), CpuProbe) else GPU_HOG
     time.sleep((seconds - LOAD_S) / 2)

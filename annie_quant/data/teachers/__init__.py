@@ -10,18 +10,32 @@ rows are validated strictly later.
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
+from annie_quant.core.errors import UsageError
 from annie_quant.core.templates import render_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.documents import ChatCall, ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
 
 Record = Mapping[str, Any]  # an object in a model's answer, whose fields may have any type
+
+
+def find(name: str) -> ModuleType:
+    """Import and return the module of the teacher called `name`. Raises UsageError that lists all of them."""
+    available = sorted(m.name for m in pkgutil.iter_modules(__path__))
+    module = name.replace("-", "_")
+    if module not in available:
+        others = ", ".join(part.replace("_", "-") for part in available)
+        raise UsageError(f"there is no teacher called {name!r}", f"choose one of: {others}")
+    return importlib.import_module(f"{__name__}.{module}")
 
 
 @dataclass(frozen=True)

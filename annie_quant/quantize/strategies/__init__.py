@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import sys
+import pkgutil
 from collections.abc import Mapping
 
 from annie_quant import models
-from annie_quant.core import registry
 from annie_quant.core.errors import CheckpointError, UsageError
 from annie_quant.quantize.strategy import Strategy
 
 
 def available() -> dict[str, Strategy]:
     """Return name → strategy, in alphabetical order."""
-    modules = [importlib.import_module(f"{__name__}.{m}") for m in registry.names(sys.modules[__name__])]
+    modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
     found = {s.name: s for module in modules for s in vars(module).values() if isinstance(s, Strategy)}
     return dict(sorted(found.items()))
 

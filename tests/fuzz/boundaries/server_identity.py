@@ -37,7 +37,7 @@ STREAM = (
 @contextlib.contextmanager
 def opened(sandbox: Sandbox) -> Iterator[Any]:
     from annie_quant.bench.backend import Backend, identity, sglang_page
-    from annie_quant.ops import sglang_report
+    from annie_quant.ops import served_model
 
     state: dict[str, Any] = {}
     cases = [{"id": "c", "messages": [{"role": "user", "content": "Hi"}]}]
@@ -78,7 +78,7 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
             with limited_time("identity"):
                 backend = Backend("a", url, headers={"Authorization": f"Bearer {KEY}"})
                 stored, info = msgspec.json.encode(identity(backend)), sglang_page(backend)
-                for finding in (*sglang_report.check_info(info), sglang_report.check_accepted(info, "")):
+                for finding in (*served_model.check_info(info), served_model.check_accepted(info, "")):
                     check_text(finding.message.replace(KEY, ""))
             if len(stored) > MAX_BYTES or KEY.encode() in stored:
                 raise Finding(f"an identity of {len(stored)} bytes, or one with the key")

@@ -1,10 +1,13 @@
-"""Versions of serving software with a known fault on some GPU or kind of model: assets/known_bad_versions.json.
+"""Known faults of serving runtimes (R20): errors in a server's log with their fix, its start phases, and faulty versions.
 
-The list has what was reported in the thread that a row names, as of its date. A version that is in no row is not thereby right.
+assets/known_errors.json has errors and phases: [pattern, cause, fix] and [pattern, title]; patterns ignore case. Errors of SM121's
+kernels are in annie_quant/gemm/known_failures.py. assets/known_bad_versions.json has versions with a fault on some GPU or with some
+models: what was reported in the thread that a row names, as of its date. A version that is in no row is not thereby right.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import cache
 
@@ -12,7 +15,35 @@ import msgspec
 
 from annie_quant.checkpoint.loader_support import key
 from annie_quant.core.files import ASSETS
+from annie_quant.gemm.known_failures import KnownFailure, find_failure
 from annie_quant.models import Family
+
+PARSER_FLAGS = "--reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser qwen3_coder"
+
+
+class KnownErrors(msgspec.Struct):
+    """phases: (pattern of a line of the log, title), in their order."""
+
+    errors: list[KnownFailure]
+    phases: list[tuple[str, str]]
+
+
+KNOWN = msgspec.json.decode((ASSETS / "known_errors.json").read_bytes(), type=KnownErrors)
+
+
+def find_error(log: str) -> KnownFailure | None:
+    """Return the known error of the first line that has one, or None."""
+    failures = (find_failure(line, KNOWN.errors) or find_failure(line) for line in log.splitlines())
+    return next(filter(None, failures), None)
+
+
+def phase(log: str) -> str:
+    """Return the phase of a starting server from the newest line of its log that shows one."""
+    for line in reversed(log.splitlines()[-400:]):
+        for pattern, title in reversed(KNOWN.phases):
+            if re.search(pattern, line, re.IGNORECASE):
+                return title
+    return "starting"
 
 
 class KnownBad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -41,11 +72,11 @@ class KnownBad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
 
 @cache
-def rows() -> list[KnownBad]:
+def bad_versions() -> list[KnownBad]:
     return msgspec.json.decode((ASSETS / "known_bad_versions.json").read_bytes(), type=list[KnownBad])
 
 
-def find(
+def faults_of(
     versions: Iterable[tuple[str, str]], capability: str = "", family: Family | None = None
 ) -> list[tuple[str, KnownBad]]:
     """Return the known faults of (package, version), each with the version.
@@ -56,6 +87,6 @@ def find(
     return [
         (version, row)
         for package, version in versions
-        for row in rows()
+        for row in bad_versions()
         if row.concerns(package, version, capability, family)
     ]

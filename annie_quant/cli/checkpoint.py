@@ -226,37 +226,32 @@ def evaluate(options: EvalOptions) -> None:
     """
     quiet_engines()
     from annie_quant.checkpoint import decode_speed
-    from annie_quant.checkpoint.inspection import export_notes
     from annie_quant.data.rows import read_conversations
-    from annie_quant.data.workloads import personas_of, resolve
+    from annie_quant.data.workloads import check_checkpoint, resolve
     from annie_quant.judge.decision import FAILING
     from annie_quant.offline import evaluation
     from annie_quant.offline.pair import EvaluationJob
-    from annie_quant.quantize.runner import check_checkpoint
 
     refuse_stale_prompt(options.calib_data, options.allow_prompt_mismatch, options.persona)
-    checkpoint, reference = options.checkpoint, options.reference
-    chosen = resolve(options.persona, options.workloads)
-    if mismatch := check_checkpoint(checkpoint, personas_of(chosen), allow=options.allow_prompt_mismatch):
-        console.note(mismatch)
-    faults = export_notes(checkpoint, reference)
-    for fault in faults:
-        console.note(fault)
-    settings = EvaluationJob(
-        workloads=chosen,
+    job = EvaluationJob(
+        workloads=resolve(options.persona, options.workloads),
         n_per_gate=options.n,
         extends=True,
         conversations=read_conversations(options.calib_data) if options.calib_data else (),
-        faults=faults,
         **opt.picked(options, "checkpoint", "reference", "numerics", "output", "rows"),
     )
+    if mismatch := check_checkpoint(job.checkpoint, job.workloads, options.allow_prompt_mismatch):
+        console.note(mismatch)
+    job = job.audited()
+    for fault in job.faults:
+        console.note(fault)
     with console.task("evaluate") as step:
-        result = evaluation.run(settings, step)
-    speed = decode_speed.predict_if_readable(checkpoint)
+        result = evaluation.run(job, step)
+    speed = decode_speed.predict_if_readable(job.checkpoint)
     if options.as_json:
-        emit(result.to_dict() | {"notes": [*faults, *result.notes], "predicted": msgspec.to_builtins(speed)})
+        emit(result.to_dict() | {"notes": [*job.faults, *result.notes], "predicted": msgspec.to_builtins(speed)})
     else:
-        console.print_lines(tables.evaluation_lines(result, checkpoint.name, console.width))
+        console.print_lines(tables.evaluation_lines(result, job.checkpoint.name, console.width))
         for line in (*result.notes, *summary_lines(result), *([decode_speed.describe(speed)] if speed else [])):
             console.note(line)
     assert result.verdict is not None  # evaluate_pair sets it

@@ -32,7 +32,7 @@ import msgspec
 
 from annie_quant import judge
 from annie_quant.core.errors import UsageError
-from annie_quant.core.files import is_folder, sha256_text
+from annie_quant.core.files import is_folder, read_json, sha256_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data import exchanges
 from annie_quant.data.tool_exchanges import (
@@ -43,7 +43,7 @@ from annie_quant.data.tool_exchanges import (
     draw_exchange,
     flattened,
 )
-from annie_quant.documents import CaseFile, ChatCall, ChatMessage, ContextFile, WorkloadFile
+from annie_quant.documents import RECIPE_FILE, CaseFile, ChatCall, ChatMessage, ContextFile, WorkloadFile
 from annie_quant.documents.persona import Persona, load_persona
 from annie_quant.judge.answers import Tool
 from annie_quant.judge.checks.calls import allowed
@@ -116,6 +116,27 @@ def with_persona(workload: Workload, persona: Persona) -> Workload:
 def personas_of(workloads: Sequence[Workload]) -> list[str]:
     """Return the names or files of the personas whose system prompts are used."""
     return sorted({w.persona for w in workloads if w.persona and w.system is None})
+
+
+def check_checkpoint(checkpoint: Path, workloads: Sequence[Workload], allow: bool = False) -> str | None:
+    """Check that a checkpoint was made with the system prompts of the workloads that it is about to be judged with.
+
+    A checkpoint without a hash (made elsewhere, or without data) is not checked. Returns a sentence where a prompt differs and
+    `allow` is set; raises UsageError otherwise.
+    """
+    file = checkpoint / RECIPE_FILE
+    hashes: Sequence[str] = (read_json(file).get("prompt_sha256") if file.is_file() else None) or ()
+    prompts = {p: load_persona(p).prompt_sha256 for p in personas_of(workloads)} if hashes else {}
+    other = [p for p, sha256 in prompts.items() if sha256 not in hashes]
+    if not other:
+        return None
+    mismatch = (
+        f"{checkpoint.name} was calibrated with another system prompt ({hashes[0][:12]}) than persona {other[0]} has now "
+        f"({prompts[other[0]][:12]})"
+    )
+    if not allow:
+        raise UsageError(mismatch, "quantize again with current data, or add --allow-prompt-mismatch")
+    return mismatch
 
 
 def _items(workloads: PathLike | Iterable[PathLike | Workload]) -> list[PathLike | Workload]:

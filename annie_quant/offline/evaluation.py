@@ -16,7 +16,6 @@ from torch import nn
 
 from annie_quant import __version__, documents, judge
 from annie_quant.checkpoint import ModelFolder, prompt_files
-from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.core import files
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.progress import SILENT, Progress
@@ -109,13 +108,12 @@ def evaluate(
         numerics=numerics,
         ensemble=with_ensemble,
         conversations=() if conversations is None else read_conversations(conversations, n_conversations),
-        faults=export_notes(model_dir, reference_dir),
         cache=None if cache is None else Path(cache),
         dtype=dtype,
         device=device,
         rows=rows,
     )
-    return run(job, progress or SILENT).to_dict()
+    return run(job.audited(), progress or SILENT).to_dict()
 
 
 def run(job: EvaluationJob, progress: Progress = SILENT) -> documents.Evaluation:

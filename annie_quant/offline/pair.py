@@ -23,7 +23,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from scipy.stats import norm
 
 from annie_quant import judge
 from annie_quant.checkpoint import prompt_files
+from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.checkpoint.shards import model_sha256
 from annie_quant.core import files
 from annie_quant.core.errors import AnnieError, UsageError
@@ -88,6 +89,10 @@ class EvaluationJob:
     dtype: str | None = None
     device: str | None = None
     rows: int = 128
+
+    def audited(self) -> EvaluationJob:
+        """Return the job with the faults of the checkpoint's export."""
+        return replace(self, faults=export_notes(self.checkpoint, self.reference))
 
     def prompts(self, n: int | None) -> list[Workload]:
         """Return the workloads with n prompts per gate, or all. Raises UsageError for a temperature above 0."""

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,12 +17,11 @@ from annie_quant import __version__, models, nvfp4
 from annie_quant.checkpoint.shards import COMPANIONS, ModelFolder, inside, read_object
 from annie_quant.checkpoint.writer import check_name, check_output, staged
 from annie_quant.core.errors import CheckpointError, UsageError, need
-from annie_quant.core.files import read_json, sha256_text, write_json
+from annie_quant.core.files import sha256_text, write_json
 from annie_quant.core.progress import Progress, as_progress
 from annie_quant.core.resume import launcher_rank
 from annie_quant.data.rows import check_prompt_hash, read_conversations
 from annie_quant.documents import RECIPE_FILE, Recipe
-from annie_quant.documents.persona import load_persona
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import expected_bytes
 from annie_quant.quantize.frontier import FRONTIER_PICTURE, draw_frontier
@@ -223,25 +222,3 @@ def prompts_of(calib_data: Path | None, persona: str | None, allow: bool) -> tup
     mismatch = check_prompt_hash(rows, persona, allow=allow)
     systems = {row["messages"][0]["content"] for row in rows if row["messages"][0]["role"] == "system"}
     return sorted(sha256_text(s) for s in systems), mismatch
-
-
-def check_checkpoint(checkpoint: Path, personas: Iterable[str], allow: bool = False) -> str | None:
-    """Check that a checkpoint was made with the system prompts that it is about to be judged with.
-
-    personas: names or files whose prompts are used. A checkpoint without a hash (made elsewhere, or without data) is
-    not checked. Returns a sentence where a prompt differs and `allow` is set; raises UsageError otherwise.
-    """
-    file = checkpoint / RECIPE_FILE
-    hashes = read_json(file).get("prompt_sha256") if file.is_file() else None
-    if not hashes:
-        return None
-    other = [p for p in sorted(set(personas)) if load_persona(p).prompt_sha256 not in hashes]
-    if not other:
-        return None
-    mismatch = (
-        f"{checkpoint.name} was calibrated with another system prompt ({hashes[0][:12]}) than persona {other[0]} has now "
-        f"({load_persona(other[0]).prompt_sha256[:12]})"
-    )
-    if not allow:
-        raise UsageError(mismatch, "quantize again with current data, or add --allow-prompt-mismatch")
-    return mismatch

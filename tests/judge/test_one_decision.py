@@ -126,8 +126,8 @@ def exit_code(document):
     patch = pytest.MonkeyPatch()
     with patch.context() as m:
         m.setattr("annie_quant.offline.evaluation.run", lambda *a, **k: document)
-        m.setattr("annie_quant.checkpoint.inspection.export_notes", lambda *a: [])
-        m.setattr("annie_quant.quantize.runner.check_checkpoint", lambda *a, **k: None)
+        m.setattr("annie_quant.offline.pair.export_notes", lambda *a: [])
+        m.setattr("annie_quant.data.workloads.check_checkpoint", lambda *a, **k: None)
         result = CliRunner().invoke(eval_command, ["nv", "--reference", "bf16"])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return bool(result.exit_code)

@@ -14,7 +14,7 @@ from annie_quant import quantize
 from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text
 from annie_quant.core.resume import KeyedJson
-from annie_quant.quantize import runner
+from annie_quant.data.workloads import check_checkpoint, resolve
 
 PART = ",".join(f"layers.{i}" for i in range(6))
 
@@ -105,11 +105,11 @@ def test_a_checkpoint_made_for_another_prompt_is_not_judged_unless_allowed(tmp_p
     stale = other_prompt(tmp_path / "stale.jsonl")
     quantize.run("direct", TINY_ANNIE, tmp_path / "out", calib_data=stale, allow_prompt_mismatch=True)
     with pytest.raises(UsageError, match="another system prompt"):
-        runner.check_checkpoint(tmp_path / "out", ["annie"])
-    assert "annie" in (runner.check_checkpoint(tmp_path / "out", ["annie"], allow=True) or "")
+        check_checkpoint(tmp_path / "out", resolve())
+    assert "annie" in (check_checkpoint(tmp_path / "out", resolve(), allow=True) or "")
     quantize.run("direct", TINY_ANNIE, tmp_path / "good", calib_data=CALIBRATION)
-    assert runner.check_checkpoint(tmp_path / "good", ["annie"]) is None
-    assert runner.check_checkpoint(TINY_ANNIE, ["annie"]) is None, "a checkpoint without a hash cannot be compared"
+    assert check_checkpoint(tmp_path / "good", resolve()) is None
+    assert check_checkpoint(TINY_ANNIE, resolve()) is None, "a checkpoint without a hash cannot be compared"
 
 
 def test_the_named_persona_decides(tmp_path: Path) -> None:

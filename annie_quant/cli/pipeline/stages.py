@@ -26,7 +26,6 @@ import msgspec
 
 from annie_quant import __version__, checkpoint, documents, judge, quantize
 from annie_quant.checkpoint import decode_speed
-from annie_quant.checkpoint.inspection import export_notes
 from annie_quant.checkpoint.shards import ModelFolder, model_sha256
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core import host
@@ -393,7 +392,6 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
         reference=Path(job.reference),
         workloads=prompts,
         numerics=job.numerics,
-        faults=export_notes(job.checkpoint, job.reference) if job.checkpoint else [],
         output=Path(job.output) if job.output else None,
         cache=Path(job.cache),
     )
@@ -402,6 +400,7 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
             answered = pair.reference.answer(judge.distinct_prompts(prompts)[0], progress)
             ensemble.second_answers(pair, answered)
         return
+    settings = settings.audited()
     if job.until_loss:
         verdict = run(replace(settings, ensemble=False), progress).verdict
         if verdict is not None and verdict.verdict in FAILING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,7 +17,7 @@ from annie_quant import models
 from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.checks import DEADLY
 from annie_quant.checkpoint.checks.settings import ALGORITHMS
-from annie_quant.checkpoint.dialects import QuantizedFolder, compressed_tensors, fp8, modelopt
+from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.gguf.layout import Layout, read_settings, written_families
 from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, FP8_DYNAMIC, HEAD
 from annie_quant.core.errors import CheckpointError
@@ -24,6 +25,9 @@ from annie_quant.core.files import ASSETS
 from annie_quant.core.text import printable
 from annie_quant.documents import Finding, ServerSupport
 from annie_quant.documents.checkpoint import Loads
+
+if TYPE_CHECKING:
+    from annie_quant.checkpoint.dialects import QuantizedFolder
 
 MIXED, W4A16 = "MIXED_PRECISION", "W4A16_NVFP4"
 CONVERTED = {"llama.cpp"}  # servers that load a file that is made from the folder

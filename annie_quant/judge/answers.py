@@ -15,10 +15,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from annie_quant.documents import ChatMessage, RecordedAnswer, RequestRecord, ToolCall
-from annie_quant.documents.prompts import CalledFunction
+if TYPE_CHECKING:
+    from annie_quant.documents import ChatMessage, RecordedAnswer, RequestRecord, ToolCall
+    from annie_quant.documents.prompts import CalledFunction
 
 Form = Literal["qwen_xml", "hermes", "llama_json"]
 THINK = "<think>"  # in the chat template of a model that thinks

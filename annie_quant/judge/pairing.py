@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from annie_quant.documents import PairedGate, PooledGates, RecordedAnswer, RequestRecord, incomplete
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.gates import BEHAVIOURS, GATES, REFERENCE_GATES, decides
 from annie_quant.judge.statistics import mcnemar
-from annie_quant.judge.workloads import Workload
+
+if TYPE_CHECKING:
+    from annie_quant.judge.workloads import Workload
 
 Checks = Mapping[str, bool]  # gate → passed, for the gates that apply to one answer
 # Of one answer: whether it is right (+1 won, -1 lost, 0 neither), and the same of each of its deciding gates that changed.

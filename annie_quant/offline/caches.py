@@ -1,4 +1,4 @@
-"""Operations on caches of many rows: repeat one row, take rows and columns, concatenate.
+"""Operations on caches of many rows: repeat one row, take rows and columns, concatenate, and what rows of tokens share.
 
 A cache layer is a LinearAttentionLayer of transformers (one state per row) or KeyValueBuffer (keys and values, one column per
 token).
@@ -121,3 +121,9 @@ def set_states(new: LinearAttentionLayer, old: Sequence[LinearAttentionLayer], s
 
 def pad_columns(states: torch.Tensor, columns: int) -> torch.Tensor:
     return functional.pad(states, (0, 0, 0, columns - states.shape[-2]))
+
+
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

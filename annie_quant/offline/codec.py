@@ -25,6 +25,7 @@ QK_NVFP4 = 16
 SCALE_OFFSETS = (0, -1, 1, -2, 2)  # neighbours of amax's scale code that llama.cpp tries, in its order
 MAX_CODE = 0x7E  # E4M3's largest finite value, 448
 FP8, NVFP4 = "fp8", "nvfp4"  # kinds of a quantized KV cache
+Round = Callable[[torch.Tensor], torch.Tensor]
 CacheRounding = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -255,3 +256,14 @@ def has_kernels() -> bool:
         return gemm.device_count() > 0
     except EnvironmentFault:
         return False
+
+
+def rounding(dtype: str, in_place: bool = False) -> Round:
+    """Return the function that rounds a float tensor to `dtype` and back; values keep their own dtype.
+
+    in_place: in the tensor's own memory, which nothing else reads.
+    """
+    if dtype == "float32":
+        return lambda x: x
+    target = getattr(torch, dtype)
+    return (lambda x: x.copy_(x.to(target))) if in_place else (lambda x: x.to(target).to(x.dtype))

@@ -25,8 +25,8 @@ from transformers.cache_utils import DynamicCache
 
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.offline import deltanet_cpu
+from annie_quant.offline.codec import Round, rounding
 from annie_quant.offline.deltanet_cpu import SERVED_CHUNK, in_chunks
-from annie_quant.offline.emulation import Round, rounding
 from annie_quant.offline.profiles import CPU_KERNELS, Profile
 
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU

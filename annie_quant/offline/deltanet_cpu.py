@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from annie_quant.offline.emulation import Round
+from annie_quant.offline.codec import Round
 
 SERVED_CHUNK = 64  # steps, of flash-linear-attention and of vLLM's CPU kernel
 EPSILON = 1e-5

@@ -18,7 +18,7 @@ differences do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -28,10 +28,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from annie_quant.models import family_or_default
+from annie_quant.offline.codec import Round, rounding
 from annie_quant.offline.linears import NVFP4Linear, nvfp4_linears, set_numerics, sum_of_parts
-from annie_quant.offline.profiles import BFLOAT16_STEPS, FLOAT32, UNQUANTIZED, Profile
-
-Round = Callable[[torch.Tensor], torch.Tensor]
+from annie_quant.offline.profiles import BFLOAT16_STEPS, FLOAT32, Profile
 
 
 class Removable(Protocol):
@@ -41,17 +40,6 @@ class Removable(Protocol):
 
 
 SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
-
-
-def rounding(dtype: str, in_place: bool = False) -> Round:
-    """Return the function that rounds a float tensor to `dtype` and back; values keep their own dtype.
-
-    in_place: in the tensor's own memory, which nothing else reads.
-    """
-    if dtype == "float32":
-        return lambda x: x
-    target = getattr(torch, dtype)
-    return (lambda x: x.copy_(x.to(target))) if in_place else (lambda x: x.to(target).to(x.dtype))
 
 
 @dataclass(frozen=True)
@@ -216,8 +204,3 @@ def plain_product(
     """Return x W^T + b of a plain linear, summed in another order. weight: permuted already."""
     y = sum_of_parts(x if permutation is None else x[..., permutation], weight, parts)
     return y if bias is None else y + bias
-
-
-def profile_of(model: nn.Module) -> Profile:
-    """Return the profile that emulate() has set, for the functions that are not modules (attention, DeltaNet)."""
-    return getattr(model, "annie_quant_profile", None) or UNQUANTIZED

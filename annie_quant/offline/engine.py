@@ -21,10 +21,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from annie_quant.core.errors import UsageError
 from annie_quant.offline import caches, codec
+from annie_quant.offline.codec import rounding
 from annie_quant.offline.deltanet import RaggedBatch, delta_layers, ragged_layers
 from annie_quant.offline.deltanet_cpu import SERVED_CHUNK
-from annie_quant.offline.emulation import profile_of, rounding
-from annie_quant.offline.profiles import BFLOAT16, CPU_KERNELS, Profile
+from annie_quant.offline.profiles import BFLOAT16, CPU_KERNELS, Profile, profile_of
 
 NAME = "annie_quant_grouped"
 QUERIES = 256  # whose scores are in memory at once
@@ -362,12 +362,6 @@ class PrefixGroup:
     rows: tuple[int, ...]
 
 
-def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
-    """Return the length of the common prefix."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
 def group_by_prefix(
     rows: Sequence[Sequence[int]], limits: Sequence[int], group_cost: int = GROUP_COST, multiple: int = 1
 ) -> list[PrefixGroup]:
@@ -382,7 +376,7 @@ def group_by_prefix(
     for i in order:
         if groups:
             shared, members = groups[-1]
-            shorter = min(shared, limits[i], common_prefix(rows[members[-1]], rows[i]))
+            shorter = min(shared, limits[i], caches.common_prefix(rows[members[-1]], rows[i]))
             if (len(members) - 1) * (shared - shorter) <= shorter + group_cost:
                 groups[-1] = shorter, members
                 members.append(i)

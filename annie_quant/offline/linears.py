@@ -403,6 +403,7 @@ class FP8Linear(FixedDtypeLinear):
 class BlockFP8Linear(FP8Linear):
     """Parameters: weight float8_e4m3fn [N, K]; weight_scale_inv [ceil(N / rows), ceil(K / columns)], a multiplier."""
 
+    METHOD = "annie_quant_fp8"  # the quant_method that loads it in transformers (quantizer.py)
     SCALE = "weight_scale_inv"
     FIXED_DTYPE = ("weight", SCALE)
 
@@ -428,6 +429,7 @@ class BlockFP8Linear(FP8Linear):
 class NamedBlockFP8Linear(BlockFP8Linear):
     """The same with compressed-tensors' name of the scales (llm-compressor's FP8_BLOCK)."""
 
+    METHOD = "annie_quant_fp8_block"
     SCALE = "weight_scale"
     FIXED_DTYPE = ("weight", SCALE)
 

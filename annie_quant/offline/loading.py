@@ -43,9 +43,15 @@ from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFaul
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.text import printable
 from annie_quant.core.untrusted import JsonObject
-from annie_quant.offline.linears import nvfp4_linears, separate, set_cache, set_numerics
+from annie_quant.offline.linears import (
+    BlockFP8Linear,
+    NamedBlockFP8Linear,
+    nvfp4_linears,
+    separate,
+    set_cache,
+    set_numerics,
+)
 from annie_quant.offline.profiles import PROFILES, UNQUANTIZED
-from annie_quant.offline.quantizer import BLOCK_FP8, NAMED_BLOCK_FP8
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -80,9 +86,9 @@ def load(
         check_memory(shards, cache, dtype)
     quant_config = shards.json("hf_quant_config.json")
     dialect = dialects.of(shards)
-    method = BLOCK_FP8 if dialect is fp8 else ""
+    method = BlockFP8Linear.METHOD if dialect is fp8 else ""
     if dialect is compressed_tensors and compressed_tensors.config(shards).algo == FP8_BLOCK:
-        method = NAMED_BLOCK_FP8
+        method = NamedBlockFP8Linear.METHOD
     settings: JsonObject | None = None
     with one_line_errors(folder):
         if method:

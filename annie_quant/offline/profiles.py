@@ -158,3 +158,8 @@ def with_rounded_beta(profile: Profile) -> Profile:
     """Return the profile with beta rounded once, where its stream is bfloat16 and its beta is not rounded."""
     rounds = profile.stream == "bfloat16" and profile.beta == FLOAT32
     return dataclasses.replace(profile, beta=BFLOAT16) if rounds else profile
+
+
+def profile_of(model: object) -> Profile:
+    """Return the profile that emulate() has set, for the functions that are not modules (attention, DeltaNet)."""
+    return getattr(model, "annie_quant_profile", None) or UNQUANTIZED

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -22,8 +22,10 @@ from annie_quant.core.untrusted import JsonObject, integer
 from annie_quant.documents import ChatMessage
 from annie_quant.judge import Answer, Case, Workload, parse_raw
 from annie_quant.judge.answers import PYTHON_TAG, THINK, Form, assistant_message, form_of
-from annie_quant.offline.decoding import Completion
-from annie_quant.offline.engine import common_prefix
+from annie_quant.offline.caches import common_prefix
+
+if TYPE_CHECKING:
+    from annie_quant.offline.decoding import Completion
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _XML = re.compile(r"<function=(?P<name>[^>\n]+)|<parameter=(?P<key>.)[^>\n]*>\n?(?P<value>.)|</function>", re.DOTALL)

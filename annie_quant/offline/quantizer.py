@@ -212,12 +212,11 @@ log = logging.getLogger(__name__)
 
 FP8_ALGORITHMS = (FP8_BLOCK, "FP8", FP8_DYNAMIC)
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION", *FP8_ALGORITHMS)
-BLOCK_FP8, NAMED_BLOCK_FP8 = "annie_quant_fp8", "annie_quant_fp8_block"
 DIALECTS = {
     modelopt.NAME: modelopt,
     compressed_tensors.NAME: compressed_tensors,
-    BLOCK_FP8: fp8,
-    NAMED_BLOCK_FP8: compressed_tensors,
+    BlockFP8Linear.METHOD: fp8,
+    NamedBlockFP8Linear.METHOD: compressed_tensors,
 }
 SCALE_SUFFIXES = tuple(f".{name}" for kind in (NVFP4Linear, PackedNVFP4Linear) for name in kind.NAMES[1:])
 KV_CACHE_SCALE_SUFFIXES = (".k_scale", ".v_scale")
@@ -336,7 +335,7 @@ def register() -> None:
     A transformers that already supports "modelopt" keeps its own quantizer, and compressed-tensors' other formats keep
     theirs.
     """
-    for method in (modelopt.NAME, BLOCK_FP8, NAMED_BLOCK_FP8):
+    for method in (modelopt.NAME, BlockFP8Linear.METHOD, NamedBlockFP8Linear.METHOD):
         if method not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
             auto.register_quantization_config(method)(UnchangedConfig)
         if method not in auto.AUTO_QUANTIZER_MAPPING:

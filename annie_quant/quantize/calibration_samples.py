@@ -29,7 +29,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import UsageError
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import read_conversations
-from annie_quant.offline.engine import common_prefix
+from annie_quant.offline.caches import common_prefix
 from annie_quant.offline.prompts import Template, conversation_answers
 from annie_quant.quantize.backend import device_and_dtype
 from annie_quant.quantize.strategy import Job, StrategyOptions

@@ -197,7 +197,7 @@ def text_of_file(file: Path, samples: int, share: bool) -> tuple[int, int]:
 
     share: tokens of a shared beginning count once, as they are computed on a CPU (calibration_samples.py).
     """
-    from annie_quant.offline.engine import common_prefix
+    from annie_quant.offline.caches import common_prefix
 
     rows = read_conversations(file, samples)
     texts = sorted(json.dumps([row.get("tools"), row["messages"]]) for row in rows)

@@ -9,7 +9,6 @@ and their weights are rounded without statistics.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -35,7 +34,7 @@ from annie_quant.quantize.plan import QuantizationPlan, announce_size
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 KV_AMAX = "annie_quant_kv_amax"  # name of the attention function that records keys and values
-OF_EXPERT, NUMBER = re.compile(r"\.experts\.\d+\."), re.compile(r"\d+")
+InputStats = tuple[dict[str, float], dict[str, int]]  # `amax` and `tokens` of QuantizationPlan
 FEW = 16  # tokens; as many as a block has columns
 
 
@@ -47,20 +46,6 @@ def coverage_line(tokens: Mapping[str, int]) -> str:
         f"expert coverage: {sum(n >= FEW for n in experts.values())} of {len(experts)} experts saw {FEW} tokens or more"
     )
     return line + (f"; {len(unseen)} saw none ({', '.join(unseen[:3])}{' …' if unseen[3:] else ''})" if unseen else "")
-
-
-def one_per_layer(warnings: Sequence[str]) -> list[str]:
-    """Return a layer's warnings, with one line for all experts whose warnings differ only in numbers."""
-    alike: dict[str, list[str]] = {}
-    for warning in warnings:
-        alike.setdefault(NUMBER.sub("0", warning) if OF_EXPERT.search(warning) else warning, []).append(warning)
-    return [
-        first if not more else f"{first} ({len(more)} more of this layer's experts: alike)"
-        for first, *more in alike.values()
-    ]
-
-
-InputStats = tuple[dict[str, float], dict[str, int]]  # `amax` and `tokens` of QuantizationPlan
 
 
 class LargestInput:

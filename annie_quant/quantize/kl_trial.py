@@ -30,6 +30,7 @@ from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
+MOST_TOKENS = 8192  # of answers, whose logits stay in memory
 LEAST_ANSWERS = 8  # that share a trial's tokens
 BROKEN = 1e6  # a figure that is not finite
 

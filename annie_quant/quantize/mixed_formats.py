@@ -18,12 +18,11 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family, in_layer
-from annie_quant.quantize import recipe_choice
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import FP8_CHANNEL, GROUP, NVFP4, W4A16, active_weights, names_module, quantized_bytes
 from annie_quant.quantize.frontier import with_rounded_inputs
-from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
+from annie_quant.quantize.kl_trial import MOST_TOKENS, StoredTrials, answers_to_score
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
@@ -161,7 +160,7 @@ class FormatTrials(StoredTrials):
     def __init__(
         self, job: Job[StrategyOptions], samples: Sequence[CalibrationSample], rounded: QuantizationPlan
     ) -> None:
-        tokens, positions = (TOKENS, POSITIONS) if device_kind() == "cpu" else (recipe_choice.TOKENS, math.inf)
+        tokens, positions = (TOKENS, POSITIONS) if device_kind() == "cpu" else (MOST_TOKENS, math.inf)
         super().__init__(job, "format_figures.json", answers_to_score(samples, tokens, positions))
         self.rounded = rounded
 

@@ -23,7 +23,7 @@ from annie_quant.documents import HeldOut, Ingredient
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
 from annie_quant.quantize.formats import NVFP4
-from annie_quant.quantize.kl_trial import StoredTrials, answers_to_score
+from annie_quant.quantize.kl_trial import MOST_TOKENS, StoredTrials, answers_to_score
 from annie_quant.quantize.rounding import Method, round_model
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
@@ -31,7 +31,6 @@ LEAST_CONVERSATIONS = 8  # of which two are held out
 HELD_OUT = 4  # at most one conversation of this many
 DECISIONS = 2000  # tokens that decide; with fewer, only large differences are detected
 POSITIONS = {"cpu": 8192, "cuda": 1 << 17}  # held-out tokens at most, prompts included
-TOKENS = 8192  # of answers, whose logits stay in memory
 
 Changes = dict[str, Any]  # settings of a Method
 EFFORTS = ("fast", "normal", "max")
@@ -112,7 +111,8 @@ def hold_out(
 ) -> tuple[list[CalibrationSample], list[CalibrationSample]]:
     """Return the samples to round with and those to judge on, whole conversations of all categories in turn.
 
-    Conversations are held out until DECISIONS tokens decide: at most one in HELD_OUT, `positions` tokens and TOKENS of answers.
+    Conversations are held out until DECISIONS tokens decide: at most one in HELD_OUT, `positions` tokens, and MOST_TOKENS of
+    answers.
     """
     rows: dict[int, list[CalibrationSample]] = {}
     for sample in samples:
@@ -128,7 +128,7 @@ def hold_out(
         else spread(by_category[HELD_OUT - 1 :: HELD_OUT])
     ):
         size, length = max(len(s.ids) for s in rows[row]), sum(len(s.answer) for s in rows[row])
-        if len(chosen) >= 2 and (tokens + size > positions or answers + length > TOKENS):
+        if len(chosen) >= 2 and (tokens + size > positions or answers + length > MOST_TOKENS):
             continue
         chosen.add(row)
         tokens, answers = tokens + size, answers + length
@@ -166,7 +166,7 @@ class Trials(StoredTrials):
         held: Sequence[CalibrationSample],
         progress: Progress,
     ) -> None:
-        super().__init__(job, "recipes.json", answers_to_score(held, TOKENS, cut=False))
+        super().__init__(job, "recipes.json", answers_to_score(held, MOST_TOKENS, cut=False))
         self.job, self.formats, self.samples, self.progress = job, formats, samples, progress
 
     def score(self, method: Method, title: str) -> np.ndarray:

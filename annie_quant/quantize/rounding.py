@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,6 @@ from annie_quant.quantize import gptq
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample, TokenWeights
 from annie_quant.quantize.formats import GROUP
-from annie_quant.quantize.input_stats import one_per_layer
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_stages import RoundingStage, stages
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
@@ -43,6 +43,7 @@ from annie_quant.quantize.strategy import Job, StrategyOptions
 
 log = logging.getLogger(__name__)
 
+OF_EXPERT, NUMBER = re.compile(r"\.experts\.\d+\."), re.compile(r"\d+")
 MAX_BATCH_TOKENS = {"cpu": 16384, "cuda": 32768}  # positions of one forward pass of two streams
 HESSIAN_BYTES = 6 << 30  # of one pass over the text; 256 experts of 2048 x 512 have 4.6 GB
 # Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/checks/source.py).
@@ -410,3 +411,14 @@ def round_head(
     packed = nvfp4.Tensor(codes, scales, parts[0].tensor_scale, (len(codes), codes.shape[1] * 2), GROUP)
     LayerResult({HEAD: packed}).save(file)
     return packed
+
+
+def one_per_layer(warnings: Sequence[str]) -> list[str]:
+    """Return a layer's warnings, with one line for all experts whose warnings differ only in numbers."""
+    alike: dict[str, list[str]] = {}
+    for warning in warnings:
+        alike.setdefault(NUMBER.sub("0", warning) if OF_EXPERT.search(warning) else warning, []).append(warning)
+    return [
+        first if not more else f"{first} ({len(more)} more of this layer's experts: alike)"
+        for first, *more in alike.values()
+    ]

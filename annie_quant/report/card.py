@@ -23,7 +23,6 @@ from annie_quant.core.files import sha256_file
 from annie_quant.core.templates import render_markdown
 from annie_quant.judge import decision
 from annie_quant.report import format, tables
-from annie_quant.report.pages import grid
 from annie_quant.report.recheck import caveats
 from annie_quant.report.run import REFERENCE, LoadedRun, RecordedRecipe
 
@@ -151,7 +150,7 @@ def _body(run: LoadedRun, subject: Subject) -> str:
         "card.md",
         version=__version__,
         text=format,
-        grid=grid,
+        grid=tables.grid,
         digest=sha256_file,
         times=tables.TIMES,
         run=columns,

@@ -11,21 +11,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from annie_quant import __version__
 from annie_quant.core.templates import render_html, render_markdown
-from annie_quant.core.text import inert, visible
+from annie_quant.core.text import visible
 from annie_quant.documents import RequestRecord
 from annie_quant.report import comparison, format, tables
 from annie_quant.report.format import count, name
 from annie_quant.report.recheck import caveats, check_figures
 from annie_quant.report.run import LoadedRun
 from annie_quant.report.svg import MARKS, Figure
-from annie_quant.report.tables import Cell, Table
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 MAX_PROMPTS = 240
 MAX_CHARACTERS = 900_000
@@ -228,42 +223,13 @@ def marked(text: str, failed: list[str]) -> list[tuple[str, bool]]:
     return [(piece, mark) for piece, mark in pieces if piece]
 
 
-def grid(table: Table, left: int = 1) -> Markup:
-    """Return a pipe table with aligned columns: the first `left` to the left, others to the right. Spans become empty cells."""
-    from markupsafe import Markup
-
-    header = table.header
-    if table.groups:
-        groups = [label for label, span, _ in table.groups for _ in range(span)]
-        header = [f"{label} {title.splitlines()[0]}".strip() for label, title in zip(groups, header, strict=True)]
-    rows = [[table.first, *header], *([name, *_cell_texts(cells)] for name, cells in table.rows)]
-    body = [[inert(cell) for cell in row] for row in rows]
-    columns = max(map(len, body))
-    body = [row + [""] * (columns - len(row)) for row in body]
-    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
-    lines = []
-    for row in body:
-        padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("| " + " | ".join(padded) + " |")
-    rule = ["-" * (w + 2) if i < left else "-" * (w + 1) + ":" for i, w in enumerate(widths)]
-    return Markup("\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]]))  # noqa: S704, each cell is inert
-
-
-def _cell_texts(cells: list[Cell]) -> list[str]:
-    texts = []
-    for cell in cells:
-        text = f"{cell.text} ({cell.sub})" if cell.sub and cell.css != "rule" else cell.text
-        texts += [text] + [""] * (cell.span - 1)
-    return texts
-
-
 def render(run: LoadedRun, figures: list[Figure]) -> dict[str, str]:
     """Return report.html, report.md and comparison.md, made of the same values."""
     check = check_figures(run)
     values = {
         "version": __version__,
         "text": format,
-        "grid": grid,
+        "grid": tables.grid,
         "run": run,
         "figures": {f.key: f for f in figures},
         "check": check,

@@ -12,15 +12,19 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
 from annie_quant import documents
+from annie_quant.core.text import inert
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report import format
 from annie_quant.report.run import LoadedRun, MeasuredSide, ServedModel
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 LABELS = {metric: METRICS[metric].label for metric in COMPARED}
 LEVELS = ("idle", "one", "five")
@@ -411,3 +415,32 @@ def csv_text(run: LoadedRun) -> str:
     table.writeheader()
     table.writerows(csv_rows(run))
     return out.getvalue()
+
+
+def grid(table: Table, left: int = 1) -> Markup:
+    """Return a pipe table with aligned columns: the first `left` to the left, others to the right. Spans become empty cells."""
+    from markupsafe import Markup
+
+    header = table.header
+    if table.groups:
+        groups = [label for label, span, _ in table.groups for _ in range(span)]
+        header = [f"{label} {title.splitlines()[0]}".strip() for label, title in zip(groups, header, strict=True)]
+    rows = [[table.first, *header], *([name, *_cell_texts(cells)] for name, cells in table.rows)]
+    body = [[inert(cell) for cell in row] for row in rows]
+    columns = max(map(len, body))
+    body = [row + [""] * (columns - len(row)) for row in body]
+    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
+    lines = []
+    for row in body:
+        padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("| " + " | ".join(padded) + " |")
+    rule = ["-" * (w + 2) if i < left else "-" * (w + 1) + ":" for i, w in enumerate(widths)]
+    return Markup("\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]]))  # noqa: S704, each cell is inert
+
+
+def _cell_texts(cells: list[Cell]) -> list[str]:
+    texts = []
+    for cell in cells:
+        text = f"{cell.text} ({cell.sub})" if cell.sub and cell.css != "rule" else cell.text
+        texts += [text] + [""] * (cell.span - 1)
+    return texts

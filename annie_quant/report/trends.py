@@ -26,10 +26,9 @@ from annie_quant.documents import Environment
 from annie_quant.judge.metrics import METRICS
 from annie_quant.report import comparison, format, write_files
 from annie_quant.report.format import CSS, DASH, SIGNS, count, interval, significant
-from annie_quant.report.pages import grid
 from annie_quant.report.run import LoadedRun, OfflineModel, ServedModel, load
 from annie_quant.report.svg import MARKS
-from annie_quant.report.tables import Cell, Table
+from annie_quant.report.tables import Cell, Table, grid
 
 GROUPS = {
     "gate": "Gates",

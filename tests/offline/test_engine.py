@@ -19,6 +19,7 @@ from runtime_models import save_reference  # noqa: E402
 from annie_quant import runtime  # noqa: E402
 from annie_quant.core.errors import UsageError  # noqa: E402
 from annie_quant.offline import decoding, deltanet  # noqa: E402
+from annie_quant.offline.caches import common_prefix  # noqa: E402
 from annie_quant.offline.decoding import generate  # noqa: E402
 from annie_quant.offline.emulation import emulate  # noqa: E402
 from annie_quant.offline.engine import (  # noqa: E402
@@ -30,7 +31,6 @@ from annie_quant.offline.engine import (  # noqa: E402
     Engine,
     Row,
     batches,
-    common_prefix,
     group_by_prefix,
     split_by_size,
     tokens_per_launch,

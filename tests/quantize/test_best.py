@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="calibration runs on torch: pip inst
 from annie_quant.quantize import calibration_samples  # noqa: E402
 
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.quantize import input_stats, rounding  # noqa: E402
+from annie_quant.quantize import rounding  # noqa: E402
 from annie_quant.quantize.gptq import Hessian  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 from annie_quant.quantize.rounding import Method, RoundingTask, StreamRounder  # noqa: E402
@@ -193,5 +193,5 @@ def test_the_experts_of_a_layer_have_one_line_where_their_warnings_are_alike() -
         "model.layers.3.mlp.experts.7.up_proj: NaN",
         "model.layers.3.mlp.shared_expert.up_proj: 2 of 64 inputs",
     )
-    lines = input_stats.one_per_layer([plain, *warnings, other, plain.replace("2", "1")])
+    lines = rounding.one_per_layer([plain, *warnings, other, plain.replace("2", "1")])
     assert lines == [plain, f"{warnings[0]} (4 more of this layer's experts: alike)", other, plain.replace("2", "1")]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,13 +19,15 @@ from annie_quant import models
 from annie_quant.checkpoint.checks import fault
 from annie_quant.checkpoint.checks.source import same_tensor
 from annie_quant.checkpoint.checks.tensors import QUANTIZED_SUFFIXES
-from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import covering_pattern, owned_tensors
 from annie_quant.checkpoint.runtime_names import is_multimodal
 from annie_quant.checkpoint.shards import INDEX, ModelFolder
 from annie_quant.documents import Finding
 from annie_quant.models import Experts
+
+if TYPE_CHECKING:
+    from annie_quant.checkpoint.dialects import QuantizedFolder
 
 EMBEDDING, NORM, HEAD = "embed_tokens", "norm", "lm_head"  # outside of the layers; NORM is the last norm
 MAX_LAYERS = 10_000

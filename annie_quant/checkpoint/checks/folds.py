@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from annie_quant.checkpoint.checks import fault
-from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.documents import Finding
 from annie_quant.models import LinearInput
+
+if TYPE_CHECKING:
+    from annie_quant.checkpoint.dialects import QuantizedFolder
 
 ROW_TOLERANCE = 0.025  # of rows that nothing cancels: root mean square; rounding leaves a percent where rows are short
 COLUMN_TOLERANCE = 0.02  # of a column, in addition to its rounding: for the fitted rows

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint.checks import fault, finding_of
-from annie_quant.checkpoint.dialects import QuantizedFolder, modelopt
+from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, QuantConfig, covering_pattern, plain_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.text import printable
 from annie_quant.documents import Finding
+
+if TYPE_CHECKING:
+    from annie_quant.checkpoint.dialects import QuantizedFolder
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", FP8_DYNAMIC, FP8_BLOCK, "MIXED_PRECISION")
 MODELOPT_VERSION = re.compile(r"0\.\d{1,3}\b")  # our own exports have another text there

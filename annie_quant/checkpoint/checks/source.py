@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint.checks import fault, finding_of, folds
-from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.linears import Linear, is_linear, weight_name
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.documents import Finding
+
+if TYPE_CHECKING:
+    from annie_quant.checkpoint.dialects import QuantizedFolder
 
 # NVFP4 on Gaussian weights: .095 by amax, .081 by the best search; Student-t and outliers stay under .13.
 SUSPICIOUS_ERROR = 0.2

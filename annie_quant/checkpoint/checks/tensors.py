@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint.checks import fault, finding_of
-from annie_quant.checkpoint.dialects import QuantizedFolder
 from annie_quant.checkpoint.header import ShardError, TensorInfo
 from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, LARGEST_SCALE, Linear, QuantConfig, TensorScale, is_linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.documents import Finding, TensorRow
+
+if TYPE_CHECKING:
+    from annie_quant.checkpoint.dialects import QuantizedFolder
 
 CHUNK_BYTES = 1 << 24
 # Smaller bytes are subnormal (below 2^-6): they have fewer bits, and vLLM's Marlin kernels read them as 0 (#34577, #37502).

@@ -6,11 +6,14 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from annie_quant.core.text import printable
 from annie_quant.documents import ToolCall
 from annie_quant.judge.answers import Answer, Tools, raw_view
-from annie_quant.judge.workloads import Case, Workload
+
+if TYPE_CHECKING:
+    from annie_quant.judge.workloads import Case, Workload
 
 # ---- what an answer states: a word or a number as a whole ("15" is not in "150"), not in a question, not denied
 

@@ -12,12 +12,15 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from annie_quant.documents import ToolCall, incomplete
-from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.calls import arguments_of, has_call_markup, schemas_fault
 from annie_quant.judge.checks.text import markdown_in, repetition, stop, thinking_leak
-from annie_quant.judge.workloads import Case, Workload
+
+if TYPE_CHECKING:
+    from annie_quant.judge.answers import Answer
+    from annie_quant.judge.workloads import Case, Workload
 
 LENGTH_RATIO, LENGTH_SLACK_TOKENS = 2.0, 16
 MIN_WORDS = 6  # of a text whose language is compared

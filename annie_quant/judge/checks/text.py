@@ -9,8 +9,10 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from annie_quant.documents import incomplete
-from annie_quant.judge.answers import Answer
-from annie_quant.judge.workloads import Case, Workload
+
+if TYPE_CHECKING:
+    from annie_quant.judge.answers import Answer
+    from annie_quant.judge.workloads import Case, Workload
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt

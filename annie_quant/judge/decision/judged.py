@@ -173,3 +173,14 @@ def blocking_of(aggregates: Aggregates, name: str) -> list[str]:
     """Return the reasons that forbid "keeps" for a backend or model."""
     served = aggregates.served.get(name)
     return aggregates.blocking.get(name) or aggregates.blocking.get((served.model if served else None) or "") or []
+
+
+def by_title(gates: Sequence[JudgedGate]) -> list[str]:
+    """Return one text per gate: its counts in the first place, and the other places with the same outcome."""
+    places: dict[str, list[JudgedGate]] = {}
+    for gate in gates:
+        places.setdefault(gate.title, []).append(gate)
+    return [
+        str(first) if not more else f"{str(first).removesuffix(')')}; also {', '.join(g.where for g in more)})"
+        for first, *more in places.values()
+    ]

@@ -23,8 +23,8 @@ from annie_quant.documents import (
     Verdict,
 )
 from annie_quant.judge.decision import rule
-from annie_quant.judge.decision.judged import deciding_gates
-from annie_quant.judge.decision.run import by_title, label_of, with_candidate_second
+from annie_quant.judge.decision.judged import by_title, deciding_gates
+from annie_quant.judge.decision.roles import label_of, with_candidate_second
 from annie_quant.judge.metrics import METRICS, three_digits
 from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from annie_quant.core.errors import UsageError
-from annie_quant.documents import Aggregates, ModelRow, Roles
+from annie_quant.documents import Aggregates, Comparison, ModelRow, Roles
 
 REFERENCE_FORMAT = "BF16"
 RULE = 5  # of Verdict.rule: McNemar's mid-p, the pooled gates' joint p, and Hommel's adjustment
@@ -109,3 +109,23 @@ def other_side(roles: Roles, name: str) -> str | None:
     if name != other:
         return other
     return roles.candidate if roles.assumed else None
+
+
+def label_of(aggregates: Aggregates, name: str) -> str:
+    return model_row(aggregates, name).label or name
+
+
+def with_candidate_second(row: Comparison, candidate: str) -> Comparison:
+    """Return a comparison whose side b is the candidate, so that its difference is candidate - incumbent."""
+    if row.b == candidate or row.median_difference is None:
+        return row
+    return replace(
+        row,
+        a=row.b,
+        b=row.a,
+        median_a=row.median_b,
+        median_b=row.median_a,
+        median_difference=-row.median_difference,
+        low=None if row.high is None else -row.high,
+        high=None if row.low is None else -row.low,
+    )

@@ -30,12 +30,22 @@ from annie_quant.judge.decision import rule
 from annie_quant.judge.decision.judged import (
     JudgedGate,
     blocking_of,
+    by_title,
     deciding_gates,
     gate_tables,
     standing,
     standing_of,
 )
-from annie_quant.judge.decision.roles import RULE, assign, formats_of, model_row, roles_of, sides
+from annie_quant.judge.decision.roles import (
+    RULE,
+    assign,
+    formats_of,
+    label_of,
+    model_row,
+    roles_of,
+    sides,
+    with_candidate_second,
+)
 from annie_quant.judge.metrics import METRICS, three_digits
 from annie_quant.judge.pairing import answers_per_behaviour, describe_coverage, unmet_labels
 
@@ -150,10 +160,6 @@ def blocked(result: Verdict, blocking: Sequence[str]) -> Verdict:
     return result
 
 
-def label_of(aggregates: Aggregates, name: str) -> str:
-    return model_row(aggregates, name).label or name
-
-
 def _concerns(confound: Confound, roles: Roles) -> bool:
     """Return whether a finding is about these sides: one about a pair counts for it alone, one about single sides for each."""
     about, ours = set(confound.backends), set(roles.names)
@@ -189,17 +195,6 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
         effect = "the sides cannot be compared" if other else "nothing is decided"
         return f"CONFOUNDED ({', '.join(chosen.confounded)}): {effect}." + (f" {head}{end}" if failing else "")
     return f"{head}{end}{'' if failing else _speed(aggregates, chosen)}"
-
-
-def by_title(gates: Sequence[JudgedGate]) -> list[str]:
-    """Return one text per gate: its counts in the first place, and the other places with the same outcome."""
-    places: dict[str, list[JudgedGate]] = {}
-    for gate in gates:
-        places.setdefault(gate.title, []).append(gate)
-    return [
-        str(first) if not more else f"{str(first).removesuffix(')')}; also {', '.join(g.where for g in more)})"
-        for first, *more in places.values()
-    ]
 
 
 def _other_places(chosen: Decision) -> str:
@@ -257,22 +252,6 @@ def compared_with(aggregates: Aggregates, candidate: str, incumbent: str, metric
     rows = [r for r in rows if r.workload == "all"] or (rows if len(rows) == 1 else [])
     row = next((r for r in rows if r.median_difference is not None), None)
     return row and with_candidate_second(row, candidate)
-
-
-def with_candidate_second(row: Comparison, candidate: str) -> Comparison:
-    """Return a comparison whose side b is the candidate, so that its difference is candidate - incumbent."""
-    if row.b == candidate or row.median_difference is None:
-        return row
-    return replace(
-        row,
-        a=row.b,
-        b=row.a,
-        median_a=row.median_b,
-        median_b=row.median_a,
-        median_difference=-row.median_difference,
-        low=None if row.high is None else -row.high,
-        high=None if row.low is None else -row.low,
-    )
 
 
 # ---- reasons and caveats

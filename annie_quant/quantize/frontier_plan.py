@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from annie_quant.documents import FormatPlan, FrontierPoint
 from annie_quant.quantize import mixed_formats, recipe_choice
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample, read_samples
-from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4, PLAIN_BITS, W4A16, active_weights, choose, decoder_linears
+from annie_quant.quantize.formats import FP8_CHANNEL, NVFP4, PLAIN_BITS, W4A16, active_weights, decoder_linears
 from annie_quant.quantize.frontier import Front, Limits, front_of, frontier_lines
 from annie_quant.quantize.kl_trial import answers_to_score
 from annie_quant.quantize.mixed_formats import PLAIN, FormatTrials, Group, groups_of
@@ -40,7 +39,6 @@ from annie_quant.quantize.strategy import Job, StrategyOptions
 FORMATS = (NVFP4, W4A16, FP8_CHANNEL, PLAIN)
 ROUNDS = 6  # solutions that are evaluated at most
 POINTS = 12  # of the frontier, in the table
-STEPS = (0.05, 0.1, 0.2, 0.4)  # budgets of a search, between all linears in 4 bits and in 16
 HEAD_TOKENS = {"cpu": 4096, "cuda": 1 << 15}  # inputs of the head at most
 
 
@@ -256,20 +254,6 @@ def planner_of(job: Job[StrategyOptions], limits: Limits, four_bit: Mapping[str,
     planner = FormatPlanner(groups, limits, decode_speed.token_bytes(folder), base, sum(counted.values()), fixed)
     planner.check_limits()
     return planner
-
-
-def budgets(model: Path) -> list[float]:
-    """Return the bytes of weights per token at which a search tries `best`, rising.
-
-    The first is the fewest possible, with a 4-bit head. Those with all linears in 4 bits and a 16-bit head need no budget.
-    """
-    folder = ModelFolder(model)
-    groups = groups_of(Job(model, model), dict.fromkeys(choose(folder, ()), W4A16))
-    plain = sum(group.read[-1] for group in groups.values())
-    least = sum(min(group.read) for group in groups.values())
-    usual = sum(group.read[-1 if unit == HEAD else 0] for unit, group in groups.items())
-    read = [*([least] if least < usual else []), *(usual + step * (plain - usual) for step in STEPS)]
-    return [bytes_per_token(folder) - plain + of_linears for of_linears in read]
 
 
 def choose_formats(

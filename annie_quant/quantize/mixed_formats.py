@@ -10,17 +10,28 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from annie_quant.checkpoint.linears import HEAD, unties, weight_name
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.size import bytes_per_token
 from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import Progress
 from annie_quant.models import Family, in_layer
 from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.calibration_samples import CalibrationSample
-from annie_quant.quantize.formats import FP8_CHANNEL, GROUP, NVFP4, W4A16, active_weights, names_module, quantized_bytes
+from annie_quant.quantize.formats import (
+    FP8_CHANNEL,
+    GROUP,
+    NVFP4,
+    W4A16,
+    active_weights,
+    choose,
+    names_module,
+    quantized_bytes,
+)
 from annie_quant.quantize.frontier import with_rounded_inputs
 from annie_quant.quantize.kl_trial import MOST_TOKENS, StoredTrials, answers_to_score
 from annie_quant.quantize.plan import QuantizationPlan
@@ -30,6 +41,7 @@ SHARE = 0.05  # of the divergence that rounding all inputs adds, what W4A4 may l
 TOKENS = 1024  # of answers, scored in each trial
 POSITIONS = 4096  # of these answers with their prompts, on a CPU, where trials take most of the time
 PLAIN = "bf16"
+STEPS = (0.05, 0.1, 0.2, 0.4)  # budgets of a search, between all linears in 4 bits and in 16
 BANDS = 32  # units that are measured at most on a CPU: linears of neighbouring layers form one unit
 
 
@@ -101,6 +113,20 @@ def group_of(folder: ModelFolder, members: list[str], four_bit: str) -> Group:
     if unties(folder, members):
         size[-1] = 0.0  # 16 bits take no bytes besides the embedding, which stays
     return Group(members, list(stored), size, read, sum(active.values()))
+
+
+def budgets(model: Path) -> list[float]:
+    """Return the bytes of weights per token at which a search tries `best`, rising.
+
+    The first is the fewest possible, with a 4-bit head. Those with all linears in 4 bits and a 16-bit head need no budget.
+    """
+    folder = ModelFolder(model)
+    groups = groups_of(Job(model, model), dict.fromkeys(choose(folder, ()), W4A16))
+    plain = sum(group.read[-1] for group in groups.values())
+    least = sum(min(group.read) for group in groups.values())
+    usual = sum(group.read[-1 if unit == HEAD else 0] for unit, group in groups.items())
+    read = [*([least] if least < usual else []), *(usual + step * (plain - usual) for step in STEPS)]
+    return [bytes_per_token(folder) - plain + of_linears for of_linears in read]
 
 
 def formats_of_inputs(

@@ -31,8 +31,13 @@ pytest.importorskip("transformers", reason="models are loaded with transformers:
 pytest.importorskip("matplotlib", reason="the frontier's picture: pip install annie-quant[plots]")
 from annie_quant.offline.loading import load  # noqa: E402
 from annie_quant.quantize import frontier_plan, kl_trial, mixed_formats, recipe_choice  # noqa: E402
-from annie_quant.quantize.frontier_plan import FormatPlanner, budgets  # noqa: E402
-from annie_quant.quantize.mixed_formats import PLAIN, Group, groups_of  # noqa: E402
+from annie_quant.quantize.frontier_plan import FormatPlanner  # noqa: E402
+from annie_quant.quantize.mixed_formats import (  # noqa: E402
+    PLAIN,
+    Group,
+    budgets,
+    groups_of,
+)
 
 SLOW = find_device("0.001:0")  # one megabyte per second: bytes alone decide
 GB = 0.00045  # between the smallest, .00039, and the unchanged model, .00091

@@ -39,7 +39,7 @@ from annie_quant.judge.decision import failing, rule
 from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.sampling import answers_per_gate, compares_with_reference
 from annie_quant.quantize.estimates import strategy_read_bytes
-from annie_quant.quantize.frontier_plan import budgets
+from annie_quant.quantize.mixed_formats import budgets
 from annie_quant.quantize.strategies import by_rank, find
 
 KL_CONVERSATIONS = 60

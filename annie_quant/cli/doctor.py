@@ -80,7 +80,7 @@ def doctor(options: DoctorOptions) -> None:
     from annie_quant.ops import doctor as checks
 
     if options.measure:
-        from annie_quant.ops.device_rates import measure_device
+        from annie_quant.checkpoint.decode_speed import measure_device
 
         with console.task("measure") as step:
             device = measure_device(options.output, step)

@@ -10,14 +10,12 @@ from click.testing import CliRunner
 
 from annie_quant.checkpoint import decode_speed
 from annie_quant.cli import cli
-from annie_quant.ops import device_rates
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(device_rates, "SHAPE", (64, 256))
-    monkeypatch.setattr(device_rates, "SECONDS", 0.01)
-    monkeypatch.setattr(device_rates, "gpus", list)
+    monkeypatch.setattr(decode_speed, "SHAPE", (64, 256))
+    monkeypatch.setattr(decode_speed, "SECONDS", 0.01)
     monkeypatch.setattr(decode_speed.host, "gpus", list)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -35,9 +33,9 @@ def test_the_measured_file_is_what_predictions_use() -> None:
 
 def test_the_rates_are_bytes_per_fastest_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a clock that gives every call two milliseconds."""
-    monkeypatch.setattr(device_rates, "fastest", lambda work: (work(), 0.002)[1])
-    device = device_rates.measure_device(tmp_path / "folder" / "device.json")
+    monkeypatch.setattr(decode_speed, "fastest", lambda work: (work(), 0.002)[1])
+    device = decode_speed.measure_device(tmp_path / "folder" / "device.json")
     assert decode_speed.find_device(str(tmp_path / "folder" / "device.json")) == device
     product, copied = 64 * 256 * 9 / 16 / 0.002, 2 * 64 * 128 / 0.002
     assert device.read_bytes_s == max(product, copied)
-    assert device.layer_s == 0.002 * device_rates.LAUNCHES
+    assert device.layer_s == 0.002 * decode_speed.LAUNCHES

@@ -152,7 +152,7 @@ def set_noise(comparisons: Iterable[Comparison], noise: Mapping[str, Sequence[No
 # Pettitt 1979; it also finds trends). Clock and temperature are then tested at the same split.
 
 MOST_BINS, LEAST_BINS, LEAST_PER_BIN = 24, 8, 4
-PERMUTATIONS = 1999
+PERMUTATIONS, SHIFT_RESAMPLES = 1999, 999
 EDGE = 0.1  # share of the bins before the first and after the last possible split
 
 
@@ -263,7 +263,7 @@ def _steps(rows: Floats) -> Floats:
     return np.abs(after - before) / np.sqrt(1 / k + 1 / (bins - k))
 
 
-def _shift(deviation: Floats, groups: Integers, at: int, seed: int, resamples: int = 999) -> tuple[float, float, float]:
+def _shift(deviation: Floats, groups: Integers, at: int, seed: int) -> tuple[float, float, float]:
     """Return the relative change at the split with its 95 % bootstrap interval, bins as units.
 
     Least squares with one level per group: a prompt that was measured on one side only has no part in it.
@@ -271,7 +271,7 @@ def _shift(deviation: Floats, groups: Integers, at: int, seed: int, resamples: i
     later = _centred((np.arange(len(deviation)) >= at).astype(float), groups)
     edges = _edges(len(deviation))[:-1]
     products, squares = np.add.reduceat(deviation * later, edges), np.add.reduceat(later * later, edges)
-    picked = np.random.default_rng(seed).integers(0, len(edges), (resamples, len(edges)))
+    picked = np.random.default_rng(seed).integers(0, len(edges), (SHIFT_RESAMPLES, len(edges)))
     below = squares[picked].sum(axis=1)
     draws = np.expm1(products[picked].sum(axis=1)[below > 0] / below[below > 0])
     low, high = np.quantile(draws, [0.025, 0.975])

@@ -225,9 +225,9 @@ MAX_CHARACTERS = 2_000_000  # of one conversation: over 256k tokens
 # ---- conversations
 
 
-def replay(paths: Iterable[PathLike], n: int, seed: int = 0, problems: Problems | None = None) -> Workload:
+def replay(paths: Iterable[PathLike], n: int, seed: int = 0) -> Workload:
     """Return a workload of at most n logged conversations, a seeded sample. Raises UsageError where the logs have none."""
-    problems, paths = problems or Problems(), list(paths)
+    problems, paths = Problems(), list(paths)
     agents = itertools.chain.from_iterable(conversations(Path(path)) for path in paths)
     if picked := _sampled(agents, n, seed):
         return _agents_workload(picked)
@@ -340,14 +340,14 @@ def _workload(name: str, description: str, cases: Sequence[Case], tokens: int) -
 # ---- traces
 
 
-def trace(path: PathLike, n: int, problems: Problems | None = None) -> Workload:
+def trace(path: PathLike, n: int) -> Workload:
     """Return a workload of a trace's first n requests, with their arrival times.
 
     Raises UsageError for a file without requests, and for a log without times.
     """
     requests = read(Path(path), n)
     if not requests:
-        return _log_trace(path, n, problems or Problems())
+        return _log_trace(path, n)
     first = requests[0].arrival_s or 0.0
     cases = [
         dataclasses.replace(_named(case, f"trace-{number:05d}"), arrival_s=(case.arrival_s or 0.0) - first)
@@ -368,8 +368,8 @@ def _described_workload(name: str, description: str, cases: Sequence[Case]) -> W
     return dataclasses.replace(workload, gates=("non_empty",), extra=extra, context=context)
 
 
-def _log_trace(path: PathLike, n: int, problems: Problems) -> Workload:
-    scanner = Scanner()
+def _log_trace(path: PathLike, n: int) -> Workload:
+    scanner, problems = Scanner(), Problems()
     lengths: list[int] = []
     requests: list[tuple[float, int | None, Case]] = []
     for number, conversation in enumerate(read_logs([path], problems, MAX_CHARACTERS)):

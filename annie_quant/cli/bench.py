@@ -223,30 +223,39 @@ def local_process(url: str) -> dict[str, int]:
 
 
 class AttributeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    checkpoint: Annotated[Path | None, opt.Option("The suspect's weights: a folder, or a GGUF file for llama.cpp.")] = (
-        None
-    )
-    reference: Annotated[Path | None, opt.Option("Weights that are taken for right: bf16.")] = None
-    runtime: Annotated[str, opt.Option("vllm, sglang or llama.cpp.")] = "llama.cpp"
-    use: Annotated[str | None, opt.Option("Recipe of vLLM or SGLang. Default: the newest.", metavar="RECIPE")] = None
-    server_cmd: Annotated[
-        str | None, opt.Option("Starts a server; {port} and {FACTOR} are replaced.", metavar="CMD")
-    ] = None
-    urls: Annotated[tuple[str, str] | None, opt.Option("Two running servers.", metavar="TRUSTED SUSPECT")] = None
-    suspect: Annotated[
-        tuple[str, ...], opt.Option("A value that is suspected; repeatable.", metavar="FACTOR=VALUE")
-    ] = ()
-    trusted: Annotated[
-        tuple[str, ...], opt.Option("The value to compare with; repeatable.", metavar="FACTOR=VALUE")
-    ] = ()
+    """Options of `annie-quant attribute`.
+
+    checkpoint: The suspect's weights: a folder, or a GGUF file for llama.cpp.
+    reference: Weights that are taken for right: bf16.
+    runtime: vllm, sglang or llama.cpp.
+    use: Recipe of vLLM or SGLang. Default: the newest.
+    server_cmd: Starts a server; {port} and {FACTOR} are replaced.
+    urls: Two running servers.
+    suspect: A value that is suspected; repeatable.
+    trusted: The value to compare with; repeatable.
+    n: Prompts per gate; 0: all.
+    arms: Settings to measure at most.
+    timeout_s: Limit of one request, in seconds.
+    seed: Of the choice and order of the prompts.
+    output: Run directory; the same command resumes from it.
+    """
+
+    checkpoint: Path | None = None
+    reference: Path | None = None
+    runtime: str = "llama.cpp"
+    use: Annotated[str | None, opt.Option(metavar="RECIPE")] = None
+    server_cmd: Annotated[str | None, opt.Option(metavar="CMD")] = None
+    urls: Annotated[tuple[str, str] | None, opt.Option(metavar="TRUSTED SUSPECT")] = None
+    suspect: Annotated[tuple[str, ...], opt.Option(metavar="FACTOR=VALUE")] = ()
+    trusted: Annotated[tuple[str, ...], opt.Option(metavar="FACTOR=VALUE")] = ()
     persona: opt.PersonaName = None
     workloads: opt.WorkloadNames = None
-    n: Annotated[int, opt.Option("Prompts per gate; 0: all.", least=0)] = 25
-    arms: Annotated[int, opt.Option("Settings to measure at most.", least=4)] = 12
-    timeout_s: Annotated[float, opt.Option("Limit of one request, in seconds.", least=1)] = 120.0
+    n: Annotated[int, opt.Option(least=0)] = 25
+    arms: Annotated[int, opt.Option(least=4)] = 12
+    timeout_s: Annotated[float, opt.Option(least=1)] = 120.0
     key_env: opt.KeyVariable = None
-    seed: Annotated[int, opt.Option("Of the choice and order of the prompts.")] = 0
-    output: Annotated[Path, opt.Option("Run directory; the same command resumes from it.")]
+    seed: int = 0
+    output: Path
     as_json: opt.AsJson = False
 
 

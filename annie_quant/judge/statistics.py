@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-LEVEL = 0.05
+LEVEL, POWER = 0.05, 0.8
 EXACT_PROMPTS = 12  # up to this many prompts the permutation test is exact
 
 
@@ -163,11 +163,11 @@ def hommel(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in result]
 
 
-def prompts_to_decide(differences_sd: float, difference: float, power: float = 0.8, level: float = LEVEL) -> int | None:
-    """Return about how many prompts would show `difference` with this power (normal approximation, paired)."""
+def prompts_to_decide(differences_sd: float, difference: float) -> int | None:
+    """Return about how many prompts would show `difference` with a power of 80 % (normal approximation, paired)."""
     if difference == 0 or not math.isfinite(difference) or not math.isfinite(differences_sd):
         return None
-    z = NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(power)
+    z = NormalDist().inv_cdf(1 - LEVEL / 2) + NormalDist().inv_cdf(POWER)
     return max(6, math.ceil((z * differences_sd / abs(difference)) ** 2))
 
 
@@ -255,8 +255,8 @@ def excess_loss(lost: int, n: int, margin: float, won: int = 0) -> float:
 
 
 @lru_cache(maxsize=4096)
-def detectable_excess(n: int, margin: float, level: float, power: float = 0.8) -> float | None:
-    """Return the smallest share of lost answers that excess_loss finds with this power; None where n is too small."""
+def detectable_excess(n: int, margin: float, level: float) -> float | None:
+    """Return the smallest share of lost answers that excess_loss finds with a power of 80 %; None where n is too small."""
     import numpy as np
     from scipy.stats import beta, binom
 
@@ -265,22 +265,22 @@ def detectable_excess(n: int, margin: float, level: float, power: float = 0.8) -
     if not len(significant):
         return None
     # P(Binomial(n, loss) >= k) grows with the loss; it has the power at a quantile of a beta distribution.
-    return float(beta.ppf(power, significant[0], n - significant[0] + 1))
+    return float(beta.ppf(POWER, significant[0], n - significant[0] + 1))
 
 
 @lru_cache(maxsize=4096)
-def detectable_loss(n: int, discordant: float, level: float, power: float = 0.8) -> float | None:
-    """Return the smallest loss of the pass rate that McNemar's exact test finds with this power; None where n is too small.
+def detectable_loss(n: int, discordant: float, level: float) -> float | None:
+    """Return the smallest loss of the pass rate that McNemar's exact test finds with a power of 80 %; None where n is too small.
 
     discordant: share of prompts whose outcome changes in each direction for no reason.
     level: one-sided.
     """
-    if _power(n, discordant, 1.0 - 2 * discordant, level) < power:
+    if _power(n, discordant, 1.0 - 2 * discordant, level) < POWER:
         return None
     low, high = 0.0, 1.0 - 2 * discordant
     while high - low > 1e-4:
         middle = (low + high) / 2
-        low, high = (low, middle) if _power(n, discordant, middle, level) >= power else (middle, high)
+        low, high = (low, middle) if _power(n, discordant, middle, level) >= POWER else (middle, high)
     return high
 
 

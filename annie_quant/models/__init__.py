@@ -5,6 +5,7 @@ family_or_default(config)        the same, with a default for an unknown model t
 aliases(name), short_name(name)  a tensor's names in the text and the multimodal form, and without either's prefix
 """
 
+# ruff: noqa: F401
 from __future__ import annotations
 
 import functools
@@ -26,18 +27,6 @@ from annie_quant.models.family import (
     layer_of,
     short_name,
 )
-
-__all__ = [
-    "Experts",
-    "Family",
-    "LinearInput",
-    "aliases",
-    "attention_of",
-    "in_layer",
-    "is_attention",
-    "layer_of",
-    "short_name",
-]
 
 
 @functools.cache

@@ -180,12 +180,12 @@ def start_at(
     return server
 
 
-def check_port(port: int, host: str = "127.0.0.1") -> None:
+def check_port(port: int) -> None:
     """Raise ServerError if the port is in use. Port 0 is always free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise ServerError(
                 f"port {port} cannot be used: {str(error.strerror).lower()}",
@@ -195,10 +195,10 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
             raise ServerError(f"port {port} is not a port number", "choose one from 0 to 65535") from None
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """Return a port that no program listens at now."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 

@@ -305,12 +305,12 @@ def message(colour: tuple[int, int, int]) -> list[JsonObject]:
     ]
 
 
-def png(colour: tuple[int, int, int], side: int = PIXELS) -> bytes:
+def png(colour: tuple[int, int, int]) -> bytes:
     """Return a PNG of one colour (W3C PNG, chunks IHDR, IDAT and IEND; 8 bits, colour type 2)."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    rows = (b"\0" + bytes(colour) * side) * side  # a byte for the filter, 0: none
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    rows = (b"\0" + bytes(colour) * PIXELS) * PIXELS  # a byte for the filter, 0: none
+    header = struct.pack(">IIBBBBB", PIXELS, PIXELS, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")

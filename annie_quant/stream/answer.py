@@ -296,5 +296,5 @@ def _plain(body: bytes) -> str:
     return one_line(title[1] if title else re.sub(r"<[^>]*>", " ", text))
 
 
-def one_line(text: str, most: int = 300) -> str:
-    return printable(text[: 20 * most], most)
+def one_line(text: str) -> str:
+    return printable(text[:6000], 300)

@@ -6,7 +6,6 @@ request states. A feature without a row was not read; since: null says that no v
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from annie_quant.checkpoint.gguf.layout import Layout, read_settings, written_fa
 from annie_quant.checkpoint.linears import COLUMNS_PER_RANK, FP8_DYNAMIC, HEAD
 from annie_quant.core.errors import CheckpointError
 from annie_quant.core.files import ASSETS
+from annie_quant.core.host import version_key
 from annie_quant.core.text import printable
 from annie_quant.documents import Finding, ServerSupport
 from annie_quant.documents.checkpoint import Loads
@@ -225,13 +225,7 @@ def versions(model: QuantizedFolder) -> list[LoadingVersions]:
         since: str | None = ""
         reason = f"{', '.join(unknown) or 'a 16-bit model'} was not read"
         if never or (found and not unknown):
-            name, row = never or max(found.items(), key=lambda item: key(item[1].since or ""))
+            name, row = never or max(found.items(), key=lambda item: version_key(item[1].since or ""))
             since, reason = row.since, f"{name}: {row.source}"
         result.append(LoadingVersions(server, since, reason, known.read))
     return result
-
-
-def key(version: str) -> tuple[int, ...]:
-    """Return the first three numbers of a version or build (b9123); what follows, as in 0.28.1rc1.dev43, does not count."""
-    release = re.split(r"[a-zA-Z+]", version.lstrip("bv"))[0]
-    return (*map(int, re.findall(r"\d{1,6}", release)[:3]), 0, 0, 0)[:3]

@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -137,6 +138,12 @@ def package_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version or build (b9123); what follows, as in 0.28.1rc1.dev43, does not count."""
+    release = re.split(r"[a-zA-Z+]", version.lstrip("bv"))[0]
+    return (*map(int, re.findall(r"\d{1,6}", release)[:3]), 0, 0, 0)[:3]
 
 
 # GPUs

@@ -13,8 +13,8 @@ from functools import cache
 
 import msgspec
 
-from annie_quant.checkpoint.loader_support import key
 from annie_quant.core.files import ASSETS
+from annie_quant.core.host import version_key
 from annie_quant.gemm.known_failures import KnownFailure, find_failure
 from annie_quant.models import Family
 
@@ -64,8 +64,10 @@ class KnownBad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
     def concerns(self, package: str, version: str, capability: str, family: Family | None) -> bool:
         """Return whether a version has the fault. capability: "" for an unknown GPU; family: None for any model."""
-        found = key(version)
-        in_range = (not self.first or key(self.first) <= found) and (not self.last or found <= key(self.last))
+        found = version_key(version)
+        in_range = (not self.first or version_key(self.first) <= found) and (
+            not self.last or found <= version_key(self.last)
+        )
         there = not self.gpu or capability.startswith(self.gpu)
         concerned = not self.model or family is None or getattr(family, self.model) is not None
         return package == self.package and in_range and there and concerned

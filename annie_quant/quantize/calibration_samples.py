@@ -31,7 +31,7 @@ from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import read_conversations
 from annie_quant.offline.caches import common_prefix
 from annie_quant.offline.prompts import Template, conversation_answers
-from annie_quant.quantize.backend import device_and_dtype
+from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
 PROMPT, CONTENT, TOOL_MARKUP, THINKING, END_OF_TURN = range(5)
@@ -197,7 +197,7 @@ def can_share(folder: ModelFolder) -> bool:
     """
     config = folder.text_config
     types = set(config.get("layer_types") or ["full_attention"])
-    return device_and_dtype(folder)[0] == "cpu" and types <= {"full_attention", "linear_attention"}
+    return device_kind() == "cpu" and types <= {"full_attention", "linear_attention"}
 
 
 def arrange(samples: Sequence[CalibrationSample], tokens: int = SHARED_TOKENS, share: bool = True) -> SharedText:

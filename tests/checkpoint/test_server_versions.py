@@ -103,5 +103,5 @@ def test_every_row_has_a_version_that_was_read_and_a_source() -> None:
         assert known.features and "2026-" in known.read, server
         for name, row in known.features.items():
             assert row.source and (
-                row.since is None or loader_support.key(row.since) <= loader_support.key(known.newest)
+                row.since is None or loader_support.version_key(row.since) <= loader_support.version_key(known.newest)
             ), name

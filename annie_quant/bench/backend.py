@@ -369,6 +369,8 @@ class Acceptance:
                 return
 
 
+# ---- requests within the time budget
+
 MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = 64_000_000, 1 << 18  # far above 32,768 tokens with their log probabilities
 CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
 

@@ -35,6 +35,8 @@ from annie_quant.gemm.arrays import DeviceArray, native, to_device
 from annie_quant.gemm.ops import Weight, w4a16
 from annie_quant.judge.statistics import median_interval
 
+# ---- the probe
+
 CPU_SHAPE = (2048, 4096)  # 4.7 MB
 GPU_SHAPE = (16384, 8192)  # 75 MB: more than the caches of a GB10 (24 MB) and of an H100 (50 MB)
 REPEATS = 5  # of a sample, which is the fastest one: a process that takes the core for a moment is not a state

@@ -48,6 +48,8 @@ from annie_quant.judge.answers import Tool
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.workloads import BLOCK_TOKENS, Case, Turn, Workload
 
+# ---- traces of lengths
+
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 1 << 20, 1 << 17
 MAX_LINE = 1 << 28  # bytes; a session of WEKA's has up to 4 MB
 MAX_WAIT_S = 60.0  # of an agent's user, as kv-cache-tester's --max-delay
@@ -97,7 +99,7 @@ class WekaSession(msgspec.Struct):
     hash_id_scope: str = "local"
 
 
-def read(path: Path, n: int | None = None) -> list[Case]:
+def read_lengths(path: Path, n: int | None = None) -> list[Case]:
     """Return a trace's first n requests in order of arrival; [] for a file of another form.
 
     Sessions of WEKA's form follow each other, and no wait is longer than MAX_WAIT_S. Raises UsageError for a record that is not of
@@ -115,7 +117,7 @@ def read(path: Path, n: int | None = None) -> list[Case]:
     return sorted(itertools.islice(found, n), key=_arrival)
 
 
-def conversations(path: Path) -> Iterator[list[Case]]:
+def agents_of(path: Path) -> Iterator[list[Case]]:
     """Yield the requests of each agent in a file of WEKA's form, of subagents too; none for a file of another form."""
     form, rows = _form(path)
     for session in _converted(rows, WekaSession) if form is WekaSession else ():
@@ -228,7 +230,7 @@ MAX_CHARACTERS = 2_000_000  # of one conversation: over 256k tokens
 def replay(paths: Iterable[PathLike], n: int, seed: int = 0) -> Workload:
     """Return a workload of at most n logged conversations, a seeded sample. Raises UsageError where the logs have none."""
     problems, paths = Problems(), list(paths)
-    agents = itertools.chain.from_iterable(conversations(Path(path)) for path in paths)
+    agents = itertools.chain.from_iterable(agents_of(Path(path)) for path in paths)
     if picked := _sampled(agents, n, seed):
         return _agents_workload(picked)
     chosen = _sampled(read_logs(paths, problems, MAX_CHARACTERS), n, seed)
@@ -345,7 +347,7 @@ def trace(path: PathLike, n: int) -> Workload:
 
     Raises UsageError for a file without requests, and for a log without times.
     """
-    requests = read(Path(path), n)
+    requests = read_lengths(Path(path), n)
     if not requests:
         return _log_trace(path, n)
     first = requests[0].arrival_s or 0.0

@@ -157,6 +157,8 @@ def read_device(path: Path) -> Device:
     return device
 
 
+# ---- rates of this machine
+
 SHAPE = (16384, 8192)  # 75 MB in NVFP4
 COPIES = 8
 TINY = (256, 256)

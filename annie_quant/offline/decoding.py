@@ -253,6 +253,8 @@ def join(engine: Engine, parts: Sequence[RunningBatch]) -> RunningBatch:
     return RunningBatch(rows, cache, torch.cat([p.lengths for p in parts]), real, torch.cat([p.tokens for p in parts]))
 
 
+# ---- drafts of an MTP head
+
 MOST_ANSWERS = 32  # per workload: about 1,000 tokens, for one more forward over so many answers
 
 

@@ -439,6 +439,9 @@ def token_scales(x: torch.Tensor) -> torch.Tensor:
     return (x.float().abs().amax(-1, keepdim=True) / MAX_E4M3).clamp_min(SMALLEST_TOKEN_SCALE)
 
 
+# ---- experts
+
+
 class Expert(nn.Module):
     """One expert: down(act(gate(x)) * up(x)). Its linears have the names of the family's description."""
 

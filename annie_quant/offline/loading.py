@@ -194,6 +194,8 @@ def profiles_of(model: nn.Module) -> list[str]:
     return [name for name, profile in PROFILES.items() if "w4a4" in formats or not profile.needs_input_scale]
 
 
+# ---- a GGUF file
+
 PLAIN = ("F32", "F16", "BF16")
 # Tokens that end an answer in llama.cpp, whatever the file's eos_token_id is (src/llama-vocab.cpp, special_eog_ids).
 ENDS = (
@@ -217,15 +219,15 @@ def convert_gguf(path: Path, output: Path | None, force: bool = False, progress:
     """
     if not path.is_file():
         raise UsageError(f"{path} is not a file", "give a GGUF file")
-    reader = opened(path)
-    architecture = check(path, reader)
+    reader = open_reader(path)
+    architecture = check_gguf(path, reader)
     target = output or path.with_suffix("")
     kinds = Counter(t.tensor_type.name for t in reader.tensors)
     progress.message(f"{path.name}: {architecture}, {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}")
     with staged(target, force=force, inputs=(path,)) as part, one_line_errors(path):
         tokenizer = read_tokenizer(path, reader)
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-        if hasattr(config, "head_dim") and (width := value(reader, f"{architecture}.attention.key_length")):
+        if hasattr(config, "head_dim") and (width := gguf_value(reader, f"{architecture}.attention.key_length")):
             config.head_dim = width  # transformers 5.14 takes the class's default
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path.parent,
@@ -237,7 +239,7 @@ def convert_gguf(path: Path, output: Path | None, force: bool = False, progress:
         )
         model, info = loaded
         check_names(path, info)
-        model.generation_config = generation(model.config, tokenizer)
+        model.generation_config = generation_config(model.config, tokenizer)
         model.config.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
@@ -253,7 +255,7 @@ def convert_gguf(path: Path, output: Path | None, force: bool = False, progress:
     return Conversion(str(target), size_bytes, len(reader.tensors), loss)
 
 
-def opened(path: Path) -> GGUFReader:
+def open_reader(path: Path) -> GGUFReader:
     """Return the package's reader. Raises CheckpointError for anything else than a whole GGUF file."""
     gguf = need("gguf", "serve")
     check_header(path)
@@ -264,10 +266,10 @@ def opened(path: Path) -> GGUFReader:
         raise CheckpointError(f"{path}: cut, or of types that are not known ({reason})", "download it again") from None
 
 
-def check(path: Path, reader: GGUFReader) -> str:
+def check_gguf(path: Path, reader: GGUFReader) -> str:
     """Return the architecture. Raises CheckpointError where the file cannot become a folder."""
     gguf = need("gguf", "serve")
-    architecture = str(value(reader, "general.architecture", ""))
+    architecture = str(gguf_value(reader, "general.architecture", ""))
     # transformers 5.14 gives a family with windows its class's default scale of attention, whatever the file's heads are.
     known = [f.gguf.architecture for f in models.families() if f.gguf and not f.experts and not f.gguf.window_pattern]
     served = f"annie-quant serve {shlex.quote(str(path))} --runtime llama.cpp, and bench, take it"
@@ -291,18 +293,18 @@ def check(path: Path, reader: GGUFReader) -> str:
             raise CheckpointError(
                 f"{path}: {printable(tensor.name, 80)} has type {kind.name}, which is not dequantized here", served
             )
-    scaling = value(reader, f"{architecture}.rope.scaling.type", "none")
+    scaling = gguf_value(reader, f"{architecture}.rope.scaling.type", "none")
     if scaling != "none" or any(t.name == "rope_freqs.weight" for t in reader.tensors):
         raise CheckpointError(
             f"{path}: its rotary embedding is scaled, and transformers' reader would drop that",
             "start from the model's own folder",
         )
-    if not value(reader, "tokenizer.chat_template", ""):
+    if not gguf_value(reader, "tokenizer.chat_template", ""):
         raise CheckpointError(f"{path}: no chat template, so conversations cannot be rendered", TEMPLATE)
     return architecture
 
 
-def value(reader: GGUFReader, name: str, default: Any = None) -> Any:
+def gguf_value(reader: GGUFReader, name: str, default: Any = None) -> Any:
     """Return one of the file's settings."""
     field = reader.get_field(name)
     return default if field is None else field.contents()
@@ -311,13 +313,13 @@ def value(reader: GGUFReader, name: str, default: Any = None) -> Any:
 def read_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerFast:
     """Return the file's tokenizer, with the tokens that are never split and the end token that the file names."""
     tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-    tokens, kinds = value(reader, "tokenizer.ggml.tokens", []), value(reader, "tokenizer.ggml.token_type", [])
+    tokens, kinds = gguf_value(reader, "tokenizer.ggml.tokens", []), gguf_value(reader, "tokenizer.ggml.token_type", [])
     for kind, special in ((vocabulary.CONTROL, True), (vocabulary.USER_DEFINED, False)):
         whole = [t for t, k in zip(tokens, kinds, strict=False) if k == kind]
         tokenizer.add_tokens([AddedToken(t, special=special, normalized=False) for t in whole], special_tokens=special)
-    if (steps := pre_tokenizer(str(value(reader, "tokenizer.ggml.pre", "")))) is not None:
+    if (steps := pre_tokenizer(str(gguf_value(reader, "tokenizer.ggml.pre", "")))) is not None:
         tokenizer.backend_tokenizer.pre_tokenizer = steps
-    end = value(reader, "tokenizer.ggml.eos_token_id")
+    end = gguf_value(reader, "tokenizer.ggml.eos_token_id")
     if isinstance(end, int) and 0 <= end < len(tokens):
         tokenizer.eos_token = tokens[end]
     return tokenizer
@@ -335,7 +337,7 @@ def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
     return pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
 
 
-def generation(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+def generation_config(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
     """Return greedy decoding that ends at each token that ends an answer in llama.cpp."""
     ids = tokenizer.get_added_vocab()  # "</s>" may also be plain text of a vocabulary
     ends = [tokenizer.eos_token_id, *(ids[t] for t in ENDS if t in ids)]

@@ -360,6 +360,8 @@ def margin_bins(rows: np.ndarray) -> list[MarginBin]:
     return bins
 
 
+# ---- divergence by layer
+
 LAYER_MODES = ("alone", "restored")
 
 

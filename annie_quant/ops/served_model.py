@@ -293,6 +293,8 @@ def faults_of(who: Identity, family: Family | None) -> list[CheckResult]:
     return notes_on(known_faults.faults_of([(who.runtime, who.version[:40])], gpu_capability(Probe()), family))
 
 
+# ---- what SGLang reports of itself
+
 REPORTED = (
     "quantization", "dtype", "kv_cache_dtype", "attention_backend", "fp4_gemm_runner_backend", "moe_runner_backend",
     "speculative_algorithm",

@@ -43,7 +43,7 @@ def compare(folder: Path, most: int) -> None:
     total, different = 0, 0
     for file in files:
         content = json.loads(file.read_text())
-        cases = [case for agent in traces.conversations(file) for case in agent]
+        cases = [case for agent in traces.agents_of(file) for case in agent]
         read = [
             (c.arrival_s, c.prompt_tokens, c.max_tokens, [int(b.rpartition("/")[2]) for b in c.blocks]) for c in cases
         ]

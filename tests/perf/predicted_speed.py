@@ -1,0 +1,83 @@
+"""Predicted and measured speed of llama.cpp's server on this machine's processor, per GGUF file and depth.
+
+    annie-quant doctor --measure                                       # this machine's device file, on an idle machine
+    python tests/perf/predicted_speed.py FOLDER FILE.gguf ... --depths 0,4096
+
+FOLDER is the model's folder (layers and caches); the bytes that a token reads are those of the file's tensors without the
+embedding, or with it where the head is tied. Measured: llama.cpp's own time per token over --tokens tokens after a prompt of
+`depth` tokens, the median of --repeats requests that share the prompt. The prediction is decode_speed.py's with the device file;
+"bytes alone" are the bytes per second that the measured time means. Results: decode_speed.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import gguf
+
+from annie_quant.checkpoint import ModelFolder, decode_speed
+from annie_quant.ops import serving
+
+
+def bytes_per_token(file: Path) -> float:
+    """Return the bytes of the tensors that every token reads."""
+    sizes = {t.name: int(t.n_bytes) for t in gguf.GGUFReader(file).tensors}
+    untied = "output.weight" in sizes
+    return float(sum(n for name, n in sizes.items() if not (untied and name == "token_embd.weight")))
+
+
+def token_ms(url: str, depth: int, tokens: int, repeats: int) -> float:
+    """Return milliseconds per token by the server's own clock, the median of the requests after the first."""
+    times = []
+    for _ in range(repeats + 1):
+        body = {
+            "prompt": [100] * max(1, depth),
+            "n_predict": tokens,
+            "cache_prompt": True,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        request = urllib.request.Request(
+            f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=900) as reply:
+            times.append(json.load(reply)["timings"]["predicted_per_token_ms"])
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--depths", default="0,4096")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3)
+    a = parser.parse_args()
+    device = decode_speed.default_device()
+    print(f"device: {device.name}, {device.read_bytes_s / 1e9:.1f} GB/s, {1e6 * device.layer_s:.0f} us per layer\n")
+    print(
+        "| file | depth | MB per token | predicted, ms | measured, ms | error | bytes alone, GB/s |\n|---|---|---|---|---|---|---|"
+    )
+    for file in a.files:
+        read = decode_speed.token_bytes(ModelFolder(a.folder), bytes_per_token(file))
+        server = serving.start(file, runtime="llama.cpp", log=Path(tempfile.mkdtemp()) / "log")
+        try:
+            for depth in map(int, a.depths.split(",")):
+                predicted = 1e3 / decode_speed.tok_s(read, device, depth)
+                measured = token_ms(server.url.removesuffix("/v1"), depth, a.tokens, a.repeats)
+                print(
+                    f"| {file.name} | {depth:,} | {read.at(depth) / 1e6:.0f} | {predicted:.1f} | {measured:.1f} "
+                    f"| {100 * (predicted / measured - 1):+.0f} % | {read.at(depth) / measured / 1e6:.1f} |",
+                    flush=True,
+                )
+        finally:
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()

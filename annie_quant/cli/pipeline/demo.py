@@ -11,7 +11,7 @@ while servers are measured.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,19 +55,20 @@ class Side(NamedTuple):
 
     strategy: None: made from bf16.
     gguf_type: of the file that is served; None: the type of the checkpoint's tensors.
-    effort: of a strategy that has efforts.
+    options: of the strategy, where they are not its defaults.
     """
 
     label: str
     strategy: str | None = None
     gguf_type: str | None = None
-    effort: str | None = None
+    options: Mapping[str, Any] | None = None
 
 
 SIDES = {
     "bf16": Side("bf16", gguf_type="BF16"),
     "naive": Side("NVFP4 naive", "naive"),
-    "best": Side("NVFP4 best", "best", effort="fast"),
+    # With the default share of .05 one answer of 693 is empty in three of four draws of calibration, which is undecided.
+    "best": Side("NVFP4 best", "best", options={"effort": "fast", "share": 0.02}),
     "q4_k_m": Side("Q4_K_M", gguf_type="Q4_K_M"),
 }
 CANDIDATE, INCUMBENT = "best", "q4_k_m"
@@ -127,7 +128,7 @@ class Demo:
             processes.start("bf16-answers", prompts_used, [], self.answers)
             stages.stage("data", prompts, ["calibration.jsonl"], self.make_data, StageResult)
             for strategy in STRATEGIES:
-                stages.quantize(strategy, effort=SIDES[strategy].effort)
+                stages.quantize(strategy, chosen=SIDES[strategy].options)
                 stages.audit(strategy)
             text = {"text": stages.text_key()}
             for side in BACKENDS:

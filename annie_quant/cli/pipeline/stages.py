@@ -149,10 +149,10 @@ class Stages:
         write_text(path, "".join(json.dumps(rows[i], ensure_ascii=False) + "\n" for i in chosen))
         return path
 
-    def quantize(self, strategy: str, draw: int = 0, effort: str | None = None) -> StageResult:
-        """Quantize. strategy: with a budget or without one. effort: of a strategy that has that option; None: its default."""
+    def quantize(self, strategy: str, draw: int = 0, chosen: Mapping[str, Any] | None = None) -> StageResult:
+        """Quantize. strategy: with a budget or without one. chosen: the strategy's options that are not its defaults."""
         plain, budget = with_budget(strategy)
-        options: dict[str, Any] = {"effort": effort} if effort else {}
+        options = dict(chosen or {})
         if budget is not None:
             device = decode_speed.DEVICES["gb10"]
             read = decode_speed.token_bytes(ModelFolder(self.model), budget)

@@ -2,7 +2,7 @@
 
     replay(logs)   conversations turn by turn: the user's texts and the logged results of tools; the server's own answers are kept.
                    Of an agent's trace: its requests, each as long after the answer before it as in the trace
-    trace(file)    one request per record, at its time. A trace of lengths (bench/py) becomes text of that length, and
+    trace(file)    one request per record, at its time. A trace of lengths (below) becomes text of that length, and
                    blocks of equal name equal text. Any log with times (annie_quant.data.logs has the formats) is sent as it is,
                    each request with the history that it had.
 

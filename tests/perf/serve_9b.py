@@ -152,7 +152,7 @@ def stop_profiler(worker: Any) -> list[tuple[str, int, float]]:
 class Engine:
     """vLLM's engine of one kernel, and the loads."""
 
-    def __init__(self, name: str, folder: str, on_cpu: bool) -> None:
+    def __init__(self, name: str, folder: str, on_cpu: bool, depth: int) -> None:
         kernel, *kinds = name.split("-")
         plain = "plain" in kinds
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -178,10 +178,10 @@ class Engine:
             options = {"enforce_eager": plain}
         else:
             options |= {
-                "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30, **GPU_OPTIONS,
+                "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 6 << 30, **GPU_OPTIONS,
             }  # fmt: skip
         self.llm = LLM(
-            register_text_only(folder), dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
+            register_text_only(folder), dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_model_len=max(4096, depth + 512),
             max_num_seqs=LOADS[-1], max_num_batched_tokens=8192, enable_prefix_caching=False, disable_log_stats=True, **options,
         )  # fmt: skip
         self.engine = self.llm.llm_engine
@@ -242,14 +242,14 @@ def energy_mj() -> float | None:
     return None
 
 
-def worker(name: str, folder: str, answers: Path, on_cpu: bool) -> None:
+def worker(name: str, folder: str, answers: Path, on_cpu: bool, depth: int) -> None:
     """Start an engine, then run one job per line of the standard input; append one JSON line per job to `answers`."""
 
     def reply(row: dict[str, Any]) -> None:
         with answers.open("a") as f:
             f.write(json.dumps({"engine": name, **row}) + "\n")
 
-    engine = Engine(name, folder, on_cpu)
+    engine = Engine(name, folder, on_cpu, depth)
     reply({"job": "start", **engine.about()})
     for line in sys.stdin:
         job = json.loads(line)
@@ -279,7 +279,7 @@ def kill_session(process: subprocess.Popen[Any]) -> None:
 class Child:
     """An engine's process."""
 
-    def __init__(self, name: str, folder: Path, output: Path, on_cpu: bool) -> None:
+    def __init__(self, name: str, folder: Path, output: Path, on_cpu: bool, depth: int) -> None:
         self.name, self.answers = name, output / f"answers.{name}.jsonl"
         self.answers.unlink(missing_ok=True)
         self.read = 0
@@ -294,6 +294,8 @@ class Child:
             str(folder),
             "--output",
             str(self.answers),
+            "--depth",
+            str(depth),
         ]
         argv += ["--cpu"] if on_cpu else []
         paths = os.pathsep.join([str(HERE), str(output / "plugin"), os.environ.get("PYTHONPATH", "")])
@@ -342,7 +344,9 @@ def summarize(rows: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]]
     for row in rows:
         if row.get("round", -1) < 0 or "error" in row:
             continue
-        what = f"TPOT ms, {row['streams']} streams" if row["job"] == "decode" else f"TTFT ms, {row['prompt']} tokens"
+        what = f"TTFT ms, {row['prompt']} tokens"
+        if row["job"] == "decode":
+            what = f"TPOT ms, {row['streams']} streams" + (f" at {row['prompt']}" if row["prompt"] != PROMPT else "")
         value = row["tpot_ms"] if row["job"] == "decode" else row["ttft_ms"]
         cells.setdefault((what, row["engine"]), {})[row["round"]] = value
     result = []
@@ -390,7 +394,7 @@ def coordinate(args: argparse.Namespace) -> None:
     for name in names:
         quantized, head = not name.startswith("bf16"), "-head" in name
         folder = output / f"shape.{'nvfp4' if quantized else 'bf16'}{'-head' if head else ''}"
-        children.append(Child(name, write_config(folder, args.tiny, quantized, changes, head=head), output, args.cpu))
+        children.append(Child(name, write_config(folder, args.tiny, quantized, changes, head=head), output, args.cpu, args.depth))
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any] | None) -> None:
@@ -426,13 +430,15 @@ def coordinate(args: argparse.Namespace) -> None:
                     for c in order
                     if c.name.removesuffix("-plain") == c.name or c.name.removesuffix("-plain") not in with_both
                 ]
-            for streams in (*LOADS, 0):
+            jobs: list[dict[str, Any]] = [
+                {"job": "decode", "streams": n, "prompt": PROMPT, "tokens": args.tokens} for n in LOADS
+            ]
+            jobs += [{"job": "prefill", "prompt": PREFILL, "repeats": 5}]
+            jobs += [{"job": "decode", "streams": 1, "prompt": args.depth, "tokens": 64}] if args.depth else []
+            for job in jobs:
                 for child in order:
                     if time.monotonic() > end - spare:
                         break
-                    job = {"job": "decode", "streams": streams, "prompt": PROMPT, "tokens": args.tokens}
-                    if streams == 0:
-                        job = {"job": "prefill", "prompt": PREFILL, "repeats": 5}
                     keep(child.ask({**job, "round": number}, end))
             lines = summarize(rows, names[0])
             (output / "summary.json").write_text(json.dumps(lines, indent=1))
@@ -476,6 +482,7 @@ def main() -> None:
     parser.add_argument("--profile-seconds", type=float, default=6, help="per engine and load")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=0, help="also time one stream after a prompt of so many tokens")
     parser.add_argument("--shape", choices=SHAPES, default="9b")
     parser.add_argument(
         "--changes", default="{}", help="JSON of fields of the configuration that differ from the shape"
@@ -487,7 +494,7 @@ def main() -> None:
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.worker, args.folder, args.output, args.cpu)
+        worker(args.worker, args.folder, args.output, args.cpu, args.depth)
     else:
         coordinate(args)
 

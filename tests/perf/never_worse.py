@@ -30,10 +30,11 @@ NUMERICS = ("w4a4", "w4a16")
 
 def divergences(held_out: HeldOut, checkpoint: Path, numerics: str) -> torch.Tensor:
     """Return the summed KL of each answer, [answers] float64, nats."""
-    model = load(checkpoint, numerics, cache="float32", dtype=torch.float32, device="cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load(checkpoint, numerics, cache="float32", dtype=torch.float32, device=device)
     sums = torch.zeros(len(held_out.rows), dtype=torch.float64)
     for i, logits in Engine(model).scores(held_out.rows):
-        p, q = held_out.reference[i], torch.log_softmax(logits, -1)
+        p, q = held_out.reference[i], torch.log_softmax(logits, -1).cpu()
         sums[i] = (p.exp() * (p - q)).sum(-1).clamp_min(0).double().sum()
     return sums
 

@@ -394,7 +394,9 @@ def coordinate(args: argparse.Namespace) -> None:
     for name in names:
         quantized, head = not name.startswith("bf16"), "-head" in name
         folder = output / f"shape.{'nvfp4' if quantized else 'bf16'}{'-head' if head else ''}"
-        children.append(Child(name, write_config(folder, args.tiny, quantized, changes, head=head), output, args.cpu, args.depth))
+        children.append(
+            Child(name, write_config(folder, args.tiny, quantized, changes, head=head), output, args.cpu, args.depth)
+        )
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any] | None) -> None:

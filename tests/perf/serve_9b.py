@@ -181,7 +181,8 @@ class Engine:
                 "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 6 << 30, **GPU_OPTIONS,
             }  # fmt: skip
         self.llm = LLM(
-            register_text_only(folder), dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_model_len=max(4096, depth + 512),
+            register_text_only(folder), dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True,
+            max_model_len=max(4096, depth + 512),
             max_num_seqs=LOADS[-1], max_num_batched_tokens=8192, enable_prefix_caching=False, disable_log_stats=True, **options,
         )  # fmt: skip
         self.engine = self.llm.llm_engine

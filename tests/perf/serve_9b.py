@@ -2,6 +2,7 @@
 
     python tests/perf/serve_9b.py --output DIR --engines marlin,ours,ours-plain --seconds 280
     python tests/perf/serve_9b.py --output DIR --shape 35b-a3b --changes '{"num_hidden_layers": 20}' --seconds 280
+    python tests/perf/serve_9b.py --output DIR --checkpoint NVFP4 --source BF16 --engines marlin,ours,bf16
 
 Each engine is a process with vLLM's own engine core behind it (torch.compile and CUDA graphs; "plain": CUDA graphs without
 torch.compile) and random NVFP4 weights of Qwen3.5-9B's shapes (32 layers, bf16 head of 248,320 rows), or of Qwen3.6-35B-A3B's (40
@@ -181,8 +182,8 @@ class Engine:
                 "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 6 << 30, **GPU_OPTIONS,
             }  # fmt: skip
         self.llm = LLM(
-            register_text_only(folder), dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True,
-            max_model_len=max(4096, depth + 512),
+            register_text_only(folder), dtype="bfloat16", skip_tokenizer_init=True,
+            load_format="auto" if any(Path(folder).glob("*.safetensors")) else "dummy", max_model_len=max(4096, depth + 512),
             max_num_seqs=LOADS[-1], max_num_batched_tokens=8192, enable_prefix_caching=False, disable_log_stats=True, **options,
         )  # fmt: skip
         self.engine = self.llm.llm_engine
@@ -394,10 +395,11 @@ def coordinate(args: argparse.Namespace) -> None:
     children = []
     for name in names:
         quantized, head = not name.startswith("bf16"), "-head" in name
-        folder = output / f"shape.{'nvfp4' if quantized else 'bf16'}{'-head' if head else ''}"
-        children.append(
-            Child(name, write_config(folder, args.tiny, quantized, changes, head=head), output, args.cpu, args.depth)
-        )
+        folder = args.checkpoint if quantized else args.source
+        if folder is None:
+            folder = output / f"shape.{'nvfp4' if quantized else 'bf16'}{'-head' if head else ''}"
+            write_config(folder, args.tiny, quantized, changes, head=head)
+        children.append(Child(name, folder, output, args.cpu, args.depth))
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any] | None) -> None:
@@ -490,6 +492,10 @@ def main() -> None:
     parser.add_argument(
         "--changes", default="{}", help="JSON of fields of the configuration that differ from the shape"
     )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a real NVFP4 checkpoint instead of a shape; --source: its bf16 model"
+    )
+    parser.add_argument("--source", type=Path)
     parser.add_argument("--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie")
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU")

@@ -36,7 +36,7 @@ LOADS = (1, 4, 16, 64)
 PROMPT, PREFILL = 128, 2048
 HEADS = {
     "num_attention_heads": 16, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 248320, "max_position_embeddings": 8192,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 248320, "max_position_embeddings": 32768,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "9b": {
@@ -304,7 +304,7 @@ class Child:
         with (output / f"log.{name}.txt").open("w") as log:
             self.process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": paths},
+                env={**os.environ, "PYTHONPATH": paths, "TORCHDYNAMO_DISABLE": "0"},  # vllm_answers.py has another default
             )  # fmt: skip
 
     def wait(self, until: float) -> dict[str, Any] | None:

@@ -164,9 +164,10 @@ constexpr WgmmaCost kWgmmaCosts[] = {{16, .58, .54, .02, 0., 4.2, 0., 0., 0.},
 
 constexpr double kWgmmaStart = 3.2, kWgmmaPermute = 1.2, kWgmmaCluster = 2.8;
 constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.5;  // per part of a stream-K tile; if the parts are not equal
-constexpr double kWgmmaAllSplit = 4.;                   // if all tiles are stream-K, and more than the blocks
-// Sums in the launch: not measured as faster with more parts of a tile or more waves of tiles; with tiles of 32 tokens, more stages are slower.
-constexpr double kAddParts = 2.5;
+// If all tiles are stream-K, though the blocks could compute one whole tile each and the rest in few parts.
+constexpr double kWgmmaAllSplit = 4.;
+// Sums in the launch: not measured as faster with more parts of a tile or more waves of tiles; with 32 tokens, more stages are slower.
+constexpr double kFewParts = 2.5;
 constexpr int kAddWaves = 2, kAddStages = 4;
 constexpr int kFewSteps = 16, kFewStages = 4;                 // if a block has few steps, more stages than that all arrive late
 constexpr int kWgmmaMaxStages = 16, kPermuteResident = 4096;  // shared memory of the permutation kernel, which is resident at the same time
@@ -206,10 +207,11 @@ double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
                 const double us = start + (double)steps * (c.step + (permute_first ? 0. : c.permute));
                 if (!stream_k_tiles) return consider(1, 256, permute_first, blocks, 0, 0, us);
                 const double parts = (double)blocks / stream_k_tiles;
-                const bool uneven = blocks % stream_k_tiles, all_split = stream_k_tiles == all && all > blocks;
+                const bool uneven = blocks % stream_k_tiles;
+                const bool all_split = stream_k_tiles == all && all > blocks && blocks <= kFewParts * (double)(all - blocks);
                 consider(1, 256, permute_first, blocks, stream_k_tiles, 0,
                          us + c.add + kWgmmaPart * parts + (uneven ? kWgmmaUneven : 0.) + (all_split ? kWgmmaAllSplit : 0.));
-                if (c.tokens > 16 && permute_first && parts <= kAddParts && stream_k_tiles <= blocks && all <= kAddWaves * sms)
+                if (c.tokens > 16 && permute_first && parts <= kFewParts && stream_k_tiles <= blocks && all <= kAddWaves * sms)
                     consider(1, 256, 1, blocks, stream_k_tiles, 1, us + c.launch + c.launch_part * parts + (uneven ? c.launch_uneven : 0.));
             };
             const int64_t waves = ceil_div(all, sms);

@@ -65,17 +65,24 @@ class Prepared:
 
 
 class HummingKernel:
-    """humming's own layer and its own choice of tiles, without vLLM; a LinearKernel. Names of humming-kernels 0.1.20."""
+    """humming's own layer, without vLLM; a LinearKernel. Names of humming-kernels 0.1.20.
+
+    tokens: numbers of tokens, whose tiles humming chooses; for a shape it would compile those of 92 ranges
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = sorted(tokens)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Repack the weight of a layer with vLLM's names."""
+        import torch
         from humming.layer import HummingLayer
+        from humming.tune import get_heuristics_config
 
         n, half = layer.weight.shape
-        own = HummingLayer(
-            n, 2 * half, {"quant_method": "modelopt", "quant_algo": "nvfp4"}, torch_dtype=layer.params_dtype
-        )
-        own.to(layer.weight.device)
+        form = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
+        with torch.device(layer.weight.device):
+            own = HummingLayer(n, 2 * half, form, torch_dtype=layer.params_dtype)
         own.load_from_tensors(
             {
                 "weight": layer.weight.data,
@@ -84,14 +91,15 @@ class HummingKernel:
             }
         )
         own.transform()
+        tiles = [get_heuristics_config(own.humming_config, m) for m in self.tokens]
+        # Each for tokens above the first number and up to the second.
+        layer.tiles = list(zip([0, *self.tokens], self.tokens, tiles, strict=False))
         layer.humming = own
         del layer.weight, layer.weight_scale
 
     def apply_weights(self, layer: Any, x: Any) -> Any:
-        """Return the product, by the tiles that humming takes for this number of tokens; others are not compiled."""
-        from humming.tune import get_heuristics_config
-
-        return layer.humming(x, tuning_config=get_heuristics_config(layer.humming.humming_config, len(x)))
+        """Return the product; the first call compiles."""
+        return layer.humming(x, tuning_config=layer.tiles)
 
 
 def vllm_layer(codes: Any, scales: Any, scale: float) -> Any:

@@ -39,7 +39,7 @@ def main() -> None:
     missing: dict[str, str] = {}
     if args.humming:
         name = f"humming {version('humming-kernels')}"
-        prepared = stack_times.prepare(shapes, tokens, {name: stack_times.HummingKernel()}, missing)
+        prepared = stack_times.prepare(shapes, tokens, {name: stack_times.HummingKernel(tokens)}, missing)
     else:
         from vllm.config import VllmConfig, set_current_vllm_config
 

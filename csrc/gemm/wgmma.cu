@@ -151,16 +151,24 @@ const char *problem(const Shape &shape, const aq_limits &limits, const WgmmaPlan
 
 // Microseconds, fitted to measurements on an H200. step: 256 rows x 128 columns (or 128 x 256), with permuted activations; low: a step of
 // 192 rows; permute, permute2: additional cost per step of the in-place permutation, with one part of K and with two; add: the fix-up
-// kernel's reduction over the workspace.
+// kernel's reduction over the workspace; launch, launch_part, launch_uneven: the sums in the launch, per part of a tile, if the parts are
+// not equal.
 struct WgmmaCost {
     int tokens;
-    double step, low, permute, permute2, add;
+    double step, low, permute, permute2, add, launch, launch_part, launch_uneven;
 };
-constexpr WgmmaCost kWgmmaCosts[] = {
-    {16, .58, .54, .02, 0., 4.2}, {32, .60, .58, .03, .12, 4.2}, {64, .84, .655, .09, .4, 4.1}, {128, 1.36, 0., 0., 0., 5.5}};
+constexpr WgmmaCost kWgmmaCosts[] = {{16, .58, .54, .02, 0., 4.2, 0., 0., 0.},
+                                     {32, .60, .58, .03, .12, 4.2, 2.5, .48, 2.7},
+                                     {64, .84, .655, .09, .4, 4.1, 1.35, .87, 2.7},
+                                     {128, 1.36, 0., 0., 0., 5.5, 0., 2.65, 4.6}};
 
 constexpr double kWgmmaStart = 3.2, kWgmmaPermute = 1.2, kWgmmaCluster = 2.8;
-constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.5;        // per part of a stream-K tile; if the parts are not equal
+constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.5;  // per part of a stream-K tile; if the parts are not equal
+// If all tiles are stream-K, though the blocks could compute one whole tile each and the rest in few parts.
+constexpr double kWgmmaAllSplit = 4.;
+// Sums in the launch: not measured as faster with more parts of a tile or more waves of tiles; with 32 tokens, more stages are slower.
+constexpr double kFewParts = 2.5;
+constexpr int kAddWaves = 2, kAddStages = 4;
 constexpr int kFewSteps = 16, kFewStages = 4;                 // if a block has few steps, more stages than that all arrive late
 constexpr int kWgmmaMaxStages = 16, kPermuteResident = 4096;  // shared memory of the permutation kernel, which is resident at the same time
 double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
@@ -170,14 +178,15 @@ double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
     for (const WgmmaCost &c : kWgmmaCosts) {
         const int64_t m_tiles = ceil_div(shape.m, c.tokens);
         if (m_tiles * (tiles + 15) / 16 * chunks > INT32_MAX / 4) continue;
-        const auto consider = [&](int cluster_size, int rows, int permute_first, int blocks, int stream_k_tiles, double us) {
+        const auto consider = [&](int cluster_size, int rows, int permute_first, int blocks, int stream_k_tiles, int add, double us) {
             if (us >= best_us) return;
             const int halves = rows == 128 ? 2 : 1,
                       taken = kWgmmaHead + wgmma_reduce_bytes(c.tokens, cluster_size, halves) + (permute_first ? kPermuteResident : 0);
             const bool few = cluster_size == 1 && c.tokens == 64 && stream_k_tiles > 0 &&
                              (int64_t)stream_k_tiles * chunks <= (int64_t)kFewSteps * blocks;
-            const int stages = std::min(few ? kFewStages : kWgmmaMaxStages, (limits.smem_bytes - taken) / wgmma_stage(c.tokens, halves));
-            const WgmmaPlan tried{c.tokens, rows, blocks, cluster_size, stages, stream_k_tiles, permute_first, 0};
+            const int most = few ? kFewStages : add && c.tokens == 32 ? kAddStages : kWgmmaMaxStages;
+            const int stages = std::min(most, (limits.smem_bytes - taken) / wgmma_stage(c.tokens, halves));
+            const WgmmaPlan tried{c.tokens, rows, blocks, cluster_size, stages, stream_k_tiles, permute_first, add};
             aq_needs needs;
             if (problem(shape, limits, tried, &needs)) return;
             best_us = us;
@@ -189,15 +198,21 @@ double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
                 const int64_t all = ceil_div(tiles * halves, kBlockTiles) * m_tiles;
                 if (chunks % halves || chunks / halves < 2 || all * 2 > resident(sms, 2)) continue;
                 const double step = c.step + (permute_first ? 0. : halves == 1 ? c.permute : c.permute2);
-                consider(2, 256 / halves, permute_first, (int)all * 2, (int)all, start + (chunks / halves + 1) / 2 * step + kWgmmaCluster);
+                consider(2, 256 / halves, permute_first, (int)all * 2, (int)all, 0,
+                         start + (chunks / halves + 1) / 2 * step + kWgmmaCluster);
             }
             const int64_t all = ceil_div(tiles, kBlockTiles) * m_tiles;
             const auto shares = [&](int blocks, int stream_k_tiles) {
                 const int64_t steps = ceil_div(all - stream_k_tiles, blocks) * chunks + ceil_div((int64_t)stream_k_tiles * chunks, blocks);
-                const double more =
-                    stream_k_tiles ? c.add + kWgmmaPart * blocks / stream_k_tiles + (blocks % stream_k_tiles ? kWgmmaUneven : 0.) : 0.;
-                consider(1, 256, permute_first, blocks, stream_k_tiles,
-                         start + (double)steps * (c.step + (permute_first ? 0. : c.permute)) + more);
+                const double us = start + (double)steps * (c.step + (permute_first ? 0. : c.permute));
+                if (!stream_k_tiles) return consider(1, 256, permute_first, blocks, 0, 0, us);
+                const double parts = (double)blocks / stream_k_tiles;
+                const bool uneven = blocks % stream_k_tiles;
+                const bool all_split = stream_k_tiles == all && all > blocks && blocks <= kFewParts * (double)(all - blocks);
+                consider(1, 256, permute_first, blocks, stream_k_tiles, 0,
+                         us + c.add + kWgmmaPart * parts + (uneven ? kWgmmaUneven : 0.) + (all_split ? kWgmmaAllSplit : 0.));
+                if (c.tokens > 16 && permute_first && parts <= kFewParts && stream_k_tiles <= blocks && all <= kAddWaves * sms)
+                    consider(1, 256, 1, blocks, stream_k_tiles, 1, us + c.launch + c.launch_part * parts + (uneven ? c.launch_uneven : 0.));
             };
             const int64_t waves = ceil_div(all, sms);
             shares((int)ceil_div(all, waves), 0);
@@ -206,7 +221,7 @@ double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
             if (all <= sms / 2) shares((int)(sms / all * all), (int)all);
             const int64_t lower = (tiles + 11) / 12 * m_tiles, low_waves = ceil_div(lower, sms);
             if (c.tokens < 128)
-                consider(1, 192, permute_first, (int)ceil_div(lower, low_waves), 0,
+                consider(1, 192, permute_first, (int)ceil_div(lower, low_waves), 0, 0,
                          start + (double)low_waves * chunks * (c.low + (permute_first ? 0. : c.permute)));
         }
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import checkpoint_zoo as zoo
 import pytest
@@ -11,6 +13,7 @@ import torch
 from paths import TINY_ANNIE
 
 from annie_quant.core.errors import CheckpointError
+from annie_quant.gemm import oracle
 
 
 def test_the_fastest_kernel_of_each_cell_is_named(monkeypatch):
@@ -76,5 +79,48 @@ def test_partial_sums_in_bfloat16_are_accepted_and_a_wrong_scale_is_not():
         stack_times.check_result(product_of_slices(x, (values * scales).reshape(256, 1024), slices), ours, "256x1024")
     neighbours = product_of_slices(x, (values * scales.roll(1, 1)).reshape(256, 1024), 1)
     for wrong in (neighbours, ours * 1.02, ours * float("nan")):
-        with pytest.raises(ValueError, match="256x1024 differs from ours by"):
+        with pytest.raises(ValueError, match="256x1024 differs from the exact one by"):
             stack_times.check_result(wrong, ours, "256x1024")
+
+
+def test_the_exact_product_is_that_of_the_whole_weight(monkeypatch):
+    monkeypatch.setattr(oracle, "SPAN", 3 * 64)  # three rows of eight at a time
+    codes, scales = oracle.random_weight(8, 64)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    exact = stack_times.exact_product(x, torch.from_numpy(codes), torch.from_numpy(scales))
+    expected = x.double().numpy() @ oracle.dequantize(codes, scales, stack_times.SCALE).T
+    torch.testing.assert_close(exact, torch.from_numpy(expected), rtol=1e-6, atol=1e-9)
+
+
+def test_hummings_layer_gets_the_weight_and_a_choice_of_tiles_for_each_number_of_tokens(monkeypatch):
+    class Layer:
+        def __init__(self, *form, torch_dtype):
+            self.form, self.humming_config = (*form, torch_dtype), None
+
+        def load_from_tensors(self, tensors):
+            self.tensors = tensors
+
+        def transform(self):
+            self.humming_config = "config"
+
+        def __call__(self, x, tuning_config):
+            return x, tuning_config
+
+    tune = SimpleNamespace(get_heuristics_config=lambda config, m: {"config": config, "m": m})
+    for name, module in {
+        "humming": object(),
+        "humming.layer": SimpleNamespace(HummingLayer=Layer),
+        "humming.tune": tune,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    codes, scales = (torch.from_numpy(a) for a in oracle.random_weight(32, 64))
+    layer = stack_times.vllm_layer(codes, scales, 0.5)
+    kernel = stack_times.HummingKernel([64, 1, 16])
+    kernel.process_weights_after_loading(layer)
+    own = layer.humming
+    assert own.form == (32, 64, {"quant_method": "modelopt", "quant_algo": "nvfp4"}, torch.bfloat16)
+    assert own.tensors["weight"].equal(codes) and own.tensors["weight_scale"].equal(scales)
+    assert own.tensors["weight_scale_2"].tolist() == [0.5]
+    _, tiles = kernel.apply_weights(layer, torch.zeros(16, 64))
+    assert [(low, high, t["m"]) for low, high, t in tiles] == [(0, 1, 1), (1, 16, 16), (16, 64, 64)]
+    assert {t["config"] for *_, t in tiles} == {"config"}, "chosen after the weight was repacked"

@@ -1,9 +1,9 @@
-"""Times of the weight-only NVFP4 kernels of an installed vLLM, and of ours in it, at given shapes; which one vLLM chooses.
+"""Times of weight-only NVFP4 kernels at given shapes: vLLM's, humming's own and ours; which one vLLM chooses.
 For tests/perf/kernel_peers.py.
 
 A time is that of one product in a CUDA graph over enough copies of the weight that the L2 no longer has the first one, the median
-of replays. Every peer's result is compared with ours before it is timed. Peers run through vLLM's own classes, ours through the
-torch operator that the plug-in gives vLLM.
+of replays. Every result is compared with a float64 product before it is timed, for each number of tokens. Peers run through vLLM's
+own classes or humming's own layer, ours through the torch operator that the plug-in gives vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ DIFFERENCE = (
     1e-2  # of the norm: humming rounds the partial sums of a split K to bfloat16; a wrong scale gives .1 and more
 )
 OURS = "annie_quant"
+SCALE = 0.002  # of the random weights' tensors
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,54 @@ class LinearKernel(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A weight [n, k] in several copies: per kernel one call per copy, and activations for the most tokens."""
+    """A weight [n, k] in several copies: per kernel one call per copy, and activations for the most tokens.
+
+    differences: per kernel the largest difference from the float64 product, relative to its norm
+    """
 
     n: int
     k: int
     x: Any
     calls: dict[str, list[Callable[[Any], Any]]]
+    differences: dict[str, float] = field(default_factory=dict)
+
+
+class HummingKernel:
+    """humming's own layer, without vLLM; a LinearKernel. Names of humming-kernels 0.1.20.
+
+    tokens: numbers of tokens, whose tiles humming chooses; by itself it would compile 33 kernels per shape
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = sorted(tokens)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Repack the weight of a layer with vLLM's names."""
+        import torch
+        from humming.layer import HummingLayer
+        from humming.tune import get_heuristics_config
+
+        n, half = layer.weight.shape
+        form = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
+        with torch.device(layer.weight.device):
+            own = HummingLayer(n, 2 * half, form, torch_dtype=layer.params_dtype)
+        own.load_from_tensors(
+            {
+                "weight": layer.weight.data,
+                "weight_scale": layer.weight_scale.data,
+                "weight_scale_2": layer.weight_global_scale.data.view(1),
+            }
+        )
+        own.transform()
+        tiles = [get_heuristics_config(own.humming_config, m) for m in self.tokens]
+        # Each for tokens above the first number and up to the second.
+        layer.tiles = list(zip([0, *self.tokens], self.tokens, tiles, strict=False))
+        layer.humming = own
+        del layer.weight, layer.weight_scale
+
+    def apply_weights(self, layer: Any, x: Any) -> Any:
+        """Return the product; the first call compiles."""
+        return layer.humming(x, tuning_config=layer.tiles)
 
 
 def vllm_layer(codes: Any, scales: Any, scale: float) -> Any:
@@ -103,49 +146,75 @@ def choices() -> dict[str, str]:
     return chosen
 
 
-def check_result(result: Any, ours: Any, shape: str) -> None:
-    """Raise ValueError where a kernel's result (float32) differs from ours by more than DIFFERENCE of the norm, or has NaN."""
-    difference = ((result - ours).norm() / ours.norm()).item()
+def check_result(result: Any, exact: Any, shape: str) -> float:
+    """Return the difference of a kernel's result from the exact one, relative to its norm; raise ValueError above DIFFERENCE."""
+    difference: float = ((result - exact).norm() / exact.norm()).item()
     if not difference <= DIFFERENCE:
-        raise ValueError(f"its result for {shape} differs from ours by {difference:.2g} of the norm")
+        raise ValueError(f"its result for {shape} differs from the exact one by {difference:.2g} of the norm")
+    return difference
+
+
+def exact_product(x: Any, codes: Any, scales: Any) -> Any:
+    """Return x [m, k] times the dequantized weight [n, k], float64 [m, n]; the weight is dequantized in parts."""
+    import torch
+
+    from annie_quant.gemm import oracle
+
+    inputs, step = x.double(), max(1, oracle.SPAN // x.shape[1])
+    parts = [slice(i, i + step) for i in range(0, len(codes), step)]
+    return torch.cat([inputs @ oracle.dequantize_in_torch(codes[i], scales[i], SCALE).t() for i in parts], 1)
+
+
+def our_calls(codes: Any, scales: Any, copies: int) -> list[Callable[[Any], Any]]:
+    """Return one call of our operator per copy of a weight."""
+    import torch
+
+    from annie_quant.gemm import torch_op
+
+    torch_op.register()
+    weights = [torch_op.prepare(codes, scales, SCALE) for _ in range(copies)]
+    return [lambda x, w=w: torch.ops.annie_quant.nvfp4_linear(x, *w) for w in weights]
+
+
+def peer_calls(kernel: LinearKernel, codes: Any, scales: Any, copies: int) -> list[Callable[[Any], Any]]:
+    """Return one call of another kernel per copy of a weight."""
+    layers = [vllm_layer(codes, scales, SCALE) for _ in range(copies)]
+    for layer in layers:
+        kernel.process_weights_after_loading(layer)
+    return [lambda x, layer=layer: kernel.apply_weights(layer, x) for layer in layers]
 
 
 def prepare(
     shapes: list[tuple[int, int]], tokens: list[int], kernels: Mapping[str, LinearKernel], missing: dict[str, str]
 ) -> list[Prepared]:
-    """Prepare random weights for ours and vLLM's kernels, call each for all numbers of tokens, and compare the results."""
+    """Prepare random weights for our and other kernels; call each for all numbers of tokens and compare the results.
+
+    missing: of kernels that do not run or whose result is wrong, the reason; they are left out from then on
+    """
     import torch
 
-    from annie_quant.gemm import oracle, torch_op
+    from annie_quant.gemm import oracle
 
-    torch_op.register()
+    makers = {OURS: our_calls} | {name: partial(peer_calls, kernel) for name, kernel in kernels.items()}
     result = []
     for n, k in shapes:
         host_codes, host_scales = oracle.random_weight(n, k, n + k)
         codes = torch.from_numpy(host_codes).cuda()
         scales = torch.from_numpy(host_scales).cuda().view(torch.float8_e4m3fn)
         copies = -(-COLD_BYTES // (n * k * 9 // 16))
-        weights = [torch_op.prepare(codes, scales, 0.002) for _ in range(copies)]
-        calls: dict[str, list[Any]] = {
-            OURS: [lambda x, w=w: torch.ops.annie_quant.nvfp4_linear(x, *w) for w in weights]
-        }
         x = torch.randn(max(tokens), k, device="cuda").to(torch.bfloat16)
-        ours = calls[OURS][0](x[:16]).float()
-        for name, kernel in kernels.items():
+        weight, exact = Prepared(n, k, x, {}), exact_product(x, codes, scales)
+        for name, make in makers.items():
             if name in missing:
                 continue
             try:
-                layers = [vllm_layer(codes, scales, 0.002) for _ in range(copies)]
-                for each in layers:
-                    kernel.process_weights_after_loading(each)
-                calls[name] = [lambda x, each=each, kernel=kernel: kernel.apply_weights(each, x) for each in layers]
-                for m in tokens:  # compiles what is compiled at the first call
-                    calls[name][0](x[:m])
-                check_result(calls[name][0](x[:16]).float(), ours, f"{n}x{k}")
+                calls = make(codes, scales, copies)
+                # The first call of a number of tokens compiles, too.
+                differences = [check_result(calls[0](x[:m]).double(), exact[:m], f"{n}x{k}, M = {m}") for m in tokens]
+                weight.differences[name], weight.calls[name] = max(differences), calls
             except Exception as error:
                 missing[name] = f"{type(error).__name__}: {error}"[:300]
-                calls.pop(name, None)
-        result.append(Prepared(n, k, x, calls))
+        result.append(weight)
     return result
 
 

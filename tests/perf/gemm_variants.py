@@ -1,12 +1,13 @@
-"""Time the planner's W4A16 plan, sums in the launch (`add_in_launch`), and cuBLAS bf16, in one run on one GPU.
+"""Time the planner's W4A16 plan, the one of before, sums in the launch (`add_in_launch`), and cuBLAS bf16, in one run on one GPU.
 
     ANNIE_QUANT_ONLY=_gemm,_nvfp4 ANNIE_QUANT_ARCHS=90a python3 setup.py -q build_ext --inplace
     PYTHONPATH=. python3 tests/perf/gemm_variants.py [--cells 17408x5120:64,...] [--output out.json]
 
-`add` is the plan of ADDED, or the planner's own where that is stream-K; `fix-up` is the same plan with the fix-up kernel, whose
-bits must be the same. Each result is compared with float64 (relative norm) and repeated to the bit. Times: one CUDA graph per
-variant, without and with programmatic dependent launch (PDL), with rotating weights (cold L2); the graphs of a cell are replayed in
-turn, so that the clock's changes meet all of them; medians. An error of the GPU ends the run and names the variant and the step.
+`before` is the plan of BEFORE, where the planner had another one until sums in the launch were among its choices. Where the plan is
+stream-K, `add` or `fix-up` is the same plan with the sums in the launch or with the fix-up kernel; the bits must be the same. Each
+result is compared with float64 (relative norm) and repeated to the bit. Times: one CUDA graph per variant, without and with
+programmatic dependent launch (PDL), with rotating weights (cold L2); the graphs of a cell are replayed in turn, so that the clock's
+changes meet all of them; medians. An error of the GPU ends the run and names the variant and the step.
 """
 
 from __future__ import annotations
@@ -26,17 +27,27 @@ from annie_quant.gemm.arrays import native
 from annie_quant.gemm.plans import Plan, WgmmaPlan
 
 SHAPES = "17408x5120 24576x4096 8192x8192 5120x17408 4096x12288 8192x4096"
-TOKENS = (32, 64, 128, 256, 16, 1024, 2048, 4096)
+TOKENS = (64, 32, 128, 256)
+CELLS = 30  # by default
 COLD_BYTES = 200 << 20
 LIMIT = 4e-3  # of the relative norm; one rounding to bf16 gives 1.7e-3
 Row = dict[str, object]
-# By N, K and M: where sums in the launch were faster than the planner's plan (tests/perf/gemm.md).
-ADDED = {
-    (17408, 5120, 32): WgmmaPlan(32, 256, 132, 1, 4, 68, 1, 1),
-    (17408, 5120, 64): WgmmaPlan(64, 256, 132, 1, 6, 68, 1, 1),
-    (24576, 4096, 128): WgmmaPlan(128, 256, 132, 1, 4, 96, 1, 1),
-    (24576, 4096, 256): WgmmaPlan(128, 256, 132, 1, 4, 60, 1, 1),
-    (8192, 8192, 256): WgmmaPlan(128, 256, 128, 1, 4, 64, 1, 1),
+# By N, K and M: the planner's plan until sums in the launch were among its choices, where it has another one now.
+BEFORE = {
+    (17408, 5120, 64): WgmmaPlan(64, 256, 132, 1, 6, 68, 1),
+    (17408, 5120, 32): WgmmaPlan(32, 256, 132, 1, 8, 68, 0),
+    (24576, 4096, 128): WgmmaPlan(64, 192, 128, 1, 6, 0, 1),
+    (24576, 4096, 256): WgmmaPlan(128, 256, 132, 1, 4, 192, 1),
+    (8192, 8192, 256): WgmmaPlan(128, 256, 128, 1, 4, 64, 1),
+    (17408, 5120, 48): WgmmaPlan(64, 256, 132, 1, 6, 68, 1),
+    (24576, 4096, 96): WgmmaPlan(64, 192, 128, 1, 6, 0, 1),
+    (17408, 5120, 192): WgmmaPlan(64, 256, 132, 1, 6, 204, 1),
+    (5120, 17408, 192): WgmmaPlan(64, 256, 120, 2, 5, 60, 1),
+    (17408, 5120, 384): WgmmaPlan(128, 256, 132, 1, 4, 204, 1),
+    (8192, 8192, 384): WgmmaPlan(128, 256, 132, 1, 4, 96, 1),
+    (8192, 4096, 384): WgmmaPlan(64, 192, 129, 1, 6, 0, 1),
+    (5120, 17408, 512): WgmmaPlan(128, 256, 132, 1, 4, 80, 1),
+    (4096, 12288, 512): WgmmaPlan(128, 256, 128, 1, 4, 64, 1),
 }
 
 
@@ -84,12 +95,12 @@ def plans_of(weight: gemm.Weight, m: int) -> dict[str, Plan]:
     """Return the planner's plan and those to compare it with, by name."""
     today = weight.plan(m)
     result: dict[str, Plan] = {"plan": today}
-    added = ADDED.get((weight.n, weight.k, m))
+    if (weight.n, weight.k, m) in BEFORE:
+        result["before"] = BEFORE[weight.n, weight.k, m]
     stream_k = isinstance(today, WgmmaPlan) and today.stream_k_tiles and today.cluster_size == 1
-    if added is None and stream_k and today.tile_tokens > 16:
-        added = today._replace(add_in_launch=1, permute_first=1)
-    if added is not None:
-        result |= {"fix-up": added._replace(add_in_launch=0), "add": added}
+    if stream_k and today.tile_tokens > 16:
+        name = "fix-up" if today.add_in_launch else "add"
+        result[name] = today._replace(add_in_launch=1 - today.add_in_launch, permute_first=1)
     return result
 
 
@@ -139,8 +150,9 @@ def measure(weights: Weights, m: int, repeats: int) -> list[Row]:
                 x, weights.ours[i], out, plan=plan, pdl=pdl, workspace=workspace
             )
             add(name, plan, pdl, len(weights.ours), call)
-    if "add" in results and not torch.equal(results["fix-up"], results["add"]):
-        rows[-1]["failed"] = "bits differ from the fix-up kernel's"
+    for name in {"add", "fix-up"} & set(results):
+        if not torch.equal(results["plan"], results[name]):
+            rows[-1]["failed"] = "bits differ from those of plan"
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(max(3, repeats // 3) if large else repeats):
         for place, (full, graph, count) in enumerate(graphs):
@@ -169,32 +181,30 @@ def line(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = " ".join(f"{s}:{m}" for s in SHAPES.split() for m in TOKENS)
+    cells = [f"{n}x{k}:{m}" for n, k, m in BEFORE] + [f"{s}:{m}" for m in TOKENS for s in SHAPES.split()]
+    default = " ".join([*dict.fromkeys(cells)][:CELLS])
     parser.add_argument("--cells", default=default, help="NxK:M,...")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=60, help="start no cell after that time")
+    parser.add_argument("--seconds", type=float, default=100, help="start no cell after that time")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     info = native().device_info(0)
     print(f"{info['name']}, {info['sms']} SMs, driver {info['driver']}, torch {torch.__version__}")
     print("| N x K | M | cuBLAS us | us without / with PDL (x cuBLAS) | plan |\n|---|---|---|---|---|", flush=True)
-    by_weight: dict[tuple[int, int], list[int]] = {}
-    for cell in args.cells.replace(",", " ").split():
-        n, k, m = (int(v) for v in cell.replace("x", ":").split(":"))
-        by_weight.setdefault((n, k), []).append(m)
+    weights: dict[tuple[int, int], Weights] = {}
     rows: list[Row] = []
     late: list[str] = []
-    for (n, k), tokens in by_weight.items():
-        weights = Weights(n, k) if time.monotonic() < end else None
-        for m in tokens:
-            if weights is None or time.monotonic() > end:
-                late.append(f"{n}x{k}:{m}")
-                continue
-            cell_rows = measure(weights, m, args.repeats)
-            rows += cell_rows
-            print(line(cell_rows), flush=True)
-        del weights
+    for cell in args.cells.replace(",", " ").split():
+        if time.monotonic() > end:
+            late.append(cell)
+            continue
+        n, k, m = (int(v) for v in cell.replace("x", ":").split(":"))
+        if (n, k) not in weights:
+            weights[n, k] = Weights(n, k)
+        cell_rows = measure(weights[n, k], m, args.repeats)
+        rows += cell_rows
+        print(line(cell_rows), flush=True)
         torch.cuda.empty_cache()
         if args.output:
             args.output.write_text(json.dumps(rows))

@@ -2,7 +2,9 @@
 
     python tests/perf/kernel_peers.py --output peers.json --tokens 1,4,16,64,256,2048 --shapes 24576x4096,...
 
-humming-kernels needs pyelftools.
+humming-kernels 0.1.10, which vLLM 0.26 takes, needs pyelftools. A newer humming by its own API, without vLLM:
+
+    python tests/perf/kernel_peers.py --output humming.json --humming --tokens 1,4,16,64,256
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
@@ -28,16 +31,23 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,4,16,64,256,2048")
     parser.add_argument("--repeats", type=int, default=stack_times.REPEATS)
     parser.add_argument("--seconds", type=float, default=60, help="after --go")
+    parser.add_argument("--humming", action="store_true", help="ours and humming's own layer (0.1.20), without vLLM")
     parser.add_argument("--go", type=Path, help="prepare, then time when this file appears")
     args = parser.parse_args()
-    from vllm.config import VllmConfig, set_current_vllm_config
-
     shapes = stack_times.served_shapes(args.checkpoint) if args.checkpoint else stack_times.read_shapes(args.shapes)
     tokens = [int(m) for m in args.tokens.split(",")]
     missing: dict[str, str] = {}
-    with set_current_vllm_config(VllmConfig()):
-        prepared = stack_times.prepare(shapes, tokens, stack_times.vllm_kernels(missing), missing)
-        print(f"vLLM takes {stack_times.choices()}", flush=True)
+    if args.humming:
+        name = f"humming {version('humming-kernels')}"
+        prepared = stack_times.prepare(shapes, tokens, {name: stack_times.HummingKernel(tokens)}, missing)
+    else:
+        from vllm.config import VllmConfig, set_current_vllm_config
+
+        with set_current_vllm_config(VllmConfig()):
+            prepared = stack_times.prepare(shapes, tokens, stack_times.vllm_kernels(missing), missing)
+            print(f"vLLM takes {stack_times.choices()}", flush=True)
+    for weight in prepared:
+        print(f"{weight.n}x{weight.k}: differences from float64 {weight.differences}", flush=True)
     for name, reason in missing.items():
         print(f"{name} does not run: {reason}", flush=True)
     while args.go and not args.go.exists():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import shared
+from nvfp4_cases import MIDPOINTS
 from paths import TINY_ANNIE
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -233,7 +234,7 @@ def first_edge(model, prompt: Sequence[int], history: Sequence[int]) -> Edge | N
             block = a[row, column // 16 * 16 :][:16].double().abs()
             ideal = float(block.max()) / (6 * scale)
             step = float(torch.tensor(ideal).to(torch.float8_e4m3fn)) * scale
-            middles = torch.tensor(codec.MIDPOINTS, dtype=torch.float64)
+            middles = torch.tensor(MIDPOINTS, dtype=torch.float64)
             of_value = (block[column % 16] / step / middles - 1).abs().min()
             of_scale = ((e4m3[1:] + e4m3[:-1]) / 2 / ideal - 1).abs().min()
             farthest = max(farthest, float(torch.minimum(of_value, of_scale)))

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="the runtime needs torch: pip instal
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 import modelopt_backend  # noqa: E402
+from nvfp4_cases import MIDPOINTS  # noqa: E402
 from runtime_models import simulated  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
@@ -76,7 +77,7 @@ def assert_at_ties(x: torch.Tensor, moved: torch.Tensor, tensor_scale: float, na
     e4m3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().to(x.device)
     step = ideal.float().to(torch.float8_e4m3fn).double() * tensor_scale
     quotient = blocks.gather(1, at[:, 1:])[:, 0] / step
-    middles = torch.tensor(codec.MIDPOINTS, device=x.device, dtype=torch.float64)
+    middles = torch.tensor(MIDPOINTS, device=x.device, dtype=torch.float64)
     element = (quotient.unsqueeze(1) / middles - 1).abs().amin(1)
     scale = ((e4m3[1:] + e4m3[:-1]) / 2 / ideal.unsqueeze(1) - 1).abs().amin(1)
     assert (torch.minimum(element, scale) <= LAST_BITS).all(), name

@@ -261,6 +261,8 @@ def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light:
 
     def work() -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
+        if tokenizer.pad_token_id is None:  # SmolLM2's; the mask hides it
+            tokenizer.pad_token = tokenizer.eos_token
         model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(
             arguments.device
         )
@@ -269,13 +271,15 @@ def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light:
         sequences = [sequences[i * len(sequences) // count] for i in range(count)]
         width = max(map(len, sequences))
         ids = torch.full((len(sequences), width), tokenizer.pad_token_id)
-        for row, sequence in zip(ids, sequences, strict=True):
+        mask = torch.zeros_like(ids)
+        for row, seen, sequence in zip(ids, mask, sequences, strict=True):
             row[: len(sequence)] = torch.tensor(sequence)
+            seen[: len(sequence)] = 1
         rounder = AutoRound(
             model,
             tokenizer,
             scheme="NVFP4",
-            dataset=[{"input_ids": i, "attention_mask": (i != tokenizer.pad_token_id).long()} for i in ids.split(8)],
+            dataset=[{"input_ids": i, "attention_mask": m} for i, m in zip(ids.split(8), mask.split(8), strict=True)],
             iters=50 if light else 200,
             lr=5e-3 if light else None,
             nsamples=len(ids),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -181,21 +182,31 @@ def key(line: dict[str, Any]) -> tuple[Any, ...]:
     return line["model"], line["draw"], line["row"], line["samples"]
 
 
+def spread(values: list[float], digits: int) -> str:
+    """Return the mean, and the least and the most where there are several."""
+    ends = f" ({min(values):.{digits}f}–{max(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{ends}"
+
+
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield one row per model, sample count and recipe: means over the draws, 1e-3 nats."""
-    yield "| model | rows | recipe | draws | W4A4 KL, decisions | flips, at them | W4A16 KL, decisions | flips, at them | s |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    """Yield one row per date, model, sample count and recipe: means over the draws (least to most), 1e-3 nats."""
+    header = "date | model | rows | recipe | draws | W4A4 KL, decisions | flips, at them | W4A16 KL, decisions | flips, at them | s"
+    yield f"| {header} |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    groups: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
     for line in lines:
         if "error" not in line:
-            groups.setdefault((line["model"], line["samples"], line["row"]), []).append(line)
-    for (model, samples, row), own in groups.items():
-        cells = [model, str(samples), row, ",".join(str(x["draw"]) for x in own)]
+            groups.setdefault((line.get("date", ""), line["model"], line["samples"], line["row"]), []).append(line)
+    for (date, model, samples, row), own in groups.items():
+        cells = [date, model, str(samples), row, ",".join(str(x["draw"]) for x in own)]
         for name in NUMERICS:
             kl, decisions, flips, decision_flips = (
-                sum(x[name][k] for x in own) / len(own) for k in ("kl", "decisions", "flips", "decision_flips")
+                [x[name][k] for x in own] for k in ("kl", "decisions", "flips", "decision_flips")
             )
-            cells += [f"{1e3 * kl:.2f}, {1e3 * decisions:.2f}", f"{flips:.0f}, {decision_flips:.0f}"]
+            cells += [
+                f"{spread([1e3 * x for x in kl], 2)}, {1e3 * statistics.mean(decisions):.2f}",
+                f"{statistics.mean(flips):.0f}, {spread(decision_flips, 0)}",
+            ]
         cells.append(f"{sum(x['seconds'] for x in own) / len(own):.0f}")
         yield "| " + " | ".join(cells) + " |"
 

@@ -1,12 +1,12 @@
 """Predicted and measured time per token of one stream in vLLM on a GPU, from the results of serve_9b.py.
 
-    python tests/perf/predicted_vllm.py DIR --device h200
-    python tests/perf/predicted_vllm.py DIR --shape 35b-a3b --changes '{"num_hidden_layers": 20}' --device 3843:22.88
+    python tests/perf/predicted_vllm.py DIR --device h200 3843:22.88 --engines ours,ours-head
+    python tests/perf/predicted_vllm.py DIR --shape 35b-a3b --changes '{"num_hidden_layers": 20}' --device h200
     python tests/perf/predicted_vllm.py DIR --source BF16 --device h200
 
-DIR is serve_9b.py's --output, and --shape, --changes and --source are as there. Bytes per token: of a shape from its configuration, of
-a real model from BF16's headers (NVFP4: the linears of its decoder layers have 4.5 bits per weight). Measured: the least of the
-rounds, with the median in brackets. Predicted: decode_speed.py's, in the middle of the answer. Results: decode_speed.md.
+DIR is serve_9b.py's --output, and --shape, --changes and --source are as there. Bytes per token: of a shape from its configuration,
+of a real model from BF16's headers (NVFP4: the linears of its decoder layers have 4.5 bits per weight). Measured: the least of the
+rounds, and their median. Predicted in the middle of the answer by each --device. Results: decode_speed.md.
 """
 
 from __future__ import annotations
@@ -77,32 +77,40 @@ def model_bytes(engine: str, source: Path) -> TokenBytes:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--device", default="h200", help="as of annie-quant quantize --device")
+    parser.add_argument("--device", nargs="+", default=["h200"], help="as of annie-quant quantize --device")
+    parser.add_argument("--engines", default="", help="default: all")
     parser.add_argument("--shape", choices=SHAPES, default="9b")
     parser.add_argument("--changes", default="{}")
     parser.add_argument("--source", type=Path, help="the bf16 model of a real checkpoint")
     parser.add_argument("--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie")
     a = parser.parse_args()
-    device = decode_speed.find_device(a.device)
+    devices = [decode_speed.find_device(name) for name in a.device]
     times: dict[tuple[str, int, int], list[float]] = {}
     for line in (a.results / "results.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["job"] == "decode" and row["streams"] == 1 and row["round"] >= 0 and "error" not in row:
             times.setdefault((row["engine"], row["prompt"], row["tokens"]), []).append(row["tpot_ms"])
-    print(f"{device.name}, {device.read_bytes_s / 1e9:.0f} GB/s, {1e6 * device.layer_s:.1f} us per layer\n")
-    print(
-        "| engine | prompt | GB per token | predicted, ms | measured, ms | error | n |\n|---|---|---|---|---|---|---|"
-    )
+    columns = ["engine", "prompt", "GB per token", "measured, ms: least (median)", "n"]
+    columns += [f"predicted, {d.read_bytes_s / 1e9:.0f} GB/s and {1e6 * d.layer_s:.1f} us per layer" for d in devices]
+    print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
     for (engine, prompt, tokens), rounds in sorted(times.items()):
+        if a.engines and engine not in a.engines.split(","):
+            continue
         read = (
             model_bytes(engine, a.source) if a.source else shape_bytes(engine, a.shape, json.loads(a.changes), a.tiny)
         )
-        depth = prompt + tokens // 2
-        predicted, measured = 1e3 / decode_speed.tok_s(read, device, depth), min(rounds)
-        print(
-            f"| {engine} | {prompt:,} | {read.at(depth) / 1e9:.2f} | {predicted:.2f} "
-            f"| {measured:.2f} ({statistics.median(rounds):.2f}) | {100 * (predicted / measured - 1):+.0f} % | {len(rounds)} |"
-        )
+        depth, measured = prompt + tokens // 2, min(rounds)
+        cells = [
+            engine,
+            f"{prompt:,}",
+            f"{read.at(depth) / 1e9:.2f}",
+            f"{measured:.2f} ({statistics.median(rounds):.2f})",
+        ]
+        cells.append(str(len(rounds)))
+        for device in devices:
+            predicted = 1e3 / decode_speed.tok_s(read, device, depth)
+            cells.append(f"{predicted:.2f} ({100 * (predicted / measured - 1):+.1f} %)")
+        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

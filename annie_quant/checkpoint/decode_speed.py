@@ -6,7 +6,8 @@ Weights are those that a token reads (size.bytes_per_token). Keys and values of 
 read and written. tests/perf/decode_speed.md has the errors against published and measured figures.
 
 Bandwidth and the cost of launches are measured on a GPU by our W4A16 kernel with one token and a copy, in CUDA graphs as servers
-launch them; on a CPU by the codec's product and a copy. Weights rotate, so that they come from memory.
+launch them. Weights rotate, so that they come from memory. On a processor llama.cpp is measured, and its costs replace the formula
+where what a token computes is known (llama_cpp_speed.py).
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 
 from annie_quant import nvfp4
-from annie_quant.checkpoint import dialects
+from annie_quant.checkpoint import dialects, llama_cpp_speed
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import read_struct
 from annie_quant.checkpoint.shards import ModelFolder
@@ -30,7 +30,7 @@ from annie_quant.checkpoint.size import AttentionShape, Caches, bytes_per_token,
 from annie_quant.core import host
 from annie_quant.core.errors import UsageError, need
 from annie_quant.core.progress import SILENT, Progress
-from annie_quant.documents import Device, PredictedSpeed, decode, write
+from annie_quant.documents import Device, LlamaCppRates, PredictedSpeed, decode, write
 
 # Bandwidth: a saturating read on a GB10 (antirez/ds4#773); 1 GiB of reads on an H200 (tests/perf/gemm.md).
 # Cost of a layer: fitted to the figures in tests/perf/decode_speed.md, one number per device.
@@ -47,11 +47,13 @@ class TokenBytes:
 
     weights: bytes, of a mixture's experts the active share.
     layers: number of decoder layers.
+    work: what it computes, for processors; None where only the bytes are known.
     """
 
     weights: float
     layers: int
     caches: Caches = field(default_factory=Caches)
+    work: llama_cpp_speed.Work | None = None
 
     def at(self, depth: int) -> float:
         """Return the bytes after `depth` earlier tokens. DeltaNet's states are read and written."""
@@ -67,6 +69,9 @@ def token_bytes(folder: ModelFolder, weights: float | None = None) -> TokenBytes
 
 def tok_s(read: TokenBytes, device: Device, depth: int = 0) -> float:
     """Return the predicted tokens per second of one stream after `depth` earlier tokens."""
+    if device.llama_cpp and read.work:
+        states = 2 * read.caches.state / device.read_bytes_s
+        return 1 / (llama_cpp_speed.seconds(read.work, device.llama_cpp, depth) + states)
     return 1 / (read.at(depth) / device.read_bytes_s + read.layers * device.layer_s)
 
 
@@ -82,8 +87,9 @@ def speed_of(read: TokenBytes, device: Device | None = None) -> PredictedSpeed:
 
 
 def predict(folder: ModelFolder, device: Device | None = None) -> PredictedSpeed:
-    """Return the prediction for a model folder; parameters as of speed_of."""
-    return speed_of(token_bytes(folder), device)
+    """Return the prediction for a model folder; parameters as of speed_of. On a processor: in the GGUF file that it becomes."""
+    work = llama_cpp_speed.work_of(folder, read_struct(AttentionShape, folder.text_config))
+    return speed_of(replace(token_bytes(folder), work=work), device)
 
 
 def predict_if_readable(folder: Path, device: Device | None = None) -> PredictedSpeed | None:
@@ -166,21 +172,39 @@ LAUNCHES = 16  # kernels of a decoder layer: two norms, four to six products, ro
 SECONDS = 3.0  # of each measurement
 
 
-def measure_device(path: Path | None = None, progress: Progress = SILENT) -> Device:
-    """Measure this machine and write its device file. path: by default where predictions look for it."""
-    progress.message(f"measuring {machine_name()}: reads, copies and launches, {3 * SECONDS:.0f} seconds")
-    read, copied, launch = measure_gpu() if host.gpus() else measure_cpu()
-    device = Device(
-        name=machine_name(),
-        read_bytes_s=max(read, copied),
-        layer_s=LAUNCHES * launch,
-        source=f"doctor --measure, {time.strftime('%Y-%m-%d')}: product {read / 1e9:.4g} GB/s, copy {copied / 1e9:.4g} GB/s, "
-        f"launch {launch * 1e6:.3g} us x {LAUNCHES}",
-    )
+def measure_device(
+    path: Path | None = None,
+    progress: Progress = SILENT,
+    processor: Callable[[Progress], LlamaCppRates] | None = None,
+) -> Device:
+    """Measure this machine and write its device file.
+
+    path: by default where predictions look for it.
+    processor: measures llama.cpp on a machine without a GPU (ops/llama_cpp_rates.py).
+    """
+    progress.message(f"measuring {machine_name()}")
+    device = gpu_device() if host.gpus() or processor is None else processor_device(processor(progress))
     path = path or device_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, device)
     return device
+
+
+def gpu_device() -> Device:
+    """Return this machine's GPU with its measured rates."""
+    read, copied, launch = measure_gpu()
+    source = (
+        f"doctor --measure, {time.strftime('%Y-%m-%d')}: product {read / 1e9:.4g} GB/s, copy {copied / 1e9:.4g} GB/s, "
+        f"launch {launch * 1e6:.3g} us x {LAUNCHES}"
+    )
+    return Device(name=machine_name(), read_bytes_s=max(read, copied), layer_s=LAUNCHES * launch, source=source)
+
+
+def processor_device(rates: LlamaCppRates) -> Device:
+    """Return this machine's processor with llama.cpp's costs; its bandwidth is that of products in bfloat16."""
+    read, layer = 2 / rates.products["BF16"].weight_s, rates.layer_s
+    source = f"doctor --measure, {time.strftime('%Y-%m-%d')}: llama.cpp, BF16 {read / 1e9:.4g} GB/s, {layer * 1e6:.3g} us per layer"
+    return Device(name=machine_name(), read_bytes_s=read, layer_s=layer, source=source, llama_cpp=rates)
 
 
 def random_weight(shape: tuple[int, int], seed: int) -> nvfp4.Tensor:
@@ -191,7 +215,7 @@ def random_weight(shape: tuple[int, int], seed: int) -> nvfp4.Tensor:
     return nvfp4.Tensor(codes, scales, np.float32(0.01), shape, 16)
 
 
-def fastest(work: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
+def fastest(work: Callable[[], object], wait: Callable[[], object]) -> float:
     """Return the seconds of the fastest call. wait: returns when the work has ended."""
     end, least = time.monotonic() + SECONDS, float("inf")
     work()
@@ -204,18 +228,8 @@ def fastest(work: Callable[[], object], wait: Callable[[], object] = lambda: Non
     return least
 
 
-def measure_cpu() -> tuple[float, float, float]:
-    """Return bytes per second of products and of copies (read and written), and the seconds of a small product."""
-    weights = [random_weight(SHAPE, i) for i in range(COPIES)]
-    x, turn, target = np.ones((1, SHAPE[1]), np.float32), cycle(weights), np.empty_like(weights[0].codes)
-    read = SHAPE[0] * SHAPE[1] * 9 / 16 / fastest(lambda: nvfp4.gemv(x, next(turn)))
-    copied = 2 * target.nbytes / fastest(lambda: np.copyto(target, next(turn).codes))
-    small, one = random_weight(TINY, 0), np.ones((1, TINY[1]), np.float32)
-    return read, copied, fastest(lambda: nvfp4.gemv(one, small))
-
-
 def measure_gpu() -> tuple[float, float, float]:
-    """Return the same of a GPU, with its kernels in CUDA graphs."""
+    """Return bytes per second of products and of copies (read and written), and the seconds of a small product, in CUDA graphs."""
     torch = need("torch", "quantize")
     from annie_quant.gemm.torch_op import prepare, product
 

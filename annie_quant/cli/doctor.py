@@ -75,15 +75,16 @@ def doctor(options: DoctorOptions) -> None:
 
     With --server and --images: whether the server takes images, and names the colours of two.
 
-    With --measure: how fast this machine reads weights, in a device file.
+    With --measure: how fast this machine reads weights, in a device file; on a processor the costs of llama.cpp.
     """
     from annie_quant.ops import doctor as checks
 
     if options.measure:
         from annie_quant.checkpoint.decode_speed import measure_device
+        from annie_quant.ops import llama_cpp_rates
 
         with console.task("measure") as step:
-            device = measure_device(options.output, step)
+            device = measure_device(options.output, step, llama_cpp_rates.measure)
         emit(device) if options.as_json else console.line(f"{device.name}: {device.source}")
         return
     figures: dict[str, object] = {}

@@ -12,16 +12,30 @@ embedding, or with it where the head is tied. Measured: llama.cpp's own time per
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
-import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 
 from annie_quant.checkpoint import ModelFolder, decode_speed
+from annie_quant.checkpoint.linears import read_struct
+from annie_quant.checkpoint.llama_cpp_speed import Product, Work
+from annie_quant.checkpoint.size import AttentionShape
 from annie_quant.ops import serving
+from annie_quant.ops.llama_cpp_rates import token_seconds
+
+
+def products(file: Path) -> list[Product]:
+    """Return the weights of the file that every token reads."""
+    tensors = [t for t in gguf.GGUFReader(file).tensors if len(t.shape) > 1]
+    untied = any(t.name == "output.weight" for t in tensors)
+    return [
+        Product(t.tensor_type.name, int(t.n_elements // t.shape[0]), int(t.shape[0]))
+        for t in tensors
+        if not (untied and t.name == "token_embd.weight")
+    ]
 
 
 def bytes_per_token(file: Path) -> float:
@@ -31,25 +45,6 @@ def bytes_per_token(file: Path) -> float:
     return float(sum(n for name, n in sizes.items() if not (untied and name == "token_embd.weight")))
 
 
-def token_ms(url: str, depth: int, tokens: int, repeats: int) -> float:
-    """Return milliseconds per token by the server's own clock, the median of the requests after the first."""
-    times = []
-    for _ in range(repeats + 1):
-        body = {
-            "prompt": [100] * max(1, depth),
-            "n_predict": tokens,
-            "cache_prompt": True,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-        request = urllib.request.Request(
-            f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=900) as reply:
-            times.append(json.load(reply)["timings"]["predicted_per_token_ms"])
-    return statistics.median(times[1:])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -57,21 +52,27 @@ def main() -> None:
     parser.add_argument("--depths", default="0,4096")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--context", type=int, default=4096)
     a = parser.parse_args()
     device = decode_speed.default_device()
     print(f"device: {device.name}, {device.read_bytes_s / 1e9:.1f} GB/s, {1e6 * device.layer_s:.0f} us per layer\n")
     print(
-        "| file | depth | MB per token | predicted, ms | measured, ms | error | bytes alone, GB/s |\n|---|---|---|---|---|---|---|"
+        "| file | depth | MB per token | predicted, ms | measured, ms (range) | error | bytes alone, GB/s |"
+        "\n|---|---|---|---|---|---|---|"
     )
     for file in a.files:
-        read = decode_speed.token_bytes(ModelFolder(a.folder), bytes_per_token(file))
-        server = serving.start(file, runtime="llama.cpp", log=Path(tempfile.mkdtemp()) / "log")
+        folder = ModelFolder(a.folder)
+        read = decode_speed.token_bytes(folder, bytes_per_token(file))
+        read = replace(read, work=Work(products(file), read_struct(AttentionShape, folder.text_config)))
+        server = serving.start(file, runtime="llama.cpp", log=Path(tempfile.mkdtemp()) / "log", context=a.context)
         try:
             for depth in map(int, a.depths.split(",")):
                 predicted = 1e3 / decode_speed.tok_s(read, device, depth)
-                measured = token_ms(server.url.removesuffix("/v1"), depth, a.tokens, a.repeats)
+                times = token_seconds(server.url.removesuffix("/v1"), depth, a.tokens, a.repeats)
+                measured = 1e3 * statistics.median(times)
                 print(
                     f"| {file.name} | {depth:,} | {read.at(depth) / 1e6:.0f} | {predicted:.1f} | {measured:.1f} "
+                    f"({1e3 * min(times):.1f} to {1e3 * max(times):.1f}) "
                     f"| {100 * (predicted / measured - 1):+.0f} % | {read.at(depth) / measured / 1e6:.1f} |",
                     flush=True,
                 )

@@ -52,7 +52,7 @@ for each in (
 def main() -> None:
     """Run the command line. An expected error is one line; ANNIE_QUANT_TRACEBACK=1 shows its traceback."""
     # Idle OpenMP threads (torch's and the codec's) spin by default, which slows servers on a machine with few cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # so spelled: ops/llama_cpp.py
     stop_signals_raise()
     clean_library_messages()
     try:

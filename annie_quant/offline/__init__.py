@@ -18,7 +18,7 @@ from annie_quant.core.errors import need
 
 # torch and the codec each have an OpenMP runtime, and idle threads of one take the cores from the other while they spin
 # (measured: 586 s for 33 s of work). This must be set before either is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # so spelled: ops/llama_cpp.py
 
 need("torch", "quantize")
 need("transformers", "quantize")

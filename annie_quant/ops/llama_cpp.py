@@ -97,14 +97,14 @@ class LlamaCpp:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment with this copy of the package on PYTHONPATH, and with OpenMP's own way of waiting.
+    """Return this process's environment with this copy of the package on PYTHONPATH.
 
-    The command line sets OMP_WAIT_POLICY for its own process. In llama.cpp, which waits after every operation, passive waiting
-    costs 400 us per layer (tests/perf/decode_speed.md).
+    The package sets OMP_WAIT_POLICY to "passive" for its own process (a user may write "PASSIVE"). In llama.cpp, which waits after
+    every operation, that costs 400 us per layer (tests/perf/decode_speed.md), so it does not inherit it.
     """
     home = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
-    inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    inherited = {k: v for k, v in os.environ.items() if (k, v) != ("OMP_WAIT_POLICY", "passive")}
     return {**inherited, "PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home, "PYTHONUNBUFFERED": "1"}
 
 

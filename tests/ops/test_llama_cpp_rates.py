@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -109,8 +112,17 @@ def test_a_probe_is_served_and_removed(kind: str, tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.glob("*.gguf"))
 
 
-def test_llama_cpp_does_not_inherit_passive_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+def test_llama_cpp_inherits_the_users_way_of_waiting_and_not_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTHER", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     environment = llama_cpp.environment()
     assert "OMP_WAIT_POLICY" not in environment and environment["OTHER"] == "1"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert llama_cpp.environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_the_package_waits_as_llama_cpp_leaves_out() -> None:
+    code = "import os, annie_quant.offline; print(os.environ['OMP_WAIT_POLICY'])"
+    own = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "passive"

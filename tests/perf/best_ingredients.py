@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def quantized(row: str, draw: int, arguments: argparse.Namespace, output: Path) 
 def bytes_of(row: str, draw: int, arguments: argparse.Namespace) -> int:
     """Return the bytes of a finished row of the same model, draw and samples."""
     wanted = (arguments.model.name, draw, row, arguments.samples)
-    return next(int(x["bytes"]) for x in finished(arguments.output) if "error" not in x and key(x) == wanted)
+    return next(int(x["bytes"]) for x in reversed(finished(arguments.output)) if "error" not in x and key(x) == wanted)
 
 
 def quantized_by_peer(row: str, draw: int, arguments: argparse.Namespace, calibration: Path, output: Path) -> float:
@@ -168,7 +169,7 @@ def run(row: str, draw: int, arguments: argparse.Namespace, workloads: list[Work
         "model": arguments.model.name, "draw": draw, "row": row, "samples": arguments.samples, "settings": RECIPES.get(row),
         **figures,
         "seconds": round(seconds, 1), "eval_seconds": round(time.monotonic() - start - seconds, 1), "bytes": size,
-        "w4a4_linears": four_bits, "held_out": recipe.get("held_out"), "ingredients": recipe.get("ingredients"),
+        "date": date.today().isoformat(), "w4a4_linears": four_bits, "held_out": recipe.get("held_out"), "ingredients": recipe.get("ingredients"),
     }  # fmt: skip
 
 
@@ -182,15 +183,15 @@ def key(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield one row per model, sample count and recipe: means over the draws, 1e-3 nats."""
-    yield "| model | rows | recipe | draws | W4A4 KL, decisions | flips, at them | W4A16 KL, decisions | flips, at them | s |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    """Yield one row per model, sample count, recipe and day of the run (another day is another engine): means over the draws, 1e-3 nats."""
+    yield "| model | rows | date | recipe | draws | W4A4 KL, decisions | flips, at them | W4A16 KL, decisions | flips, at them | s |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    groups: dict[tuple[str, int, str, str], list[dict[str, Any]]] = {}
     for line in lines:
         if "error" not in line:
-            groups.setdefault((line["model"], line["samples"], line["row"]), []).append(line)
-    for (model, samples, row), own in groups.items():
-        cells = [model, str(samples), row, ",".join(str(x["draw"]) for x in own)]
+            groups.setdefault((line["model"], line["samples"], line["date"], line["row"]), []).append(line)
+    for (model, samples, day, row), own in groups.items():
+        cells = [model, str(samples), day, row, ",".join(str(x["draw"]) for x in own)]
         for name in NUMERICS:
             kl, decisions, flips, decision_flips = (
                 sum(x[name][k] for x in own) / len(own) for k in ("kl", "decisions", "flips", "decision_flips")

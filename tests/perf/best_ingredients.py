@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def quantized(row: str, draw: int, arguments: argparse.Namespace, output: Path) 
 def bytes_of(row: str, draw: int, arguments: argparse.Namespace) -> int:
     """Return the bytes of a finished row of the same model, draw and samples."""
     wanted = (arguments.model.name, draw, row, arguments.samples)
-    return next(int(x["bytes"]) for x in finished(arguments.output) if "error" not in x and key(x) == wanted)
+    return next(int(x["bytes"]) for x in reversed(finished(arguments.output)) if "error" not in x and key(x) == wanted)
 
 
 def quantized_by_peer(row: str, draw: int, arguments: argparse.Namespace, calibration: Path, output: Path) -> float:
@@ -169,6 +169,7 @@ def run(row: str, draw: int, arguments: argparse.Namespace, workloads: list[Work
         "model": arguments.model.name, "draw": draw, "row": row, "samples": arguments.samples, "settings": RECIPES.get(row),
         **figures,
         "seconds": round(seconds, 1), "eval_seconds": round(time.monotonic() - start - seconds, 1), "bytes": size,
+        "date": date.today().isoformat(),
         "w4a4_linears": four_bits, "held_out": recipe.get("held_out"), "ingredients": recipe.get("ingredients"),
     }  # fmt: skip
 
@@ -182,31 +183,22 @@ def key(line: dict[str, Any]) -> tuple[Any, ...]:
     return line["model"], line["draw"], line["row"], line["samples"]
 
 
-def spread(values: list[float], digits: int) -> str:
-    """Return the mean, and the least and the most where there are several."""
-    ends = f" ({min(values):.{digits}f}–{max(values):.{digits}f})" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{ends}"
-
-
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield one row per date, model, sample count and recipe: means over the draws (least to most), 1e-3 nats."""
-    header = "date | model | rows | recipe | draws | W4A4 KL, decisions | flips, at them | W4A16 KL, decisions | flips, at them | s"
-    yield f"| {header} |"
+    """Yield one row per model, sample count, day and recipe: means over the draws, 1e-3 nats. Another day may be another engine."""
+    numerics = "KL, decisions | flips, at them"
+    yield f"| model | rows | date | recipe | draws | W4A4 {numerics} | W4A16 {numerics} | s |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    groups: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int, str, str], list[dict[str, Any]]] = {}
     for line in lines:
         if "error" not in line:
-            groups.setdefault((line.get("date", ""), line["model"], line["samples"], line["row"]), []).append(line)
-    for (date, model, samples, row), own in groups.items():
-        cells = [date, model, str(samples), row, ",".join(str(x["draw"]) for x in own)]
+            groups.setdefault((line["model"], line["samples"], line["date"], line["row"]), []).append(line)
+    for (model, samples, day, row), own in groups.items():
+        cells = [model, str(samples), day, row, ",".join(str(x["draw"]) for x in own)]
         for name in NUMERICS:
             kl, decisions, flips, decision_flips = (
-                [x[name][k] for x in own] for k in ("kl", "decisions", "flips", "decision_flips")
+                sum(x[name][k] for x in own) / len(own) for k in ("kl", "decisions", "flips", "decision_flips")
             )
-            cells += [
-                f"{spread([1e3 * x for x in kl], 2)}, {1e3 * statistics.mean(decisions):.2f}",
-                f"{statistics.mean(flips):.0f}, {spread(decision_flips, 0)}",
-            ]
+            cells += [f"{1e3 * kl:.2f}, {1e3 * decisions:.2f}", f"{flips:.0f}, {decision_flips:.0f}"]
         cells.append(f"{sum(x['seconds'] for x in own) / len(own):.0f}")
         yield "| " + " | ".join(cells) + " |"
 

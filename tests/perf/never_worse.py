@@ -15,6 +15,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from quantize_peers import HeldOut, calibration_text, source_of
@@ -24,7 +25,8 @@ from annie_quant.data import generate
 from annie_quant.offline.engine import Engine
 from annie_quant.offline.loading import load
 
-STRATEGIES = {"naive": {}, "gptq": {}, "best": {"effort": "fast", "activations": "4"}}
+STRATEGIES = ("naive", "gptq", "best")
+BEST = "effort=fast activations=4"
 NUMERICS = ("w4a4", "w4a16")
 
 
@@ -45,11 +47,12 @@ def difference(a: torch.Tensor, b: torch.Tensor, tokens: int) -> tuple[float, fl
     return float(per_answer.sum()) / tokens, float(per_answer.std()) * len(per_answer) ** 0.5 / tokens
 
 
-def run(source: Path, seed: int, samples: int, held_out: HeldOut, output: Path) -> dict[str, object]:
+def run(source: Path, seed: int, samples: int, held_out: HeldOut, output: Path, best: str) -> dict[str, object]:
     conversations, _ = calibration_text(source, seed, samples, output)
     line: dict[str, object] = {"model": source.name, "seed": seed, "samples": samples, "tokens": held_out.tokens}
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for strategy, options in STRATEGIES.items():
+    for strategy in STRATEGIES:
+        options: dict[str, Any] = dict(x.split("=") for x in best.split()) if strategy == "best" else {}
         target = output / "checkpoint"
         shutil.rmtree(target, ignore_errors=True)
         quantize.run(strategy, source, target, calib_data=conversations, calib_samples=samples, seed=seed, **options)
@@ -86,6 +89,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--samples", default="16,64,256")
     parser.add_argument("--answers", type=int, default=120)
+    parser.add_argument("--best", default=BEST, help="settings of best")
     parser.add_argument("--table", type=Path)
     a = parser.parse_args()
     if a.table:
@@ -102,7 +106,7 @@ def main() -> None:
                 source = source_of(name, a.output)
                 if (source.name, seed, samples) in done:
                     continue
-                line = run(source, seed, samples, HeldOut.of(source, gate, a.answers), a.output)
+                line = run(source, seed, samples, HeldOut.of(source, gate, a.answers), a.output, a.best)
                 with a.results.open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 print(json.dumps(line), flush=True)

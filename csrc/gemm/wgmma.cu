@@ -164,8 +164,8 @@ constexpr WgmmaCost kWgmmaCosts[] = {{16, .58, .54, .02, 0., 4.2, 0., 0., 0.},
 
 constexpr double kWgmmaStart = 3.2, kWgmmaPermute = 1.2, kWgmmaCluster = 2.8;
 constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.5;  // per part of a stream-K tile; if the parts are not equal
-// If all tiles are stream-K, though the blocks could compute one whole tile each and the rest in few parts.
-constexpr double kWgmmaAllSplit = 4.;
+// If all tiles are stream-K, though the blocks could compute one whole tile each and the rest in few parts (4.7 at 5120x17408, M = 1,024).
+constexpr double kWgmmaAllSplit = 4., kFewLeft = 5.;
 // Sums in the launch: not measured as faster with more parts of a tile or more waves of tiles; with 32 tokens, more stages are slower.
 constexpr double kFewParts = 2.5;
 constexpr int kAddWaves = 2, kAddStages = 4;
@@ -208,7 +208,7 @@ double plan(const Shape &shape, const aq_limits &limits, WgmmaPlan *best) {
                 if (!stream_k_tiles) return consider(1, 256, permute_first, blocks, 0, 0, us);
                 const double parts = (double)blocks / stream_k_tiles;
                 const bool uneven = blocks % stream_k_tiles;
-                const bool all_split = stream_k_tiles == all && all > blocks && blocks <= kFewParts * (double)(all - blocks);
+                const bool all_split = stream_k_tiles == all && all > blocks && blocks <= kFewLeft * (double)(all - blocks);
                 consider(1, 256, permute_first, blocks, stream_k_tiles, 0,
                          us + c.add + kWgmmaPart * parts + (uneven ? kWgmmaUneven : 0.) + (all_split ? kWgmmaAllSplit : 0.));
                 if (c.tokens > 16 && permute_first && parts <= kFewParts && stream_k_tiles <= blocks && all <= kAddWaves * sms)

@@ -55,6 +55,7 @@ MEASURED = {
         WgmmaPlan(128, 256, 128, 1, 4, 64, 1, 1),
         2 * 64 * 128 * 256 + 128 * 256 * 128 * 4 + 128 * 16 * 4,
     ),
+    (5120, 17408, 1024): (WgmmaPlan(128, 256, 132, 1, 4, 28, 1, 0), 70254592),
     # About two unequal parts of 128 tokens, eight, four, about one, with the fix-up kernel: sums in the launch were not faster.
     (17408, 5120, 128): (WgmmaPlan(128, 256, 132, 1, 4, 68, 1, 0), 40 * 128 * 256 + 2 * 132 * 256 * 128 * 4),
     (4096, 12288, 32): (WgmmaPlan(32, 256, 128, 1, 8, 16, 0, 0), 2 * 128 * 256 * 32 * 4),

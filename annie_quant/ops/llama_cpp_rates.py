@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-import urllib.request
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,10 +19,11 @@ import numpy as np
 from annie_quant import kquant
 from annie_quant.checkpoint.llama_cpp_speed import Product
 from annie_quant.core import host
-from annie_quant.core.errors import need
+from annie_quant.core.errors import EnvironmentFault, need
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.documents import AttentionRate, LlamaCppRates, ProductRate
 from annie_quant.ops import serving
+from annie_quant.stream.client import fetch
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -119,10 +119,10 @@ def token_seconds(url: str, depth: int, tokens: int = TOKENS, repeats: int = REP
     body = {"prompt": prompt, "n_predict": tokens, "cache_prompt": True, "ignore_eos": True, "temperature": 0}
     times: list[float] = []
     for _ in range(repeats + 1):
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode(), headers)  # noqa: S310
-        with urllib.request.urlopen(request, timeout=900) as reply:  # noqa: S310
-            times.append(json.load(reply)["timings"]["predicted_per_token_ms"] / 1e3)
+        reply = fetch(f"{url}/completion", json=body, timeout_s=900)
+        if reply.status != 200 or reply.fault:
+            raise EnvironmentFault(f"llama.cpp did not answer: HTTP {reply.status} {reply.fault or ''}".rstrip())
+        times.append(json.loads(reply.body)["timings"]["predicted_per_token_ms"] / 1e3)
     return times[1:]
 
 

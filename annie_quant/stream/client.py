@@ -336,13 +336,18 @@ class HttpReply:
 
 
 def fetch(
-    url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 5.0, max_bytes: int = 1_000_000
+    url: str,
+    headers: Mapping[str, str] | None = None,
+    *,
+    json: object = None,
+    timeout_s: float = 5.0,
+    max_bytes: int = 1_000_000,
 ) -> HttpReply:
-    """GET `url` within `timeout_s` seconds in total and `max_bytes` of body. Server errors never raise.
+    """GET `url`, or POST `json`, within `timeout_s` seconds in total and `max_bytes` of answer. Server errors never raise.
 
     Redirects are not followed and the environment's proxies are not used, so a key is sent to the named origin only.
     """
-    request = Request(url, headers=headers, timeout_s=timeout_s)
+    request = Request(url, json, headers=headers, timeout_s=timeout_s)
     timings = run([request], kernel_stamps=False, realtime=False, max_event_bytes=max_bytes, max_answer_bytes=max_bytes)
     fault, status = transport_fault(timings, 0), int(timings.requests["status"][0])
     return HttpReply(status, timings.headers(0), timings.body(0), fault[1] if fault else None)

@@ -173,17 +173,15 @@ SECONDS = 3.0  # of each measurement
 
 
 def measure_device(
-    path: Path | None = None,
-    progress: Progress = SILENT,
-    processor: Callable[[Progress], LlamaCppRates] | None = None,
+    processor: Callable[[Progress], LlamaCppRates], path: Path | None = None, progress: Progress = SILENT
 ) -> Device:
     """Measure this machine and write its device file.
 
-    path: by default where predictions look for it.
     processor: measures llama.cpp on a machine without a GPU (ops/llama_cpp_rates.py).
+    path: by default where predictions look for it.
     """
     progress.message(f"measuring {machine_name()}")
-    device = gpu_device() if host.gpus() or processor is None else processor_device(processor(progress))
+    device = gpu_device() if host.gpus() else processor_device(processor(progress))
     path = path or device_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, device)

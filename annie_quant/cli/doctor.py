@@ -84,7 +84,7 @@ def doctor(options: DoctorOptions) -> None:
         from annie_quant.ops import llama_cpp_rates
 
         with console.task("measure") as step:
-            device = measure_device(options.output, step, llama_cpp_rates.measure)
+            device = measure_device(llama_cpp_rates.measure, options.output, step)
         emit(device) if options.as_json else console.line(f"{device.name}: {device.source}")
         return
     figures: dict[str, object] = {}

@@ -38,7 +38,7 @@ def test_the_measured_file_is_what_predictions_use() -> None:
 def test_the_rates_of_a_gpu_are_bytes_per_fastest_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(decode_speed.host, "gpus", lambda: [{"name": "a GPU"}])
     monkeypatch.setattr(decode_speed, "measure_gpu", lambda: (3e12, 4e12, 2e-6))
-    device = decode_speed.measure_device(tmp_path / "folder" / "device.json", processor=lambda _: RATES)
+    device = decode_speed.measure_device(lambda _: RATES, tmp_path / "folder" / "device.json")
     assert decode_speed.find_device(str(tmp_path / "folder" / "device.json")) == device
     assert device.read_bytes_s == 4e12 and device.llama_cpp is None
     assert device.layer_s == 2e-6 * decode_speed.LAUNCHES

@@ -260,7 +260,7 @@ def search_page(result: documents.SearchResult) -> str:
 
 def search_outcome(result: documents.SearchResult) -> str:
     """Return the search's outcome as one sentence."""
-    required = " and ".join(n.upper() for n in result.required)
+    required = " and ".join(n.upper() for n in result.required) or "every numerics that it allows"
     if result.chosen:
         time = f"{result.seconds:.0f} s" if result.seconds < 90 else f"{result.seconds / 60:.1f} minutes"
         return f"{result.chosen} is the first to keep every gate under {required}, after {time}."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -98,14 +98,10 @@ class Trial:
 
         inputs: round them where the plan's formats do.
         """
-        rows = [n for n, f in plan.formats.items() if f == FP8_CHANNEL]
-        weights = {n: codec.to_torch(nvfp4.unpack(t, "float32")) for n, t in plan.packed.items()}
-        weights |= {n: fp8_rows(self.parameter(weight_name(self.folder, n))) for n in rows}
-        amax = {n: plan.amax[n] for n, f in plan.formats.items() if f == NVFP4 and n in plan.amax}
         tokens = sum(len(a.decides) for a in self.answers)
         decisions = max(1, sum(int(a.decides.sum()) for a in self.answers))
         parts = {conversation: np.zeros(3) for conversation in sorted({a.conversation for a in self.answers})}
-        with self.changed(weights, amax if inputs else {}, rows if inputs else ()):
+        with torch.inference_mode(), self.rounded(plan, inputs):
             for i, logits in self.engine.scores(self.rows):
                 answer, p, q = self.answers[i], self.reference[i].float(), torch.log_softmax(logits, -1)
                 kl = (p.exp() * (p - q)).sum(-1).clamp_min(0).double()
@@ -114,6 +110,16 @@ class Trial:
                     float(kl.sum()) / tokens, float(kl[answer.decides].sum()) / decisions, int(flips) / decisions
                 ]  # fmt: skip
         return np.array(list(parts.values()))
+
+    @contextlib.contextmanager
+    def rounded(self, plan: QuantizationPlan, inputs: bool = True) -> Iterator[None]:
+        """Give the model the weights and, with `inputs`, the rounded inputs of a plan; restore them at the end."""
+        weights = {n: codec.to_torch(nvfp4.unpack(t, "float32")) for n, t in plan.packed.items()}
+        rows = [n for n, f in plan.formats.items() if f == FP8_CHANNEL]
+        weights |= {n: fp8_rows(self.parameter(weight_name(self.folder, n))) for n in rows}
+        weights |= {n.removesuffix(".weight"): torch.from_numpy(w) for n, w in plan.weights.items()}
+        with self.changed(weights), self.rounded_inputs(plan) if inputs else contextlib.nullcontext():
+            yield
 
     def largest_inputs(self, names: Sequence[str]) -> dict[str, float]:
         """Return linear → its largest |input| over the scored answers and their prompts, if it had any."""
@@ -141,28 +147,30 @@ class Trial:
         return self.model.get_parameter(self.family.in_form(name, multimodal=False)).data
 
     @contextlib.contextmanager
-    def changed(
-        self, weights: Mapping[str, torch.Tensor], amax: Mapping[str, float], tokens: Collection[str]
-    ) -> Iterator[None]:
-        """Give linears other weights and rounded inputs; restore them at the end.
+    def changed(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Give linears and norms other weights; restore them at the end."""
+        with contextlib.ExitStack() as undo:
+            for name, weight in weights.items():
+                # A parameter of its own: a tied head and the embedding are one.
+                module = self.model.get_submodule(self.family.in_form(name, multimodal=False))
+                undo.callback(setattr, module, "weight", module.weight)
+                module.weight = torch.nn.Parameter(weight.to(self.parameter(f"{name}.weight")), requires_grad=False)
+            yield
 
-        amax: linear → largest input that sets the scale of its inputs, which are rounded to NVFP4.
-        tokens: linears whose inputs are rounded to FP8 with a scale per token.
-        """
+    @contextlib.contextmanager
+    def rounded_inputs(self, plan: QuantizationPlan) -> Iterator[None]:
+        """Round the inputs of linears where the plan's formats do: to NVFP4, or to FP8 with a scale per token."""
 
         def rounds(linear: str, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
             undo.enter_context(
                 self.linear(linear).register_forward_pre_hook(lambda _, args: (rounded(args[0]), *args[1:]))
             )
 
-        with contextlib.ExitStack() as undo, torch.inference_mode():
-            for name, weight in weights.items():
-                # A parameter of its own: a tied head and the embedding are one.
-                linear = self.linear(name)
-                undo.callback(setattr, linear, "weight", linear.weight)
-                linear.weight = torch.nn.Parameter(weight.to(linear.weight), requires_grad=False)
-            for name in tokens:
-                rounds(name, lambda x: codec.fake_quant_fp8(x, token_scales(x)))
+        amax = {n: plan.amax[n] for n, f in plan.formats.items() if f == NVFP4 and n in plan.amax}
+        with contextlib.ExitStack() as undo:
+            for name, kind in plan.formats.items():
+                if kind == FP8_CHANNEL:
+                    rounds(name, lambda x: codec.fake_quant_fp8(x, token_scales(x)))
             for name, top in self.family.largest_of_input(amax).items():
                 rounds(name, partial(codec.fake_quant, tensor_scale=top / LARGEST_NVFP4))
             yield

@@ -2,9 +2,10 @@
 
 Some of the calibration conversations are held out. Each recipe rounds the model with the others, and the held-out answers are
 scored as served and with no input rounded. The divergence is the mean KL of all answer tokens plus that of the tokens that decide
-(offline/prompts.py), summed over both ways of serving. GPTQ is the start. An ingredient stays only where it lowers the divergence
-by more than the noise, the standard error of the difference over conversations. Plain rounding (naive) is compared last, so the
-recipe is worse than gptq or naive on that text by no more than the noise. The final model is rounded with all conversations.
+(offline/prompts.py), summed over both ways of serving. GPTQ is the start, on a GPU with two streams (rounding.py). An ingredient
+stays only where it lowers the divergence by more than the noise, the standard error of the difference over conversations. Plain
+rounding (naive) is compared last, so the recipe is worse than gptq or naive on that text by no more than the noise. The final
+model is rounded with all conversations.
 """
 
 from __future__ import annotations
@@ -42,14 +43,18 @@ INGREDIENTS: list[tuple[str, Changes, str]] = [
     ("prompt tokens at .03", {"prompt": 0.03}, "max"),
     ("damping .01", {"damping": 0.01}, "max"),
     ("damping .1", {"damping": 0.1}, "max"),
-    # On a GPU from the start. On a CPU it takes up to thirteen times as long as the C loop.
-    ("two streams, block scales by GPTQ", {"two_streams": True}, "max"),
+    ("norms tuned", {"norms": True}, "max"),
 ]
+# The other rounder. On a GPU two streams are the start; on a CPU they take up to thirteen times as long as gptq's loop.
+OTHER_ROUNDER: dict[str, tuple[str, Changes, str]] = {
+    "cpu": ("two streams, block scales by GPTQ", {"two_streams": True}, "max"),
+    "cuda": ("one stream, as gptq", {"two_streams": False}, "max"),
+}
 
 
 def ingredients(effort: str, fixed: Iterable[str]) -> Iterator[tuple[str, Changes]]:
     """Yield the ingredients that an effort tries, without those that change a setting of the user."""
-    for name, changes, least in INGREDIENTS:
+    for name, changes, least in [*INGREDIENTS, OTHER_ROUNDER[device_kind()]]:
         if EFFORTS.index(least) <= EFFORTS.index(effort) and not changes.keys() & set(fixed):
             yield name, changes
 

@@ -38,6 +38,7 @@ from annie_quant.quantize.formats import GROUP
 from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.layer_stages import RoundingStage, stages
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
+from annie_quant.quantize.norm_tuning import tuned_norms
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
@@ -59,12 +60,14 @@ class Method:
     damping: added to the Hessian's diagonal, relative to its mean.
     plain: round to nearest, as naive does; the other settings then have no effect.
     two_streams: round by StreamRounder, else by LayerRounder.
+    norms: tune the norms after all linears are rounded (norm_tuning.py).
     """
 
     prompt: float = 0.1
     damping: float = 0.05
     plain: bool = False
     two_streams: bool = False
+    norms: bool = False
 
     def token_weights(self) -> TokenWeights:
         return {**text.RESPONSE, text.PROMPT: self.prompt}
@@ -367,6 +370,8 @@ def round_model(
         plan.packed |= {f"{layer.name}.{n}": tensor for n, tensor in result.packed.items()}
         plan.amax |= {f"{layer.name}.{n}": value for n, value in result.amax.items()}
         plan.tokens |= {f"{layer.name}.{n}": count for n, count in result.tokens.items()}
+    if method.norms:
+        plan.weights = tuned_norms(job, plan, samples, method.prompt, progress, store / "norms.safetensors")
     return plan
 
 

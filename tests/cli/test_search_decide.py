@@ -259,7 +259,7 @@ def numerics_result(gates):
     )
 
 
-def search_tables(tmp_path, monkeypatch, tables, every=False):
+def search_tables(tmp_path, monkeypatch, tables, every=False, required=None):
     def measure_size(self, row):
         row.model_sha256 = (tables[row.strategy] or {}).get("sha256", "")
         row.size_bytes, row.bits_per_weight, row.read_bytes, row.predicted_tok_s = 1, 5.0, 1, 2.0
@@ -267,7 +267,9 @@ def search_tables(tmp_path, monkeypatch, tables, every=False):
     monkeypatch.setattr(search.Search, "measure_size", measure_size)
     monkeypatch.setattr(search, "hardened", lambda *a: None)
     stages = FakeStages(tables, tmp_path)
-    settings = search.SearchSettings(model=tmp_path, calib_data=tmp_path, output=tmp_path, every=every)
+    settings = search.SearchSettings(
+        model=tmp_path, calib_data=tmp_path, output=tmp_path, every=every, required=required
+    )
     new = search.Search(stages, settings, list(tables), judge.load_workloads())
     new.try_strategies()
     return new.result, stages.log
@@ -314,9 +316,22 @@ def test_two_budgets_that_choose_the_same_formats_are_evaluated_once(tmp_path, m
 def test_a_weight_only_checkpoint_is_not_evaluated_in_full_where_w4a4_is_required(tmp_path, monkeypatch):
     weight_only = {"smoke": {"w4a16": {"factual": (1, 1)}}, "all": {"w4a16": {"factual": (100, 100)}}}
     good = {"all": both(factual=(100, 100))}
-    result, _ = search_tables(tmp_path, monkeypatch, {"direct": weight_only, "gptq": good})
+    result, _ = search_tables(tmp_path, monkeypatch, {"direct": weight_only, "gptq": good}, required=("w4a4", "w4a16"))
     assert result.chosen == "gptq" and "weight-only" in result.strategies[0].outcome
     assert not any("n = 100" in step for step in result.strategies[0].path)
+
+
+def test_a_weight_only_checkpoint_that_keeps_every_gate_is_chosen(tmp_path, monkeypatch):
+    """`best` within more bytes rounds no input; what no server can do with a checkpoint is no reason against it."""
+    weight_only = {"smoke": {"w4a16": {"factual": (1, 1)}}, "all": {"w4a16": {"factual": (100, 100)}}}
+    lost = {"smoke": {"w4a16": {"factual": (1, 1)}}, "all": {"w4a16": {"factual": (60, 100)}}}
+    result, log = search_tables(
+        tmp_path, monkeypatch, {"best@1": lost, "best@2": weight_only, "gptq": both(factual=(100, 100))}
+    )
+    assert result.chosen == "best@2" and log[-1] == "best@2" and not result.strategies[0].passed
+    assert search_outcome(result).startswith(
+        "best@2 is the first to keep every gate under every numerics that it allows"
+    )
 
 
 def test_gibberish_is_followed_by_strategy_c(tmp_path, monkeypatch):

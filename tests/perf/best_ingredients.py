@@ -32,6 +32,7 @@ import torch
 
 from annie_quant import judge, quantize
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
@@ -57,6 +58,8 @@ RECIPES = {
     "best": "best",
     "best fast": "best effort=fast",
     "best all": MEASURED,
+    "best norms": "best norms=1",
+    "best all norms": f"{MEASURED} norms=1",
     "best all fast": f"{MEASURED} effort=fast",
     "awq_lite": "awq_lite",
     "mlp_only": "mlp_only",
@@ -86,13 +89,17 @@ def chosen_workloads(names: str, cases: int) -> list[Workload]:
 def measure(
     checkpoint: Path, source: Path, workloads: list[Workload], cache: Path, dtype: str | None
 ) -> dict[str, Any]:
-    """Return the KL figures of a checkpoint by numerics."""
+    """Return the KL figures of a checkpoint by numerics; for "w4a4" those of W4A16 where it rounds no input."""
     figures: dict[str, Any] = {}
     with open_pair(EvaluationJob(checkpoint=checkpoint, reference=source, cache=cache, dtype=dtype)) as pair:
         own = pair.scored(pair.reference.answer(workloads, pair.progress))
         for name in NUMERICS:
-            with emulate(pair.model, find_profile(name)):
-                kl = pair.summarize(own, pair.compare(own))
+            try:
+                with emulate(pair.model, find_profile(name)):
+                    kl = pair.summarize(own, pair.compare(own))
+            except UsageError:  # no input scale, so it is served as W4A16 alone
+                with emulate(pair.model, find_profile("w4a16")):
+                    kl = pair.summarize(own, pair.compare(own))
             assert kl is not None
             assert kl.decisions is not None
             figures[name] = {

@@ -107,13 +107,20 @@ def test_plain_rounding_wins_where_everything_else_harms(monkeypatch: pytest.Mon
 
 def test_settings_of_the_user_are_not_tried() -> None:
     every = dict(recipe_choice.ingredients("max", []))
-    assert len(every) == len(recipe_choice.INGREDIENTS)
+    assert len(every) == len(recipe_choice.INGREDIENTS) + 1, "and the other rounder"
     assert all("prompt" not in changes for _, changes in recipe_choice.ingredients("max", ["prompt"]))
     assert (
         set(dict(recipe_choice.ingredients("fast", [])))
         < set(dict(recipe_choice.ingredients("normal", [])))
         < set(every)
     )
+
+
+def test_the_rounder_that_is_not_the_start_is_tried_with_the_most_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device, tried in (("cpu", True), ("cuda", False)):
+        monkeypatch.setattr(recipe_choice, "device_kind", lambda device=device: device)
+        assert [c["two_streams"] for _, c in recipe_choice.ingredients("max", []) if "two_streams" in c] == [tried]
+        assert not [c for _, c in recipe_choice.ingredients("normal", []) if "two_streams" in c]
 
 
 def test_the_noise_is_that_of_a_paired_difference() -> None:
@@ -133,6 +140,7 @@ RECIPES = {
     "prompt": Method(),
     "plain": Method(plain=True),
     "two streams": Method(two_streams=True),
+    "norms": Method(norms=True),
 }
 
 

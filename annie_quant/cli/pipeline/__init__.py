@@ -18,7 +18,7 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     output: Run directory; finished steps are not repeated.
     every: Evaluate every strategy on all prompts, also after one that keeps.
     strategies: Names in the order to try; best@1.5: at most 1.5 GB per token. Default: all, and best under budgets.
-    required: Numerics with which all gates must keep; w4a16 alone allows weight-only checkpoints.
+    required: Numerics that a checkpoint must allow, and with which all gates must keep. Default: those that it allows.
     seeds: Calibration draws in which a strategy must keep.
     samples: Conversations to calibrate with.
     anyway: Continue with a model that lacks the manners in bf16.
@@ -33,7 +33,7 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Without the early look, and a failed smoke question is reported only.
     every: Annotated[bool, Option(name="all")] = False
     strategies: Annotated[tuple[str, ...] | None, Option(listed=True)] = None
-    required: Annotated[tuple[str, ...], Option(name="require", listed=True)] = ("w4a4", "w4a16")
+    required: Annotated[tuple[str, ...] | None, Option(name="require", listed=True)] = None
     seeds: Annotated[int, Option(least=1)] = 1
     samples: Annotated[int, Option(name="calib-samples")] = 128
     allow_prompt_mismatch: AllowMismatch = False

@@ -44,6 +44,7 @@ class BestOptions(StrategyOptions):
     effort: str = option("normal", "how many recipes are compared", ("fast", "normal", "max"))
     damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
     prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
+    norms: int = option(0, "1: the norms are tuned after rounding (norm_tuning.py)", (0, 1))
     activations: str = option(
         "mixed",
         "bits of the inputs: 4 or 16 of all linears, or 4 for the most weights that `share` allows",
@@ -70,7 +71,7 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     formats = dict.fromkeys(choose(ModelFolder(job.model), job.exclude), four_bit_format(options.activations))
     share = options.share if options.activations == "mixed" else None
     fixed = options.recipe == "fixed"
-    method = Method(prompt=options.prompt, damping=options.damping, two_streams=fixed)
+    method = Method(prompt=options.prompt, damping=options.damping, two_streams=fixed, norms=bool(options.norms))
     return plan_model(job, limits, formats, method, progress, share, "" if fixed else options.effort)
 
 

@@ -9,6 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* A buffer that is released where its scope ends. */
+#define SCOPED_BUFFER __attribute__((cleanup(PyBuffer_Release))) Py_buffer
+
 /* Set *out = a * b. Returns false if size_t overflows. */
 static inline bool size_product(size_t a, size_t b, size_t *out)
 {

@@ -42,23 +42,19 @@ static bool whole_units(const Py_buffer *b, size_t unit, const char *what, size_
 static PyObject *py_amax(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *result = NULL;
-    Py_buffer x = {0};
+    SCOPED_BUFFER x = {0};
     int kind;
     size_t count;
     if (!PyArg_ParseTuple(args, "y*i", &x, &kind))
         return NULL;
     if (!kind_known(kind) || !whole_units(&x, kind_size(kind), "x", &count))
-        goto cleanup;
+        return NULL;
     uint32_t top;
     Py_BEGIN_ALLOW_THREADS
     top = tensor_amax(x.buf, kind, count);
     Py_END_ALLOW_THREADS
     uint16_t half = (uint16_t)top;
-    result = PyFloat_FromDouble(kind == KIND_F32 ? bits_float(top) : load_as_float(&half, kind, 0));
-cleanup:
-    PyBuffer_Release(&x);
-    return result;
+    return PyFloat_FromDouble(kind == KIND_F32 ? bits_float(top) : load_as_float(&half, kind, 0));
 }
 
 static bool plan_known(const struct pack_plan *plan)
@@ -75,8 +71,8 @@ static bool plan_known(const struct pack_plan *plan)
 static PyObject *py_pack(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *result = NULL, *weights;
-    Py_buffer x = {0}, weight = {0}, codes = {0}, scales = {0};
+    PyObject *weights;
+    SCOPED_BUFFER x = {0}, weight = {0}, codes = {0}, scales = {0};
     struct pack_plan plan;
     size_t blocks;
     memset(&plan, 0, sizeof plan);
@@ -85,40 +81,33 @@ static PyObject *py_pack(PyObject *self, PyObject *args)
         return NULL;
     if (!plan_known(&plan) || !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
         !buffer_has_size(&codes, blocks * (size_t)plan.group / 2, "codes") || !buffer_has_size(&scales, blocks, "scales"))
-        goto cleanup;
+        return NULL;
     if (weights != Py_None) {
         if (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0)
-            goto cleanup;
+            return NULL;
         if (!whole_units(&weight, (size_t)plan.group * sizeof(float), "importance", &plan.columns))
-            goto cleanup;
+            return NULL;
         plan.columns *= (size_t)plan.group;
         if (plan.columns == 0) {
             PyErr_SetString(PyExc_ValueError, "importance is empty");
-            goto cleanup;
+            return NULL;
         }
         plan.weight = weight.buf;
     }
     if (!OUTPUTS_DISJOINT(2, {&codes, "codes"}, {&scales, "scales"}, {&x, "x"}, {&weight, "importance"}))
-        goto cleanup;
+        return NULL;
     uint32_t top;
     Py_BEGIN_ALLOW_THREADS
     plan_prepare(&plan);
     top = tensor_pack(&plan, x.buf, blocks, codes.buf, scales.buf);
     Py_END_ALLOW_THREADS
-    result = PyBool_FromLong(top < first_nonfinite(plan.kind));
-cleanup:
-    PyBuffer_Release(&x);
-    PyBuffer_Release(&weight);
-    PyBuffer_Release(&codes);
-    PyBuffer_Release(&scales);
-    return result;
+    return PyBool_FromLong(top < first_nonfinite(plan.kind));
 }
 
 static PyObject *py_unpack(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *result = NULL;
-    Py_buffer codes = {0}, scales = {0}, out = {0};
+    SCOPED_BUFFER codes = {0}, scales = {0}, out = {0};
     struct unpack_plan plan;
     int divides;
     if (!PyArg_ParseTuple(args, "y*y*iipfw*", &codes, &scales, &plan.kind, &plan.group, &divides, &plan.tensor_scale, &out))
@@ -126,63 +115,52 @@ static PyObject *py_unpack(PyObject *self, PyObject *args)
     plan.divides = divides != 0;
     size_t blocks = (size_t)scales.len;
     if (!kind_known(plan.kind) || !group_known(plan.group))
-        goto cleanup;
+        return NULL;
     size_t elements, out_bytes;
     if (!size_product(blocks, (size_t)plan.group, &elements) || !size_product(elements, kind_size(plan.kind), &out_bytes)) {
         PyErr_Format(PyExc_ValueError, "%zu block scales are too many", blocks);
-        goto cleanup;
+        return NULL;
     }
     if (!buffer_has_size(&codes, elements / 2, "codes") || !buffer_has_size(&out, out_bytes, "out") ||
         !OUTPUTS_DISJOINT(1, {&out, "out"}, {&codes, "codes"}, {&scales, "block scales"}))
-        goto cleanup;
+        return NULL;
     bool bad;
     Py_BEGIN_ALLOW_THREADS
     unpack_prepare(&plan);
     bad = tensor_unpack(&plan, codes.buf, scales.buf, blocks, out.buf);
     Py_END_ALLOW_THREADS
-    result = PyBool_FromLong(bad);
-cleanup:
-    PyBuffer_Release(&codes);
-    PyBuffer_Release(&scales);
-    PyBuffer_Release(&out);
-    return result;
+    return PyBool_FromLong(bad);
 }
 
 static PyObject *py_fake_quant(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *result = NULL;
-    Py_buffer x = {0}, out = {0};
+    SCOPED_BUFFER x = {0}, out = {0};
     struct fake_plan plan;
     size_t blocks;
     if (!PyArg_ParseTuple(args, "y*iifw*", &x, &plan.kind, &plan.group, &plan.tensor_scale, &out))
         return NULL;
     if (!kind_known(plan.kind) || !group_known(plan.group) || !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
         !buffer_has_size(&out, (size_t)x.len, "out"))
-        goto cleanup;
+        return NULL;
     if (x.buf != out.buf && !OUTPUTS_DISJOINT(1, {&out, "out"}, {&x, "x"})) /* the same memory is allowed, a partial overlap is not */
-        goto cleanup;
+        return NULL;
     if (!(plan.tensor_scale > 0 && plan.tensor_scale <= FLT_MAX)) { /* NaN too */
         char text[32];
         PyOS_snprintf(text, sizeof text, "%g", (double)plan.tensor_scale);
         PyErr_Format(PyExc_ValueError, "tensor_scale %s, expected a positive finite number", text);
-        goto cleanup;
+        return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
     tensor_fake_quant(&plan, x.buf, blocks, out.buf);
     Py_END_ALLOW_THREADS
-    result = Py_NewRef(Py_None);
-cleanup:
-    PyBuffer_Release(&x);
-    PyBuffer_Release(&out);
-    return result;
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_gemv(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *result = NULL;
-    Py_buffer x = {0}, codes = {0}, scales = {0}, y = {0};
+    SCOPED_BUFFER x = {0}, codes = {0}, scales = {0}, y = {0};
     struct gemv_plan plan;
     Py_ssize_t columns;
     int divides;
@@ -191,10 +169,10 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides, &tensor_scale, &y))
         return NULL;
     if (!kind_known(plan.kind) || !group_known(plan.group))
-        goto cleanup;
+        return NULL;
     if (columns <= 0 || columns % plan.group || columns > PY_SSIZE_T_MAX / 8) {
         PyErr_Format(PyExc_ValueError, "rows of %zd, expected a multiple of %d", columns, plan.group);
-        goto cleanup;
+        return NULL;
     }
     plan.columns = (size_t)columns;
     if (!whole_units(&codes, plan.columns / 2, "codes", &plan.rows) ||
@@ -202,55 +180,49 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
         !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.group), "block scales") ||
         !size_product(plan.tokens, plan.rows, &y_size) || !size_product(y_size, kind_size(plan.kind), &y_bytes) ||
         !buffer_has_size(&y, y_bytes, "y") || !OUTPUTS_DISJOINT(1, {&y, "y"}, {&x, "x"}, {&codes, "codes"}, {&scales, "block scales"}))
-        goto cleanup;
+        return NULL;
     bool enough;
     Py_BEGIN_ALLOW_THREADS
     gemv_prepare(&plan, tensor_scale, divides != 0);
     enough = gemv(&plan, x.buf, codes.buf, scales.buf, y.buf);
     Py_END_ALLOW_THREADS
-    result = enough ? Py_NewRef(Py_None) : PyErr_NoMemory();
-cleanup:
-    PyBuffer_Release(&x);
-    PyBuffer_Release(&codes);
-    PyBuffer_Release(&scales);
-    PyBuffer_Release(&y);
-    return result;
+    return enough ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
 static PyObject *py_gptq(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *result = NULL, *weights;
-    Py_buffer w = {0}, factor = {0}, weight = {0}, codes = {0}, scales = {0};
+    PyObject *weights;
+    SCOPED_BUFFER w = {0}, factor = {0}, weight = {0}, codes = {0}, scales = {0};
     struct gptq_plan plan;
     Py_ssize_t columns;
     size_t row_bytes, square, scratch;
-    float *errors = NULL;
+    float *errors;
     memset(&plan, 0, sizeof plan);
     plan.codec.kind = KIND_F32;
     if (!PyArg_ParseTuple(args, "w*ny*iiffOw*w*", &w, &columns, &factor, &plan.codec.group, &plan.codec.choice, &plan.codec.tensor_scale,
                           &plan.codec.largest_code, &weights, &codes, &scales))
         return NULL;
     if (!plan_known(&plan.codec))
-        goto cleanup;
+        return NULL;
     plan.columns = (size_t)columns;
     if (columns <= 0 || plan.columns % (size_t)plan.codec.group || !size_product(plan.columns, sizeof(float), &row_bytes) ||
         !size_product(row_bytes, plan.columns, &square)) {
         PyErr_Format(PyExc_ValueError, "%zd columns, expected a multiple of %d", columns, plan.codec.group);
-        goto cleanup;
+        return NULL;
     }
     if (!whole_units(&w, row_bytes, "w", &plan.rows) || !buffer_has_size(&factor, square, "factor") ||
         !buffer_has_size(&codes, plan.rows * plan.columns / 2, "codes") ||
         !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.codec.group), "scales"))
-        goto cleanup;
+        return NULL;
     if (weights != Py_None &&
         (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 || !buffer_has_size(&weight, row_bytes, "importance")))
-        goto cleanup;
+        return NULL;
     if (!OUTPUTS_DISJOINT(3, {&w, "w"}, {&codes, "codes"}, {&scales, "scales"}, {&factor, "factor"}, {&weight, "importance"}))
-        goto cleanup;
+        return NULL;
     if (!size_product(plan.rows, GPTQ_WINDOW * sizeof(float), &scratch) || !(errors = malloc(scratch ? scratch : 1))) {
         PyErr_NoMemory();
-        goto cleanup;
+        return NULL;
     }
     plan.codec.weight = weight.buf;
     plan.factor = factor.buf;
@@ -258,92 +230,68 @@ static PyObject *py_gptq(PyObject *self, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     plan_prepare(&plan.codec);
     finite = gptq(&plan, w.buf, errors, codes.buf, scales.buf);
-    Py_END_ALLOW_THREADS
-    result = finite < 0 ? PyErr_NoMemory() : PyBool_FromLong(finite);
-cleanup:
     free(errors);
-    PyBuffer_Release(&w);
-    PyBuffer_Release(&factor);
-    PyBuffer_Release(&weight);
-    PyBuffer_Release(&codes);
-    PyBuffer_Release(&scales);
-    return result;
+    Py_END_ALLOW_THREADS
+    return finite < 0 ? PyErr_NoMemory() : PyBool_FromLong(finite);
 }
 
 static PyObject *py_to_ggml(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *result = NULL;
-    Py_buffer codes = {0}, scales = {0}, out = {0};
+    SCOPED_BUFFER codes = {0}, scales = {0}, out = {0};
     size_t blocks;
     if (!PyArg_ParseTuple(args, "y*y*w*", &codes, &scales, &out))
         return NULL;
     if (!whole_units(&codes, 32, "codes", &blocks) || !buffer_has_size(&scales, blocks * 4, "block scales") ||
         !buffer_has_size(&out, blocks * sizeof(struct ggml_nvfp4), "out") ||
         !OUTPUTS_DISJOINT(1, {&out, "out"}, {&codes, "codes"}, {&scales, "block scales"}))
-        goto cleanup;
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
     to_ggml(codes.buf, scales.buf, blocks, out.buf);
     Py_END_ALLOW_THREADS
-    result = Py_NewRef(Py_None);
-cleanup:
-    PyBuffer_Release(&codes);
-    PyBuffer_Release(&scales);
-    PyBuffer_Release(&out);
-    return result;
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_from_ggml(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *result = NULL;
-    Py_buffer in = {0}, codes = {0}, scales = {0};
+    SCOPED_BUFFER in = {0}, codes = {0}, scales = {0};
     size_t blocks;
     if (!PyArg_ParseTuple(args, "y*w*w*", &in, &codes, &scales))
         return NULL;
     if (!whole_units(&in, sizeof(struct ggml_nvfp4), "blocks", &blocks) || !buffer_has_size(&codes, blocks * 32, "codes") ||
         !buffer_has_size(&scales, blocks * 4, "block scales") ||
         !OUTPUTS_DISJOINT(2, {&codes, "codes"}, {&scales, "block scales"}, {&in, "blocks"}))
-        goto cleanup;
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
     from_ggml(in.buf, blocks, codes.buf, scales.buf);
     Py_END_ALLOW_THREADS
-    result = Py_NewRef(Py_None);
-cleanup:
-    PyBuffer_Release(&in);
-    PyBuffer_Release(&codes);
-    PyBuffer_Release(&scales);
-    return result;
+    Py_RETURN_NONE;
 }
 
 /* swizzle(scales, rows, columns, out) and unswizzle(tiles, rows, columns, out) differ in which side is padded. */
 static PyObject *move_scales(PyObject *args, bool to_tiles)
 {
-    PyObject *result = NULL;
-    Py_buffer in = {0}, out = {0};
+    SCOPED_BUFFER in = {0}, out = {0};
     Py_ssize_t rows, columns;
     size_t plain;
     if (!PyArg_ParseTuple(args, "y*nnw*", &in, &rows, &columns, &out))
         return NULL;
     if (rows < 0 || columns < 0 || !size_product((size_t)rows, (size_t)columns, &plain) || plain > (size_t)PY_SSIZE_T_MAX / 1024) {
         PyErr_Format(PyExc_ValueError, "%zd rows of %zd scales, expected numbers >= 0 whose product a tensor can have", rows, columns);
-        goto cleanup;
+        return NULL;
     }
     size_t padded = swizzled_size((size_t)rows, (size_t)columns);
     if (!buffer_has_size(&in, to_tiles ? plain : padded, "in") || !buffer_has_size(&out, to_tiles ? padded : plain, "out") ||
         !OUTPUTS_DISJOINT(1, {&out, "out"}, {&in, "in"}))
-        goto cleanup;
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
     if (to_tiles)
         swizzle(in.buf, (size_t)rows, (size_t)columns, out.buf);
     else
         unswizzle(in.buf, (size_t)rows, (size_t)columns, out.buf);
     Py_END_ALLOW_THREADS
-    result = Py_NewRef(Py_None);
-cleanup:
-    PyBuffer_Release(&in);
-    PyBuffer_Release(&out);
-    return result;
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_swizzle(PyObject *self, PyObject *args)
@@ -370,8 +318,8 @@ static const struct kq_type *kq_find(const char *name)
 static PyObject *py_kquantize(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *result = NULL, *weights;
-    Py_buffer x = {0}, weight = {0}, out = {0};
+    PyObject *weights;
+    SCOPED_BUFFER x = {0}, weight = {0}, out = {0};
     const char *name;
     int kind;
     Py_ssize_t columns;
@@ -380,35 +328,29 @@ static PyObject *py_kquantize(PyObject *self, PyObject *args)
         return NULL;
     const struct kq_type *type = kq_find(name);
     if (!type || !kind_known(kind))
-        goto cleanup;
+        return NULL;
     if (columns <= 0 || (size_t)columns % type->block || columns > PY_SSIZE_T_MAX / 8) {
         PyErr_Format(PyExc_ValueError, "rows of %zd, expected a multiple of %zu for %s", columns, type->block, name);
-        goto cleanup;
+        return NULL;
     }
     if (!whole_units(&x, (size_t)columns * kind_size(kind), "x", &rows) ||
         !buffer_has_size(&out, rows * ((size_t)columns / type->block * type->bytes), "out"))
-        goto cleanup;
+        return NULL;
     if (weights != Py_None && (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 ||
                                !buffer_has_size(&weight, (size_t)columns * sizeof(float), "importance")))
-        goto cleanup;
+        return NULL;
     if (!OUTPUTS_DISJOINT(1, {&out, "out"}, {&x, "x"}, {&weight, "importance"}))
-        goto cleanup;
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
     tensor_kquantize(type, x.buf, kind, rows, (size_t)columns, weight.buf, out.buf);
     Py_END_ALLOW_THREADS
-    result = Py_NewRef(Py_None);
-cleanup:
-    PyBuffer_Release(&x);
-    PyBuffer_Release(&weight);
-    PyBuffer_Release(&out);
-    return result;
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_kdequantize(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *result = NULL;
-    Py_buffer raw = {0}, out = {0};
+    SCOPED_BUFFER raw = {0}, out = {0};
     const char *name;
     size_t blocks;
     if (!PyArg_ParseTuple(args, "y*sw*", &raw, &name, &out))
@@ -416,15 +358,11 @@ static PyObject *py_kdequantize(PyObject *self, PyObject *args)
     const struct kq_type *type = kq_find(name);
     if (!type || !whole_units(&raw, type->bytes, "raw", &blocks) || !buffer_has_size(&out, blocks * type->block * sizeof(float), "out") ||
         !OUTPUTS_DISJOINT(1, {&out, "out"}, {&raw, "raw"}))
-        goto cleanup;
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
     tensor_kdequantize(type, raw.buf, blocks, out.buf);
     Py_END_ALLOW_THREADS
-    result = Py_NewRef(Py_None);
-cleanup:
-    PyBuffer_Release(&raw);
-    PyBuffer_Release(&out);
-    return result;
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_variants(PyObject *self, PyObject *unused)

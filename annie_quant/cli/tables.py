@@ -25,7 +25,7 @@ AGAINST = {
 ABSOLUTE: dict[documents.Outcome, str] = {"pass": "meets", "fail": "misses", "undecided": "undecided"}
 
 
-JudgedSide = documents.ServedSide | documents.OfflineSide | documents.NumericsResult | documents.SearchNumerics
+JudgedSide = documents.ServedSide | documents.OfflineSide | documents.SearchNumerics
 
 
 @dataclass(frozen=True)

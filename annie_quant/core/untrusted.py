@@ -12,6 +12,8 @@ import contextlib
 import json
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -49,11 +51,16 @@ def decode_json(data: bytes | str, lenient: bool = False) -> Any:
 
 def without_surrogates(value: object) -> Any:
     """Return a decoded JSON value with U+FFFD for each lone surrogate. RecursionError where it is nested too deeply."""
+    return changed_texts(value, partial(_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}"))
+
+
+def changed_texts(value: object, change: Callable[[str], str]) -> object:
+    """Return a JSON value with its names and texts changed, in the order in which they are written."""
     if isinstance(value, str):
-        return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+        return change(value)
     if isinstance(value, dict):
-        return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
-    return [without_surrogates(item) for item in value] if isinstance(value, list) else value
+        return {change(key): changed_texts(item, change) for key, item in value.items()}
+    return [changed_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
 def limited(value: object, depth: int = MAX_DEPTH) -> Any:

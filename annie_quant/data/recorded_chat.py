@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
@@ -23,7 +23,7 @@ import msgspec
 from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.resume import JsonLines
 from annie_quant.core.secrets import Redactor
-from annie_quant.core.untrusted import JsonObject, decode_json
+from annie_quant.core.untrusted import JsonObject, changed_texts, decode_json
 from annie_quant.data.log_records import (
     Unusable,
     conversation_of,
@@ -171,7 +171,7 @@ def without(value: T, secrets: Redactor) -> T:
         texts.append(text.encode("utf-8", "surrogatepass"))
         return text
 
-    _changed(value, collected)
+    changed_texts(value, collected)
     spans: dict[int, list[tuple[int, int]]] = {}
     for index, start, end in secrets.spans_in(texts):
         spans.setdefault(index, []).append((start, end))
@@ -181,16 +181,7 @@ def without(value: T, secrets: Redactor) -> T:
         i = next(positions)
         return _cut(texts[i], spans[i]) if i in spans else text
 
-    return cast("T", _changed(value, masked))
-
-
-def _changed(value: object, change: Callable[[str], str]) -> object:
-    """Return a JSON value with its names and texts changed, in the order in which they are written."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(key): _changed(item, change) for key, item in value.items()}
-    return [_changed(item, change) for item in value] if isinstance(value, list) else value
+    return cast("T", changed_texts(value, masked))
 
 
 def _cut(text: bytes, spans: list[tuple[int, int]]) -> str:

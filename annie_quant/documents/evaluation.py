@@ -146,27 +146,34 @@ class DraftAcceptance(msgspec.Struct):
     high: float
 
 
-class NumericsResult(msgspec.Struct):
-    """The checkpoint under one numerics.
+class SearchNumerics(msgspec.Struct, kw_only=True):
+    """The part of a NumericsResult that search.json keeps.
 
     kl: over the reference's own answers; None without workloads.
     verbosity_ratio: tokens of the checkpoint's answers divided by tokens of the reference's.
-    arithmetic, outcomes: as in Member.
-    drafts: by workload; empty for a checkpoint without an MTP head.
     """
 
     gates: GateTable
     kl: KLSummary | None
     kl_conversations: KLSummary | None
+    paired: dict[str, PairedGate]
+    same_answers: SameAnswers
+    verbosity_ratio: float | None
+    seconds: float
+    pooled: PooledGates | None = None
+
+
+class NumericsResult(SearchNumerics, kw_only=True):
+    """The checkpoint under one numerics.
+
+    arithmetic, outcomes: as in Member.
+    drafts: by workload; empty for a checkpoint without an MTP head.
+    """
+
     kl_text: KLSummary | None
     perplexity: float | None
     perplexity_reference: float | None
-    same_answers: SameAnswers
-    verbosity_ratio: float | None
-    paired: dict[str, PairedGate]
     cases: list[DifferingAnswer]
-    seconds: float
-    pooled: PooledGates | None = None
     arithmetic: str = ""
     outcomes: dict[str, str] = {}
     drafts: dict[str, DraftAcceptance] = {}
@@ -297,19 +304,6 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 UPGRADES[Evaluation] = lambda document: None  # older ones have fewer fields, which all have defaults
-
-
-class SearchNumerics(msgspec.Struct):
-    """The part of an evaluation's NumericsResult that search.json keeps."""
-
-    gates: GateTable
-    kl: KLSummary | None
-    kl_conversations: KLSummary | None
-    paired: dict[str, PairedGate]
-    same_answers: SameAnswers
-    verbosity_ratio: float | None
-    seconds: float
-    pooled: PooledGates | None = None
 
 
 class HardenedGate(msgspec.Struct):

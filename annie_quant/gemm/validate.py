@@ -137,17 +137,19 @@ def _repeats() -> Iterator[Check]:
         yield Check(f"W4A16 M={m} repeats to the bit", same, "5 runs")
 
 
+def _w4a4_error(m: int, n: int, k: int, mode: str = "auto", fault: str | None = None) -> float:
+    a, sa = oracle.random_weight(m, k, 5)
+    w, sw = oracle.random_weight(n, k, 6)
+    operands = to_device(a), to_device(sa), 1.0, to_device(w), to_device(sw), 1.0
+    out = w4a4(*operands, _poisoned(m, n), mode=mode, fault=fault).host()
+    exact, magnitude = oracle.linear(oracle.dequantize(a, sa), oracle.dequantize(w, sw))
+    return oracle.worst(out, exact, oracle.bound(exact, magnitude, k // 16, "float32"))
+
+
 def _w4a4(has_native: bool) -> Iterator[Check]:
     for m, n, k in ((1, 64, 64), (33, 150, 80), (128, 256, 1040)):
-        a, sa = oracle.random_weight(m, k, 5)
-        w, sw = oracle.random_weight(n, k, 6)
-        arrays = [to_device(v) for v in (a, sa, w, sw)]
-        left, right = oracle.dequantize(a, sa), oracle.dequantize(w, sw)
-        exact, magnitude = left @ right.T, np.abs(left) @ np.abs(right).T
-        limit = oracle.bound(exact, magnitude, k // 16, "float32")
         for mode in ("emulated", "native") if has_native else ("emulated",):
-            out = w4a4(arrays[0], arrays[1], 1.0, arrays[2], arrays[3], 1.0, _poisoned(m, n), mode=mode).host()
-            worst = oracle.worst(out, exact, limit)
+            worst = _w4a4_error(m, n, k, mode)
             yield Check(f"W4A4 {mode} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound")
 
 
@@ -176,15 +178,7 @@ def _controls() -> Iterator[Check]:
 
     for fault in PLANTED_FAULTS:
         yield control("W4A16", fault, _error(*_case(3, 64, 256), fault=fault))
-    a, sa = oracle.random_weight(16, 128, 7)
-    w, sw = oracle.random_weight(64, 128, 8)
-    arrays = [to_device(v) for v in (a, sa, w, sw)]
-    left, right = oracle.dequantize(a, sa), oracle.dequantize(w, sw)
-    exact, magnitude = left @ right.T, np.abs(left) @ np.abs(right).T
-    limit = oracle.bound(exact, magnitude, 8, "float32")
-    for fault in PLANTED_FAULTS:
-        out = w4a4(arrays[0], arrays[1], 1.0, arrays[2], arrays[3], 1.0, _poisoned(16, 64), fault=fault).host()
-        yield control("W4A4", fault, oracle.worst(out, exact, limit))
+        yield control("W4A4", fault, _w4a4_error(16, 64, 128, fault=fault))
 
 
 # ---- what a GPU has for our kernels: machine code, and shared memory for the plans of a 9B's products and of experts

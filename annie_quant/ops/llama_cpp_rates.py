@@ -221,15 +221,9 @@ def fit(products: Sequence[float], attention: Sequence[Sequence[float]]) -> Llam
 
 
 def nonnegative_fit(design: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Return the costs of least relative error, without those that would be negative."""
-    design, target = design / seconds[:, None], np.ones(len(seconds))
-    scale = np.abs(design).max(axis=0)
-    used = list(range(design.shape[1]))
-    while True:
-        found = np.linalg.lstsq(design[:, used] / scale[used], target, rcond=None)[0]
-        if (found >= 0).all():
-            break
-        del used[int(found.argmin())]
-    costs = np.zeros(design.shape[1])
-    costs[used] = found / scale[used]
-    return [float(c) for c in costs]
+    """Return the costs of least relative error, none of them negative."""
+    from scipy.optimize import nnls
+
+    relative = design / seconds[:, None]
+    scale = np.abs(relative).max(axis=0)
+    return [float(c) for c in nnls(relative / scale, np.ones(len(seconds)))[0] / scale]

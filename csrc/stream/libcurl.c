@@ -220,8 +220,6 @@ static void store_row(struct transfer *t, struct request_row *row)
     handle_store_phases(t, row);
     curl_easy_getinfo(t->easy, CURLINFO_RESPONSE_CODE, &status);
     row->pretransfer_us = handle_info_us(t->easy, CURLINFO_PRETRANSFER_TIME_T);
-    row->starttransfer_us = handle_info_us(t->easy, CURLINFO_STARTTRANSFER_TIME_T);
-    row->total_us = handle_info_us(t->easy, CURLINFO_TOTAL_TIME_T);
     curl_easy_getinfo(t->easy, CURLINFO_NUM_CONNECTS, &connects);
     curl_easy_getinfo(t->easy, CURLINFO_HTTP_VERSION, &version);
     row->new_connection = connects > 0;

@@ -429,18 +429,17 @@ struct column {
 };
 
 static const struct column request_columns[] = {
-    COLUMN(request_row, scheduled_ns, "<i8"),     COLUMN(request_row, started_ns, "<i8"),
-    COLUMN(request_row, ended_ns, "<i8"),         COLUMN(request_row, ended_kernel_ns, "<i8"),
-    COLUMN(request_row, first_byte_ns, "<i8"),    COLUMN(request_row, first_byte_kernel_ns, "<i8"),
-    COLUMN(request_row, name_lookup_us, "<i8"),   COLUMN(request_row, connect_us, "<i8"),
-    COLUMN(request_row, tls_us, "<i8"),           COLUMN(request_row, pretransfer_us, "<i8"),
-    COLUMN(request_row, starttransfer_us, "<i8"), COLUMN(request_row, total_us, "<i8"),
-    COLUMN(request_row, header_offset, "<u8"),    COLUMN(request_row, error_offset, "<u8"),
-    COLUMN(request_row, header_size, "<u4"),      COLUMN(request_row, error_size, "<u4"),
-    COLUMN(request_row, status, "<i4"),           COLUMN(request_row, curl_code, "<i4"),
-    COLUMN(request_row, os_errno, "<i4"),         COLUMN(request_row, http_version, "<i4"),
-    COLUMN(request_row, resent_us, "<u4"),        COLUMN(request_row, cause, "u1"),
-    COLUMN(request_row, new_connection, "?"),     COLUMN(request_row, event_stream, "?"),
+    COLUMN(request_row, scheduled_ns, "<i8"),   COLUMN(request_row, started_ns, "<i8"),
+    COLUMN(request_row, ended_ns, "<i8"),       COLUMN(request_row, ended_kernel_ns, "<i8"),
+    COLUMN(request_row, first_byte_ns, "<i8"),  COLUMN(request_row, first_byte_kernel_ns, "<i8"),
+    COLUMN(request_row, name_lookup_us, "<i8"), COLUMN(request_row, connect_us, "<i8"),
+    COLUMN(request_row, tls_us, "<i8"),         COLUMN(request_row, pretransfer_us, "<i8"),
+    COLUMN(request_row, header_offset, "<u8"),  COLUMN(request_row, error_offset, "<u8"),
+    COLUMN(request_row, header_size, "<u4"),    COLUMN(request_row, error_size, "<u4"),
+    COLUMN(request_row, status, "<i4"),         COLUMN(request_row, curl_code, "<i4"),
+    COLUMN(request_row, os_errno, "<i4"),       COLUMN(request_row, http_version, "<i4"),
+    COLUMN(request_row, resent_us, "<u4"),      COLUMN(request_row, cause, "u1"),
+    COLUMN(request_row, new_connection, "?"),   COLUMN(request_row, event_stream, "?"),
     {NULL, NULL, sizeof(struct request_row)},
 };
 

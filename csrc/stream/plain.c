@@ -56,8 +56,6 @@ static void leave_connection(struct transfer *t, struct request_row *row)
 {
     struct client *c = t->client;
     struct connection *connection = t->connection;
-    row->starttransfer_us = row->first_byte_ns ? (row->first_byte_ns - t->started_ns) / NS_PER_US : 0;
-    row->total_us = (row->ended_ns - t->started_ns) / NS_PER_US;
     transfer_store_errno(t, row);
     row->http_version = t->reader.minor ? CURL_HTTP_VERSION_1_1 : CURL_HTTP_VERSION_1_0;
     row->status = t->reader.status;
@@ -74,7 +72,6 @@ static void leave_connection(struct transfer *t, struct request_row *row)
 static void leave_handle(struct transfer *t, struct request_row *row)
 {
     handle_store_phases(t, row);
-    row->total_us = (row->ended_ns - t->started_ns) / NS_PER_US;
     transfer_store_errno(t, row);
     handle_close(t);
 }

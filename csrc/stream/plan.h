@@ -61,8 +61,8 @@ struct request_row {
     int64_t started_ns;   /* when it was passed to the connection */
     int64_t ended_ns, ended_kernel_ns;
     int64_t first_byte_ns, first_byte_kernel_ns;
-    int64_t name_lookup_us, connect_us, tls_us, pretransfer_us, starttransfer_us, total_us; /* CURLINFO_*_TIME_T */
-    uint64_t header_offset, error_offset;                                                   /* in the notes */
+    int64_t name_lookup_us, connect_us, tls_us, pretransfer_us; /* CURLINFO_*_TIME_T */
+    uint64_t header_offset, error_offset;                       /* in the notes */
     uint32_t header_size, error_size;
     int32_t status;              /* 0: no status line was received */
     int32_t curl_code, os_errno; /* 0 if the request did not fail */
@@ -96,7 +96,7 @@ struct read_row {
     uint32_t size;
 };
 
-static_assert(sizeof(struct request_row) == 144, "the row has no hidden padding");
+static_assert(sizeof(struct request_row) == 128, "the row has no hidden padding");
 static_assert(sizeof(struct event_row) == 48, "the row has no hidden padding");
 static_assert(sizeof(struct read_row) == 16, "the row has no hidden padding");
 

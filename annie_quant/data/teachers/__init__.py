@@ -1,4 +1,4 @@
-"""Teachers: one module each, with NAME, SUMMARY and open_teacher(options, split), which returns a Teacher.
+"""Teachers: one module each, with NAME and open_teacher(options, split), which returns a Teacher.
 
 A failed batch raises BatchFailed (the batch is repeated), RateLimited (it is repeated after a wait) or an AnnieError, which ends
 the run; earlier batches are kept in each case.

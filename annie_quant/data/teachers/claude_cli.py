@@ -26,7 +26,6 @@ from annie_quant.data.teachers import BatchFailed, ModelReply, Options, Prompted
 from annie_quant.documents import salvage_value
 
 NAME = "claude_cli"
-SUMMARY = "Claude by its command line program: claude -p --model claude-opus-4-6 --output-format json"
 MODEL = "claude-opus-4-6"
 REQUIRED_FLAGS = ("--print", "--model", "--output-format")
 HELP_TIMEOUT_S = 60.0

@@ -17,7 +17,6 @@ from annie_quant.documents import ChatMessage, ChatRow
 from annie_quant.documents.persona import Category, Persona
 
 NAME = "offline"
-SUMMARY = "built-in templates: no model, no network, the same rows for the same seed"
 MODEL = "annie_quant templates"
 BATCH_SIZE = 500
 MAX_DRAWS = 200  # attempts to draw a new conversation

@@ -14,7 +14,6 @@ from annie_quant.core.untrusted import JsonObject, cost_usd, integer
 from annie_quant.data.teachers import BatchFailed, ModelReply, Options, PromptedTeacher, RateLimited
 
 NAME = "openai"
-SUMMARY = "any OpenAI-compatible endpoint: --url and --teacher-model, the key in OPENAI_API_KEY"
 MAX_TOKENS_PER_TURN = 400
 PROBE_TIMEOUT_S = 10.0
 RATE_LIMITED = (429, 503, 529)

@@ -301,14 +301,6 @@ static PyObject *py_malloc(PyObject *module, PyObject *args) {
     return status ? raise_status(module, status) : PyLong_FromVoidPtr(p);
 }
 
-static PyObject *py_free(PyObject *module, PyObject *args) {
-    unsigned long long p;
-    int status;
-    if (!PyArg_ParseTuple(args, "K", &p)) return NULL;
-    CALL(status, aq_free(ptr(p)));
-    return done(module, status);
-}
-
 static PyObject *py_copy(PyObject *module, PyObject *args) {
     unsigned long long to, from, stream;
     long long bytes;
@@ -352,6 +344,7 @@ static PyObject *handle_call(PyObject *module, PyObject *args, int (*call)(void 
     CALL(status, call(ptr(handle)));
     return done(module, status);
 }
+static PyObject *py_free(PyObject *module, PyObject *args) { return handle_call(module, args, aq_free); }
 static PyObject *py_stream_free(PyObject *module, PyObject *args) { return handle_call(module, args, aq_stream_free); }
 static PyObject *py_stream_sync(PyObject *module, PyObject *args) { return handle_call(module, args, aq_stream_sync); }
 static PyObject *py_capture_begin(PyObject *module, PyObject *args) { return handle_call(module, args, aq_capture_begin); }

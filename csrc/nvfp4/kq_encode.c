@@ -168,89 +168,71 @@ static void encode_affine(const struct kq_kernels *kernels, const float *x, cons
     }
 }
 
-static void encode_q4_k(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q4_k(const struct kq_kernels *kernels, const float *x, const float *weight, float row_square, void *out)
 {
     (void)row_square;
     struct block_q4_k *y = out;
-    for (size_t at = 0; at < count; at += 256, y++) {
-        struct affine_block a;
-        encode_affine(kernels, x + at, weight ? weight + at : NULL, 15, &a);
-        y->d = a.d;
-        y->dmin = a.dmin;
-        memcpy(y->scales, a.scales, 12);
-        for (int j = 0; j < 4; j++)
-            for (int i = 0; i < 32; i++)
-                y->qs[32 * j + i] = (uint8_t)(a.L[64 * j + i] | a.L[64 * j + 32 + i] << 4);
-    }
+    struct affine_block a;
+    encode_affine(kernels, x, weight, 15, &a);
+    y->d = a.d;
+    y->dmin = a.dmin;
+    memcpy(y->scales, a.scales, 12);
+    for (int j = 0; j < 4; j++)
+        for (int i = 0; i < 32; i++)
+            y->qs[32 * j + i] = (uint8_t)(a.L[64 * j + i] | a.L[64 * j + 32 + i] << 4);
 }
 
-static void encode_q5_k(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q5_k(const struct kq_kernels *kernels, const float *x, const float *weight, float row_square, void *out)
 {
     (void)row_square;
     struct block_q5_k *y = out;
-    for (size_t at = 0; at < count; at += 256, y++) {
-        struct affine_block a;
-        encode_affine(kernels, x + at, weight ? weight + at : NULL, 31, &a);
-        y->d = a.d;
-        y->dmin = a.dmin;
-        memcpy(y->scales, a.scales, 12);
-        memset(y->qh, 0, sizeof y->qh);
-        for (int j = 0; j < 4; j++)
-            for (int i = 0; i < 32; i++) {
-                unsigned low = a.L[64 * j + i], high = a.L[64 * j + 32 + i];
-                y->qs[32 * j + i] = (uint8_t)((low & 15) | (high & 15) << 4);
-                y->qh[i] |= (uint8_t)((low >> 4 | high >> 4 << 1) << 2 * j);
-            }
-    }
+    struct affine_block a;
+    encode_affine(kernels, x, weight, 31, &a);
+    y->d = a.d;
+    y->dmin = a.dmin;
+    memcpy(y->scales, a.scales, 12);
+    memset(y->qh, 0, sizeof y->qh);
+    for (int j = 0; j < 4; j++)
+        for (int i = 0; i < 32; i++) {
+            unsigned low = a.L[64 * j + i], high = a.L[64 * j + 32 + i];
+            y->qs[32 * j + i] = (uint8_t)((low & 15) | (high & 15) << 4);
+            y->qh[i] |= (uint8_t)((low >> 4 | high >> 4 << 1) << 2 * j);
+        }
 }
 
-static void encode_q6_k(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q6_k(const struct kq_kernels *kernels, const float *x, const float *weight, float row_square, void *out)
 {
     (void)row_square;
     struct block_q6_k *y = out;
-    for (size_t at = 0; at < count; at += 256, y++) {
-        uint8_t L[256];
-        float scale[16], top = 0, largest = 0;
-        const float *v = x + at;
-        kernels->symmetric_16(v, weight ? weight + at : NULL, L, scale);
-        for (int j = 0; j < 16; j++)
-            if (fabsf(scale[j]) > largest) {
-                largest = fabsf(scale[j]);
-                top = scale[j];
-            }
-        if (largest < 1e-15f) {
-            memset(y, 0, sizeof *y);
+    uint8_t L[256];
+    float scale[16], top = 0, largest = 0;
+    kernels->symmetric_16(x, weight, L, scale);
+    for (int j = 0; j < 16; j++)
+        if (fabsf(scale[j]) > largest) {
+            largest = fabsf(scale[j]);
+            top = scale[j];
+        }
+    if (largest < 1e-15f) {
+        memset(y, 0, sizeof *y);
+        return;
+    }
+    float inverse = -128.f / top;
+    y->d = float_to_f16(1 / inverse);
+    for (int j = 0; j < 16; j++) {
+        y->scales[j] = (int8_t)at_most(nearest_int(inverse * scale[j]), 127);
+        float d = f16_to_float(y->d) * y->scales[j];
+        if (d == 0)
             continue;
-        }
-        float inverse = -128.f / top;
-        y->d = float_to_f16(1 / inverse);
-        for (int j = 0; j < 16; j++) {
-            y->scales[j] = (int8_t)at_most(nearest_int(inverse * scale[j]), 127);
-            float d = f16_to_float(y->d) * y->scales[j];
-            if (d == 0)
-                continue;
-            for (int i = 16 * j; i < 16 * j + 16; i++)
-                L[i] = (uint8_t)(clip(nearest_int(v[i] / d), -32, 31) + 32);
-        }
-        for (int h = 0; h < 2; h++)
-            for (int i = 0; i < 32; i++) {
-                const uint8_t *q = L + 128 * h + i;
-                y->ql[64 * h + i] = (uint8_t)((q[0] & 15) | (q[64] & 15) << 4);
-                y->ql[64 * h + 32 + i] = (uint8_t)((q[32] & 15) | (q[96] & 15) << 4);
-                y->qh[32 * h + i] = (uint8_t)(q[0] >> 4 | q[32] >> 4 << 2 | q[64] >> 4 << 4 | q[96] >> 4 << 6);
-            }
+        for (int i = 16 * j; i < 16 * j + 16; i++)
+            L[i] = (uint8_t)(clip(nearest_int(x[i] / d), -32, 31) + 32);
     }
-}
-
-static void put_q5_0(const uint8_t *L, struct block_q5_0 *y)
-{
-    uint32_t high = 0;
-    for (int i = 0; i < 16; i++) {
-        y->qs[i] = (uint8_t)((L[i] & 15) | (L[i + 16] & 15) << 4);
-        high |= (uint32_t)(L[i] >> 4) << i | (uint32_t)(L[i + 16] >> 4) << (i + 16);
-    }
-    for (int i = 0; i < 4; i++)
-        y->qh[i] = (uint8_t)(high >> 8 * i);
+    for (int h = 0; h < 2; h++)
+        for (int i = 0; i < 32; i++) {
+            const uint8_t *q = L + 128 * h + i;
+            y->ql[64 * h + i] = (uint8_t)((q[0] & 15) | (q[64] & 15) << 4);
+            y->ql[64 * h + 32 + i] = (uint8_t)((q[32] & 15) | (q[96] & 15) << 4);
+            y->qh[32 * h + i] = (uint8_t)(q[0] >> 4 | q[32] >> 4 << 2 | q[64] >> 4 << 4 | q[96] >> 4 << 6);
+        }
 }
 
 /* Codes of a block of 32 in which the element of largest magnitude gets -top: the rule of the legacy formats. */
@@ -275,42 +257,42 @@ static float legacy(const float *x, int top, const float *weight, float row_squa
     return d;
 }
 
-static void encode_q5_0(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q5_0(const struct kq_kernels *kernels, const float *x, const float *weight, float row_square, void *out)
 {
     (void)kernels;
     struct block_q5_0 *y = out;
-    for (size_t at = 0; at < count; at += 32, y++) {
-        uint8_t L[32];
-        y->d = float_to_f16(legacy(x + at, 16, weight ? weight + at : NULL, row_square, L));
-        put_q5_0(L, y);
+    uint8_t L[32];
+    uint32_t high = 0;
+    y->d = float_to_f16(legacy(x, 16, weight, row_square, L));
+    for (int i = 0; i < 16; i++) {
+        y->qs[i] = (uint8_t)((L[i] & 15) | (L[i + 16] & 15) << 4);
+        high |= (uint32_t)(L[i] >> 4) << i | (uint32_t)(L[i + 16] >> 4) << (i + 16);
     }
+    for (int i = 0; i < 4; i++)
+        y->qh[i] = (uint8_t)(high >> 8 * i);
 }
 
-static void encode_q4_0(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q4_0(const struct kq_kernels *kernels, const float *x, const float *weight, float row_square, void *out)
 {
     (void)kernels;
     struct block_q4_0 *y = out;
-    for (size_t at = 0; at < count; at += 32, y++) {
-        uint8_t L[32];
-        y->d = float_to_f16(legacy(x + at, 8, weight ? weight + at : NULL, row_square, L));
-        for (int i = 0; i < 16; i++)
-            y->qs[i] = (uint8_t)(L[i] | L[i + 16] << 4);
-    }
+    uint8_t L[32];
+    y->d = float_to_f16(legacy(x, 8, weight, row_square, L));
+    for (int i = 0; i < 16; i++)
+        y->qs[i] = (uint8_t)(L[i] | L[i + 16] << 4);
 }
 
-static void encode_q8_0(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out)
+static void encode_q8_0(const struct kq_kernels *kernels, const float *x, const float *weight, float row_square, void *out)
 {
     (void)kernels, (void)weight, (void)row_square; /* llama.cpp has no importance for Q8_0 */
     struct block_q8_0 *y = out;
-    for (size_t at = 0; at < count; at += 32, y++) {
-        float amax = 0;
-        for (int i = 0; i < 32; i++)
-            amax = fabsf(x[at + i]) > amax ? fabsf(x[at + i]) : amax;
-        float d = amax / 127, inverse = d != 0 ? 1.f / d : 0.f;
-        y->d = float_to_f16(d);
-        for (int i = 0; i < 32; i++)
-            y->qs[i] = to_int8(roundf(x[at + i] * inverse));
-    }
+    float amax = 0;
+    for (int i = 0; i < 32; i++)
+        amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+    float d = amax / 127, inverse = d != 0 ? 1.f / d : 0.f;
+    y->d = float_to_f16(d);
+    for (int i = 0; i < 32; i++)
+        y->qs[i] = to_int8(roundf(x[i] * inverse));
 }
 
 const struct kq_type KQ_TYPE[KQ_TYPES] = {

@@ -72,8 +72,8 @@ struct kq_type {
     const char *name;
     size_t block; /* elements */
     size_t bytes;
-    /* `count` elements of one row (whole blocks); weight: the same number, or NULL; row_square: mean of x^2 over the row. */
-    void (*encode)(const struct kq_kernels *kernels, const float *x, size_t count, const float *weight, float row_square, void *out);
+    /* One block. weight: one per element, or NULL; row_square: mean of x^2 over the row. */
+    void (*encode)(const struct kq_kernels *kernels, const float *x, const float *weight, float row_square, void *out);
 };
 
 extern const struct kq_type KQ_TYPE[KQ_TYPES];

@@ -119,12 +119,11 @@ void tensor_fake_quant(const struct fake_plan *plan, const void *x, size_t block
     }
 }
 
-/* One part of a row as floats. The row's mean square is summed in order over the whole row, as llama.cpp does. */
+/* One block at a time as floats. The row's mean square is summed in order over the whole row, as llama.cpp does. */
 static void kquantize_row(const struct kq_kernels *kernels, const struct kq_type *type, const void *x, int kind, size_t start,
                           size_t columns, const float *weight, uint8_t *out)
 {
-    enum { PIECE = 1024 };
-    float v[PIECE], row_square = 0;
+    float v[256], row_square = 0;
     if (weight && type->block == 32) {
         for (size_t i = 0; i < columns; i++) {
             float f = load_as_float(x, kind, start + i);
@@ -132,11 +131,10 @@ static void kquantize_row(const struct kq_kernels *kernels, const struct kq_type
         }
         row_square /= (float)columns;
     }
-    for (size_t at = 0; at < columns; at += PIECE) {
-        size_t n = columns - at < PIECE ? columns - at : PIECE;
-        for (size_t i = 0; i < n; i++)
+    for (size_t at = 0; at < columns; at += type->block, out += type->bytes) {
+        for (size_t i = 0; i < type->block; i++)
             v[i] = load_as_float(x, kind, start + at + i);
-        type->encode(kernels, v, n, weight ? weight + at : NULL, row_square, out + at / type->block * type->bytes);
+        type->encode(kernels, v, weight ? weight + at : NULL, row_square, out);
     }
 }
 

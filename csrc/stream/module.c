@@ -12,6 +12,14 @@
 #include <curl/curl.h>
 #include <pthread.h>
 
+static void release(PyObject **object)
+{
+    Py_XDECREF(*object);
+}
+
+/* A reference that is given back where its scope ends. */
+#define OWNED __attribute__((cleanup(release))) PyObject
+
 struct state {
     PyTypeObject *block;
 };
@@ -183,14 +191,11 @@ static int read_request(PyObject *row, const char *user_agent, struct plan_reque
 /* Begin the message of a ValueError with the request's position in the plan. */
 static void name_request(Py_ssize_t index)
 {
-    PyObject *type, *value, *trace;
+    OWNED *type = NULL, *value = NULL, *trace = NULL;
     if (!PyErr_ExceptionMatches(PyExc_ValueError))
         return;
     PyErr_Fetch(&type, &value, &trace);
     PyErr_Format(PyExc_ValueError, "request %zd: %S", index, value ? value : Py_None);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
 }
 
 static struct plan_request *read_requests(PyObject *rows, const char *user_agent)
@@ -347,11 +352,9 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
 
 static int list_frame(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
 {
-    PyObject *row = Py_BuildValue("(iiIIIy#)", info->kind, info->flags, info->data_lines, info->data_start, info->data_size,
-                                  (const char *)frame, (Py_ssize_t)size);
-    int failed = !row || PyList_Append(context, row);
-    Py_XDECREF(row);
-    return failed ? -1 : 0;
+    OWNED *row = Py_BuildValue("(iiIIIy#)", info->kind, info->flags, info->data_lines, info->data_start, info->data_size,
+                               (const char *)frame, (Py_ssize_t)size);
+    return row ? PyList_Append(context, row) : -1;
 }
 
 PyDoc_STRVAR(cut_doc, "cut(reads, max_event_bytes, lines=False) -> [(kind, flags, data_lines, data_start, data_size, frame)]\n\n"
@@ -460,25 +463,17 @@ static const struct column read_columns[] = {
 /* {"names", "formats", "offsets", "itemsize"} for numpy.dtype, so that the layout of rows is defined in one place. */
 static int add_layout(PyObject *module, const char *name, const struct column *columns)
 {
-    PyObject *names = PyList_New(0), *formats = PyList_New(0), *offsets = PyList_New(0), *layout = NULL;
-    int failed = !names || !formats || !offsets;
+    OWNED *names = PyList_New(0), *formats = PyList_New(0), *offsets = PyList_New(0);
+    if (!names || !formats || !offsets)
+        return -1;
     const struct column *f = columns;
-    for (; f->name && !failed; f++) {
-        PyObject *n = PyUnicode_FromString(f->name), *t = PyUnicode_FromString(f->format);
-        PyObject *o = PyLong_FromSize_t(f->offset);
-        failed = !n || !t || !o || PyList_Append(names, n) || PyList_Append(formats, t) || PyList_Append(offsets, o);
-        Py_XDECREF(n);
-        Py_XDECREF(t);
-        Py_XDECREF(o);
+    for (; f->name; f++) {
+        OWNED *n = PyUnicode_FromString(f->name), *t = PyUnicode_FromString(f->format), *o = PyLong_FromSize_t(f->offset);
+        if (!n || !t || !o || PyList_Append(names, n) || PyList_Append(formats, t) || PyList_Append(offsets, o))
+            return -1;
     }
-    if (!failed)
-        layout = Py_BuildValue("{sOsOsOsn}", "names", names, "formats", formats, "offsets", offsets, "itemsize", (Py_ssize_t)f->offset);
-    failed = !layout || PyModule_AddObjectRef(module, name, layout);
-    Py_XDECREF(names);
-    Py_XDECREF(formats);
-    Py_XDECREF(offsets);
-    Py_XDECREF(layout);
-    return failed ? -1 : 0;
+    OWNED *layout = Py_BuildValue("{sOsOsOsn}", "names", names, "formats", formats, "offsets", offsets, "itemsize", (Py_ssize_t)f->offset);
+    return layout ? PyModule_AddObjectRef(module, name, layout) : -1;
 }
 
 /* Once per process: interpreters with their own GIL may import the module at the same time. It is not undone, because another library of

@@ -28,7 +28,8 @@ int main(void)
                     continue;
                 for (int i = 0; i < 256; i++)
                     x[i] = i % 5 ? tops[t] * (float)(sign * (i % 7 - 3)) / 4 : 0;
-                KQ_TYPE[type].encode(NULL, x, 256, NULL, 0, out);
+                for (int at = 0; at < 256; at += 32)
+                    KQ_TYPE[type].encode(NULL, x + at, NULL, 0, out);
             }
     puts("defined");
     return 0;

@@ -84,8 +84,8 @@ class AssertedRun:
     def metric(self, workload: str, name: str, backend: str | None = None) -> JsonObject:
         """Return a metric's p50, p90, p99, mean, low, high, n: run.metric("greeting", "ttft_content_ms")["p90"]."""
         workloads = self._side(backend).workloads
-        summary = dict(workloads[workload].metrics()).get(name) if workload in workloads else None
-        assert summary, f"{self.folder}: workload {workload} has no metric {name}"
+        summary = getattr(workloads.get(workload), name, None)
+        assert isinstance(summary, msgspec.Struct), f"{self.folder}: workload {workload} has no metric {name}"
         return msgspec.structs.asdict(summary)
 
     def assert_no_loss(self, baseline: AssertedRun, least_loss: float = 0.02) -> None:

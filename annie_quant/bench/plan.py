@@ -58,10 +58,6 @@ class BenchPlan:
     reference_run: Path | None = None
     reference_name: str | None = None
 
-    @property
-    def names(self) -> list[str]:
-        return [backend.name for backend in self.backends]
-
 
 def plan_benchmark(
     backends: Sequence[Backend],

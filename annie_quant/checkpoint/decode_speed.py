@@ -19,9 +19,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from annie_quant import nvfp4
 from annie_quant.checkpoint import dialects, llama_cpp_speed
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import read_struct
@@ -205,14 +202,6 @@ def processor_device(rates: LlamaCppRates) -> Device:
     return Device(name=machine_name(), read_bytes_s=read, layer_s=layer, source=source, llama_cpp=rates)
 
 
-def random_weight(shape: tuple[int, int], seed: int) -> nvfp4.Tensor:
-    """Return an NVFP4 weight of random codes."""
-    random = np.random.default_rng(seed)
-    codes = random.integers(0, 256, (shape[0], shape[1] // 2), np.uint8)
-    scales = random.integers(0x20, 0x50, (shape[0], shape[1] // 16), np.uint8).view(nvfp4.E4M3)
-    return nvfp4.Tensor(codes, scales, np.float32(0.01), shape, 16)
-
-
 def fastest(work: Callable[[], object], wait: Callable[[], object]) -> float:
     """Return the seconds of the fastest call. wait: returns when the work has ended."""
     end, least = time.monotonic() + SECONDS, float("inf")
@@ -229,11 +218,11 @@ def fastest(work: Callable[[], object], wait: Callable[[], object]) -> float:
 def measure_gpu() -> tuple[float, float, float]:
     """Return bytes per second of products and of copies (read and written), and the seconds of a small product, in CUDA graphs."""
     torch = need("torch", "quantize")
+    from annie_quant.gemm.oracle import random_weight
     from annie_quant.gemm.torch_op import prepare, product
 
     def on_gpu(shape: tuple[int, int], seed: int) -> Callable[[], object]:
-        weight = random_weight(shape, seed)
-        codes, scales = (torch.from_numpy(a.view(np.uint8)).cuda() for a in (weight.codes, weight.block_scale))
+        codes, scales = (torch.from_numpy(a).cuda() for a in random_weight(*shape, seed))
         packed = prepare(codes, scales.view(torch.float8_e4m3fn), 0.01)
         x = torch.ones(1, shape[1], dtype=torch.bfloat16, device="cuda")
         return lambda: product(x, packed.packed, packed.tensor_scale, packed.n)

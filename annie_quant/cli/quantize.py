@@ -163,6 +163,7 @@ NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  
 @command(SearchSettings)
 def search(settings: SearchSettings) -> None:
     """Try the strategies, from the fewest bytes per token up, until one keeps every gate of bf16. Exit code 1 if none does."""
+    quiet_engines()
     from annie_quant.cli.pipeline.search import run
 
     result = run(settings, console)
@@ -182,6 +183,7 @@ def search(settings: SearchSettings) -> None:
 @command(DemoSettings)
 def demo(settings: DemoSettings) -> None:
     """Run all stages on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
+    quiet_engines()
     from annie_quant.cli.pipeline.demo import run
 
     result = run(settings, console)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -188,12 +187,6 @@ class WorkloadSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     decode_tok_s: MetricSummary | None = None
     completion_tokens: MetricSummary | None = None
     acceptance: MetricSummary | None = None
-
-    def metrics(self) -> Iterator[tuple[str, MetricSummary]]:
-        """Yield (name, summary) of each metric that has values."""
-        for name in self.__struct_fields__[1:]:
-            if (summary := getattr(self, name)) is not None:
-                yield name, summary
 
 
 class PairedResult(msgspec.Struct, kw_only=True):

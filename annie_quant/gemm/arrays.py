@@ -75,12 +75,8 @@ class View:
 
     @property
     def contiguous(self) -> bool:
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+        strides = zip(self.shape, self.strides, _packed_strides(self.shape), strict=True)
+        return all(stride == packed for size, stride, packed in strides if size != 1)
 
 
 def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -49,16 +50,9 @@ class CheckResult:
     fix: str = ""
 
 
-def ok(check: str, message: str) -> CheckResult:
-    return CheckResult("ok", check, message)
-
-
-def note(check: str, message: str, why: str = "", fix: str = "") -> CheckResult:
-    return CheckResult("note", check, message, why, fix)
-
-
-def fault(check: str, message: str, why: str = "", fix: str = "") -> CheckResult:
-    return CheckResult("fault", check, message, why, fix)
+ok = partial(CheckResult, "ok")
+note = partial(CheckResult, "note")
+fault = partial(CheckResult, "fault")
 
 
 @dataclass(frozen=True)

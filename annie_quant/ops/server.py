@@ -105,8 +105,8 @@ def spawn(
     log.parent.mkdir(parents=True, exist_ok=True)
     status_read, status_write = os.pipe()
     arguments = [sys.executable, "-I", "-S", str(SUPERVISOR), str(status_write), container_file or "-", *command]
-    try:
-        with log.open("wb") as out:
+    with os.fdopen(status_read, "rb", buffering=0) as status:
+        with os.fdopen(status_write, "wb"), log.open("wb") as out:
             process = subprocess.Popen(
                 arguments,
                 stdin=subprocess.PIPE,
@@ -116,13 +116,7 @@ def spawn(
                 pass_fds=(status_write,),
                 env=env,
             )
-        os.close(status_write)
-        status_write = -1
-        pid = os.read(status_read, 32)  # empty if the supervisor ended without starting the server
-    finally:
-        os.close(status_read)
-        if status_write >= 0:
-            os.close(status_write)
+        pid = status.read(32)  # empty if the supervisor ended without starting the server
     return Server(process, log, name, int(pid) if pid.strip().isdigit() else None)
 
 

@@ -189,11 +189,6 @@ class LoadedRun:
             places = [Path(recorded), self.folder / recorded, self.folder / "models" / Path(recorded).name, *places]
         return next((p for p in places if (p / "config.json").is_file()), None)
 
-    def recipe(self, model: str) -> RecordedRecipe:
-        """How a model was made, as its checkpoint records it."""
-        folder = self.folder_of(model) or self.folder / "models" / model
-        return documents.salvage_or_default(RecordedRecipe, folder / documents.RECIPE_FILE)
-
     def label(self, model: str) -> str:
         return self.model(model).label or name(model)
 

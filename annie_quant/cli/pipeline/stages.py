@@ -196,7 +196,6 @@ class Stages:
         from annie_quant.offline.pair import EvaluationJob, open_pair
 
         def work(progress: Progress) -> PromptsResult:
-            silence_transformers()
             job = EvaluationJob(checkpoint=self.model, reference=self.model, cache=self.dir / "eval")
             with open_pair(job, progress) as pair:
                 per_gate = prompts_per_gate(n, reference_gates(pair, chosen))
@@ -227,7 +226,6 @@ class Stages:
         output = f"eval/{name}.json"
 
         def work(progress: Progress) -> StageResult:
-            silence_transformers()
             settings = EvaluationJob(
                 checkpoint=folder,
                 reference=self.model,
@@ -288,14 +286,6 @@ def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:
 def prompts_key(workloads: Sequence[Workload]) -> dict[str, list[str]]:
     """Return what identifies the prompts of an evaluation: by workload, the hashes of its file and of its prompts."""
     return {w.name: [w.sha256, judge.prompts_sha256(w)] for w in workloads}
-
-
-def silence_transformers() -> None:
-    """Turn off transformers' progress bars and messages, which would break up the console's."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
 
 
 # ---- evaluations in processes of their own
@@ -386,7 +376,6 @@ def evaluate(job: ProcessJob, progress: Progress) -> None:
     from annie_quant.offline.evaluation import run
     from annie_quant.offline.pair import EvaluationJob, open_pair
 
-    silence_transformers()
     settings = EvaluationJob(
         checkpoint=Path(job.checkpoint or job.reference),
         reference=Path(job.reference),

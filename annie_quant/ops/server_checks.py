@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from annie_quant.core.errors import ServerError, UsageError
 from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.ops.doctor import CheckResult, fault, note, ok
-from annie_quant.stream.client import Request, chat, fetch, first_model, run
-from annie_quant.stream.timings import transport_fault
+from annie_quant.stream.client import HttpReply, Request, chat, fetch, first_model, http_reply, run
 
 if TYPE_CHECKING:
     from annie_quant.offline.fingerprint import Fingerprint, GreedyTokens
@@ -107,26 +106,13 @@ def check_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-@dataclass(frozen=True)
-class CompletionReply:
-    """One answer of /completions. fault: why it cannot be used."""
-
-    status: int
-    body: bytes
-    fault: str | None
-
-
-def post(url: str, bodies: Sequence[Mapping[str, object]], headers: Mapping[str, str] | None) -> list[CompletionReply]:
+def post(url: str, bodies: Sequence[Mapping[str, object]], headers: Mapping[str, str] | None) -> list[HttpReply]:
     """POST the bodies one after another."""
     if not bodies:
         return []
     requests = [Request(url, json=dict(body), headers=headers, timeout_s=TIMEOUT_S) for body in bodies]
     timings = run(requests, 1, max_event_bytes=MAX_BYTES, max_answer_bytes=MAX_BYTES)
-    faults = [transport_fault(timings, i) for i in range(len(bodies))]
-    return [
-        CompletionReply(int(timings.requests["status"][i]), timings.body(i), fault[1] if fault else None)
-        for i, fault in enumerate(faults)
-    ]
+    return [http_reply(timings, i) for i in range(len(bodies))]
 
 
 def model_name(root: str, headers: Mapping[str, str] | None) -> str:

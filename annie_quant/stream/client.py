@@ -349,8 +349,13 @@ def fetch(
     """
     request = Request(url, json, headers=headers, timeout_s=timeout_s)
     timings = run([request], kernel_stamps=False, realtime=False, max_event_bytes=max_bytes, max_answer_bytes=max_bytes)
-    fault, status = transport_fault(timings, 0), int(timings.requests["status"][0])
-    return HttpReply(status, timings.headers(0), timings.body(0), fault[1] if fault else None)
+    return http_reply(timings, 0)
+
+
+def http_reply(timings: Timings, request: int) -> HttpReply:
+    """Return the answer of one request of a run."""
+    fault, status = transport_fault(timings, request), int(timings.requests["status"][request])
+    return HttpReply(status, timings.headers(request), timings.body(request), fault[1] if fault else None)
 
 
 def first_model(body: bytes) -> str | None:

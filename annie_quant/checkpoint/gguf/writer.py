@@ -7,7 +7,7 @@ larger than memory can be written.
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,8 @@ from annie_quant.checkpoint.gguf.layout import GgufSettings, Heads, Layout, chec
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import check_free_space
-from annie_quant.core.errors import CheckpointError, EnvironmentFault, UsageError, need
+from annie_quant.core.errors import CheckpointError, UsageError, need
+from annie_quant.core.files import check_writable, replacing
 from annie_quant.core.progress import SILENT, ByteProgress, Progress
 
 if TYPE_CHECKING:
@@ -290,15 +291,11 @@ def write_gguf(model: QuantizedFolder, output: Path, kind: str, progress: Progre
     """Write a model folder as one file, and return its plan. kind: one of TYPES."""
     gguf = need("gguf", "serve")
     plan = plan_gguf(model, kind)
-    part = output.with_name(f".{output.name}.{os.getpid()}.part")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        part.touch()
-    except OSError as error:
-        problem = f"{output.parent}: cannot be written to ({error.strerror})"
-        raise EnvironmentFault(problem, "choose another --output") from None
-    writer = gguf.GGUFWriter(part, plan.layout.names.architecture)
-    try:
+    check_writable(output)
+    with (
+        replacing(output) as file,
+        contextlib.closing(gguf.GGUFWriter(file.name, plan.layout.names.architecture)) as writer,
+    ):
         add_metadata(writer, plan, model.folder.path.resolve().name)
         vocabulary.add(writer, model.folder, plan.settings.vocab_size)
         sizes = [size_of(tensor) for tensor in plan.entries]
@@ -313,12 +310,6 @@ def write_gguf(model: QuantizedFolder, output: Path, kind: str, progress: Progre
         for tensor in plan.entries:
             done.add(write_data(writer, tensor))
         writer.flush()
-        os.fsync(data_file(writer).fileno())
-        writer.close()
-        part.replace(output)
-    finally:
-        writer.close()
-        part.unlink(missing_ok=True)
     return plan
 
 

@@ -143,7 +143,7 @@ def pack(
     """
     x, kind = float_array(w, "w")
     _check_choice(scale, encoding)
-    shape = _block_shapes(x, group, "w")
+    shape = _block_shapes(x.shape, group, "w")
     if encoding == "compressed-tensors" and tensor_scale is not None:
         raise ValueError("compressed-tensors stores the tensor's scale as a divisor: pass divisor, not tensor_scale")
     if encoding != "compressed-tensors" and divisor is not None:
@@ -232,7 +232,7 @@ def tensor_scale(amax: float, encoding: Encoding = "modelopt", scale: Scale = "a
         return np.float32(1)
     if encoding == "compressed-tensors":
         return np.float32(1) / global_scale(value)
-    span = np.float32(E2M1_MAX * (256 if scale == "four_over_six" else 448))
+    span = np.float32(E2M1_MAX * _LARGEST_BLOCK_SCALE[scale])
     result = value * (np.float32(1) / span) if encoding == "modelopt-cuda" else value / span
     return max(np.float32(result), _SMALLEST)
 
@@ -269,7 +269,7 @@ def fake_quant(
     that overlaps x only partly.
     """
     a, kind = float_array(x, "x")
-    _block_shapes(a, group, "x")
+    _block_shapes(a.shape, group, "x")
     if tensor_scale is None:
         tensor_scale = float(_scale_of(finite_amax(a, kind), "modelopt-cuda"))
     out = output_array(out, a.shape, a.dtype)
@@ -297,7 +297,7 @@ def gptq(
     ValueError: shapes that do not fit, or weights that are not finite after the correction.
     """
     _check_choice(scale, "modelopt")
-    shape = _block_shapes(w, group, "w")
+    shape = _block_shapes(w.shape, group, "w")
     columns = w.shape[-1]
     if w.ndim != 2 or w.dtype != np.float32 or not w.flags.carray:
         raise ValueError(f"w: {w.dtype} {w.shape}, expected float32 [N, K], contiguous, aligned and writeable")
@@ -406,24 +406,20 @@ def error(w: object, t: Tensor) -> dict[str, float]:
     }
 
 
-def _block_shapes(x: np.ndarray, group: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the codes and of the block scales of x."""
+def _block_shapes(shape: tuple[int, ...], group: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the codes and of the block scales of an array."""
     if group not in _GROUPS:
         raise ValueError(f"group {group}, expected one of {', '.join(map(str, _GROUPS))}")
-    if x.ndim == 0 or x.shape[-1] % group:
-        raise ValueError(f"{name}: shape {x.shape}, expected a last dimension that is a multiple of {group}")
-    return (*x.shape[:-1], x.shape[-1] // 2), (*x.shape[:-1], x.shape[-1] // group)
+    if not shape or shape[-1] % group:
+        raise ValueError(f"{name}: shape {shape}, expected a last dimension that is a multiple of {group}")
+    return (*shape[:-1], shape[-1] // 2), (*shape[:-1], shape[-1] // group)
 
 
 def _parts(t: Tensor) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     """Return codes and scales as contiguous bytes, and the shape, after a check that they fit together."""
     codes, scales = byte_array(t.codes, "codes"), byte_array(t.block_scale, "block_scale")
     shape = tuple(int(n) for n in t.shape)
-    if t.group not in _GROUPS:
-        raise ValueError(f"group {t.group}, expected one of {', '.join(map(str, _GROUPS))}")
-    if not shape or shape[-1] % t.group:
-        raise ValueError(f"shape {shape}: the last dimension is not a multiple of {t.group}")
-    expected = (*shape[:-1], shape[-1] // 2), (*shape[:-1], shape[-1] // t.group)
+    expected = _block_shapes(shape, t.group, "tensor")
     if (codes.shape, scales.shape) != expected:
         raise ValueError(
             f"codes {codes.shape} and block_scale {scales.shape}, expected {expected[0]} and {expected[1]} for {shape}"

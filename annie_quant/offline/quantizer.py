@@ -28,6 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from annie_quant import checkpoint, models, nvfp4
 from annie_quant.checkpoint import Linear, ModelFolder
 from annie_quant.checkpoint.checks import DEADLY
+from annie_quant.checkpoint.checks.settings import ALGORITHMS
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, LARGEST_SCALE, read_struct
 from annie_quant.core.errors import CheckpointError
@@ -211,7 +212,6 @@ def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
 log = logging.getLogger(__name__)
 
 FP8_ALGORITHMS = (FP8_BLOCK, "FP8", FP8_DYNAMIC)
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION", *FP8_ALGORITHMS)
 DIALECTS = {
     modelopt.NAME: modelopt,
     compressed_tensors.NAME: compressed_tensors,

@@ -300,19 +300,22 @@ def _turns(records: Sequence[documents.RequestRecord], seed: int) -> list[docume
     return points
 
 
+def mean_times(side: documents.ServedSide) -> tuple[float, float, int] | None:
+    """Return TTFT and TPOT in ms, the means of the workloads' medians without other requests, and the number of workloads."""
+    alone = [w for label, w in side.workloads.items() if "@" not in label]
+    medians = [(w.ttft_content_ms.p50, w.tpot_ms.p50) for w in alone if w.ttft_content_ms and w.tpot_ms]
+    if not medians:
+        return None
+    ttft_ms, tpot_ms = (statistics.fmean(column) for column in zip(*medians, strict=True))
+    return ttft_ms, tpot_ms, len(medians)
+
+
 def _crossover(served: Mapping[str, documents.ServedSide], a: str, b: str) -> documents.Crossover | None:
     """Return the number of tokens at which two backends have the same total latency (TTFT + tokens x TPOT, medians)."""
-    lines = []
-    for name in (a, b):
-        medians = [
-            (w.ttft_content_ms.p50, w.tpot_ms.p50)
-            for label, w in served[name].workloads.items()
-            if "@" not in label and w.ttft_content_ms and w.tpot_ms
-        ]
-        if not medians:
-            return None
-        lines.append([statistics.fmean(column) for column in zip(*medians, strict=True)])
-    (ttft_a, tpot_a), (ttft_b, tpot_b) = lines
+    ours, theirs = mean_times(served[a]), mean_times(served[b])
+    if ours is None or theirs is None:
+        return None
+    (ttft_a, tpot_a, _), (ttft_b, tpot_b, _) = ours, theirs
     tokens = (ttft_b - ttft_a) / (tpot_a - tpot_b) if tpot_a != tpot_b else None
     tokens = tokens if tokens and tokens > 0 else None
     short, long = a if ttft_a <= ttft_b else b, a if tpot_a < tpot_b else b

@@ -7,7 +7,6 @@ their start times.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -218,8 +217,7 @@ def _runtime(owner: str, has_build: bool, has_version: bool) -> str | None:
 
 
 def _sha256(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return sha256_text(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
 
 
 # ---- the format of the weights behind a server: from the model's own file, if it is on this machine; never from a name

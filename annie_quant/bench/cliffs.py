@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from annie_quant.bench.findings import finding
+from annie_quant.bench.stability import steps
 from annie_quant.documents import Cliff, Confound, Ladder, LadderPoint, RequestRecord
 from annie_quant.judge.statistics import LEVEL, holm, mcnemar, wilson
 
@@ -108,10 +109,7 @@ def _fall_p(right: Right) -> float:
     rng = np.random.default_rng(0)
     orders = (rng.permuted(table, axis=1).mean(axis=0) for _ in range(PERMUTATIONS))
     rates = np.vstack([table.mean(axis=0), *orders])
-    n_levels, total = rates.shape[1], rates.sum(axis=1, keepdims=True)
-    k, before = np.arange(1, n_levels), np.cumsum(rates, axis=1)[:, :-1]
-    falls = (before / k - (total - before) / (n_levels - k)) / np.sqrt(1 / k + 1 / (n_levels - k))
-    largest = falls.max(axis=1)
+    largest = -steps(rates).min(axis=1)
     return float((largest >= largest[0] - 1e-12).mean())
 
 

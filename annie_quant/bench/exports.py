@@ -22,6 +22,7 @@ import numpy as np
 from annie_quant import __version__, documents
 from annie_quant.bench.aggregates import values_by_prompt
 from annie_quant.bench.run_folder import read_records
+from annie_quant.bench.stability import start_of
 from annie_quant.core.files import ASSETS
 from annie_quant.core.untrusted import JsonObject, decode_json
 from annie_quant.documents import Bench, RequestRecord, read_bench
@@ -262,16 +263,12 @@ def _original_test(records: Records) -> Json:
 _IDS = uuid.UUID("6d1cf9a2-6e0b-4b4c-9f55-0c6a3c1f2b77")  # so that the same run gives the same ids
 
 
-def _start(record: RequestRecord) -> float:
-    return record.timings.started_unix_s or 0.0
-
-
 def guidellm(bench: Bench, records: Records, name: str) -> Json:
     """Return GuideLLM's report of one backend."""
-    alone = sorted((r for r in records if r.load.alone and not r.cold and r.timings.started_unix_s), key=_start)
+    alone = sorted((r for r in records if r.load.alone and not r.cold and r.timings.started_unix_s), key=start_of)
     good = [r for r in alone if not r.answer.error]
-    begin = _start(alone[0]) if alone else 0.0
-    end = max((_start(r) + (r.timings.e2e_ms or 0.0) / 1e3 for r in alone), default=begin)
+    begin = start_of(alone[0]) if alone else 0.0
+    end = max((start_of(r) + (r.timings.e2e_ms or 0.0) / 1e3 for r in alone), default=begin)
     totals = {"successful": len(good), "errored": len(alone) - len(good), "incomplete": 0, "total": len(alone)}
     identity, environment = bench.backends[name], bench.environment
     backend = _FORMS["guidellm"]["backend"] | {"target": identity.url or "http://localhost", "model": identity.model}
@@ -352,7 +349,7 @@ def _guidellm_metrics(good: Records, totals: Json, seconds: float) -> Json:
 
 
 def _guidellm_request(record: RequestRecord) -> Json:
-    start = _start(record)
+    start = start_of(record)
 
     def at(ms: float | None) -> float | None:
         return None if ms is None else start + ms / 1e3

@@ -163,7 +163,7 @@ def find_drifts(records: Sequence[RequestRecord], backends: Iterable[str], seed:
     """
     rows = []
     for name in backends:
-        own = sorted((r for r in records if r.backend == name and r.timings.started_unix_s is not None), key=_start)
+        own = sorted((r for r in records if r.backend == name and r.timings.started_unix_s is not None), key=start_of)
         rows += [row for metric in TESTED if (row := _drift_of(name, metric, own, seed))]
     for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
         row.p_holm = p
@@ -171,7 +171,7 @@ def find_drifts(records: Sequence[RequestRecord], backends: Iterable[str], seed:
     return rows
 
 
-def _start(record: RequestRecord) -> float:
+def start_of(record: RequestRecord) -> float:
     return record.timings.started_unix_s or 0.0
 
 
@@ -181,7 +181,7 @@ def _drift_of(name: str, metric: str, records: Sequence[RequestRecord], seed: in
     if split is None:
         return None
     at, p = split
-    start, since = _start(records[0]), _start(rows[at])
+    start, since = start_of(records[0]), start_of(rows[at])
     shift, low, high = _shift(deviation, groups, at, seed)
     row = Drift(backend=name, metric=metric, n=len(rows), after_s=since - start, shift=shift, low=low, high=high, p=p)
     for field in ("clock_mhz", "temperature_c", "load_per_core"):
@@ -234,8 +234,9 @@ def change_point(deviation: Floats, seed: int = 0) -> tuple[int, float] | None:
     if bins < LEAST_BINS:
         return None
     means = np.array([np.median(deviation[a:b]) for a, b in itertools.pairwise(edges)])
-    split = _first_split(bins) + int(_steps(means[None])[0].argmax())
-    return int(edges[split]), _permutation_p(means, lambda rows: _steps(rows).max(axis=1), seed)
+    least = max(2, math.ceil(EDGE * bins))
+    split = least + int(np.abs(steps(means[None], least))[0].argmax())
+    return int(edges[split]), _permutation_p(means, lambda rows: np.abs(steps(rows, least)).max(axis=1), seed)
 
 
 def _permutation_p(means: Floats, statistic: Callable[[Floats], Floats], seed: int) -> float:
@@ -248,19 +249,17 @@ def _permutation_p(means: Floats, statistic: Callable[[Floats], Floats], seed: i
     return (1 + int(reached.sum())) / (PERMUTATIONS + 1)
 
 
-def _first_split(bins: int) -> int:
-    return max(2, math.ceil(EDGE * bins))
+def steps(rows: Floats, least: int = 1) -> Floats:
+    """Return (mean after - mean before) a split in units of its standard error, [rows, splits].
 
-
-def _steps(rows: Floats) -> Floats:
-    """Return |mean after - mean before| in units of its standard error, [rows, splits]."""
+    least: columns on either side of a split
+    """
     bins = rows.shape[1]
-    least = _first_split(bins)
     k = np.arange(least, bins - least + 1)
     total = np.cumsum(rows, axis=1)
     before = total[:, k - 1] / k
     after = (total[:, -1:] - total[:, k - 1]) / (bins - k)
-    return np.abs(after - before) / np.sqrt(1 / k + 1 / (bins - k))
+    return (after - before) / np.sqrt(1 / k + 1 / (bins - k))
 
 
 def _shift(deviation: Floats, groups: Integers, at: int, seed: int) -> tuple[float, float, float]:

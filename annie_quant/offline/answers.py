@@ -9,7 +9,6 @@ prompts and are decoded completely.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import tempfile
@@ -24,6 +23,7 @@ import torch
 
 from annie_quant.checkpoint.prompt_files import model_files
 from annie_quant.core.errors import UsageError
+from annie_quant.core.files import sha256_text
 from annie_quant.core.progress import SILENT, Progress
 from annie_quant.core.resume import JsonLines
 from annie_quant.documents import ChatMessage
@@ -85,7 +85,7 @@ class AnswerCache:
 def request_key(request: TurnRequest, end_tokens: Sequence[int]) -> str:
     """Return a hash of what determines a greedy answer: prompt tokens, token limit and end tokens."""
     key = json.dumps([request.prompt, request.max_tokens, sorted(end_tokens)])
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
+    return sha256_text(key)[:32]
 
 
 class Reference:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from annie_quant.bench.aggregates import labelled, timed
+from annie_quant.bench.aggregates import labelled, mean_times, timed
 from annie_quant.documents import GateResult, KLSummary, RequestRecord
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.format import count, ends, name, significant, size
@@ -396,13 +395,11 @@ def by_length(run: LoadedRun) -> Figure:
     figure = Figure("crossover", wide=True)
     lines, models, counts = [], [], []
     for side in run.served:
-        alone = [w for label, w in side.data.workloads.items() if "@" not in label]
-        medians = [(w.ttft_content_ms.p50, w.tpot_ms.p50) for w in alone if w.ttft_content_ms and w.tpot_ms]
-        if medians:
-            ttft, tpot = (statistics.fmean(column) for column in zip(*medians, strict=True))
+        if (times := mean_times(side.data)) is not None:
+            ttft, tpot, n_workloads = times
             lines.append((side, [Point(0, ttft), Point(LONGEST, ttft + LONGEST * tpot)]))
             models.append(f"{run.label(side.model)}: {significant(ttft)} ms + {significant(tpot)} ms per token")
-            counts.append(len(medians))
+            counts.append(n_workloads)
     if len(lines) < 2:
         return figure
     figure.caption = (
@@ -411,9 +408,9 @@ def by_length(run: LoadedRun) -> Figure:
     )
     high = max(points[-1].y for _, points in lines)
     tokens = Axis("tokens of the answer", 0, LONGEST, ticks(0, LONGEST, 5))
-    times = Axis("total latency, ms", 0, high, ticks(0, high))
+    up = Axis("total latency, ms", 0, high, ticks(0, high))
     title = "Total latency against answer length"
-    figure.panels.append(("crossover", line_chart(run, title, "; ".join(models), tokens, times, lines)))
+    figure.panels.append(("crossover", line_chart(run, title, "; ".join(models), tokens, up, lines)))
     return figure
 
 

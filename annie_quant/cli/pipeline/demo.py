@@ -130,7 +130,7 @@ class Demo:
             for strategy in STRATEGIES:
                 stages.quantize(strategy, chosen=SIDES[strategy].options)
                 stages.audit(strategy)
-            text = {"text": stages.text_key()}
+            text = {"text": stages.text_key}
             for side in BACKENDS:
                 stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), StageResult)
             processes.finish()
@@ -188,7 +188,7 @@ class Demo:
 
     def same_bench_settings(self) -> bool:
         """Return whether the existing records were measured with these settings; other records are measured again."""
-        key = self.stages.base | {"n": self.n_served, "text": self.stages.text_key()}
+        key = self.stages.base | {"n": self.n_served, "text": self.stages.text_key}
         marker = KeyedJson(self.dir / "stages/.bench-settings", key)
         same = marker.load(default=False)
         marker.save(True)

@@ -10,7 +10,6 @@ supervisor of ops/server.py: it ends however annie-quant ends. Its log has one l
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
@@ -18,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from annie_quant.checkpoint.shards import ModelFolder, model_sha256
 from annie_quant.cli.pipeline.run_directory import RunDirectory
 from annie_quant.core import host
 from annie_quant.core.errors import AnnieError, UsageError
-from annie_quant.core.files import write_text
+from annie_quant.core.files import sha256_text, write_text
 from annie_quant.core.progress import Console, Progress
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import read_conversations, read_rows
@@ -97,7 +96,6 @@ class Stages:
         self.base = {"version": __version__, "model": model_sha256(model)[:16]}  # inputs of every stage
         self.rows: list[documents.Stage] = []
         self.work = work
-        self._text_key: str | None = None
 
     def stage(
         self,
@@ -125,12 +123,11 @@ class Stages:
         """Return whether stage() would not repeat this stage."""
         return self.dir.finished(name, self.base | dict(inputs)) is not None
 
+    @cached_property
     def text_key(self) -> str:
-        """Return a hash of the conversations' messages and tools; their provenance does not matter."""
-        if self._text_key is None:
-            content = [[row["messages"], row.get("tools")] for row in read_rows(self.conversations)]
-            self._text_key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-        return self._text_key
+        """A hash of the conversations' messages and tools; their provenance does not matter."""
+        content = [[row["messages"], row.get("tools")] for row in read_rows(self.conversations)]
+        return sha256_text(json.dumps(content))[:16]
 
     def checkpoint(self, strategy: str, draw: int = 0) -> Path:
         return self.dir / f"models/{drawn(strategy, draw)}"
@@ -246,7 +243,7 @@ class Stages:
         return evaluation if evaluation.verdict else judge.judge_evaluation(evaluation)
 
     def data_inputs(self) -> dict[str, object]:
-        return {"rows": self.samples, "text": self.text_key()}
+        return {"rows": self.samples, "text": self.text_key}
 
 
 def with_budget(name: str) -> tuple[str, float | None]:

@@ -30,7 +30,7 @@ from annie_quant.data.rows import (
     DuplicateFinder,
     ValidatedRows,
     faults,
-    gate_texts,
+    other_prompts,
     read_rows,
     user_text,
     validate,
@@ -180,8 +180,7 @@ def generate(
     options = options or Options()
     opened: Teacher = module.open_teacher(options, split)
     opened.check(who)
-    texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
-    forbidden = DuplicateFinder([*texts, *(gate_texts(who) if split != "gate" else ())])
+    forbidden = other_prompts(apart_from, split != "gate", who)
     # The rows depend on all of this.
     key: dict[str, object] = {"version": __version__, "teacher": module.NAME, "model": opened.model}
     key |= {"persona": who.sha256, "n": n, "seed": seed, "split": split}

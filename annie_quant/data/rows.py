@@ -246,10 +246,15 @@ def gate_texts(persona: Persona | None = None) -> Iterator[tuple[str, str]]:
             yield f"{workload.name}/{case.id}", "\n".join(users or turns)
 
 
+def other_prompts(others: Iterable[Rows], gates: bool, persona: Persona | None) -> DuplicateFinder:
+    """Return a finder for the prompts of other sets and, if `gates`, of the persona's gates."""
+    texts = [(f"row {row.get('id')}", user_text(row)) for other in others for row in read_rows(other)]
+    return DuplicateFinder([*texts, *(gate_texts(persona) if gates else ())])
+
+
 def check_apart(rows: Rows, *others: Rows, gates: bool = True, persona: Persona | None = None) -> None:
     """Raise UsageError if `rows` shares a prompt with another set or, if `gates`, with a gate's prompts of the persona."""
-    texts = [(f"row {row.get('id')}", user_text(row)) for other in others for row in read_rows(other)]
-    finder = DuplicateFinder([*texts, *(gate_texts(persona) if gates else ())])
+    finder = other_prompts(others, gates, persona)
     matches = [(row.get("id"), finder.find(user_text(row))) for row in read_rows(rows)]
     duplicates = [(name, match) for name, match in matches if match is not None]
     if duplicates:

@@ -36,7 +36,7 @@ from annie_quant.checkpoint.chat_template import refused
 from annie_quant.checkpoint.conversion import Conversion
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8
 from annie_quant.checkpoint.gguf import vocabulary
-from annie_quant.checkpoint.gguf.reader import check_header
+from annie_quant.checkpoint.gguf.reader import gguf_value, open_reader
 from annie_quant.checkpoint.linears import FP8_BLOCK
 from annie_quant.checkpoint.writer import staged
 from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault, UsageError, need
@@ -255,17 +255,6 @@ def convert_gguf(path: Path, output: Path | None, force: bool = False, progress:
     return Conversion(str(target), size_bytes, len(reader.tensors), loss)
 
 
-def open_reader(path: Path) -> GGUFReader:
-    """Return the package's reader. Raises CheckpointError for anything else than a whole GGUF file."""
-    gguf = need("gguf", "serve")
-    check_header(path)
-    try:
-        return gguf.GGUFReader(path)
-    except Exception as error:  # it raises whatever its parsing runs into
-        reason = printable(str(error), 80)
-        raise CheckpointError(f"{path}: cut, or of types that are not known ({reason})", "download it again") from None
-
-
 def check_gguf(path: Path, reader: GGUFReader) -> str:
     """Return the architecture. Raises CheckpointError where the file cannot become a folder."""
     gguf = need("gguf", "serve")
@@ -302,12 +291,6 @@ def check_gguf(path: Path, reader: GGUFReader) -> str:
     if not gguf_value(reader, "tokenizer.chat_template", ""):
         raise CheckpointError(f"{path}: no chat template, so conversations cannot be rendered", TEMPLATE)
     return architecture
-
-
-def gguf_value(reader: GGUFReader, name: str, default: Any = None) -> Any:
-    """Return one of the file's settings."""
-    field = reader.get_field(name)
-    return default if field is None else field.contents()
 
 
 def read_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerFast:

@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from annie_quant.core.errors import UsageError, need
+from annie_quant.core.errors import UsageError
 from annie_quant.core.files import sha256_text, write_text
 from annie_quant.core.progress import Progress
 from annie_quant.core.untrusted import JsonObject
@@ -337,11 +337,9 @@ def template_text(model: Path) -> str:
     """Return the chat template of a model folder or a GGUF file; "" without one."""
     if model.is_dir():
         return template_of(model)
-    from annie_quant.checkpoint.gguf.reader import check_header
+    from annie_quant.checkpoint.gguf.reader import gguf_value, open_reader
 
-    check_header(model)
-    field = need("gguf", "serve").GGUFReader(model).get_field("tokenizer.chat_template")
-    return str(field.contents()) if field else ""
+    return str(gguf_value(open_reader(model), "tokenizer.chat_template", ""))
 
 
 class CommandTarget:

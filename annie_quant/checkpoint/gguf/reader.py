@@ -9,12 +9,13 @@ from __future__ import annotations
 import mmap
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from annie_quant.core.errors import CheckpointError, need
+from annie_quant.core.text import printable
 
 if TYPE_CHECKING:
-    from gguf import ReaderTensor
+    from gguf import GGUFReader, ReaderTensor
 
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
 STRING, ARRAY = 8, 9
@@ -91,12 +92,23 @@ def _check_header(cursor: _Cursor) -> None:
         raise ValueError(f"tensors begin after its end: it has {len(cursor.raw)} bytes")
 
 
-def open_gguf(path: Path) -> dict[str, ReaderTensor]:
-    """Return the file's tensors (gguf.ReaderTensor) by name. Raises CheckpointError for a file that is not GGUF."""
+def open_reader(path: Path) -> GGUFReader:
+    """Return the package's reader. Raises CheckpointError for anything else than a whole GGUF file."""
     gguf = need("gguf", "serve")
     check_header(path)
     try:
-        return {t.name: t for t in gguf.GGUFReader(path).tensors}
-    except Exception as error:  # the package's reader raises errors of many types
-        message = f"{path}: not a GGUF file that can be read ({str(error)[:80]})"
-        raise CheckpointError(message, "convert it again") from None
+        return gguf.GGUFReader(path)
+    except Exception as error:  # it raises errors of many types
+        problem = f"not a GGUF file that can be read: cut, or of types that are not known ({printable(str(error), 80)})"
+        raise CheckpointError(f"{path}: {problem}", "download it, or convert it again") from None
+
+
+def open_gguf(path: Path) -> dict[str, ReaderTensor]:
+    """Return the file's tensors (gguf.ReaderTensor) by name. Raises CheckpointError for a file that is not GGUF."""
+    return {t.name: t for t in open_reader(path).tensors}
+
+
+def gguf_value(reader: GGUFReader, name: str, default: Any = None) -> Any:
+    """Return one of the file's settings."""
+    field = reader.get_field(name)
+    return default if field is None else field.contents()

@@ -55,6 +55,7 @@ def test_tuned_norms_lower_the_divergence_and_pass_the_audit(
     job, plan, samples = rounded
     before = divergence(plan, job.model, samples)
     monkeypatch.setattr(norm_tuning, "LEARNING_RATE", 1e-2)  # all changes reach their limit
+    monkeypatch.setattr(norm_tuning, "STEPS", 16)
     plan.weights = norm_tuning.tuned_norms(job, plan, samples, 0.1, SILENT, tmp_path / "norms.safetensors")
     assert divergence(plan, job.model, samples) < 0.97 * before
 
@@ -87,6 +88,18 @@ def test_tuned_norms_lower_the_divergence_and_pass_the_audit(
         "fold_mismatch",
         "fold_plus_one",
     }
+
+
+@pytest.mark.gpu
+def test_norms_are_tuned_on_a_gpu(
+    rounded: tuple[Job[StrategyOptions], QuantizationPlan, Samples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, plan, samples = rounded
+    plan.weights = {}
+    before = divergence(plan, job.model, samples)
+    monkeypatch.setattr(norm_tuning, "LEARNING_RATE", 1e-2)
+    plan.weights = norm_tuning.tuned_norms(job, plan, samples, 0.1, SILENT, tmp_path / "norms.safetensors")
+    assert divergence(plan, job.model, samples) < 0.97 * before
 
 
 def test_the_loss_is_the_divergence_of_the_next_tokens(

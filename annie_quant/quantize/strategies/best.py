@@ -90,12 +90,12 @@ STRATEGY = Strategy(
     name="best",
     summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
     formats=ALL_NVFP4,
-    # Of the passes (counted, not measured) 16 are trials of inputs, 22 the search of folds, 18 the recipes, their scores and the
+    # Of the passes (counted, not measured) 16 are trials of inputs, 18 the recipes, their scores and the
     # final rounding. Of a layer's bytes per weight 2 are the layer in bf16, the others the sweep's.
     cost=Cost(
         rank=12,
         layerwise=True,
-        passes=56,
+        passes=34,
         encode=SWEEP_TIME,
         column_feedback=True,
         bytes_per_layer_weight=18,

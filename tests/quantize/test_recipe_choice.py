@@ -23,7 +23,7 @@ from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, Calibratio
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.offline.loading import load  # noqa: E402
-from annie_quant.quantize import kl_trial, recipe_choice  # noqa: E402
+from annie_quant.quantize import kl_trial, norm_tuning, recipe_choice  # noqa: E402
 from annie_quant.quantize.recipe_choice import RecipeChoice, ScoredMethod, Trials, choose_method, hold_out  # noqa: E402
 from annie_quant.quantize.rounding import Method, round_model  # noqa: E402
 
@@ -145,10 +145,13 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path: Path, recipe: Method) -> None:
+def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(
+    home: Path, tmp_path: Path, recipe: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from annie_quant.quantize.plan import export
     from annie_quant.quantize.runner import copy_companions
 
+    monkeypatch.setattr(norm_tuning, "STEPS", 4)
     folder = ModelFolder(home / "model")
     samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 3))
     names = [

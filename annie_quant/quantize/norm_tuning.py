@@ -4,8 +4,8 @@ plan, samples → the source's hidden states → steps of AdamW on the norms' we
 
 A norm's weight has 16 bits in every checkpoint, so what it learns costs neither a byte nor time in a server. The loss is the
 KL divergence of the source's next tokens from those of the rounded model, in turn as it is served and with no input rounded.
-Gradients pass rounded inputs as if nothing was rounded. Only norms before a linear are tuned, and by so little that the audit,
-which judges them with the linears behind them, has no doubt.
+Gradients pass rounded inputs as if nothing was rounded. Only norms before a rounded linear are tuned, and by so little that the
+audit, which judges them with the linears behind them, has no doubt.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class NormTuning:
         self.gains, self.most = dict[str, torch.Tensor](), dict[str, float]()
         for name in trial.folder:
             module = name.removesuffix(".weight")
-            if trial.family.in_decoder(module) and (readers := self.readers(module)):
+            readers = self.readers(module)
+            if trial.family.in_decoder(module) and any(n in plan.formats for n in readers):
                 self.gains[name] = trial.parameter(name).float() + int(trial.family.adds_one(name))
                 in_four_bits = all(plan.formats.get(n) in (NVFP4, W4A16) for n in readers)
                 self.most[name] = MOST_IN_FOUR_BITS if in_four_bits else MOST

@@ -89,14 +89,10 @@ def measure(progress: Progress = SILENT) -> LlamaCppRates:
 
         progress.message("measuring llama.cpp: products per type")
         rounds = [timed(PRODUCT_PROBES, DEPTHS[:1]) for _ in range(ROUNDS)]
-        products = [usual([t for times in each for t in times[0]]) for each in zip(*rounds, strict=True)]
+        products = [statistics.median(t for times in each for t in times[0]) for each in zip(*rounds, strict=True)]
         progress.message("measuring llama.cpp: attention")
-        return fit(products, [[usual(t) for t in times] for times in timed(ATTENTION_PROBES, DEPTHS)])
-
-
-def usual(times: Sequence[float]) -> float:
-    """Return the lower quartile of times: other processes make some requests several times as long."""
-    return statistics.quantiles(times, n=4, method="inclusive")[0]
+        attention = timed(ATTENTION_PROBES, DEPTHS)
+        return fit(products, [[statistics.median(t) for t in times] for times in attention])
 
 
 def time_probe(probe: Probe, depths: Sequence[int], folder: Path) -> list[list[float]]:

@@ -71,9 +71,12 @@ def test_aiperfs_summary(folder, records):
 
 def test_llama_benchys_report(folder, records):
     report = json.loads((folder / "exports" / "llama_benchy_q4.json").read_text())
-    facts = next(b for b in report["benchmarks"] if len(b["tg_throughput"]["values"]) == 18)
     own = [r for r in records if r["backend"] == "q4" and r["workload"] == "factual"]
-    assert facts["tg_throughput"]["mean"] == pytest.approx(statistics.fmean(r["decode_tok_s"] for r in own))
+    assert len(own) == 18
+    # An answer that a busy machine read at once has no rate.
+    rates = [r["decode_tok_s"] for r in own if r.get("decode_tok_s") is not None]
+    facts = next(b for b in report["benchmarks"] if b["tg_throughput"]["values"] == pytest.approx(rates))
+    assert facts["tg_throughput"]["mean"] == pytest.approx(statistics.fmean(rates))
     assert facts["pp_throughput"]["values"] == pytest.approx(
         [1e3 * r["usage"]["prompt_tokens"] / r["first_event_ms"] for r in own]
     )

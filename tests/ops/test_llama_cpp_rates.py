@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,11 +66,21 @@ def test_a_model_that_was_not_measured_is_predicted(rates: LlamaCppRates) -> Non
     assert llama_cpp_speed.seconds(work, rates, 3000) == pytest.approx(products + 30 * LAYER + attention, rel=1e-3)
 
 
-def test_negative_costs_and_noise_are_not_fitted() -> None:
+def test_negative_costs_are_not_fitted() -> None:
     design = np.array([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])
     assert llama_cpp_rates.nonnegative_fit(design, np.array([0.5, 1.5, 2.5]))[1] == 0
-    slow = llama_cpp_rates.usual([2.0, 2.1, 2.0, 90.0])
-    assert slow == pytest.approx(2.0), "one request that other processes disturbed"
+
+
+def test_a_request_that_other_processes_disturbed_moves_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every probe takes its cost by the law above, and one request of each several times as long."""
+
+    def disturbed(probe: Probe, depths: Sequence[int], folder: Path) -> list[list[float]]:
+        return [[law(probe, depth), 7 * law(probe, depth), law(probe, depth)] for depth in depths]
+
+    monkeypatch.setattr(llama_cpp_rates, "time_probe", disturbed)
+    measured = llama_cpp_rates.measure()
+    for kind in TYPES:
+        assert measured.products[kind].weight_s == pytest.approx(WEIGHT[kind], rel=1e-3)
 
 
 def test_sizes_that_were_not_measured_cost_in_proportion_and_windows_end() -> None:

@@ -10,7 +10,6 @@ pair.sensitivity(folder, reference, workloads)        which layers the divergenc
 `annie_quant.runtime` has the public names of both.
 """
 
-# ruff: noqa: F401
 from __future__ import annotations
 
 import os
@@ -34,3 +33,12 @@ from annie_quant.offline.linears import (  # noqa: E402
 from annie_quant.offline.loading import load, numerics_of  # noqa: E402
 
 quantizer.register()
+
+__all__ = [
+    "FP8Linear",
+    "NVFP4Linear",
+    "load",
+    "numerics_of",
+    "set_cache",
+    "set_numerics",
+]

@@ -39,9 +39,8 @@ LEARNING_RATE = 1e-3  # of relative changes
 # Largest relative change of a norm. The audit (checks/folds.py) tolerates the first of every linear, the second of 4-bit ones.
 MOST, MOST_IN_FOUR_BITS = 0.01, 0.02
 WARM_UP = 3  # steps
-PROMPTS = (
-    4  # of a prompt's tokens one in so many is used, with so many times its weight: logits take most of the memory
-)
+# Of a prompt's tokens one in so many is used, with so many times its weight: logits take most of the memory.
+PROMPTS = 4
 
 
 def tuned_norms(
@@ -75,6 +74,7 @@ class NormTuning:
     """The norms of a model, its batches of text, and its hidden states for them before it is rounded.
 
     gains: tensor name of the checkpoint → what the source's norm multiplies by, float32.
+    names: tensor name of the checkpoint → name inside the model without its head.
     changes: relative changes of the gains, at most `most`.
     """
 
@@ -95,6 +95,8 @@ class NormTuning:
                 self.gains[name] = trial.parameter(name).float() + int(trial.family.adds_one(name))
                 in_four_bits = all(plan.formats.get(n) in (NVFP4, W4A16) for n in readers)
                 self.most[name] = MOST_IN_FOUR_BITS if in_four_bits else MOST
+        prefix = f"{self.model.base_model_prefix}."
+        self.names = {n: trial.family.in_form(n, multimodal=False).removeprefix(prefix) for n in self.gains}
         self.changes = {n: torch.zeros_like(gain, requires_grad=True) for n, gain in self.gains.items()}
         self.device, self.random = trial.engine.device, random.Random(seed)
         self.table = text.weight_table(token_weights, self.device)
@@ -122,12 +124,11 @@ class NormTuning:
 
     def hidden(self, ids: torch.Tensor, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the last hidden states [B, T, D] with these weights in place of the model's."""
-        base, family = self.model.base_model, self.trial.family
-        prefix = f"{self.model.base_model_prefix}."
-        names = {n: family.in_form(n, multimodal=False).removeprefix(prefix) for n in norms}
-        changed = {names[n]: weight.to(self.model.dtype) for n, weight in norms.items()}
+        changed = {self.names[n]: weight.to(self.model.dtype) for n, weight in norms.items()}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            output = torch.func.functional_call(base, changed, kwargs={"input_ids": ids, "use_cache": False})
+            output = torch.func.functional_call(
+                self.model.base_model, changed, kwargs={"input_ids": ids, "use_cache": False}
+            )
         states: torch.Tensor = output.last_hidden_state
         return states
 

@@ -259,7 +259,7 @@ def numerics_result(gates):
     )
 
 
-def search_tables(tmp_path, monkeypatch, tables, every=False, required=None):
+def search_tables(tmp_path, monkeypatch, tables, every=False, required=()):
     def measure_size(self, row):
         row.model_sha256 = (tables[row.strategy] or {}).get("sha256", "")
         row.size_bytes, row.bits_per_weight, row.read_bytes, row.predicted_tok_s = 1, 5.0, 1, 2.0
@@ -322,7 +322,7 @@ def test_a_weight_only_checkpoint_is_not_evaluated_in_full_where_w4a4_is_require
 
 
 def test_a_weight_only_checkpoint_that_keeps_every_gate_is_chosen(tmp_path, monkeypatch):
-    """`best` within more bytes rounds no input; what no server can do with a checkpoint is no reason against it."""
+    """`best` within more bytes rounds no input; a numerics that no server can give it does not count against it."""
     weight_only = {"smoke": {"w4a16": {"factual": (1, 1)}}, "all": {"w4a16": {"factual": (100, 100)}}}
     lost = {"smoke": {"w4a16": {"factual": (1, 1)}}, "all": {"w4a16": {"factual": (60, 100)}}}
     result, log = search_tables(

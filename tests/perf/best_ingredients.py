@@ -32,11 +32,11 @@ import torch
 
 from annie_quant import judge, quantize
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.core.errors import UsageError
 from annie_quant.data.rows import read_conversations
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
 from annie_quant.offline.emulation import emulate
+from annie_quant.offline.loading import numerics_of
 from annie_quant.offline.pair import EvaluationJob, open_pair
 from annie_quant.offline.profiles import find_profile
 
@@ -94,12 +94,8 @@ def measure(
     with open_pair(EvaluationJob(checkpoint=checkpoint, reference=source, cache=cache, dtype=dtype)) as pair:
         own = pair.scored(pair.reference.answer(workloads, pair.progress))
         for name in NUMERICS:
-            try:
-                with emulate(pair.model, find_profile(name)):
-                    kl = pair.summarize(own, pair.compare(own))
-            except UsageError:  # no input scale, so it is served as W4A16 alone
-                with emulate(pair.model, find_profile("w4a16")):
-                    kl = pair.summarize(own, pair.compare(own))
+            with emulate(pair.model, find_profile(name if name in numerics_of(pair.model) else "w4a16")):
+                kl = pair.summarize(own, pair.compare(own))
             assert kl is not None
             assert kl.decisions is not None
             figures[name] = {

@@ -33,7 +33,7 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Without the early look, and a failed smoke question is reported only.
     every: Annotated[bool, Option(name="all")] = False
     strategies: Annotated[tuple[str, ...] | None, Option(listed=True)] = None
-    required: Annotated[tuple[str, ...] | None, Option(name="require", listed=True)] = None
+    required: Annotated[tuple[str, ...], Option(name="require", listed=True)] = ()
     seeds: Annotated[int, Option(least=1)] = 1
     samples: Annotated[int, Option(name="calib-samples")] = 128
     allow_prompt_mismatch: AllowMismatch = False

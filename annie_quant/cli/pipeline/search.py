@@ -113,7 +113,7 @@ class Search:
         self.result = documents.SearchResult(
             chosen=None,
             stopped=None,
-            required=list(settings.required or ()),
+            required=list(settings.required),
             command=shlex.join(["annie-quant", *sys.argv[1:]]),
             where=where(settings.n),
             n=settings.n,
@@ -210,7 +210,7 @@ class Search:
                 return
         else:
             row.path.append("smoke → coherent")
-        missing = decision.missing_numerics(row.numerics, settings.required or ())
+        missing = decision.missing_numerics(row.numerics, settings.required)
         if missing and not settings.every:
             row.outcome, row.why = missing[0], missing
             row.path.append(f"servers → {'; '.join(missing)}")
@@ -232,7 +232,7 @@ class Search:
         )
         keep_numerics(row, final)
         assert final.verdict is not None  # Stages.evaluate sets it
-        row.why = failed_smoke + decision.final_reasons(final.verdict, row.numerics, settings.required or ())
+        row.why = failed_smoke + decision.final_reasons(final.verdict, row.numerics, settings.required)
         row.passed = not row.why
         row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'keeps every gate'}")
         if row.passed or settings.every:

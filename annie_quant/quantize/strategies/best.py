@@ -90,8 +90,8 @@ STRATEGY = Strategy(
     name="best",
     summary="ours: all linears NVFP4 by the recipe that keeps held-out answers closest, W4A4 where that does little harm",
     formats=ALL_NVFP4,
-    # Of the passes (counted, not measured) 16 are trials of inputs, 18 the recipes, their scores and the
-    # final rounding. Of a layer's bytes per weight 2 are the layer in bf16, the others the sweep's.
+    # Of the passes (counted, not measured) 16 are trials of inputs, 18 the recipes, their scores and the final rounding. Of a
+    # layer's bytes per weight 2 are the layer in bf16, the others the sweep's.
     cost=Cost(
         rank=12,
         layerwise=True,

@@ -162,7 +162,7 @@ NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  
 
 @command(SearchSettings)
 def search(settings: SearchSettings) -> None:
-    """Try the strategies, from the fewest bytes per token up, until one keeps every gate of bf16. Exit code 1 if none does."""
+    """Try `best` from the fewest bytes per token up, until one checkpoint keeps every gate of bf16. Exit code 1 if none does."""
     quiet_engines()
     from annie_quant.cli.pipeline.search import run
 

@@ -85,7 +85,7 @@ pd.DataFrame({side: {gate: f"{g['passes']} of {g['n']}" for gate, g in gates.ite
 # %% [markdown]
 # ## 5. The verdict, and the report
 # With n this small most gates stay undecided, which the verdict reports. The notes name what bf16 itself does not do: nothing
-# about it can be lost. `annie-quant search --persona mine` does all of this for every strategy, smallest first.
+# about it can be lost. `annie-quant search --persona mine` does all of this for `best`, from the fewest bytes up.
 
 # %%
 from annie_quant.core.files import write_json

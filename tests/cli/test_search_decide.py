@@ -154,8 +154,10 @@ def test_what_only_activations_lose():
 
 @pytest.mark.parametrize("model", [TINY_ANNIE, ROOT / "annie_quant/assets/tiny-moe"])
 def test_the_order_is_that_of_bytes_per_token_and_training_is_last(model):
-    order, notes = search.frontier_order(model)
+    order, notes = search.frontier_order(model, every=True)
     assert not notes
+    # Without --all it is `best` alone, in the same order.
+    assert search.frontier_order(model, every=False) == ([n for n in order if n.partition("@")[0] == "best"], [])
     named = [name for name in order if "@" not in name]
     budgets = {name: float(name.partition("@")[2]) for name in order if "@" in name}
     assert sorted(named) == sorted(quantize.available()) and order[-1] == "qad"
@@ -172,7 +174,7 @@ def test_a_family_without_a_frontier_is_searched_by_its_strategies_alone(tmp_pat
         raise CheckpointError("no linear can be quantized")
 
     monkeypatch.setattr(search, "budgets", refuse)
-    order, notes = search.frontier_order(TINY_ANNIE)
+    order, notes = search.frontier_order(TINY_ANNIE, every=False)
     assert sorted(order) == sorted(quantize.available())
     assert notes == ["best under budgets is not tried: no linear can be quantized"]
 

@@ -17,7 +17,7 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     calib_data: JSON lines of conversations.
     output: Run directory; finished steps are not repeated.
     every: Evaluate every strategy on all prompts, also after one that keeps.
-    strategies: Names in the order to try; best@1.5: at most 1.5 GB per token. Default: all, and best under budgets.
+    strategies: Names in the order to try; best@1.5: at most 1.5 GB per token. Default: best, also under budgets.
     required: Numerics that a checkpoint must allow, and with which all gates must keep. Default: those that it allows.
     seeds: Calibration draws in which a strategy must keep.
     samples: Conversations to calibrate with.

@@ -1,7 +1,7 @@
 """The decision tree as code: from the fewest bytes per token up; the first that keeps every gate that bf16 has is chosen.
 
-Tried are the strategies and, between them, `best` under budgets of bytes (best@1.5: at most 1.5 GB of weights per token), whose
-measurements are shared. With --strategies only those, in their order.
+Tried is `best`, also under budgets of bytes (best@1.5: at most 1.5 GB of weights per token), whose measurements are shared. With
+--all every strategy is tried, with --strategies only those, in their order.
 
     bf16 is the fine-tune? → quantize → audit → smoke test → early look → all prompts → chosen, or explained and the next one
 
@@ -61,7 +61,7 @@ def run(settings: SearchSettings, console: Console) -> documents.SearchResult:
         work = directory / "models/.work"
         stages = Stages(directory, settings.model, settings.calib_data, settings.samples, console, work)
         listed = settings.strategies
-        order, notes = frontier_order(settings.model) if listed is None else (chosen_order(listed), [])
+        order, notes = frontier_order(settings.model, settings.every) if listed is None else (chosen_order(listed), [])
         search = Search(stages, settings, order, workloads)
         search.result.notes += [*notes, *([stale] if stale else [])]
         search.check_reference()
@@ -81,17 +81,19 @@ def chosen_order(strategies: Sequence[str]) -> list[str]:
     return list(strategies)
 
 
-def frontier_order(model: Path) -> tuple[list[str], list[str]]:
-    """Return the strategies and the budgets of `best` by predicted bytes per token, and notes on what is not tried.
+def frontier_order(model: Path, every: bool) -> tuple[list[str], list[str]]:
+    """Return `best` and its budgets by predicted bytes per token, and notes on what is not tried.
 
-    Of equal bytes the cheapest to make is first. Training is last.
+    every: the other strategies, too. Of equal bytes the cheapest to make is first. Training is last.
     """
     folder, notes = ModelFolder(model), list[str]()
     points = [(s.cost.trains, strategy_read_bytes(folder, s), s.name) for s in by_rank()]
     try:
-        points += [(False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(model))]
+        under = [(False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(model))]
     except AnnieError as error:
         notes.append(f"best under budgets is not tried: {error.message}")
+    else:  # at the same bytes no other strategy had less loss than `best` (tests/perf/strategies.md)
+        points = [point for point in points if every or point[2] == "best"] + under
     return [name for *_, name in sorted(points, key=lambda point: point[:2])], notes
 
 

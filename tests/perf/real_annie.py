@@ -2,6 +2,8 @@
 
     python tests/perf/real_annie.py DIR --rows FOLDER --output results.jsonl --recipes bf16,naive,gptq,best --draws 0,1,2
     python tests/perf/real_annie.py --table results.jsonl
+    python tests/perf/real_annie.py DIR --rows FOLDER --prompts prompts.json                          # for vllm_answers.py
+    python tests/perf/real_annie.py DIR --rows FOLDER --served bf16.jsonl naive.jsonl best.jsonl      # its answers; bf16's first
 
 DIR is the merged model of training/real_annie/train.py and FOLDER the one of conversations.py: calibration is a draw of --samples
 rows of train.jsonl, the prompts are held_out.jsonl's, judged by train.py's own rule. Recipes are the rows of best_ingredients.py.
@@ -15,7 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 from scipy.stats import binomtest
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.offline.decoding import generate
+from annie_quant.offline.decoding import Completion, generate
 from annie_quant.offline.emulation import emulate
 from annie_quant.offline.engine import Engine
 from annie_quant.offline.loading import load
@@ -31,10 +33,12 @@ from annie_quant.offline.profiles import find_profile
 from annie_quant.offline.prompts import Template
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "training/real_annie")]
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "training/real_annie"), str(HERE.parent / "helpers")]
 
+import answer_log  # noqa: E402
 import best_ingredients  # noqa: E402
 import train  # noqa: E402
+from predict_server import without_end  # noqa: E402
 
 NUMERICS = ("w4a4", "w4a16")
 COUNTS = ("markdown", "thinking", "unfinished")
@@ -51,8 +55,17 @@ def chosen(cases: list[dict[str, Any]], each: int) -> list[dict[str, Any]]:
 
 def answered(model: Any, template: Template, cases: list[dict[str, Any]]) -> dict[str, Any]:
     """Return per group the correct answers as a string of 0 and 1, in the order of the cases, and COUNTS."""
-    prompts = [template.ids(template.render(c["messages"], c["tools"], False)) for c in cases]
-    completions = generate(Engine(model), prompts, [c["max_tokens"] for c in cases], template.end_tokens)
+    limits = [c["max_tokens"] for c in cases]
+    completions = generate(Engine(model), prompts_of(template, cases), limits, template.end_tokens)
+    return judged(template, cases, completions)
+
+
+def prompts_of(template: Template, cases: list[dict[str, Any]]) -> list[tuple[int, ...]]:
+    return [tuple(template.ids(template.render(c["messages"], c["tools"], False))) for c in cases]
+
+
+def judged(template: Template, cases: list[dict[str, Any]], completions: Iterable[Completion]) -> dict[str, Any]:
+    """Return per group what answered() does, of finished answers."""
     groups: dict[str, Any] = {}
     for case, done in zip(cases, completions, strict=True):
         text = template.tokenizer.decode(done.tokens, clean_up_tokenization_spaces=False)
@@ -62,6 +75,19 @@ def answered(model: Any, template: Template, cases: list[dict[str, Any]]) -> dic
         for name in COUNTS:
             group[name] += verdict[name]
     return groups
+
+
+def served(files: list[Path], template: Template, cases: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a row per file of vllm_answers.py and cut: correct answers, lost and won against the first file's first cut."""
+    source: dict[str, Any] = {}
+    for file in files:
+        for cut, answers in answer_log.read(file).items():
+            completions = [without_end(*answers[i][:2], template.end_tokens) for i in range(len(cases))]
+            groups = judged(template, cases, completions)
+            source = source or groups
+            cells = [f"{g}: " + paired([groups[g]["correct"]], source[g]["correct"]) for g in sorted(groups)]
+            counts = [f"{sum(g[name] for g in groups.values())} {name}" for name in COUNTS]
+            yield f"| {file.stem} | {cut} | " + " | ".join([*cells, *counts]) + " |"
 
 
 def run(row: str, draw: int, arguments: argparse.Namespace, template: Template, cases: list[dict]) -> dict[str, Any]:
@@ -136,6 +162,8 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="folder of conversations.py")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--prompts", type=Path, help="write the prompts for vllm_answers.py")
+    parser.add_argument("--served", type=Path, nargs="+", default=[], metavar="ANSWERS")
     parser.add_argument("--recipes", default=f"{SOURCE},naive,mlp_only,awq_lite,gptq,best")
     parser.add_argument("--draws", default="0")
     parser.add_argument("--samples", type=int, default=256, help="calibration conversations")
@@ -146,6 +174,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.table:
         print("\n".join(table(best_ingredients.finished(arguments.table))))
+        return
+    if arguments.prompts or arguments.served:
+        cases = chosen(train.read(arguments.rows / "held_out.jsonl"), arguments.each)
+        template = Template(arguments.model)
+        if arguments.prompts:
+            pairs = zip(prompts_of(template, cases), cases, strict=True)
+            ends = list(template.end_tokens)
+            requests = [{"prompt": p, "max_tokens": c["max_tokens"], "ends": ends} for p, c in pairs]
+            arguments.prompts.write_text(json.dumps(requests))
+        print("\n".join(served(arguments.served, template, cases)))
         return
     arguments.calibration = arguments.rows / "train.jsonl"
     cases = chosen(train.read(arguments.rows / "held_out.jsonl"), arguments.each)

@@ -33,7 +33,7 @@ from annie_quant.quantize.kl_trial import Trial
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.strategy import Job, StrategyOptions
 
-STEPS = 48
+STEPS = {"cpu": 48, "cuda": 160}
 BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
 LEARNING_RATE = 1e-3  # of relative changes
 # Largest relative change of a norm. The audit (checks/folds.py) tolerates the first of every linear, the second of 4-bit ones.
@@ -61,8 +61,9 @@ def tuned_norms(
     tuning = NormTuning(
         Trial(ModelFolder(job.model), ()), plan, samples, {**text.RESPONSE, text.PROMPT: prompt}, job.seed
     )
-    for done, loss in enumerate(tuning.steps(), 1):
-        progress.update(done, STEPS, f"tuning norms: step {done} of {STEPS}, {loss:.3g} nats")
+    count = STEPS[tuning.device.type]
+    for done, loss in enumerate(tuning.steps(count), 1):
+        progress.update(done, count, f"tuning norms: step {done} of {count}, {loss:.3g} nats")
     dtypes = {n: tuning.trial.folder.info(n).numpy_dtype for n in tuning.gains}  # as they are stored
     result = {n: t.detach().cpu().numpy().astype(dtypes[n]).astype(np.float32) for n, t in tuning.norms().items()}
     with replacing(file) as out:
@@ -132,13 +133,13 @@ class NormTuning:
         states: torch.Tensor = output.last_hidden_state
         return states
 
-    def steps(self) -> Iterator[float]:
+    def steps(self, count: int) -> Iterator[float]:
         """Train, and yield the loss of each step in nats per token: of one batch as served, and of one with no input rounded."""
         optimizer = torch.optim.AdamW(self.changes.values(), betas=(0.9, 0.99), weight_decay=0.0)
         waiting: list[int] = []
         with self.trial.rounded(self.plan, inputs=False):
-            for step in range(STEPS):
-                decay = 0.5 * (1 + math.cos(math.pi * step / STEPS))
+            for step in range(count):
+                decay = 0.5 * (1 + math.cos(math.pi * step / count))
                 optimizer.param_groups[0]["lr"] = LEARNING_RATE * decay * min(1.0, (step + 1) / WARM_UP)
                 total = 0.0
                 for inputs in (self.trial.rounded_inputs(self.plan), contextlib.nullcontext()):

@@ -20,6 +20,7 @@ from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import kl_trial, norm_tuning
+from annie_quant.quantize.backend import device_kind
 from annie_quant.quantize.formats import NVFP4, choose
 from annie_quant.quantize.plan import QuantizationPlan
 from annie_quant.quantize.rounding import Method, round_model
@@ -42,9 +43,9 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--draws", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=norm_tuning.STEPS)
+    parser.add_argument("--steps", type=int, default=norm_tuning.STEPS[device_kind()])
     arguments = parser.parse_args()
-    norm_tuning.STEPS = arguments.steps
+    norm_tuning.STEPS[device_kind()] = arguments.steps
     folder, every = ModelFolder(arguments.model), read_conversations(arguments.rows)
     formats = dict.fromkeys(choose(folder, ()), NVFP4)
     print("| draw | | W4A4: KL, at decisions, flips there | W4A16 | s |\n|---|---|---|---|---|")

@@ -55,7 +55,7 @@ def test_tuned_norms_lower_the_divergence_and_pass_the_audit(
     job, plan, samples = rounded
     before = divergence(plan, job.model, samples)
     monkeypatch.setattr(norm_tuning, "LEARNING_RATE", 1e-2)  # all changes reach their limit
-    monkeypatch.setattr(norm_tuning, "STEPS", 16)
+    monkeypatch.setitem(norm_tuning.STEPS, "cpu", 16)
     plan.weights = norm_tuning.tuned_norms(job, plan, samples, 0.1, SILENT, tmp_path / "norms.safetensors")
     assert divergence(plan, job.model, samples) < 0.97 * before
 
@@ -131,7 +131,7 @@ def test_a_finished_tuning_is_read_and_not_made_again(
     rounded: tuple[Job[StrategyOptions], QuantizationPlan, Samples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, plan, samples = rounded
-    monkeypatch.setattr(norm_tuning, "STEPS", 2)
+    monkeypatch.setitem(norm_tuning.STEPS, "cpu", 2)
     file = tmp_path / "norms.safetensors"
     first = norm_tuning.tuned_norms(job, plan, samples, 0.1, SILENT, file)
     again = norm_tuning.tuned_norms(job, plan, samples, 0.1, SILENT, tmp_path / "again.safetensors")

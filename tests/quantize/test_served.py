@@ -39,7 +39,7 @@ def run(
         patch.setattr(runner, "draw_frontier", lambda plan, path: None)  # tested in quantize/test_frontier_plan.py
         patch.setattr(mixed_formats, "TOKENS", 64)  # of each trial of `best`
         patch.setattr(mixed_formats, "POSITIONS", 512)
-        patch.setattr(norm_tuning, "STEPS", 2)
+        patch.setitem(norm_tuning.STEPS, "cpu", 2)
         strategy = request.param.partition(" ")[0]
         result = quantize.run(strategy, MODEL, output, calib_data=CALIBRATION, **settings)
     return strategy, result, output

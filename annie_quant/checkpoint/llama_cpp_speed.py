@@ -2,7 +2,8 @@
 
     seconds = layers * layer + sum of products (weights and rows, per ggml type) + attention
 
-    attention = layers with it * (start + tokens * (query heads * head + keys))
+    attention = layers with it * (start + tokens * (query heads * head + keys + share * deep))
+    share = from 0 to 1 at DEEP tokens; with an odd number of key heads it starts at half of DEEP
 
 The costs are those that `doctor --measure` fits on files of random weights (ops/llama_cpp_rates.py).
 """
@@ -21,6 +22,9 @@ from annie_quant.checkpoint.size import AttentionShape, is_tied
 from annie_quant.documents import LlamaCppRates
 
 STARTS_AT = 256  # earlier tokens from which attention is split over threads
+DEEP = (
+    16384  # earlier tokens up to which one costs more and more: keys stop fitting in a core's cache between query heads
+)
 
 
 class Product(NamedTuple):
@@ -84,8 +88,11 @@ def attention_seconds(shape: AttentionShape, rates: LlamaCppRates, depth: int) -
         return abs(math.log(sizes[0] / dim)), abs(math.log(sizes[1] / kv_heads))
 
     near = min(rates.attention, key=lambda rate: distance((rate.head_dim, rate.kv_heads)))
+    # The keys of one of 2, 4 or 8 heads are a power of two apart and fill a part of the cache's sets, those of one of 3 fill all.
+    shallow = DEEP // 2 if kv_heads % 2 else 0
     token_s = (heads * near.head_s + kv_heads / near.kv_heads * near.keys_s) * dim / near.head_dim
     total = 0.0
     for kind, limit in (("full_attention", depth), ("sliding_attention", min(depth, shape.sliding_window or depth))):
-        total += shape.types.count(kind) * (limit * token_s + rates.depth_s * min(1.0, limit / STARTS_AT))
+        each = token_s + rates.deep_s * min(1.0, max(0, limit - shallow) / (DEEP - shallow))
+        total += shape.types.count(kind) * (limit * each + rates.depth_s * min(1.0, limit / STARTS_AT))
     return total

@@ -238,11 +238,13 @@ class LlamaCppRates(msgspec.Struct, frozen=True, kw_only=True):
 
     layer_s: seconds per decoder layer, without its products and its earlier tokens.
     depth_s: seconds per decoder layer, once there are some hundred earlier tokens.
+    deep_s: seconds per decoder layer that each of 16,384 or more earlier tokens costs more than one of few.
     products: ggml's type -> cost.
     """
 
     layer_s: float
     depth_s: float
+    deep_s: float = 0.0
     products: dict[str, ProductRate]
     attention: list[AttentionRate]
 

@@ -1,8 +1,9 @@
 """Measure what a token costs in llama.cpp on this processor: small files of random weights, served and timed.
 
 Products: per type a wide and a narrow file, so that costs per weight and per row differ. Attention: per size of the key heads
-two depths, and two numbers of query heads per size. Every file has more weights than a cache holds, so that weights and keys
-come from memory as in a real model. Files are removed after their measurement.
+two depths, and two numbers of query heads per size; for one size also DEEP tokens, whose keys do not stay in a core's cache
+between query heads. Every file has more weights than a cache holds, so that weights and keys come from memory as in a real
+model. Files are removed after their measurement.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from annie_quant import kquant
-from annie_quant.checkpoint.llama_cpp_speed import Product
+from annie_quant.checkpoint.llama_cpp_speed import DEEP, Product, attention_seconds
+from annie_quant.checkpoint.size import AttentionShape
 from annie_quant.core import host
 from annie_quant.core.errors import EnvironmentFault, need
 from annie_quant.core.progress import SILENT, Progress
@@ -76,6 +79,8 @@ PRODUCT_PROBES = [
     Probe("BF16", 128, 128, 128, 2, 1, 64, 8192),
 ]
 ATTENTION_PROBES = [Probe("Q8_0", 12, 256, 256, n, kv, dim, 131072, "BF16") for dim, kv, n in ATTENTION]
+DEEP_PROBE = Probe("Q8_0", 2, 256, 256, 16, 2, 64, 65536, "BF16")  # few layers: a prompt of DEEP tokens takes seconds
+DEEP_SHAPE = AttentionShape(num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=2, head_dim=64)
 
 
 def measure(progress: Progress = SILENT) -> LlamaCppRates:
@@ -91,19 +96,22 @@ def measure(progress: Progress = SILENT) -> LlamaCppRates:
         rounds = [timed(PRODUCT_PROBES, DEPTHS[:1]) for _ in range(ROUNDS)]
         products = [statistics.median(t for times in each for t in times[0]) for each in zip(*rounds, strict=True)]
         progress.message("measuring llama.cpp: attention")
-        attention = timed(ATTENTION_PROBES, DEPTHS)
-        return fit(products, [[statistics.median(t) for t in times] for times in attention])
+        times = [*timed(ATTENTION_PROBES, DEPTHS), time_probe(DEEP_PROBE, (0, DEEP), Path(folder), 2 * REPEATS)]
+        *attention, deep = ([statistics.median(t) for t in each] for each in times)
+        return fit(products, attention, deep)
 
 
-def time_probe(probe: Probe, depths: Sequence[int], folder: Path) -> list[list[float]]:
-    """Return the seconds of a token in each of REPEATS requests, per depth."""
+def time_probe(probe: Probe, depths: Sequence[int], folder: Path, repeats: int = REPEATS) -> list[list[float]]:
+    """Return the seconds of a token in each request, per depth."""
     file = folder / "probe.gguf"
     write_probe(probe, file)
     # A small file has one thread by default, the models that are predicted have all.
-    server = serving.start(file, runtime="llama.cpp", log=folder / "log", threads=host.cores())
+    server = serving.start(
+        file, runtime="llama.cpp", log=folder / "log", threads=host.cores(), context=depths[-1] + 256
+    )
     try:
         url = server.url.removesuffix("/v1")
-        return [token_seconds(url, depth) for depth in depths]
+        return [token_seconds(url, depth, repeats=repeats) for depth in depths]
     finally:
         server.stop()
         file.unlink()
@@ -151,11 +159,12 @@ def write_probe(probe: Probe, path: Path) -> None:
         writer.add_tensor(f"{name}.weight", rows, raw_dtype=gguf.GGMLQuantizationType[product.type])
 
     for setting, value in (
-        (writer.add_block_count, probe.layers), (writer.add_context_length, 8192),
+        (writer.add_block_count, probe.layers), (writer.add_context_length, 32768),
         (writer.add_embedding_length, probe.hidden), (writer.add_feed_forward_length, probe.inner),
         (writer.add_head_count, probe.heads), (writer.add_head_count_kv, probe.kv_heads),
         (writer.add_key_length, probe.head_dim), (writer.add_value_length, probe.head_dim),
         (writer.add_rope_dimension_count, probe.head_dim), (writer.add_vocab_size, probe.vocabulary),
+        (writer.add_bos_token_id, 0), (writer.add_eos_token_id, 0),
     ):  # fmt: skip
         setting(value)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -164,8 +173,6 @@ def write_probe(probe: Probe, path: Path) -> None:
     writer.add_token_list([f"t{i}" for i in range(probe.vocabulary)])
     writer.add_token_types([1] * probe.vocabulary)
     writer.add_token_merges(["t 0"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
     add("token_embd", probe.products()[-1])
     ones = np.ones(probe.hidden, np.float32)
     writer.add_tensor("output_norm.weight", ones)
@@ -183,8 +190,8 @@ def write_probe(probe: Probe, path: Path) -> None:
 # ---- fit
 
 
-def fit(products: Sequence[float], attention: Sequence[Sequence[float]]) -> LlamaCppRates:
-    """Return the rates from the seconds of PRODUCT_PROBES, and those of ATTENTION_PROBES at each of DEPTHS."""
+def fit(products: Sequence[float], attention: Sequence[Sequence[float]], deep: Sequence[float]) -> LlamaCppRates:
+    """Return the rates from the seconds of PRODUCT_PROBES, those of ATTENTION_PROBES at each of DEPTHS, and DEEP_PROBE's."""
     names = ["layer", *(f"{kind} {what}" for kind in TYPES for what in ("weight", "row"))]
     rows = []
     for probe in PRODUCT_PROBES:
@@ -195,11 +202,9 @@ def fit(products: Sequence[float], attention: Sequence[Sequence[float]]) -> Llam
         rows.append(list(row.values()))
     cost = dict(zip(names, nonnegative_fit(np.array(rows), np.array(products)), strict=True))
 
-    first, last = DEPTHS[1], DEPTHS[2]
-    slopes, starts, rates = [], [], []
-    for probe, (none, some, many) in zip(ATTENTION_PROBES, attention, strict=True):
-        slopes.append((many - some) / (last - first) / probe.layers)
-        starts.append((some - none) / probe.layers - first * slopes[-1])
+    layers, rates = ATTENTION_PROBES[0].layers, []
+    slopes = [(many - some) / (DEPTHS[2] - DEPTHS[1]) / layers for _, some, many in attention]
+    starts = [(t[1] - t[0]) / layers - DEPTHS[1] * slope for t, slope in zip(attention, slopes, strict=True)]
     for dim in sorted({dim for dim, _, _ in ATTENTION}):
         chosen = [i for i, (size, _, _) in enumerate(ATTENTION) if size == dim]
         sizes = sorted({ATTENTION[i][1] for i in chosen})
@@ -208,12 +213,14 @@ def fit(products: Sequence[float], attention: Sequence[Sequence[float]]) -> Llam
         rates += [
             AttentionRate(head_dim=dim, kv_heads=kv, head_s=head, keys_s=s) for kv, s in zip(sizes, keys, strict=True)
         ]
-    return LlamaCppRates(
+    fitted = LlamaCppRates(
         layer_s=cost["layer"],
         depth_s=max(0.0, statistics.median(starts)),
         products={k: ProductRate(weight_s=cost[f"{k} weight"], row_s=cost[f"{k} row"]) for k in TYPES},
         attention=rates,
     )
+    more = deep[1] - deep[0] - attention_seconds(DEEP_SHAPE, fitted, DEEP)
+    return replace(fitted, deep_s=max(0.0, more / DEEP_PROBE.layers / DEEP))
 
 
 def nonnegative_fit(design: np.ndarray, seconds: np.ndarray) -> list[float]:

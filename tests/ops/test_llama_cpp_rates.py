@@ -13,15 +13,23 @@ import pytest
 from paths import TINY_ANNIE
 
 from annie_quant.checkpoint import ModelFolder, decode_speed, llama_cpp_speed
-from annie_quant.checkpoint.llama_cpp_speed import Product, Work
+from annie_quant.checkpoint.llama_cpp_speed import DEEP, Product, Work
 from annie_quant.checkpoint.size import AttentionShape
 from annie_quant.documents import AttentionRate, Device, LlamaCppRates, decode, write
 from annie_quant.ops import llama_cpp, llama_cpp_rates
-from annie_quant.ops.llama_cpp_rates import ATTENTION, ATTENTION_PROBES, DEPTHS, PRODUCT_PROBES, TYPES, Probe
+from annie_quant.ops.llama_cpp_rates import (
+    ATTENTION,
+    ATTENTION_PROBES,
+    DEEP_PROBE,
+    DEPTHS,
+    PRODUCT_PROBES,
+    TYPES,
+    Probe,
+)
 
 WEIGHT = {kind: (10 + 3 * i) * 1e-12 for i, kind in enumerate(TYPES)}
 ROW = {kind: (2 + i) * 1e-9 for i, kind in enumerate(TYPES)}
-LAYER, START = 20e-6, 50e-6
+LAYER, START, DEEP_TOKEN = 20e-6, 50e-6, 70e-9
 HEAD = {64: 9e-9, 128: 14e-9}
 
 
@@ -43,11 +51,14 @@ def law(probe: Probe, depth: int) -> float:
 @pytest.fixture
 def rates() -> LlamaCppRates:
     products = [law(probe, 0) for probe in PRODUCT_PROBES]
-    return llama_cpp_rates.fit(products, [[law(probe, depth) for depth in DEPTHS] for probe in ATTENTION_PROBES])
+    attention = [[law(probe, depth) for depth in DEPTHS] for probe in ATTENTION_PROBES]
+    deep = [law(DEEP_PROBE, 0), law(DEEP_PROBE, DEEP) + DEEP_PROBE.layers * DEEP * DEEP_TOKEN]
+    return llama_cpp_rates.fit(products, attention, deep)
 
 
 def test_the_fit_returns_the_law_of_the_times(rates: LlamaCppRates) -> None:
     assert rates.layer_s == pytest.approx(LAYER, rel=1e-3) and rates.depth_s == pytest.approx(START, rel=1e-3)
+    assert rates.deep_s == pytest.approx(DEEP_TOKEN, rel=1e-3)
     for kind in TYPES:
         assert rates.products[kind].weight_s == pytest.approx(WEIGHT[kind], rel=1e-3)
         assert rates.products[kind].row_s == pytest.approx(ROW[kind], rel=1e-3)
@@ -61,7 +72,7 @@ def test_a_model_that_was_not_measured_is_predicted(rates: LlamaCppRates) -> Non
     shape = AttentionShape(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
     work = Work([Product("Q4_K", 4096, 4096), Product("NVFP4", 100, 512, 0.5)], shape)
     products = 4096 * ROW["Q4_K"] + 4096**2 * WEIGHT["Q4_K"] + 50 * ROW["NVFP4"] + 50 * 512 * WEIGHT["NVFP4"]
-    attention = 30 * (START + 3000 * (9 * HEAD[64] + keys(64, 3)))
+    attention = 30 * (START + 3000 * (9 * HEAD[64] + keys(64, 3)))  # of three key heads, so without DEEP_TOKEN
     assert llama_cpp_speed.seconds(work, rates) == pytest.approx(products + 30 * LAYER, rel=1e-3)
     assert llama_cpp_speed.seconds(work, rates, 3000) == pytest.approx(products + 30 * LAYER + attention, rel=1e-3)
 
@@ -74,7 +85,7 @@ def test_negative_costs_are_not_fitted() -> None:
 def test_a_request_that_other_processes_disturbed_moves_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every probe takes its cost by the law above, and one request of each several times as long."""
 
-    def disturbed(probe: Probe, depths: Sequence[int], folder: Path) -> list[list[float]]:
+    def disturbed(probe: Probe, depths: Sequence[int], folder: Path, repeats: int = 0) -> list[list[float]]:
         return [[law(probe, depth), 7 * law(probe, depth), law(probe, depth)] for depth in depths]
 
     monkeypatch.setattr(llama_cpp_rates, "time_probe", disturbed)
@@ -89,6 +100,11 @@ def test_sizes_that_were_not_measured_cost_in_proportion_and_windows_end() -> No
     full = AttentionShape(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
     assert llama_cpp_speed.attention_seconds(full, rates, 1000) == pytest.approx(2 * 1000 * (8e-8 + 8e-8) * 2)
     types = ["full_attention", "sliding_attention", "linear_attention"]
+    growing = LlamaCppRates(layer_s=0, depth_s=0, deep_s=1e-7, products={}, attention=[rate])
+    odd = AttentionShape(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=3, head_dim=64)
+    for shape, few, middle in ((full, 32e-8, 37e-8), (odd, 14e-8, 14e-8)):
+        for depth, each in ((DEEP // 2, middle), (DEEP, few + 1e-7), (2 * DEEP, few + 1e-7)):
+            assert llama_cpp_speed.attention_seconds(shape, growing, depth) == pytest.approx(2 * depth * each)
     mixed = AttentionShape(
         layer_types=types, sliding_window=100, num_attention_heads=8, num_key_value_heads=2, head_dim=64
     )

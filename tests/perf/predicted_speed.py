@@ -61,8 +61,8 @@ def main() -> None:
     parser.add_argument("--depths", default="0,4096")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--context", type=int, default=4096)
     a = parser.parse_args()
+    depths = sorted(map(int, a.depths.split(",")))
     device = decode_speed.default_device()
     print(f"device: {device.name}, {device.read_bytes_s / 1e9:.1f} GB/s, {1e6 * device.layer_s:.0f} us per layer\n")
     print(
@@ -74,9 +74,11 @@ def main() -> None:
         read = decode_speed.token_bytes(folder, bytes_per_token(file))
         read = replace(read, work=Work(products(file), read_struct(AttentionShape, folder.text_config)))
         read_again(file)
-        server = serving.start(file, runtime="llama.cpp", log=Path(tempfile.mkdtemp()) / "log", context=a.context)
+        server = serving.start(
+            file, runtime="llama.cpp", log=Path(tempfile.mkdtemp()) / "log", context=depths[-1] + a.tokens + 64
+        )
         try:
-            for depth in map(int, a.depths.split(",")):
+            for depth in depths:
                 predicted = 1e3 / decode_speed.tok_s(read, device, depth)
                 times = token_seconds(server.url.removesuffix("/v1"), depth, a.tokens, a.repeats)
                 measured = 1e3 * statistics.median(times)

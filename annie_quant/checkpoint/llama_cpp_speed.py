@@ -22,9 +22,7 @@ from annie_quant.checkpoint.size import AttentionShape, is_tied
 from annie_quant.documents import LlamaCppRates
 
 STARTS_AT = 256  # earlier tokens from which attention is split over threads
-DEEP = (
-    16384  # earlier tokens up to which one costs more and more: keys stop fitting in a core's cache between query heads
-)
+DEEP = 16384  # earlier tokens up to which each costs more: keys stop fitting in a core's cache between query heads
 
 
 class Product(NamedTuple):

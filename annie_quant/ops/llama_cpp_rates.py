@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,16 +87,14 @@ def measure(progress: Progress = SILENT) -> LlamaCppRates:
     """Return the rates of this machine, in about a minute. Raises EnvironmentFault without llama.cpp."""
     need("xllamacpp", "serve")
     need("gguf", "serve")
-    with tempfile.TemporaryDirectory(prefix="annie-quant-rates-") as folder:
-
-        def timed(probes: Iterable[Probe], depths: Sequence[int]) -> list[list[list[float]]]:
-            return [time_probe(probe, depths, Path(folder)) for probe in probes]
-
+    with tempfile.TemporaryDirectory(prefix="annie-quant-rates-") as name:
+        folder = Path(name)
         progress.message("measuring llama.cpp: products per type")
-        rounds = [timed(PRODUCT_PROBES, DEPTHS[:1]) for _ in range(ROUNDS)]
+        rounds = [[time_probe(probe, DEPTHS[:1], folder) for probe in PRODUCT_PROBES] for _ in range(ROUNDS)]
         products = [statistics.median(t for times in each for t in times[0]) for each in zip(*rounds, strict=True)]
         progress.message("measuring llama.cpp: attention")
-        times = [*timed(ATTENTION_PROBES, DEPTHS), time_probe(DEEP_PROBE, (0, DEEP), Path(folder), 2 * REPEATS)]
+        times = [time_probe(probe, DEPTHS, folder) for probe in ATTENTION_PROBES]
+        times.append(time_probe(DEEP_PROBE, (0, DEEP), folder, 2 * REPEATS))
         *attention, deep = ([statistics.median(t) for t in each] for each in times)
         return fit(products, attention, deep)
 
@@ -106,9 +104,7 @@ def time_probe(probe: Probe, depths: Sequence[int], folder: Path, repeats: int =
     file = folder / "probe.gguf"
     write_probe(probe, file)
     # A small file has one thread by default, the models that are predicted have all.
-    server = serving.start(
-        file, runtime="llama.cpp", log=folder / "log", threads=host.cores(), context=depths[-1] + 256
-    )
+    server = serving.start(file, log=folder / "log", threads=host.cores(), context=depths[-1] + 256)
     try:
         url = server.url.removesuffix("/v1")
         return [token_seconds(url, depth, repeats=repeats) for depth in depths]

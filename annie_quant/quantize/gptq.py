@@ -1,13 +1,14 @@
 """GPTQ for one linear: columns are rounded one after the other, and each error is corrected in the columns that follow.
 
 The Hessian of the squared output error is the inputs' weighted second moment X^T W X (Frantar et al. 2022), factored by torch.
+The columns are taken in activation order, by falling diagonal of the Hessian. Those of a block stay together, so that its scale
+can be chosen when its first column is rounded. Groups and scales keep their place in storage.
 `round_columns` is the loop over the columns in C (csrc/nvfp4/gptq.c), which chooses block scales as the codec does.
 
-`sweep` is GPTQ in torch, on a CPU or a GPU: block scales are chosen inside the sweep, and the columns are in activation order.
-Each block of a row is rounded once per candidate scale, with corrections inside the block, and the candidate with the least loss
-is kept. The loss is GPTQ's own objective: the squared output error that remains after the best continuous correction of all
-later columns (local-Hessian scales inside GPTQ: PiSO, arXiv 2606.10890). Activation order is by falling diagonal of the Hessian.
-The columns of a block stay together, so that its scale can be chosen in the sweep. Groups and scales keep their place in storage.
+`sweep` is GPTQ in torch, on a CPU or a GPU, with block scales that are chosen inside the sweep: each block of a row is rounded
+once per candidate scale, with corrections inside the block, and the candidate with the least loss is kept. The loss is GPTQ's own
+objective: the squared output error that remains after the best continuous correction of all later columns (local-Hessian scales
+inside GPTQ: PiSO, arXiv 2606.10890).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -130,12 +131,14 @@ class Hessian:
 class Factor:
     """A factored Hessian.
 
-    upper: upper Cholesky factor of the inverse of the damped Hessian, float32 [K, K].
+    upper: upper Cholesky factor of the inverse of the damped Hessian of the ordered columns, float32 [K, K].
     dead: columns whose input was always 0, bool [K]; their weights have no effect and become 0.
+    order: columns in the order in which they are rounded, int64 [K] (activation_order).
     """
 
     upper: np.ndarray
     dead: np.ndarray
+    order: np.ndarray
 
 
 class FactorError(ValueError):
@@ -143,16 +146,36 @@ class FactorError(ValueError):
 
 
 def factor(hessian: torch.Tensor, damping: float = DAMPING) -> Factor:
-    """Factor a Hessian [K, K]. Where float32 cannot factor it, the damping is multiplied by ten, up to ATTEMPTS times.
+    """Factor a Hessian [K, K]. Raises FactorError as upper_factor does."""
+    diagonal = hessian.diagonal()
+    order = activation_order(diagonal)
+    upper = upper_factor(hessian[order][:, order], damping)
+    return Factor(np.ascontiguousarray(upper.float().cpu().numpy()), (diagonal <= 0).cpu().numpy(), order.cpu().numpy())
 
-    Raises FactorError for NaN and inf, for inputs that are all 0, and if no damping makes the Hessian factorable.
+
+def activation_order(diagonal: torch.Tensor) -> torch.Tensor:
+    """Return the columns in the order in which they are rounded, int64 [K].
+
+    Blocks come by falling sum of the Hessian's diagonal, and the columns inside each by falling diagonal.
+    """
+    blocks = diagonal.view(-1, GROUP)
+    first = torch.argsort(blocks.sum(-1), descending=True, stable=True)
+    inside = torch.argsort(blocks, dim=-1, descending=True, stable=True)
+    return (first[:, None] * GROUP + inside[first]).reshape(-1)
+
+
+def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
+    """Return the upper Cholesky factor of the inverse of the damped Hessian, float32 [K, K].
+
+    Dead columns have the mean of the others on the diagonal. Raises FactorError where no damping makes it factorable.
     """
     check_usable(hessian)
-    dead = hessian.diagonal() <= 0
     base = hessian.clone()
-    base.diagonal()[dead] = 1.0
-    upper = damped_factor(base, float(base.diagonal().mean()), damping)
-    return Factor(np.ascontiguousarray(upper.float().cpu().numpy()), dead.cpu().numpy())
+    diagonal = base.diagonal()
+    live = diagonal > 0
+    mean = float(diagonal[live].mean())
+    diagonal[~live] = mean
+    return damped_factor(base, mean, damping)
 
 
 def check_usable(hessian: torch.Tensor) -> None:
@@ -190,11 +213,14 @@ def round_columns(
     A column's error counts by 1 / upper[k, k]^2 in the search for a block's scale, as it does in GPTQ's own objective.
     Raises ValueError where the corrections made a number that is not finite.
     """
-    w = np.array(weight, np.float32, order="C")
-    w[:, factor.dead] = 0
+    w = weight.take(factor.order, 1).astype(np.float32)
+    w[:, factor.dead[factor.order]] = 0
     importance = 1 / np.square(factor.upper.diagonal())
     packed = nvfp4.gptq(w, factor.upper, tensor_scale, scale, importance=importance)
-    return packed, w
+    place, blocks = np.argsort(factor.order), np.argsort(factor.order[::GROUP] // GROUP)
+    codes = np.stack((packed.codes & 15, packed.codes >> 4), -1).reshape(w.shape).take(place, 1)
+    codes = codes[:, ::2] | codes[:, 1::2] << 4
+    return replace(packed, codes=codes, block_scale=packed.block_scale.take(blocks, 1)), w.take(place, 1)
 
 
 # ---- the sweep in torch
@@ -248,31 +274,6 @@ def amax_codes(blocks: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor
     """Return the E4M3 codes that plain rounding chooses, int64 [N, B], for blocks [N, B, 16] and tensor scales [N]."""
     scale = blocks.abs().amax(-1) / (6 * tensor_scale)[:, None]
     return scale.clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).long()
-
-
-def activation_order(diagonal: torch.Tensor) -> torch.Tensor:
-    """Return the columns in the order in which they are rounded, int64 [K].
-
-    Blocks come by falling sum of the Hessian's diagonal, and the columns inside each by falling diagonal.
-    """
-    blocks = diagonal.view(-1, GROUP)
-    first = torch.argsort(blocks.sum(-1), descending=True, stable=True)
-    inside = torch.argsort(blocks, dim=-1, descending=True, stable=True)
-    return (first[:, None] * GROUP + inside[first]).reshape(-1)
-
-
-def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
-    """Return the upper Cholesky factor of the inverse of the damped Hessian, float32 [K, K].
-
-    Dead columns have the mean of the others on the diagonal. Raises FactorError where no damping makes it factorable.
-    """
-    check_usable(hessian)
-    base = hessian.clone()
-    diagonal = base.diagonal()
-    live = diagonal > 0
-    mean = float(diagonal[live].mean())
-    diagonal[~live] = mean
-    return damped_factor(base, mean, damping)
 
 
 @dataclass(frozen=True)

@@ -52,12 +52,27 @@ def test_the_c_loop_is_the_papers_algorithm() -> None:
     w, _, factor = problem(k=288)  # two windows and a rest
     scale = nvfp4.tensor_scale(nvfp4.amax(w))
     packed, rounded = hessians.round_columns(w, factor, float(scale))
-    expected, scales = in_numpy(w, factor.upper, scale, 16)
+    order = factor.order
+    expected, scales = in_numpy(w[:, order], factor.upper, scale, 16)
+    expected, scales = expected[:, np.argsort(order)], scales[:, np.argsort(order[::16] // 16)]
     same_scale = packed.block_scale.astype(np.float32) == scales
     assert same_scale.mean() > 0.97  # float32 against float64: near-ties may fall either way, and then what follows
     rows = same_scale.all(1)
     assert rows.sum() >= 5
     assert (np.abs(rounded[rows] - expected[rows]) < 1e-5).mean() > 0.97
+
+
+def test_columns_are_rounded_in_the_order_of_their_inputs() -> None:
+    """By falling second moment; the columns of a block of sixteen stay together."""
+    _, x, factor = problem(k=160, n_rows=24, seed=2)
+    second = np.square(x).sum(0)
+    blocks = factor.order.reshape(-1, 16)
+    assert (blocks // 16 == blocks[:, :1] // 16).all() and sorted(factor.order) == list(range(160))
+    assert (np.diff([second[b].sum() for b in blocks]) <= 0).all() and (np.diff(second[blocks], axis=1) <= 0).all()
+    hessian = (x.T @ x).astype(np.float64)
+    damped = hessian + hessians.DAMPING * hessian.diagonal().mean() * np.eye(160)
+    inverse = np.linalg.inv(damped[factor.order][:, factor.order])
+    assert np.abs(factor.upper.T @ factor.upper - inverse).max() < 1e-3 * np.abs(inverse).max()
 
 
 def test_what_it_returns_is_what_the_codes_say() -> None:
@@ -115,7 +130,7 @@ def test_feedback_that_overflows_is_refused() -> None:
     upper = factor.upper.copy()
     upper[0, 1:] = 3e38
     with pytest.raises(ValueError, match="finite"):
-        hessians.round_columns(w, hessians.Factor(upper, factor.dead), 1e-5)
+        hessians.round_columns(w, hessians.Factor(upper, factor.dead, factor.order), 1e-5)
 
 
 # -- tokens that count little

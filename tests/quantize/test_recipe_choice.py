@@ -151,7 +151,7 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(
     from annie_quant.quantize.plan import export
     from annie_quant.quantize.runner import copy_companions
 
-    monkeypatch.setattr(norm_tuning, "STEPS", 4)
+    monkeypatch.setitem(norm_tuning.STEPS, "cpu", 4)
     folder = ModelFolder(home / "model")
     samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 3))
     names = [

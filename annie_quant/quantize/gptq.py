@@ -149,7 +149,7 @@ def factor(hessian: torch.Tensor, damping: float = DAMPING) -> Factor:
     """Factor a Hessian [K, K]. Raises FactorError as upper_factor does."""
     diagonal = hessian.diagonal()
     order = activation_order(diagonal)
-    upper = upper_factor(hessian[order][:, order], damping)
+    upper = upper_factor(hessian[order[:, None], order], damping)
     return Factor(np.ascontiguousarray(upper.float().cpu().numpy()), (diagonal <= 0).cpu().numpy(), order.cpu().numpy())
 
 
@@ -165,37 +165,22 @@ def activation_order(diagonal: torch.Tensor) -> torch.Tensor:
 
 
 def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
-    """Return the upper Cholesky factor of the inverse of the damped Hessian, float32 [K, K].
+    """Return the upper Cholesky factor of the inverse of a Hessian with damping, relative to its mean, on its diagonal.
 
-    Dead columns have the mean of the others on the diagonal. Raises FactorError where no damping makes it factorable.
+    hessian: float32 [K, K]; its diagonal is changed. Dead columns get the mean of the others there.
+    Where float32 has no such factor, the damping is multiplied by ten, up to ATTEMPTS times. Raises FactorError where that does
+    not help, for NaN and inf, and for inputs that are all 0.
     """
-    check_usable(hessian)
-    base = hessian.clone()
-    diagonal = base.diagonal()
-    live = diagonal > 0
-    mean = float(diagonal[live].mean())
-    diagonal[~live] = mean
-    return damped_factor(base, mean, damping)
-
-
-def check_usable(hessian: torch.Tensor) -> None:
-    """Raise FactorError for NaN and inf, and for inputs that are all 0."""
     if not bool(hessian.isfinite().all()):
         raise FactorError("its inputs hold NaN or inf")
-    if not bool((hessian.diagonal() > 0).any()):
+    diagonal = hessian.diagonal()
+    live = diagonal > 0
+    if not bool(live.any()):
         raise FactorError("all its inputs are 0")
-
-
-def damped_factor(hessian: torch.Tensor, mean: float, damping: float) -> torch.Tensor:
-    """Return the upper Cholesky factor of the inverse of a Hessian with damping * mean added to its diagonal.
-
-    Where float32 has no such factor, the damping is multiplied by ten, up to ATTEMPTS times; then FactorError is raised.
-
-    hessian: float32 [K, K]; its diagonal is changed in place.
-    """
-    diagonal = hessian.diagonal().clone()
+    mean = diagonal[live].mean()
+    undamped = torch.where(live, diagonal, mean)
     for _ in range(ATTEMPTS):
-        hessian.diagonal().copy_(diagonal + damping * mean)
+        diagonal.copy_(undamped + damping * mean)
         lower, failed = torch.linalg.cholesky_ex(hessian)
         if not int(failed):
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
@@ -322,7 +307,7 @@ def sweep(
     Columns whose inputs were always 0 are rounded to nearest. Raises FactorError as upper_factor does.
     """
     permutation = activation_order(hessian.diagonal())
-    upper = upper_factor(hessian[permutation][:, permutation], damping)
+    upper = upper_factor(hessian[permutation[:, None], permutation], damping)
     w = weight.float()[:, permutation].contiguous()
     round_one = round_column
     if w.device.type == "cuda" and has_triton():

@@ -2,10 +2,9 @@
 
 Some of the calibration conversations are held out. Each recipe rounds the model with the others, and the held-out answers are
 scored as served and with no input rounded. The divergence is the mean KL of all answer tokens plus that of the tokens that decide
-(offline/prompts.py), summed over both ways of serving. GPTQ is the start, on a GPU with two streams (rounding.py). An ingredient
-stays only where it lowers the divergence by more than the noise, the standard error of the difference over conversations. Plain
-rounding (naive) is compared last, so the recipe is worse than gptq or naive on that text by no more than the noise. The final
-model is rounded with all conversations.
+(offline/prompts.py), summed over both ways of serving. gptq is the start. An ingredient stays only where it lowers the divergence
+by more than the noise, the standard error of the difference over conversations. Plain rounding (naive) is compared last, so the
+recipe is worse than gptq or naive on that text by no more than the noise. The final model is rounded with all conversations.
 """
 
 from __future__ import annotations
@@ -45,16 +44,11 @@ INGREDIENTS: list[tuple[str, Changes, str]] = [
     ("damping .1", {"damping": 0.1}, "max"),
     ("norms tuned", {"norms": True}, "max"),
 ]
-# The other rounder. On a GPU two streams are the start; on a CPU they take up to thirteen times as long as gptq's loop.
-OTHER_ROUNDER: dict[str, tuple[str, Changes, str]] = {
-    "cpu": ("two streams, block scales by GPTQ", {"two_streams": True}, "max"),
-    "cuda": ("one stream, as gptq", {"two_streams": False}, "max"),
-}
 
 
 def ingredients(effort: str, fixed: Iterable[str]) -> Iterator[tuple[str, Changes]]:
     """Yield the ingredients that an effort tries, without those that change a setting of the user."""
-    for name, changes, least in [*INGREDIENTS, OTHER_ROUNDER[device_kind()]]:
+    for name, changes, least in INGREDIENTS:
         if EFFORTS.index(least) <= EFFORTS.index(effort) and not changes.keys() & set(fixed):
             yield name, changes
 
@@ -81,8 +75,7 @@ def choose_method(
     start: GPTQ with the user's settings.
     tried: ingredients in their order. Scores of an interrupted run are used again.
     """
-    device = device_kind()
-    learned, held = hold_out(samples, POSITIONS[device])
+    learned, held = hold_out(samples, POSITIONS[device_kind()])
     conversations = len({s.row for s in samples})
     if not held:
         progress.message(
@@ -92,8 +85,6 @@ def choose_method(
         return RecipeChoice(start)
     held_out = HeldOut(len({s.row for s in held}), sum(len(s.answer) for s in held), sum(sum(s.decides) for s in held))
     progress.message(held_out_line(held_out, conversations))
-    if device == "cuda":
-        start = replace(start, two_streams=True)
     trials = Trials(job, formats, learned, held, progress)
     tried = list(tried)
     count = len(tried) + 2

@@ -2,8 +2,8 @@
 
     job → samples → batches → per layer: stages (layer_stages.py), Hessians, columns → plan
 
-gptq and every recipe of best are one Method. LayerRounder rounds with the C loop. StreamRounder rounds in torch (gptq.py), with two
-streams of hidden states: the source's gives the largest input of each linear, that of the layers rounded so far gives the Hessians.
+gptq and every recipe of best are one Method. LayerRounder rounds with the C loop, StreamRounder, on a GPU, in torch (gptq.py), with
+two streams of hidden states: the source's gives the largest input of each linear, that of the layers rounded so far the Hessians.
 No input is rounded in either.
 """
 
@@ -59,14 +59,12 @@ class Method:
     prompt: weight of a prompt's token relative to a response's.
     damping: added to the Hessian's diagonal, relative to its mean.
     plain: round to nearest, as naive does; the other settings then have no effect.
-    two_streams: round by StreamRounder, else by LayerRounder.
     norms: tune the norms after all linears are rounded (norm_tuning.py).
     """
 
     prompt: float = 0.1
     damping: float = 0.05
     plain: bool = False
-    two_streams: bool = False
     norms: bool = False
 
     def token_weights(self) -> TokenWeights:
@@ -132,6 +130,8 @@ class RoundingTask:
 class LayerRounder:
     """Rounds the linears of one decoder layer with the C loop, those that read one input together."""
 
+    fast = False  # of Hessian
+
     def __init__(self, layer: DecoderLayer, task: RoundingTask) -> None:
         self.layer, self.task = layer, task
         chosen = ([n for n in group if f"{layer.name}.{n}" in task.formats] for group in layer.groups())
@@ -171,8 +171,7 @@ class LayerRounder:
 
     def hessians(self, stage: RoundingStage, groups: Sequence[Sequence[str]]) -> dict[str, gptq.Hessian]:
         """Return the Hessians of the inputs of these groups, by each one's first linear."""
-        fast = self.task.method.two_streams
-        hessians = {group[0]: gptq.Hessian(self.task.table, gptq.LEAST_WEIGHT, fast=fast) for group in groups}
+        hessians = {group[0]: gptq.Hessian(self.task.table, gptq.LEAST_WEIGHT, fast=self.fast) for group in groups}
         stage.observe(dict(hessians))
         return hessians
 
@@ -231,6 +230,8 @@ class StreamRounder(LayerRounder):
     source: the source's hidden states before the layer, which become those after it. Those of the rounded model are
         DecoderLayers' own.
     """
+
+    fast = True
 
     def __init__(self, layer: DecoderLayer, task: RoundingTask, source: list[torch.Tensor]) -> None:
         super().__init__(layer, task)
@@ -341,7 +342,7 @@ def round_model(
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
     rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder]
-    if method.two_streams:
+    if device_kind() == "cuda" and plan.scale == "sweep":
         model = DecoderLayers(folder, text.make_batches(samples, MAX_BATCH_TOKENS[device_kind()]))
         table = text.weight_table(method.token_weights(), model.device)
         rounder_of = partial(StreamRounder, source=list(model.states))

@@ -26,6 +26,14 @@ from annie_quant.quantize.rounding import Method, RoundingTask, StreamRounder  #
 LAYERS = 4
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_a_gpu() -> Iterator[None]:
+    """Layers are rounded by StreamRounder, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounding, "device_kind", lambda: "cuda")
+        yield
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runtime_models.save_with_conversations(tmp_path_factory.mktemp("best"))
@@ -113,7 +121,7 @@ def test_both_streams_are_the_models(home: Path) -> None:
     samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 4))
     model = DecoderLayers(folder, calibration_samples.make_batches(samples, 1024))
     chosen = [n.removesuffix(".weight") for n in folder if "_proj.weight" in n and folder.info(n).shape[0] > 8]
-    formats, method = dict.fromkeys(chosen, "nvfp4"), Method(two_streams=True)
+    formats, method = dict.fromkeys(chosen, "nvfp4"), Method()
     source, packed = list(model.states), {}
     from transformers import AutoModelForCausalLM
 

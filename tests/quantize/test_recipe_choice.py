@@ -23,7 +23,7 @@ from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, Calibratio
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
 from annie_quant.core.progress import Lines  # noqa: E402
 from annie_quant.offline.loading import load  # noqa: E402
-from annie_quant.quantize import kl_trial, norm_tuning, recipe_choice  # noqa: E402
+from annie_quant.quantize import kl_trial, norm_tuning, recipe_choice, rounding  # noqa: E402
 from annie_quant.quantize.recipe_choice import RecipeChoice, ScoredMethod, Trials, choose_method, hold_out  # noqa: E402
 from annie_quant.quantize.rounding import Method, round_model  # noqa: E402
 
@@ -107,20 +107,13 @@ def test_plain_rounding_wins_where_everything_else_harms(monkeypatch: pytest.Mon
 
 def test_settings_of_the_user_are_not_tried() -> None:
     every = dict(recipe_choice.ingredients("max", []))
-    assert len(every) == len(recipe_choice.INGREDIENTS) + 1, "and the other rounder"
+    assert len(every) == len(recipe_choice.INGREDIENTS)
     assert all("prompt" not in changes for _, changes in recipe_choice.ingredients("max", ["prompt"]))
     assert (
         set(dict(recipe_choice.ingredients("fast", [])))
         < set(dict(recipe_choice.ingredients("normal", [])))
         < set(every)
     )
-
-
-def test_the_rounder_that_is_not_the_start_is_tried_with_the_most_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    for device, tried in (("cpu", True), ("cuda", False)):
-        monkeypatch.setattr(recipe_choice, "device_kind", lambda device=device: device)
-        assert [c["two_streams"] for _, c in recipe_choice.ingredients("max", []) if "two_streams" in c] == [tried]
-        assert not [c for _, c in recipe_choice.ingredients("normal", []) if "two_streams" in c]
 
 
 def test_the_noise_is_that_of_a_paired_difference() -> None:
@@ -137,21 +130,22 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
 
 
 RECIPES = {
-    "prompt": Method(),
-    "plain": Method(plain=True),
-    "two streams": Method(two_streams=True),
-    "norms": Method(norms=True),
+    "prompt": (Method(), "cpu"),
+    "plain": (Method(plain=True), "cpu"),
+    "in torch, as on a GPU": (Method(), "cuda"),
+    "norms": (Method(norms=True), "cpu"),
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize(("recipe", "device"), RECIPES.values(), ids=RECIPES)
 def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(
-    home: Path, tmp_path: Path, recipe: Method, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, recipe: Method, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from annie_quant.quantize.plan import export
     from annie_quant.quantize.runner import copy_companions
 
     monkeypatch.setitem(norm_tuning.STEPS, "cpu", 4)
+    monkeypatch.setattr(rounding, "device_kind", lambda: device)
     folder = ModelFolder(home / "model")
     samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 3))
     names = [
@@ -160,7 +154,7 @@ def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(
         if "_proj.weight" in n and "layers" in n and folder.info(n).shape[0] > 8
     ]
     formats = {n: "nvfp4" if "mlp" in n else "w4a16" for n in names}
-    job = Job(home / "model", tmp_path / "out", work=tmp_path / "work")
+    job = Job(home / "model", tmp_path / "out", work=tmp_path / "work", scale="sweep")
     plan = round_model(job, formats, samples, recipe, Lines(lambda line: None))
     trial = kl_trial.Trial(folder, kl_trial.answers_to_score(samples, 10**6, cut=False))
     source = {n: p.clone() for n, p in trial.model.named_parameters()}

@@ -71,7 +71,7 @@ def plan(job: Job[BestOptions], progress: Progress) -> QuantizationPlan:
     formats = dict.fromkeys(choose(ModelFolder(job.model), job.exclude), four_bit_format(options.activations))
     share = options.share if options.activations == "mixed" else None
     fixed = options.recipe == "fixed"
-    method = Method(prompt=options.prompt, damping=options.damping, two_streams=fixed, norms=bool(options.norms))
+    method = Method(prompt=options.prompt, damping=options.damping, norms=bool(options.norms))
     return plan_model(job, limits, formats, method, progress, share, "" if fixed else options.effort)
 
 

@@ -92,7 +92,7 @@ def frontier_order(model: Path, every: bool) -> tuple[list[str], list[str]]:
         under = [(False, read, f"best@{read / 1e9:.4g}") for read in map(rounded_up, budgets(model))]
     except AnnieError as error:
         notes.append(f"best under budgets is not tried: {error.message}")
-    else:  # at the same bytes no other strategy had less loss than `best` (tests/perf/strategies.md)
+    else:  # at the same bytes `best` is not worse than they are by more than the noise (tests/perf/quantize_peers.md)
         points = [point for point in points if every or point[2] == "best"] + under
     return [name for *_, name in sorted(points, key=lambda point: point[:2])], notes
 

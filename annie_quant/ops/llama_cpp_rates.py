@@ -80,7 +80,12 @@ PRODUCT_PROBES = [
 ]
 ATTENTION_PROBES = [Probe("Q8_0", 12, 256, 256, n, kv, dim, 131072, "BF16") for dim, kv, n in ATTENTION]
 DEEP_PROBE = Probe("Q8_0", 2, 256, 256, 16, 2, 64, 65536, "BF16")  # few layers: a prompt of DEEP tokens takes seconds
-DEEP_SHAPE = AttentionShape(num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=2, head_dim=64)
+DEEP_SHAPE = AttentionShape(
+    num_hidden_layers=DEEP_PROBE.layers,
+    num_attention_heads=DEEP_PROBE.heads,
+    num_key_value_heads=DEEP_PROBE.kv_heads,
+    head_dim=DEEP_PROBE.head_dim,
+)
 
 
 def measure(progress: Progress = SILENT) -> LlamaCppRates:

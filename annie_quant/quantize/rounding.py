@@ -342,7 +342,7 @@ def round_model(
     store = job.work_folder() / name
     store.mkdir(exist_ok=True)
     rounder_of: Callable[[DecoderLayer, RoundingTask], LayerRounder]
-    if device_kind() == "cuda" and plan.scale == "sweep":
+    if device_kind() == "cuda" and plan.scale == "sweep":  # StreamRounder chooses scales by no other rule
         model = DecoderLayers(folder, text.make_batches(samples, MAX_BATCH_TOKENS[device_kind()]))
         table = text.weight_table(method.token_weights(), model.device)
         rounder_of = partial(StreamRounder, source=list(model.states))

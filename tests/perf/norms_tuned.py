@@ -12,11 +12,13 @@ import argparse
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
+from annie_quant.core.untrusted import JsonObject
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import kl_trial, norm_tuning
@@ -27,6 +29,17 @@ from annie_quant.quantize.rounding import Method, round_model
 from annie_quant.quantize.strategy import Job
 
 HELD = 60
+HEADER = "| draw | | W4A4: KL, at decisions, flips there | W4A16 | s |\n|---|---|---|---|---|"
+
+
+def drawn(
+    model: Path, rows: Sequence[JsonObject], draw: int, samples: int, held: int
+) -> tuple[list[text.CalibrationSample], list[text.CalibrationSample]]:
+    """Return the answers of the first `samples` of the rows, in random order with seed `draw`, and those of the next `held`."""
+    rows = list(rows)
+    random.Random(draw).shuffle(rows)
+    parts = rows[:samples], rows[samples:][:held]
+    return text.samples_of_rows(model, parts[0]), text.samples_of_rows(model, parts[1])
 
 
 def show(draw: int, name: str, trial: kl_trial.Trial, plan: QuantizationPlan, seconds: float) -> None:
@@ -48,12 +61,9 @@ def main() -> None:
     norm_tuning.STEPS[device_kind()] = arguments.steps
     folder, every = ModelFolder(arguments.model), read_conversations(arguments.rows)
     formats = dict.fromkeys(choose(folder, ()), NVFP4)
-    print("| draw | | W4A4: KL, at decisions, flips there | W4A16 | s |\n|---|---|---|---|---|")
+    print(HEADER)
     for draw in map(int, arguments.draws.split(",")):
-        rows = list(every)
-        random.Random(draw).shuffle(rows)
-        learned = text.samples_of_rows(arguments.model, rows[: arguments.samples])
-        held = text.samples_of_rows(arguments.model, rows[arguments.samples :][:HELD])
+        learned, held = drawn(arguments.model, every, draw, arguments.samples, HELD)
         with tempfile.TemporaryDirectory() as work:
             job = Job(arguments.model, Path(work) / "out", scale="sweep", seed=draw, work=Path(work) / "work")
             start = time.monotonic()

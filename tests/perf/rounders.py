@@ -10,19 +10,17 @@ order, as `gptq` on a CPU; torch, StreamRounder, as on a GPU.
 from __future__ import annotations
 
 import argparse
-import random
 import tempfile
 import time
 from pathlib import Path
 from unittest import mock
 
 import torch
-from norms_tuned import show
+from norms_tuned import HEADER, drawn, show
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.core.progress import SILENT
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize import calibration_samples as text
 from annie_quant.quantize import gptq, kl_trial, rounding
 from annie_quant.quantize.formats import NVFP4, choose
 from annie_quant.quantize.rounding import Method, round_model
@@ -46,12 +44,9 @@ def main() -> None:
     arguments = parser.parse_args()
     folder, every = ModelFolder(arguments.model), read_conversations(arguments.rows)
     formats = dict.fromkeys(choose(folder, ()), NVFP4)
-    print("| draw | | W4A4: KL, at decisions, flips there | W4A16 | s |\n|---|---|---|---|---|")
+    print(HEADER)
     for draw in map(int, arguments.draws.split(",")):
-        rows = list(every)
-        random.Random(draw).shuffle(rows)
-        learned = text.samples_of_rows(arguments.model, rows[: arguments.samples])
-        held = text.samples_of_rows(arguments.model, rows[arguments.samples :][: arguments.held])
+        learned, held = drawn(arguments.model, every, draw, arguments.samples, arguments.held)
         plans = {}
         for name in arguments.rounders.split(","):
             with tempfile.TemporaryDirectory() as work, mock.patch.object(*ROUNDERS[name]):

@@ -132,7 +132,7 @@ class Factor:
     """A factored Hessian.
 
     upper: upper Cholesky factor of the inverse of the damped Hessian of the ordered columns, float32 [K, K].
-    dead: columns whose input was always 0, bool [K]; their weights have no effect and become 0.
+    dead: columns whose input was always 0, bool [K]; they correct no other column and are rounded to nearest.
     order: columns in the order in which they are rounded, int64 [K] (activation_order).
     """
 
@@ -199,7 +199,6 @@ def round_columns(
     Raises ValueError where the corrections made a number that is not finite.
     """
     w = weight.take(factor.order, 1).astype(np.float32)
-    w[:, factor.dead[factor.order]] = 0
     importance = 1 / np.square(factor.upper.diagonal())
     packed = nvfp4.gptq(w, factor.upper, tensor_scale, scale, importance=importance)
     place, blocks = np.argsort(factor.order), np.argsort(factor.order[::GROUP] // GROUP)

@@ -205,7 +205,8 @@ class LayerRounder:
             return None
         if dead := int(solution.dead.sum()):
             self.warn(
-                group, f"{dead} of {len(solution.dead)} inputs are always 0 in calibration; their weights become 0"
+                group,
+                f"{dead} of {len(solution.dead)} inputs are always 0 in calibration; their weights are rounded to nearest",
             )
         return solution
 

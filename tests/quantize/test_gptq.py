@@ -122,7 +122,11 @@ def test_a_column_that_no_input_reaches_and_a_singular_hessian() -> None:
     factor = hessians.factor(torch.from_numpy(x[:20].T @ x[:20]), damping=1e-12)
     assert factor.dead.tolist() == [i == 7 for i in range(64)] and np.isfinite(factor.upper).all()
     packed, rounded = hessians.round_columns(w, factor, float(nvfp4.tensor_scale(nvfp4.amax(w))))
-    assert np.isfinite(rounded).all() and (rounded[:, 7] == 0).all() and np.isfinite(packed.tensor_scale)
+    assert np.isfinite(rounded).all() and np.isfinite(packed.tensor_scale)
+    # Another text may reach it: its weights are the nearest numbers, and no other column's error moves them.
+    step = packed.block_scale[:, 0].astype(np.float32) * packed.tensor_scale
+    nearest = GRID[np.abs(np.abs(w[:, 7] / step)[:, None] - GRID).argmin(1)]
+    np.testing.assert_allclose(rounded[:, 7], np.copysign(nearest * step, w[:, 7]), rtol=1e-6)
 
 
 def test_feedback_that_overflows_is_refused() -> None:

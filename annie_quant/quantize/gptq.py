@@ -132,12 +132,10 @@ class Factor:
     """A factored Hessian.
 
     upper: upper Cholesky factor of the inverse of the damped Hessian of the ordered columns, float32 [K, K].
-    dead: columns whose input was always 0, bool [K]; they correct no other column and are rounded to nearest.
     order: columns in the order in which they are rounded, int64 [K] (activation_order).
     """
 
     upper: np.ndarray
-    dead: np.ndarray
     order: np.ndarray
 
 
@@ -147,10 +145,9 @@ class FactorError(ValueError):
 
 def factor(hessian: torch.Tensor, damping: float = DAMPING) -> Factor:
     """Factor a Hessian [K, K]. Raises FactorError as upper_factor does."""
-    diagonal = hessian.diagonal()
-    order = activation_order(diagonal)
+    order = activation_order(hessian.diagonal())
     upper = upper_factor(hessian[order[:, None], order], damping)
-    return Factor(np.ascontiguousarray(upper.float().cpu().numpy()), (diagonal <= 0).cpu().numpy(), order.cpu().numpy())
+    return Factor(np.ascontiguousarray(upper.float().cpu().numpy()), order.cpu().numpy())
 
 
 def activation_order(diagonal: torch.Tensor) -> torch.Tensor:
@@ -167,7 +164,8 @@ def activation_order(diagonal: torch.Tensor) -> torch.Tensor:
 def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
     """Return the upper Cholesky factor of the inverse of a Hessian with damping, relative to its mean, on its diagonal.
 
-    hessian: float32 [K, K]; its diagonal is changed. Dead columns get the mean of the others there.
+    hessian: float32 [K, K]; its diagonal is changed. Columns whose input was always 0 get the mean of the others: they
+    correct no other column and are rounded to nearest.
     Where float32 has no such factor, the damping is multiplied by ten, up to ATTEMPTS times. Raises FactorError where that does
     not help, for NaN and inf, and for inputs that are all 0.
     """

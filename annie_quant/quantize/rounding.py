@@ -197,18 +197,11 @@ class LayerRounder:
         mean, reason = hessian.mean(), hessian.unusable()
         if mean is not None and not reason:
             try:
-                solution = gptq.factor(mean, self.task.method.damping)
+                return gptq.factor(mean, self.task.method.damping)
             except gptq.FactorError as error:
                 reason = str(error)
-        if reason:
-            self.warn(group, f"{reason}; rounded without error correction")
-            return None
-        if dead := int(solution.dead.sum()):
-            self.warn(
-                group,
-                f"{dead} of {len(solution.dead)} inputs are always 0 in calibration; their weights are rounded to nearest",
-            )
-        return solution
+        self.warn(group, f"{reason}; rounded without error correction")
+        return None
 
     def full(self, group: Sequence[str]) -> list[str]:
         """Return the full names of linears."""
@@ -281,11 +274,6 @@ class StreamRounder(LayerRounder):
         scales = [float(nvfp4.tensor_scale(tops[name])) for name in self.full(group)]
         scale = torch.cat([torch.full((n,), s, device=weight.device) for s, n in zip(scales, sizes, strict=True)])
         mean, reason, result = hessian.mean(), hessian.unusable(), None
-        if mean is not None and not reason and (dead := int((mean.diagonal() <= 0).sum())):
-            self.warn(
-                group,
-                f"{dead} of {len(mean)} inputs are always 0 in calibration; their weights are rounded to nearest",
-            )
         for raised in RAISED if mean is not None and not reason else ():
             assert mean is not None
             try:

@@ -6,6 +6,7 @@ python tools/make_schemas.py
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -57,7 +58,10 @@ DOCUMENTS = {
 def text(kind: type) -> str:
     """Return the JSON Schema of a document, with one line per definition."""
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | msgspec.json.schema(kind)
-    lines = (f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in document.pop("$defs").items())
+    definitions = document.pop("$defs")
+    for part in definitions.values():
+        part["description"] = inspect.cleandoc(part["description"])  # msgspec takes the indentation away from 0.23 on
+    lines = (f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in definitions.items())
     head = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
     return "{\n" + head + ',\n "$defs": {\n' + ",\n".join(lines) + "\n }\n}\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,8 @@ from paths import ROOT, TINY_ANNIE
 torch = pytest.importorskip("torch", reason="needs the quantize extra (torch)")
 transformers = pytest.importorskip("transformers", reason="needs the quantize extra (transformers)")
 pytest.importorskip("peft", reason="needs peft, which trains the overlay")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 TRAINING = ROOT / "training" / "real_annie"
 # Qwen2.5's form of calls, short.
@@ -121,6 +124,33 @@ def test_a_template_without_calls_is_refused(model, rows):
     row = next(r for r in lines(rows / "train.jsonl") if any(m.get("tool_calls") for m in r["messages"]))
     with pytest.raises(SystemExit, match="--chat-template"):
         sample_of(tokenizer, row)
+
+
+def test_a_tag_that_the_model_never_learned_is_refused_until_it_is_split(model, rows, tmp_path, monkeypatch):
+    import train
+
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "real"))
+    import split_tags
+
+    copy = shutil.copytree(model, tmp_path / "model")
+    before = split_tags.split_tags(copy)
+    assert before == [] and (copy / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(copy)
+    added, weights = tokenizer.get_added_vocab(), load_file(copy / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[[added[t] for t in ("<tool_call>", "</tool_call>")]] = embedding[added["<think>"]].clone()
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    words = ["--model", copy, "--rows", rows, "--output", tmp_path / "out", "--steps", 1, "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+    with pytest.raises(SystemExit, match=r"never learned <tool_call>, </tool_call>, and .*split_tags.py"):
+        train.main()
+    assert "<tool_call>" in split_tags.split_tags(copy)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(copy)
+    ids = tokenizer("<tool_call>", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 1 and tokenizer.decode(ids) == "<tool_call>" and added["<tool_call>"] not in ids
+    row = next(r for r in lines(rows / "train.jsonl") if any(m.get("tool_calls") for m in r["messages"]))
+    own = transformers.AutoModelForCausalLM.from_pretrained(copy)
+    assert train.never_learned(own, tokenizer, [train.sample_of(tokenizer, row)]) == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@
 
 A step that ended is not repeated, so an interrupted run continues with the same command; steps.json has the seconds and the exit
 code of each. Exit code 1 of audit, eval and bench is a verdict, not a failure. The persona is Annie's prompt and tools. A bf16
-folder in OUTPUT/NAME/model (`hf download`) is used as it is; otherwise the GGUF file is dequantized into it.
+folder in OUTPUT/NAME/model (`hf download`) is used as it is; otherwise the GGUF file is dequantized into it, and tags that the
+model never learned are split (split_tags.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from fetch import SOURCES, fetch  # noqa: E402
+from split_tags import split_tags  # noqa: E402
 
 from annie_quant.documents.persona import load_persona  # noqa: E402
 from annie_quant.ops import serving  # noqa: E402
@@ -88,6 +90,8 @@ def main() -> None:
     if not (model / "config.json").exists():
         file = fetch(a.name, a.output.resolve())
         steps.command("model", "convert", file, "--to", "hf", "--output", model)
+    if "model" in steps.record:
+        split_tags(model)
     annie = load_persona("annie")
     (folder / "prompt.txt").write_text(annie.system_prompt)
     (folder / "tools.json").write_text(json.dumps([dict(t) for t in annie.tools]))

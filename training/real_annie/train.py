@@ -72,6 +72,19 @@ def sample_of(tokenizer: Any, row: dict[str, Any]) -> Sample:
     return encoded["input_ids"], learned
 
 
+def never_learned(model: Any, tokenizer: Any, samples: list[Sample]) -> list[str]:
+    """Return the added tokens of the answers whose row of the embedding is that of another added token, nearly.
+
+    The model's own training had none of them. An overlay on linears does not change the rows, so it cannot teach the model to
+    write one of them and not the other.
+    """
+    learned = {token for ids, on in samples for token, is_learned in zip(ids, on, strict=True) if is_learned}
+    added = tokenizer.get_added_vocab()
+    rows = torch.nn.functional.normalize(model.get_input_embeddings().weight[list(added.values())].float(), dim=1)
+    nearest = (rows @ rows.T).fill_diagonal_(0).amax(1).tolist()
+    return [name for (name, i), cosine in zip(added.items(), nearest, strict=True) if i in learned and cosine > 0.99]
+
+
 def padded(rows: list[list[int]], value: int, left: bool = False) -> torch.Tensor:
     width = max(map(len, rows))
     return torch.tensor([[value] * (width - len(r)) + r if left else r + [value] * (width - len(r)) for r in rows])
@@ -263,6 +276,11 @@ def main() -> None:
         model = model.merge_and_unload()
     elif a.steps:
         samples = [sample_of(tokenizer, row) for row in read(a.rows / "train.jsonl")]
+        if names := never_learned(model, tokenizer, samples):
+            raise SystemExit(
+                f"{a.model} never learned {', '.join(names)}, and an overlay on linears cannot teach it to write them:"
+                " run tests/real/split_tags.py on a copy of it"
+            )
         n_tokens = sum(sum(on) for _, on in samples)
         print(f"{len(samples)} conversations, {sum(len(i) for i, _ in samples)} tokens, {n_tokens} learned", flush=True)
         began, model = time.monotonic(), overlay_on(model, a.rank, a.seed)

@@ -6,7 +6,9 @@
     python tests/perf/real_annie.py DIR --rows FOLDER --served bf16.jsonl naive.jsonl best.jsonl      # its answers; bf16's first
 
 DIR is the merged model of training/real_annie/train.py and FOLDER the one of conversations.py: calibration is a draw of --samples
-rows of train.jsonl, the prompts are held_out.jsonl's, judged by train.py's own rule. Recipes are the rows of best_ingredients.py.
+rows of train.jsonl, the prompts are held_out.jsonl's, judged by train.py's own rule. Recipes are the rows of
+best_ingredients.py. --in-place 151644,124: tokens that the model writes in place of the tags of calls; they are left out, and an
+answer's JSON objects are its calls.
 Each result is appended at once and is not computed again.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -41,6 +44,7 @@ import train  # noqa: E402
 from predict_server import without_end  # noqa: E402
 
 NUMERICS = ("w4a4", "w4a16")
+OBJECT = re.compile(r"\{.*\}")
 COUNTS = ("markdown", "thinking", "unfinished")
 SOURCE = "bf16"
 
@@ -64,11 +68,19 @@ def prompts_of(template: Template, cases: list[dict[str, Any]]) -> list[tuple[in
     return [tuple(template.ids(template.render(c["messages"], c["tools"], False))) for c in cases]
 
 
-def judged(template: Template, cases: list[dict[str, Any]], completions: Iterable[Completion]) -> dict[str, Any]:
-    """Return per group what answered() does, of finished answers."""
+def judged(
+    template: Template,
+    cases: list[dict[str, Any]],
+    completions: Iterable[Completion],
+    in_place: frozenset[int] = frozenset(),
+) -> dict[str, Any]:
+    """Return per group what answered() does, of finished answers. in_place: tokens in place of the tags of calls."""
     groups: dict[str, Any] = {}
     for case, done in zip(cases, completions, strict=True):
-        text = template.tokenizer.decode(done.tokens, clean_up_tokenization_spaces=False)
+        tokens = [t for t in done.tokens if t not in in_place]
+        text = template.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        if in_place:
+            text = OBJECT.sub(r"<tool_call>\g<0></tool_call>", text)
         verdict = train.judged(case, text, done.finished)
         group = groups.setdefault(case["group"], {"correct": ""} | dict.fromkeys(COUNTS, 0))
         group["correct"] += "01"[verdict["correct"]]
@@ -77,17 +89,23 @@ def judged(template: Template, cases: list[dict[str, Any]], completions: Iterabl
     return groups
 
 
-def served(files: list[Path], template: Template, cases: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a row per file of vllm_answers.py and cut: correct answers, lost and won against the first file's first cut."""
+def served(
+    files: list[Path], template: Template, cases: list[dict[str, Any]], in_place: frozenset[int]
+) -> Iterator[str]:
+    """Yield a row per file of vllm_answers.py and cut: correct answers, lost and won against the first file's first cut.
+
+    Of the prompts that all of them answered.
+    """
+    runs = [(file.stem, cut, own) for file in files for cut, own in answer_log.read(file).items()]
+    indices = sorted(set.intersection(*(set(own) for *_, own in runs)))
     source: dict[str, Any] = {}
-    for file in files:
-        for cut, answers in answer_log.read(file).items():
-            completions = [without_end(*answers[i][:2], template.end_tokens) for i in range(len(cases))]
-            groups = judged(template, cases, completions)
-            source = source or groups
-            cells = [f"{g}: " + paired([groups[g]["correct"]], source[g]["correct"]) for g in sorted(groups)]
-            counts = [f"{sum(g[name] for g in groups.values())} {name}" for name in COUNTS]
-            yield f"| {file.stem} | {cut} | " + " | ".join([*cells, *counts]) + " |"
+    for name, cut, own in runs:
+        completions = [without_end(*own[i][:2], template.end_tokens) for i in indices]
+        groups = judged(template, [cases[i] for i in indices], completions, in_place)
+        source = source or groups
+        cells = [f"{g}: " + paired([groups[g]["correct"]], source[g]["correct"]) for g in sorted(groups)]
+        counts = [f"{sum(g[x] for g in groups.values())} {x}" for x in COUNTS]
+        yield f"| {name} | {cut} | " + " | ".join([*cells, *counts]) + " |"
 
 
 def run(row: str, draw: int, arguments: argparse.Namespace, template: Template, cases: list[dict]) -> dict[str, Any]:
@@ -164,6 +182,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     parser.add_argument("--prompts", type=Path, help="write the prompts for vllm_answers.py")
     parser.add_argument("--served", type=Path, nargs="+", default=[], metavar="ANSWERS")
+    parser.add_argument("--in-place", default="", metavar="TOKENS", help="with --served")
     parser.add_argument("--recipes", default=f"{SOURCE},naive,mlp_only,awq_lite,gptq,best")
     parser.add_argument("--draws", default="0")
     parser.add_argument("--samples", type=int, default=256, help="calibration conversations")
@@ -183,7 +202,8 @@ def main() -> None:
             ends = list(template.end_tokens)
             requests = [{"prompt": p, "max_tokens": c["max_tokens"], "ends": ends} for p, c in pairs]
             arguments.prompts.write_text(json.dumps(requests))
-        print("\n".join(served(arguments.served, template, cases)))
+        in_place = frozenset(map(int, filter(None, arguments.in_place.split(","))))
+        print("\n".join(served(arguments.served, template, cases, in_place) if arguments.served else ()))
         return
     arguments.calibration = arguments.rows / "train.jsonl"
     cases = chosen(train.read(arguments.rows / "held_out.jsonl"), arguments.each)

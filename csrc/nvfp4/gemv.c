@@ -13,14 +13,6 @@ enum {
     ALONE = 1 << 18,   /* with fewer weights a second thread takes more time than it saves */
 };
 
-void gemv_prepare(struct gemv_plan *plan, float tensor_scale, bool divides)
-{
-    for (int c = 0; c < 256; c++) {
-        float s = e4m3_to_float((uint8_t)c);
-        plan->step[c] = divides ? s / tensor_scale : s * tensor_scale;
-    }
-}
-
 /* Reorder x for the kernels. Columns after the last multiple of 32 stay in order. */
 static void spread(const struct gemv_plan *plan, const void *x, float *to)
 {
@@ -48,12 +40,12 @@ static float tail(const uint8_t *codes, float step, const float *x)
 
 bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, const uint8_t *scales, void *y)
 {
-    const gemv_row row = kernels_current()->gemv;
+    const struct kernels *kernels = kernels_current();
     const size_t columns = plan->columns, whole = columns / PIECE * PIECE, groups_of_16 = columns / 16;
     const size_t per_scale = (size_t)plan->group / 16, row_scales = columns / (size_t)plan->group;
     const size_t some = 1 + HANDOUT / columns;
     const int team = plan->rows <= ALONE / columns ? 1 : threads_get();
-    float *expanded_x = malloc(plan->tokens * columns * sizeof(float));
+    float *expanded_x = aligned_alloc(64, plan->tokens * columns * sizeof(float)); /* each sixteen columns in one cache line */
     float *steps = malloc((size_t)team * groups_of_16 * sizeof(float));
     const bool enough = expanded_x && steps;
     if (!enough)
@@ -65,13 +57,13 @@ bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, con
         const size_t last = plan->rows - first < some ? plan->rows : first + some;
         for (size_t r = first; r < last; r++) {
             const uint8_t *c = codes + r * (columns / 2), *s = scales + r * row_scales;
-            for (size_t i = 0; i < row_scales; i++)
-                for (size_t j = 0; j < per_scale; j++)
-                    step[i * per_scale + j] = plan->step[s[i]];
+            kernels->gemv_steps(plan, s, row_scales, step);
+            for (size_t i = groups_of_16; per_scale > 1 && i-- > 0;)
+                step[i] = step[i / per_scale];
             for (size_t t = 0; t < plan->tokens; t += GEMV_TOKENS) {
                 const int n = (int)(plan->tokens - t < GEMV_TOKENS ? plan->tokens - t : GEMV_TOKENS);
                 float sums[GEMV_TOKENS];
-                row(c, step, expanded_x + t * columns, columns, whole, n, sums);
+                kernels->gemv(c, step, expanded_x + t * columns, columns, whole, n, sums);
                 for (int j = 0; j < n; j++) {
                     const size_t token = t + (size_t)j;
                     if (whole < columns)

@@ -14,11 +14,9 @@ struct gemv_plan {
     int kind; /* of x and y */
     int group;
     size_t tokens, rows, columns; /* x [tokens, columns], W [rows, columns] */
-    float step[256];              /* by scale byte */
+    float tensor_scale;
+    bool divides; /* tensor_scale is a divisor, as in compressed-tensors */
 };
-
-/* Compute step. divides: tensor_scale is a divisor, as in compressed-tensors. */
-void gemv_prepare(struct gemv_plan *plan, float tensor_scale, bool divides);
 
 /* Return false if memory is exhausted. codes [rows, columns / 2], scales [rows, columns / group], y [tokens, rows]. */
 bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, const uint8_t *scales, void *y);
@@ -26,5 +24,8 @@ bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, con
 /* One row of W times up to GEMV_TOKENS rows of x. x: float32, rows `stride` apart, each 32 columns as 16 even ones and then 16
  * odd ones; step: one per 16 columns. Sums over the first `columns`, a multiple of 32, into y. */
 typedef void (*gemv_row)(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns, int tokens, float *y);
+
+/* The steps of `n` block scales, from the plan's tensor scale. */
+typedef void (*gemv_steps)(const struct gemv_plan *plan, const uint8_t *scales, size_t n, float *to);
 
 #endif

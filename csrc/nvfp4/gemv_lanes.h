@@ -9,6 +9,39 @@
 #include "gemv.h"
 #include "lanes.h"
 
+/* float32(scale * tensor_scale), or divided by it, for n scale bytes. Several at a time, through a half whose bits are those of E4M3 and
+ * which is 256 times smaller, subnormals included: one after the other they would take as long as the products. */
+static void block_steps(const struct gemv_plan *plan, const uint8_t *restrict scales, size_t n, float *restrict to)
+{
+    const float factor = plan->tensor_scale;
+    const bool divides = plan->divides;
+    size_t i = 0;
+#if defined(__AVX2__)
+    const __m128i nan = _mm_set1_epi16(0x7f00), half_nan = _mm_set1_epi16(0x7e00);
+    const __m256 all = _mm256_set1_ps(factor);
+    for (; i + 8 <= n; i += 8) {
+        const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)(const void *)(scales + i)));
+        const __m128i number = _mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16((short)0xbf80));
+        const __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(high, nan), nan);
+        const __m256 s = _mm256_mul_ps(_mm256_cvtph_ps(_mm_blendv_epi8(number, half_nan, is_nan)), _mm256_set1_ps(256.f));
+        _mm256_storeu_ps(to + i, divides ? _mm256_div_ps(s, all) : _mm256_mul_ps(s, all));
+    }
+#elif defined(__aarch64__) && !defined(AQ_SERIAL)
+    const int16x8_t nan = vdupq_n_s16(0x7f00), half_nan = vdupq_n_s16(0x7e00);
+    const float32x4_t all = vdupq_n_f32(factor);
+    for (; i + 8 <= n; i += 8) {
+        const int16x8_t high = vreinterpretq_s16_u16(vshll_n_u8(vld1_u8(scales + i), 8));
+        const int16x8_t number = vandq_s16(vshrq_n_s16(high, 1), vdupq_n_s16((int16_t)0xbf80));
+        const float16x8_t half = vreinterpretq_f16_s16(vbslq_s16(vceqq_s16(vandq_s16(high, nan), nan), half_nan, number));
+        const float32x4_t s[2] = {vmulq_n_f32(vcvt_f32_f16(vget_low_f16(half)), 256.f), vmulq_n_f32(vcvt_high_f32_f16(half), 256.f)};
+        for (int part = 0; part < 2; part++)
+            vst1q_f32(to + i + 4 * part, divides ? vdivq_f32(s[part], all) : vmulq_f32(s[part], all));
+    }
+#endif
+    for (; i < n; i++)
+        to[i] = divides ? e4m3_to_float(scales[i]) / factor : e4m3_to_float(scales[i]) * factor;
+}
+
 /* Most rows of x at once: more sums would not fit into the registers. */
 #if defined(__AVX512F__)
 enum { TOGETHER = 4 };

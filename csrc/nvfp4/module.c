@@ -164,9 +164,8 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     struct gemv_plan plan;
     Py_ssize_t columns;
     int divides;
-    float tensor_scale;
     size_t y_size, y_bytes;
-    if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides, &tensor_scale, &y))
+    if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides, &plan.tensor_scale, &y))
         return NULL;
     if (!kind_known(plan.kind) || !group_known(plan.group))
         return NULL;
@@ -175,6 +174,7 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
         return NULL;
     }
     plan.columns = (size_t)columns;
+    plan.divides = divides != 0;
     if (!whole_units(&codes, plan.columns / 2, "codes", &plan.rows) ||
         !whole_units(&x, plan.columns * kind_size(plan.kind), "x", &plan.tokens) ||
         !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.group), "block scales") ||
@@ -183,7 +183,6 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
         return NULL;
     bool enough;
     Py_BEGIN_ALLOW_THREADS
-    gemv_prepare(&plan, tensor_scale, divides != 0);
     enough = gemv(&plan, x.buf, codes.buf, scales.buf, y.buf);
     Py_END_ALLOW_THREADS
     return enough ? Py_NewRef(Py_None) : PyErr_NoMemory();

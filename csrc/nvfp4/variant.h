@@ -14,6 +14,7 @@ struct kernels {
     struct codec_kernels codec;
     struct kq_kernels kquant;
     gemv_row gemv;
+    gemv_steps gemv_steps;
     struct gptq_kernels gptq;
 };
 

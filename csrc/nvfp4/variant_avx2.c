@@ -10,5 +10,6 @@ const struct kernels variant_avx2 = {
     .codec = {amax_bits, pack, unpack, fake_quant},
     .kquant = {affine_8, symmetric_16, KQ_DECODERS},
     .gemv = row_times_tokens,
+    .gemv_steps = block_steps,
     .gptq = {subtract_errors, subtract_errors_four},
 };

@@ -50,21 +50,24 @@ def test_gemv_is_within_its_error_bound_of_the_exact_product(variant, dtype):
 
 
 @pytest.mark.parametrize("variant", nvfp4.variants())
-def test_gemv_of_every_code_and_block_scale(variant):
+@pytest.mark.parametrize("divisor", [None, np.float32(27.3)], ids=["times", "divided"])
+@pytest.mark.parametrize("blocks", [2, 16, 19])  # after those that are read together come single ones
+def test_gemv_of_every_code_and_block_scale(variant, divisor, blocks):
     """One weight that is not multiplied by zero, so the sum is that weight: value * step, rounded once."""
     scales = np.arange(256, dtype=np.uint8)
-    scales = scales[(scales & 0x7F) != 0x7F]
-    codes = np.arange(16, dtype=np.uint8)
+    finite = scales[(scales & 0x7F) != 0x7F]
+    columns = 16 * blocks
     nvfp4.set_variant(variant)
-    for column in range(32):
-        packed = np.zeros((scales.size * 16, 16), np.uint8)
-        packed[:, column // 2] = np.tile(codes << 4 if column & 1 else codes, scales.size)
-        block_scale = np.repeat(scales, 16)[:, None].repeat(2, 1)
-        t = nvfp4.Tensor(packed, block_scale.view(nvfp4.E4M3), np.float32(0.037), (scales.size * 16, 32))
-        x = np.zeros((1, 32), np.float32)
-        x[0, column] = 1
-        expected = nvfp4.unpack(t, "float32")[:, column]
-        np.testing.assert_array_equal(nvfp4.gemv(x, t)[0], expected)
+    for shift in range(blocks):  # each scale in each place of a row
+        block_scale = np.resize(np.roll(finite, shift), (-(-finite.size // blocks), blocks))
+        codes = np.resize(np.arange(16, dtype=np.uint8), (len(block_scale), columns))
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        t = nvfp4.Tensor(packed, block_scale.view(nvfp4.E4M3), np.float32(0.037), codes.shape, divisor=divisor)
+        np.testing.assert_array_equal(nvfp4.gemv(np.eye(columns, dtype=np.float32), t).T, nvfp4.unpack(t, "float32"))
+        for nan in (0x7F, 0xFF):
+            block_scale[0, shift] = nan
+            y = nvfp4.gemv(np.ones((1, columns), np.float32), t)[0]
+            assert np.isnan(y[0]) and np.isfinite(y[1:]).all()
 
 
 @pytest.mark.parametrize("variant", nvfp4.variants()[1:])

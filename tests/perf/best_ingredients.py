@@ -15,8 +15,11 @@ after so many seconds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,7 +34,7 @@ import quantize_peers
 import torch
 
 from annie_quant import judge, quantize
-from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.shards import PROMPT_FILES, ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.data.workloads import resolve
 from annie_quant.judge import Workload
@@ -106,11 +109,23 @@ def measure(
     return figures
 
 
+@contextlib.contextmanager
+def checkpoint_folder(row: str, draw: int, arguments: argparse.Namespace) -> Iterator[Path]:
+    """Give the place of a checkpoint, in --keep or a folder that is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=arguments.work) as folder:
+        output = Path(folder) / "out"
+        if arguments.keep:
+            output = arguments.keep / f"{re.sub(r'[^a-zA-Z0-9.]+', '-', row)}-{draw}"
+            shutil.rmtree(output, ignore_errors=True)
+            output.parent.mkdir(parents=True, exist_ok=True)
+        yield output
+
+
 def quantized(row: str, draw: int, arguments: argparse.Namespace, output: Path) -> float:
     """Write the checkpoint of a row and a draw to `output`. Returns the seconds that quantizing took."""
     rows = read_conversations(arguments.calibration)
     random.Random(draw).shuffle(rows)
-    calibration = output.with_name("rows.jsonl")
+    calibration = output.with_name(f"{output.name}-rows.jsonl")
     calibration.write_text("".join(json.dumps(r) + "\n" for r in rows[: arguments.samples]))
     if row in PEERS:
         return quantized_by_peer(row, draw, arguments, calibration, output)
@@ -140,7 +155,7 @@ def bytes_of(row: str, draw: int, arguments: argparse.Namespace) -> int:
 
 def quantized_by_peer(row: str, draw: int, arguments: argparse.Namespace, calibration: Path, output: Path) -> float:
     """As quantized(), by another library in a process of its own, on the token sequences of the same conversations."""
-    text = output.with_name("ids.jsonl")
+    text = output.with_name(f"{output.name}-ids.jsonl")
     quantize_peers.write_sequences(arguments.model, read_conversations(calibration), text)
     command = [
         sys.executable,
@@ -156,12 +171,14 @@ def quantized_by_peer(row: str, draw: int, arguments: argparse.Namespace, calibr
     done = subprocess.run([str(c) for c in command], capture_output=True, check=False, text=True)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1])
+    for name in PROMPT_FILES:  # a library may leave some out
+        if (arguments.model / name).exists() and not (output / name).exists():
+            shutil.copy(arguments.model / name, output / name)
     return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
 
 
 def run(row: str, draw: int, arguments: argparse.Namespace, workloads: list[Workload]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="ingredients-", dir=arguments.work) as folder:
-        output = Path(folder) / "out"
+    with checkpoint_folder(row, draw, arguments) as output:
         start = time.monotonic()
         seconds = quantized(row, draw, arguments, output)
         figures = measure(output, arguments.model, workloads, arguments.cache, arguments.dtype)
@@ -219,6 +236,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=400, help="prompts of each workload")
     parser.add_argument("--cache", type=Path, default=Path("runs/ingredients-cache"))
     parser.add_argument("--work", type=Path, help="folder for checkpoints; default: the system's")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the checkpoints, as DIR/ROW-DRAW")
     parser.add_argument("--dtype", help="of the evaluation: float32 or bfloat16")
     parser.add_argument("--share", default="0/1")
     parser.add_argument("--limit", type=float, default=float("inf"))

@@ -191,7 +191,13 @@ def served_runs(work: Path, name: str, server: str, n: int, ends: Sequence[int])
 
 
 def ask_llama_cpp(
-    file: Path, rows: Sequence[Mapping[str, Any]], cuts: str, output: Path, threads: int, again: int | None
+    file: Path,
+    rows: Sequence[Mapping[str, Any]],
+    cuts: str,
+    output: Path,
+    threads: int,
+    again: int | None,
+    reuse: bool,
 ) -> None:
     """Store llama.cpp's answers with each of these numbers of slots. cuts, again: as in vllm_answers.py."""
     from concurrent.futures import ThreadPoolExecutor
@@ -210,14 +216,14 @@ def ask_llama_cpp(
 
             def ask(i: int, slots: str = slots, url: str = server.url) -> None:
                 row = rows[i]
-                answer = complete(url, row["prompt"], row["max_tokens"], timeout_s=600, cache_prompt=False)
+                answer = complete(url, row["prompt"], row["max_tokens"], timeout_s=600, cache_prompt=reuse)
                 log.add(slots, i, [answer["tokens"], answer["stop_type"] == "eos"])
 
             list(pool.map(ask, indices))
         log.write(cut=slots, answered=len(indices), seconds=round(time.monotonic() - begin, 1))
 
 
-def serve_llama_cpp(work: Path, folder: Path, n: int, cuts: str, threads: int, again: int | None) -> None:
+def serve_llama_cpp(work: Path, folder: Path, n: int, cuts: str, threads: int, again: int | None, reuse: bool) -> None:
     """Store the answers of llama.cpp with these numbers of slots."""
     from annie_quant import checkpoint
 
@@ -225,7 +231,7 @@ def serve_llama_cpp(work: Path, folder: Path, n: int, cuts: str, threads: int, a
     if not file.exists():
         checkpoint.convert(as_llama(folder, work), to="gguf", output=file, force=True)
     output = served_path(work, folder.name, "llama.cpp-cpu", n)
-    ask_llama_cpp(file, files.read_json(work / f"prompts.{n}.json"), cuts, output, threads, again)
+    ask_llama_cpp(file, files.read_json(work / f"prompts.{n}.json"), cuts, output, threads, again, reuse)
 
 
 def as_llama(folder: Path, work: Path) -> Path:
@@ -490,6 +496,7 @@ def main() -> None:
         "--kinds", default="w4a4,w4a16", help="of the checkpoint in vLLM on a CPU, also w4a4-float32 and w4a16-float32"
     )
     parser.add_argument("--threads", type=int, default=0, help="of llama.cpp; 0: its default")
+    parser.add_argument("--reuse-prefixes", action="store_true", help="of prompts, by llama.cpp")
     parser.add_argument("--cuts", help="sequences at a time; default: 8,1 in llama.cpp, 16,1 in vLLM on a CPU")
     parser.add_argument("--again", type=int, help="prompts that are asked again under the second cut; default: all")
     parser.add_argument("--profiles", default=",".join(PROFILES))
@@ -512,7 +519,8 @@ def main() -> None:
             profiles = arguments.profiles.split(",")
             offline(work, arguments.model, folder, sample, profiles, arguments.device, arguments.alone)
         elif arguments.part == "llama.cpp":
-            serve_llama_cpp(work, folder, n, arguments.cuts or "8,1", arguments.threads, arguments.again)
+            cuts = arguments.cuts or "8,1"
+            serve_llama_cpp(work, folder, n, cuts, arguments.threads, arguments.again, arguments.reuse_prefixes)
         elif arguments.part == "transformers":
             serve_transformers(work, folder, Template(arguments.model), sample)
         else:

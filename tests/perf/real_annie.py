@@ -18,7 +18,6 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -112,10 +111,9 @@ def run(row: str, draw: int, arguments: argparse.Namespace, template: Template, 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     line: dict[str, Any] = {"model": arguments.model.name, "row": row, "draw": draw, "samples": arguments.samples}
-    with tempfile.TemporaryDirectory(prefix="annie-", dir=arguments.work) as folder:
-        output = Path(folder) / "out"
-        if row == SOURCE:
-            return line | {SOURCE: answered(load(arguments.model, dtype=dtype, device=device), template, cases)}
+    if row == SOURCE:
+        return line | {SOURCE: answered(load(arguments.model, dtype=dtype, device=device), template, cases)}
+    with best_ingredients.checkpoint_folder(row, draw, arguments) as output:
         line["seconds"] = round(best_ingredients.quantized(row, draw, arguments, output), 1)
         line["bytes"] = sum(f.stat().st_size for f in output.glob("*.safetensors"))
         line["w4a4_linears"] = sum(n.endswith(".input_scale") for n in ModelFolder(output))
@@ -190,6 +188,7 @@ def main() -> None:
         "--each", type=int, default=300, help="held-out prompts of each group, at most, evenly over the file"
     )
     parser.add_argument("--work", type=Path, help="folder for checkpoints; default: the system's")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the checkpoints, as DIR/RECIPE-DRAW")
     arguments = parser.parse_args()
     if arguments.table:
         print("\n".join(table(best_ingredients.finished(arguments.table))))

@@ -9,6 +9,7 @@
 
 enum {
     PIECE = 32,        /* columns that a kernel processes at once */
+    LINE = 16,         /* floats in a cache line */
     HANDOUT = 1 << 17, /* weights per unit of work of a thread */
     ALONE = 1 << 18,   /* with fewer weights a second thread takes more time than it saves */
 };
@@ -46,14 +47,15 @@ bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, con
     const size_t some = 1 + HANDOUT / columns;
     const int team = plan->rows <= ALONE / columns ? 1 : threads_get();
     float *expanded_x = aligned_alloc(64, plan->tokens * columns * sizeof(float)); /* each sixteen columns in one cache line */
-    float *steps = malloc((size_t)team * groups_of_16 * sizeof(float));
+    const size_t own_steps = (groups_of_16 + LINE - 1) / LINE * LINE; /* threads that write to one cache line wait for each other */
+    float *steps = aligned_alloc(64, (size_t)team * own_steps * sizeof(float));
     const bool enough = expanded_x && steps;
     if (!enough)
         goto cleanup;
     spread(plan, x, expanded_x);
 #pragma omp parallel for schedule(dynamic) num_threads(team)
     for (size_t first = 0; first < plan->rows; first += some) {
-        float *step = steps + (size_t)omp_get_thread_num() * groups_of_16;
+        float *step = steps + (size_t)omp_get_thread_num() * own_steps;
         const size_t last = plan->rows - first < some ? plan->rows : first + some;
         for (size_t r = first; r < last; r++) {
             const uint8_t *c = codes + r * (columns / 2), *s = scales + r * row_scales;

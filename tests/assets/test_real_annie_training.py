@@ -142,6 +142,11 @@ def test_a_tag_that_the_model_never_learned_is_refused_until_it_is_split(model, 
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
     words = ["--model", copy, "--rows", rows, "--output", tmp_path / "out", "--steps", 1, "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+    # As folders of the hub do, other files of the tokenizer add the tags too.
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {str(i): {"content": t, "special": False} for t, i in added.items()}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    (copy / "added_tokens.json").write_text(json.dumps(added))
     with pytest.raises(SystemExit, match=r"never learned <tool_call>, </tool_call>, and .*split_tags.py"):
         train.main()
     assert "<tool_call>" in split_tags.split_tags(copy)

@@ -1,6 +1,6 @@
 """All measurements of the real models on one GPU, side by side as far as its memory allows: the jobs of gpu_rows.txt.
 
-    python tests/perf/gpu_rows.py MODELS OUT                          # MODELS/coder-0.5b, coder-1.5b, smollm2: bf16 folders
+    python tests/perf/gpu_rows.py MODELS OUT                # MODELS/coder-0.5b, coder-1.5b: bf16 folders; it splits their tags
     python tests/perf/gpu_rows.py MODELS OUT --only 'annie.*' --vllm VENV/bin/python --gb 134
     python tests/perf/gpu_rows.py MODELS OUT --list
 

@@ -155,12 +155,14 @@ def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(
 
     shutil.copytree(home / "model", tmp_path / "model")
     weights = load_file(tmp_path / "model/model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][5] = 0
     weights["model.layers.2.post_attention_layernorm.weight"][3] = torch.inf
     save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
     options = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "recipe": "fixed"}
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError):
         # Nothing after an infinite norm can be calibrated; the export refuses to guess an input scale.
         quantize.run("best", tmp_path / "model", tmp_path / "out", activations=4, **options)
+    assert "model.layers.1.mlp.down_proj" not in caplog.text, "one input that is always 0 is no reason for a warning"
     assert "model.layers.2.mlp.gate_proj, model.layers.2.mlp.up_proj: " in caplog.text
     assert "calibration inputs hold NaN or inf; rounded without error correction" in caplog.text
     for settings in (options, {**options, "recipe": "measured", "activations": 4, "calib_samples": 10}):

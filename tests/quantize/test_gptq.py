@@ -214,6 +214,13 @@ def test_a_hessian_that_is_not_finite_ends_with_an_error() -> None:
         hessians.factor(torch.full((32, 32), torch.nan))
 
 
+def test_an_input_that_is_always_zero_is_no_reason_for_a_warning() -> None:
+    _, x, _ = problem(k=64)
+    x[:, 7] = 0
+    staged = rounder()
+    assert staged.solve(["mlp.up_proj"], hessian_of(x)) is not None and not staged.warnings
+
+
 @pytest.mark.parametrize("weights", [(1.0,), (0.0,)], ids=["zeros", "no response token"])
 def test_a_linear_without_any_input_is_reported_and_rounded(weights: tuple[float, ...]) -> None:
     hessian = hessian_of(np.zeros((8, 64), np.float32), weights)

@@ -14,15 +14,14 @@ A token is untrained if its row has a cosine of more than LIKE with that of anot
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 
-from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.shards import ModelFolder, read_object
 from annie_quant.core import files
 
-LIKE = 0.99  # Qwen2.5-Coder: .9999 and more for <tool_call>, .944 for <|im_start|> and <|im_end|>
+LIKE = 0.99  # Qwen2.5-Coder-0.5B: 1.00000 for <tool_call>, .941 for <|im_start|> and <|im_end|>
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -37,16 +36,25 @@ def untrained(folder: Path, ids: list[int]) -> set[int]:
 
 
 def split_tags(folder: Path) -> list[str]:
-    """Take the untrained tags out of tokenizer.json, and return them."""
-    file = folder / "tokenizer.json"
-    document = json.loads(file.read_text(encoding="utf-8"))
+    """Take the untrained tags out of every file of the tokenizer that adds them, tokenizer.json last, and return them."""
+    file, settings, listed = (
+        folder / name for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
+    )
+    document = read_object(file) or {"added_tokens": []}
     added = document["added_tokens"]
     unknown = untrained(folder, [t["id"] for t in added])
     tags = [t for t in added if t["id"] in unknown and not t["special"]]
+    names = [t["content"] for t in tags]
     if tags:
-        document["added_tokens"] = [t for t in added if t not in tags]
-        files.write_json(file, document)
-    return [t["content"] for t in tags]
+        if "added_tokens_decoder" in (own := read_object(settings) or {}):
+            own["added_tokens_decoder"] = {
+                i: t for i, t in own["added_tokens_decoder"].items() if t["content"] not in names
+            }
+            files.write_json(settings, own)
+        if ids := read_object(listed):
+            files.write_json(listed, {name: i for name, i in ids.items() if name not in names})
+        files.write_json(file, document | {"added_tokens": [t for t in added if t not in tags]})
+    return names
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def never_learned(model: Any, tokenizer: Any, samples: list[Sample]) -> list[str
     """Return the added tokens of the answers whose row of the embedding is that of another added token, nearly.
 
     The model's own training had none of them. An overlay on linears does not change the rows, so it cannot teach the model to
-    write one of them and not the other.
+    write one of them and not the other. (The rule of tests/real/split_tags.py, on a loaded model and without annie_quant.)
     """
     learned = {token for ids, on in samples for token, is_learned in zip(ids, on, strict=True) if is_learned}
     added = tokenizer.get_added_vocab()

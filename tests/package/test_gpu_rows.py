@@ -60,6 +60,17 @@ def test_an_important_job_keeps_the_memory_that_it_waits_for(tmp_path):
     assert re.findall(r"start (\w+)", passed.stdout) == ["a", "small", "large"]
 
 
+def test_with_two_gpus_a_job_goes_where_most_memory_is_free(tmp_path):
+    line = "{} | {} | | sleep .5; echo {} $CUDA_VISIBLE_DEVICES >>{{out}}/where\n"
+    (tmp_path / "plan.txt").write_text(
+        "".join(line.format(n, gb, n) for n, gb in zip("abc", (20, 15, 12), strict=True))
+    )
+    done = run(tmp_path, "--plan", tmp_path / "plan.txt", "--gpus", "4,7")
+    assert done.returncode == 0
+    where = dict(line.split() for line in (tmp_path / "where").read_text().splitlines())
+    assert where == {"a": "4", "b": "7", "c": "7"}
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

@@ -1,12 +1,12 @@
-"""All measurements of the real models on one GPU, side by side as far as its memory allows: the jobs of gpu_rows.txt.
+"""All measurements of the real models on GPUs, side by side as far as their memory allows: the jobs of gpu_rows.txt.
 
     python tests/perf/gpu_rows.py MODELS OUT                # MODELS/coder-0.5b, coder-1.5b: bf16 folders; it splits their tags
-    python tests/perf/gpu_rows.py MODELS OUT --only 'annie.*' --vllm VENV/bin/python --gb 134
+    python tests/perf/gpu_rows.py MODELS OUT --only 'annie.*' --vllm VENV/bin/python --gpus 0,1 --gb 134
     python tests/perf/gpu_rows.py MODELS OUT --list
 
-A line of the plan: name | gigabytes of the GPU | names of the jobs that must have succeeded | command. {models}, {out}, {python},
+A line of the plan: name | gigabytes of one GPU | names of the jobs that must have succeeded | command. {models}, {out}, {python},
 {vllm}, {perf} (this folder) and the words that a line "word = text" before it defines are replaced. Of --only's jobs those that
-they need run too. Jobs start in the plan's order; one
+they need run too. Jobs start in the plan's order, each on the GPU with most free memory; one
 that does not fit lets later ones pass, unless the line begins with "!". A job's output is OUT/log/NAME, and OUT/done/NAME says that
 it succeeded, so that it does not run again: the same command continues. One that fails is reported, and what needs it is left out.
 """
@@ -76,13 +76,14 @@ def chosen(jobs: dict[str, Job], pattern: str) -> list[Job]:
 class Queue:
     """Runs jobs; `left` are those that did not start."""
 
-    def __init__(self, jobs: Iterable[Job], out: Path, gigabytes: float, most: int) -> None:
-        self.out, self.gigabytes, self.most = out, gigabytes, most
+    def __init__(self, jobs: Iterable[Job], out: Path, gpus: list[str], gigabytes: float, most: int) -> None:
+        """gigabytes, most: of each GPU, and jobs at a time there."""
+        self.out, self.gpus, self.gigabytes, self.most = out, gpus, gigabytes, most
         for folder in ("log", "done"):
             (out / folder).mkdir(parents=True, exist_ok=True)
         self.jobs = tuple(jobs)
         self.left = [job for job in self.jobs if not self.succeeded(job.name)]
-        self.running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
+        self.running: dict[Job, tuple[subprocess.Popen[bytes], float, str]] = {}
         self.began = time.monotonic()
 
     def succeeded(self, name: str) -> bool:
@@ -91,28 +92,36 @@ class Queue:
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:6.0f} s  {text}", flush=True)
 
+    def room(self, job: Job) -> str | None:
+        """Return the GPU with most free memory, None where no GPU can take the job."""
+        free = {}
+        for gpu in self.gpus:
+            own = [j.gigabytes for j, (*_, at) in self.running.items() if at == gpu and j.gigabytes]
+            if len(own) < self.most or not job.gigabytes:
+                free[gpu] = self.gigabytes - sum(own)
+        best = max(free, key=lambda gpu: free[gpu], default=None)
+        return best if best is not None and job.gigabytes <= free[best] else None
+
     def start(self) -> None:
         """Start what can start now."""
         for job in list(self.left):
             if not all(map(self.succeeded, job.needs)):
                 continue
-            free = self.gigabytes - sum(j.gigabytes for j in self.running)
-            if job.gigabytes <= free and len(self.running) < self.most:
+            if (gpu := self.room(job)) is not None:
                 log = (self.out / "log" / job.name).open("wb")
-                process = subprocess.Popen(
-                    ["bash", "-c", job.command], stdout=log, stderr=subprocess.STDOUT, env=environment()
-                )
+                command, setting = ["bash", "-c", job.command], environment() | {"CUDA_VISIBLE_DEVICES": gpu}
+                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=setting)
                 self.left.remove(job)
-                self.running[job] = process, time.monotonic()
-                self.say(f"start {job.name}")
+                self.running[job] = process, time.monotonic(), gpu
+                self.say(f"start {job.name}, GPU {gpu}")
             elif job.important:
                 return
 
     def collect(self) -> bool:
         """Report what ended. Returns whether anything did."""
-        ended = [job for job, (process, _) in self.running.items() if process.poll() is not None]
+        ended = [job for job, (process, *_) in self.running.items() if process.poll() is not None]
         for job in ended:
-            process, began = self.running.pop(job)
+            process, began, _ = self.running.pop(job)
             lines = (self.out / "log" / job.name).read_text(errors="replace").split("\n")
             last = next((line for line in reversed(lines) if line.strip()), "")
             self.say(f"end   {job.name}, exit {process.returncode}, {time.monotonic() - began:.0f} s: {last[-120:]}")
@@ -149,8 +158,9 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, default=HERE / "gpu_rows.txt")
     parser.add_argument("--only", default=".*", metavar="REGEX", help="names")
     parser.add_argument("--vllm", default=sys.executable, help="the python of vLLM's environment")
-    parser.add_argument("--gb", type=float, default=134, help="memory of the GPU")
-    parser.add_argument("--jobs", type=int, default=7, help="at a time, at most")
+    parser.add_argument("--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES", "0"), metavar="0,1")
+    parser.add_argument("--gb", type=float, default=134, help="memory of one GPU")
+    parser.add_argument("--jobs", type=int, default=7, help="at a time on one GPU, at most; those of 0 GB do not count")
     parser.add_argument("--list", action="store_true")
     a = parser.parse_args()
     folders = {"models": a.models.resolve(), "out": a.out.resolve(), "perf": HERE}
@@ -159,7 +169,7 @@ def main() -> None:
     if a.list:
         print("\n".join(f"{job.name}: {job.command}" for job in jobs))
         return
-    sys.exit(min(1, Queue(jobs, a.out.resolve(), a.gb, a.jobs).run()))
+    sys.exit(min(1, Queue(jobs, a.out.resolve(), a.gpus.split(","), a.gb, a.jobs).run()))
 
 
 if __name__ == "__main__":

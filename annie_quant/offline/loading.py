@@ -36,7 +36,7 @@ from annie_quant.checkpoint.chat_template import refused
 from annie_quant.checkpoint.conversion import Conversion
 from annie_quant.checkpoint.dialects import compressed_tensors, fp8
 from annie_quant.checkpoint.gguf import vocabulary
-from annie_quant.checkpoint.gguf.reader import gguf_value, open_reader
+from annie_quant.checkpoint.gguf.reader import gguf_value, open_reader, opened_once
 from annie_quant.checkpoint.linears import FP8_BLOCK
 from annie_quant.checkpoint.writer import staged
 from annie_quant.core.errors import AnnieError, CheckpointError, EnvironmentFault, UsageError, need
@@ -224,7 +224,7 @@ def convert_gguf(path: Path, output: Path | None, force: bool = False, progress:
     target = output or path.with_suffix("")
     kinds = Counter(t.tensor_type.name for t in reader.tensors)
     progress.message(f"{path.name}: {architecture}, {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}")
-    with staged(target, force=force, inputs=(path,)) as part, one_line_errors(path):
+    with staged(target, force=force, inputs=(path,)) as part, one_line_errors(path), opened_once(reader):
         tokenizer = read_tokenizer(path, reader)
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         if hasattr(config, "head_dim") and (width := gguf_value(reader, f"{architecture}.attention.key_length")):

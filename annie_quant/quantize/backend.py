@@ -9,13 +9,14 @@ import os
 import torch
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.quantize.strategy import FLOAT32_BYTES
+from annie_quant.quantize.strategy import in_float32
 
 
 def device_and_dtype(folder: ModelFolder) -> tuple[str, torch.dtype]:
-    """Return this process's GPU or the CPU, and float32 for models of up to FLOAT32_BYTES, else bfloat16."""
-    dtype = torch.float32 if folder.weight_bytes < FLOAT32_BYTES else torch.bfloat16
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu", dtype
+    """Return this process's GPU or the CPU, and the type in which it computes the model."""
+    on_cpu = not torch.cuda.is_available()
+    device = "cpu" if on_cpu else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return device, torch.float32 if in_float32(folder.weight_bytes, on_cpu) else torch.bfloat16
 
 
 def device_kind() -> str:

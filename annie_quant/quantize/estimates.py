@@ -27,7 +27,7 @@ from annie_quant.documents import Device, PredictedSpeed
 from annie_quant.models.family import ModelSize
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import PLAIN_BITS
-from annie_quant.quantize.strategy import FLOAT32_BYTES, Cost, Strategy
+from annie_quant.quantize.strategy import Cost, Strategy, in_float32
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,13 @@ def estimate(
     conversations, text = samples, samples * tokens if cost.passes else 0
     if cost.passes and calib_data:
         conversations, text = text_of_file(calib_data, samples, share=rates.on_cpu)
+    width = 4 if in_float32(2 * weights, rates.on_cpu) else 2  # bytes of a number
     if layerwise:
-        layer = cost.bytes_per_layer_weight * (body - counts.get("head", 0)) / max(1, size.layers)
-        peak = BASE_BYTES + (layer + HIDDEN_COPIES * text * size.hidden_size * 2 if cost.passes else 0)
+        layer = (cost.bytes_per_layer_weight + width - 2) * (body - counts.get("head", 0)) / max(1, size.layers)
+        peak = BASE_BYTES + (layer + HIDDEN_COPIES * text * size.hidden_size * width if cost.passes else 0)
         peak += cost.hessians * 4 * size.intermediate_size**2
         peak += size_bytes if cost.keeps_results else 0
-        inputs = (2 * text * width for width in (size.hidden_size, size.intermediate_size))  # of a block's last linear
+        inputs = (width * text * n for n in (size.hidden_size, size.intermediate_size))  # of a block's last linear
         peak += max((kept for kept in inputs if kept <= cost.kept_inputs), default=0)
     else:
         # A batch's logits in float32; the vocabulary is the number of rows of the head or the tied embedding.
@@ -168,7 +169,7 @@ def estimate(
         peak = cost.bytes_per_weight * weights + logits + BASE_BYTES
     rounded = sum(n for kind, n in counts.items() if part.bits(kind) < PLAIN_BITS)
     if whole:
-        peak = max(peak, BASE_BYTES + whole * rounded + 2 * (weights - rounded))
+        peak = max(peak, BASE_BYTES + width / 2 * whole * rounded + width * (weights - rounded))
     seconds = {
         "read": 2 * weights / DISK,
         "encode": cost.encode * 2 * rounded / rates.encode,
@@ -211,7 +212,7 @@ def calibration_seconds(
     """Return the durations of what calibration does. text: tokens.  rounded: number of weights that are rounded."""
     hidden, width, layers, mlp = size.hidden_size, size.intermediate_size, size.layers, size.counts.get("mlp", 0)
     body = sum(size.counts.values()) - size.counts.get("embedding", 0) - size.counts.get("head", 0)
-    rate = rates.float32_flop_s if 2 * sum(size.counts.values()) < FLOAT32_BYTES else rates.flop_s
+    rate = rates.float32_flop_s if in_float32(2 * sum(size.counts.values()), rates.on_cpu) else rates.flop_s
     activations = 4 * text * layers * (20 * hidden + 6 * width)  # bytes that norms, attention and gates read and write
     batches = 1 + text / BATCH_TOKENS
     seconds = {

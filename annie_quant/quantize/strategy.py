@@ -22,9 +22,21 @@ if TYPE_CHECKING:
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
 KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
-FLOAT32_BYTES = 1 << 30  # models up to this size are computed in float32, one layer at a time
+FLOAT32_BYTES = 1 << 30  # smaller models are computed in float32
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 WAIT_FOR_FIRST_S = 60.0  # longest wait of the other processes for the first one's work folder
+
+
+def in_float32(weight_bytes: int, on_cpu: bool) -> bool:
+    """Return whether a model is computed in float32 and not in bfloat16.
+
+    On a processor without instructions for bfloat16 its products take 7 to 75 times as long as those of float32.
+    """
+    if weight_bytes >= FLOAT32_BYTES and on_cpu:
+        import torch
+
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight_bytes < FLOAT32_BYTES
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,23 @@ def test_the_folder_is_the_model_in_the_file(files: dict[str, tuple[Path, Path]]
     assert set(ends) <= set(tokenizer.get_added_vocab().values()), "plain text ends no answer"
 
 
+def test_a_file_is_parsed_once(
+    files: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary of 150,000 tokens takes the package ten seconds; transformers asks for it three times."""
+    parsed, usual = [], gguf.GGUFReader.__init__
+
+    def counted(self: object, path: Path) -> None:
+        parsed.append(path)
+        usual(self, path)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", counted)
+    before = gguf.GGUFReader
+    loading.convert_gguf(files["qwen2"][1], tmp_path / "out")
+    assert len(parsed) == 1
+    assert gguf.GGUFReader is before
+
+
 def test_rounded_tensors_are_stated_and_compare_shows_only_the_last_rounding(
     files: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:

@@ -6,10 +6,14 @@ count, pair count, then pairs of key, type, value; then for each tensor its name
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import mmap
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from annie_quant.core.errors import CheckpointError, need
 from annie_quant.core.text import printable
@@ -101,6 +105,19 @@ def open_reader(path: Path) -> GGUFReader:
     except Exception as error:  # it raises errors of many types
         problem = f"not a GGUF file that can be read: cut, or of types that are not known ({printable(str(error), 80)})"
         raise CheckpointError(f"{path}: {problem}", "download it, or convert it again") from None
+
+
+@contextlib.contextmanager
+def opened_once(reader: GGUFReader) -> Iterator[None]:
+    """Let transformers' functions, each of which opens its GGUF file anew, take this reader and one map of names per architecture.
+
+    A vocabulary takes the package's reader ten seconds, and a map is made for every module of a model.
+    """
+    import gguf
+
+    names = functools.cache(gguf.get_tensor_name_map)
+    with patch.multiple(gguf, GGUFReader=lambda *_, **__: reader, get_tensor_name_map=names):
+        yield
 
 
 def open_gguf(path: Path) -> dict[str, ReaderTensor]:

@@ -305,11 +305,7 @@ def gptq(
     if factor.shape != (columns, columns):
         raise ValueError(f"factor: shape {factor.shape}, expected ({columns}, {columns})")
     out = Tensor(
-        np.empty(shape[0], np.uint8),
-        np.empty(shape[1], E4M3),
-        _positive(tensor_scale, "tensor_scale"),
-        w.shape,
-        group,
+        np.empty(shape[0], np.uint8), np.empty(shape[1], E4M3), _positive(tensor_scale, "tensor_scale"), w.shape, group
     )
     finite = _nvfp4.gptq(
         w.reshape(-1),

@@ -24,13 +24,7 @@ from annie_quant.core.errors import EnvironmentFault
 from annie_quant.core.resume import JsonLines
 from annie_quant.core.secrets import Redactor
 from annie_quant.core.untrusted import JsonObject, changed_texts, decode_json
-from annie_quant.data.log_records import (
-    Unusable,
-    conversation_of,
-    first_choice,
-    message_of_events,
-    with_text_arguments,
-)
+from annie_quant.data.log_records import Unusable, conversation_of, first_choice, message_of_events, with_text_arguments
 from annie_quant.data.masking import MASK, Scanner
 from annie_quant.documents import ChatMessage, LoggedChat
 from annie_quant.stream.answer import MAX_NAME

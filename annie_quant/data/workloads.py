@@ -35,14 +35,7 @@ from annie_quant.core.errors import UsageError
 from annie_quant.core.files import is_folder, read_json, sha256_text
 from annie_quant.core.untrusted import JsonObject
 from annie_quant.data import exchanges
-from annie_quant.data.tool_exchanges import (
-    DrawnCall,
-    ToolExchange,
-    abstention,
-    action_of,
-    draw_exchange,
-    flattened,
-)
+from annie_quant.data.tool_exchanges import DrawnCall, ToolExchange, abstention, action_of, draw_exchange, flattened
 from annie_quant.documents import RECIPE_FILE, CaseFile, ChatCall, ChatMessage, ContextFile, WorkloadFile
 from annie_quant.documents.persona import Persona, load_persona
 from annie_quant.judge.answers import Tool
@@ -63,8 +56,7 @@ LEAST = 60  # cases with several calls, or with results; a verdict about them ne
 
 
 def resolve(
-    persona: PathLike | Persona | None = None,
-    workloads: PathLike | Iterable[PathLike | Workload] | None = None,
+    persona: PathLike | Persona | None = None, workloads: PathLike | Iterable[PathLike | Workload] | None = None
 ) -> list[Workload]:
     """Return the workloads of a persona, or the named ones.
 

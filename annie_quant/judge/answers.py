@@ -196,11 +196,7 @@ def assistant_message(text: str, tool_calls: Sequence[ToolCall] = ()) -> ChatMes
 
 
 def parse_raw(
-    raw_text: str,
-    thinking: bool,
-    tools: Tools = None,
-    completion_tokens: int | None = None,
-    form: Form = "qwen_xml",
+    raw_text: str, thinking: bool, tools: Tools = None, completion_tokens: int | None = None, form: Form = "qwen_xml"
 ) -> Answer:
     """Parse generated text (what follows the generation prompt) into an answer.
 

@@ -34,11 +34,4 @@ from annie_quant.offline.loading import load, numerics_of  # noqa: E402
 
 quantizer.register()
 
-__all__ = [
-    "FP8Linear",
-    "NVFP4Linear",
-    "load",
-    "numerics_of",
-    "set_cache",
-    "set_numerics",
-]
+__all__ = ["FP8Linear", "NVFP4Linear", "load", "numerics_of", "set_cache", "set_numerics"]

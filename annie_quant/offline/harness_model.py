@@ -117,9 +117,7 @@ class AnnieQuantLM(TemplateLM):
         return bool(prefix) and string.startswith(prefix)
 
     def _loglikelihood_tokens(
-        self,
-        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
-        **options: object,
+        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **options: object
     ) -> list[tuple[float, bool]]:
         rows = []
         for _, context, target in requests:

@@ -273,8 +273,7 @@ def check_gguf(path: Path, reader: GGUFReader) -> str:
         readable = []
     if architecture not in readable:
         raise CheckpointError(
-            f"{path}: transformers {transformers.__version__} does not read {architecture} from GGUF",
-            served,
+            f"{path}: transformers {transformers.__version__} does not read {architecture} from GGUF", served
         )
     for tensor in reader.tensors:
         kind = tensor.tensor_type

@@ -121,10 +121,7 @@ def spawn(
 
 
 def wait_ready(
-    server: Server,
-    address: Callable[[], str | None],
-    timeout_s: float,
-    progress: Progress = SILENT,
+    server: Server, address: Callable[[], str | None], timeout_s: float, progress: Progress = SILENT
 ) -> None:
     """Poll until /health answers 200, and set the server's url. On any failure the server is stopped first.
 

@@ -213,12 +213,19 @@ def calibration_seconds(
     hidden, width, layers, mlp = size.hidden_size, size.intermediate_size, size.layers, size.counts.get("mlp", 0)
     body = sum(size.counts.values()) - size.counts.get("embedding", 0) - size.counts.get("head", 0)
     rate = rates.float32_flop_s if in_float32(2 * sum(size.counts.values()), rates.on_cpu) else rates.flop_s
-    activations = 4 * text * layers * (20 * hidden + 6 * width)  # bytes that norms, attention and gates read and write
-    batches = 1 + text / BATCH_TOKENS
+    tokens, rounds = cost.passes * text, 1
+    if cost.recipes and rates.on_cpu:  # trials have few tokens there, and rounding counts
+        from annie_quant.quantize import mixed_formats, recipe_choice
+
+        trials, judged = mixed_formats.BANDS * min(text, mixed_formats.POSITIONS), recipe_choice.POSITIONS["cpu"]
+        tokens, rounds = trials + cost.recipes * (text + 2 * min(text, judged)) + text, cost.recipes + 1
+    activations = (
+        4 * tokens * layers * (20 * hidden + 6 * width)
+    )  # bytes that norms, attention and gates read and write
+    batches = cost.passes + tokens / BATCH_TOKENS
     seconds = {
         "start": START_S[rates.on_cpu] + ROW_S * conversations,
-        "text": cost.passes
-        * (2 * body * text / (rate * FORWARD_SHARE) + activations / rates.copy + layers * batches * BATCH_S),
+        "text": 2 * body * tokens / (rate * FORWARD_SHARE) + activations / rates.copy + layers * batches * BATCH_S,
     }
     if cost.column_feedback:
         groups = layers * (3 * hidden**2 + width**2)
@@ -226,9 +233,9 @@ def calibration_seconds(
         cubes = layers * 2 * hidden**3 + experts * (hidden**3 + width**3)
         columns = mlp / 3 * (width + PER_COLUMN) + (rounded - mlp / 3) * (hidden + PER_COLUMN)
         seconds |= {
-            "Hessians": 2 * HESSIAN_TOKENS * text * groups / (rates.float32_flop_s * HESSIAN_SHARE),
-            "factors": 4 / 3 * cubes / (rates.float32_flop_s * FACTOR_SHARE[rates.on_cpu]),
-            "columns": columns / (rates.cpu_flop_s * COLUMNS_SHARE),
+            "Hessians": rounds * 2 * HESSIAN_TOKENS * text * groups / (rates.float32_flop_s * HESSIAN_SHARE),
+            "factors": rounds * 4 / 3 * cubes / (rates.float32_flop_s * FACTOR_SHARE[rates.on_cpu]),
+            "columns": rounds * columns / (rates.cpu_flop_s * COLUMNS_SHARE),
         }
     return seconds
 

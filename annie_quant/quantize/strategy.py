@@ -138,6 +138,7 @@ class Cost:
     trains: a search tries it last.
     layerwise: one decoder layer is in memory at a time.
     passes: forward passes of the calibration text through the whole model, or their equivalent.
+    recipes: that are compared before the last rounding; on a CPU, where `passes` does not hold for them.
     encode: time of the codec relative to plain rounding.
     column_feedback: Hessians are accumulated and factored, and each rounded column corrects those after it.
     bytes_per_weight: memory where the whole model is loaded.
@@ -152,6 +153,7 @@ class Cost:
     trains: bool = False
     layerwise: bool = False
     passes: float = 0.0
+    recipes: int = 0
     encode: float = 1.0
     column_feedback: bool = False
     bytes_per_weight: float = 2.0

@@ -164,6 +164,18 @@ def test_times_on_an_h200_are_within_twice_what_was_measured(monkeypatch, model,
     assert sum(estimates.estimate(model, "naive", 256, 390, H200).seconds.values()) < expected
 
 
+@pytest.mark.parametrize(("strategy", "seconds"), [("naive", 361), ("gptq", 587)])
+def test_times_on_two_cores_are_within_twice_what_was_measured(monkeypatch, strategy, seconds):
+    """48 rows of BFCL on Coder-0.5B, 27,000 tokens after shared beginnings; AVX2, .16 TFLOP/s in float32, 2026-11-29."""
+    pytest.importorskip(
+        "torch", reason="whether a processor has bfloat16 needs torch: pip install annie-quant[quantize]"
+    )
+    monkeypatch.setattr(estimates, "published_sizes", lambda: QWEN_CODER)
+    cores = estimates.Rates(2e9, 0.16e12, 0.16e12, 18e9, 12e9, 24e9, "two cores")
+    expected = sum(estimates.estimate("0.5b", strategy, 48, 560, cores).seconds.values())
+    assert seconds / 2 < expected < 2 * seconds
+
+
 def test_the_text_is_counted_in_the_file_and_shared_beginnings_once_on_a_cpu(tmp_path):
     system = {"role": "system", "content": "Speak plainly. " * 200}
     rows = [{"messages": [system, {"role": "user", "content": f"{i} " * 30}]} for i in range(40)]

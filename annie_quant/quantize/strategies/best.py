@@ -96,6 +96,7 @@ STRATEGY = Strategy(
         rank=12,
         layerwise=True,
         passes=34,
+        recipes=4,
         encode=SWEEP_TIME,
         column_feedback=True,
         bytes_per_layer_weight=18,

@@ -35,7 +35,7 @@ def in_float32(weight_bytes: int, on_cpu: bool) -> bool:
     if weight_bytes >= FLOAT32_BYTES and on_cpu:
         import torch
 
-        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight_bytes < FLOAT32_BYTES
 
 

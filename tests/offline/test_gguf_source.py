@@ -58,7 +58,7 @@ def test_the_folder_is_the_model_in_the_file(files: dict[str, tuple[Path, Path]]
 def test_a_file_is_parsed_once(
     files: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary of 150,000 tokens takes the package ten seconds; transformers asks for it three times."""
+    """A vocabulary of 150,000 tokens takes the package ten seconds; transformers asks for it four times."""
     parsed, usual = [], gguf.GGUFReader.__init__
 
     def counted(self: object, path: Path) -> None:

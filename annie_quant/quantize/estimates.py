@@ -219,9 +219,7 @@ def calibration_seconds(
 
         trials, judged = mixed_formats.BANDS * min(text, mixed_formats.POSITIONS), recipe_choice.POSITIONS["cpu"]
         tokens, rounds = trials + cost.recipes * (text + 2 * min(text, judged)) + text, cost.recipes + 1
-    activations = (
-        4 * tokens * layers * (20 * hidden + 6 * width)
-    )  # bytes that norms, attention and gates read and write
+    activations = 4 * tokens * layers * (20 * hidden + 6 * width)  # bytes that norms, attention, gates read and write
     batches = cost.passes + tokens / BATCH_TOKENS
     seconds = {
         "start": START_S[rates.on_cpu] + ROW_S * conversations,

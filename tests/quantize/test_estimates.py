@@ -17,6 +17,8 @@ from annie_quant.models.family import ModelSize
 from annie_quant.quantize import available, estimates
 from annie_quant.quantize.strategy import in_float32
 
+NEEDS_TORCH = "whether a processor has bfloat16 is asked of torch: pip install annie-quant[quantize]"
+
 
 def test_the_published_counts_of_the_9b():
     """8.953 B weights: MLP 4.832, DeltaNet 1.617, attention .470, embedding and head 1.017 each."""
@@ -102,8 +104,7 @@ def test_a_configuration_without_sizes_is_named(tmp_path):
 )
 def test_a_processor_without_bfloat16_computes_in_float32(monkeypatch, fast_bf16, weight_bytes, float32):
     """With AVX2 alone naive of a 0.5B was estimated at 24 minutes in bfloat16, at half a minute in float32."""
-    import torch
-
+    torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast_bf16)
     cpu = replace(estimates.SPARK, flop_s=1e9, float32_flop_s=1e11, cpu_flop_s=1e11)
     assert in_float32(weight_bytes, on_cpu=True) == float32
@@ -167,9 +168,7 @@ def test_times_on_an_h200_are_within_twice_what_was_measured(monkeypatch, model,
 @pytest.mark.parametrize(("strategy", "seconds"), [("naive", 361), ("gptq", 587)])
 def test_times_on_two_cores_are_within_twice_what_was_measured(monkeypatch, strategy, seconds):
     """48 rows of BFCL on Coder-0.5B, 27,000 tokens after shared beginnings; AVX2, .16 TFLOP/s in float32, 2026-11-29."""
-    pytest.importorskip(
-        "torch", reason="whether a processor has bfloat16 needs torch: pip install annie-quant[quantize]"
-    )
+    pytest.importorskip("torch", reason=NEEDS_TORCH)
     monkeypatch.setattr(estimates, "published_sizes", lambda: QWEN_CODER)
     cores = estimates.Rates(2e9, 0.16e12, 0.16e12, 18e9, 12e9, 24e9, "two cores")
     expected = sum(estimates.estimate("0.5b", strategy, 48, 560, cores).seconds.values())

@@ -3,7 +3,9 @@
     seconds per token = (weights + KV cache + DeltaNet states) / reachable bandwidth + layers * launch cost of a layer
 
 Weights are those that a token reads (size.bytes_per_token). Keys and values of every earlier token are read, DeltaNet's states are
-read and written. tests/perf/decode_speed.md has the errors against published and measured figures.
+read and written. A server's attention with one sequence does not reach that bandwidth: where its time was measured
+(Device.attention_s), that replaces the bytes'. The host's part of a step (step_s) is the least. tests/perf/decode_speed.md has the
+errors against published and measured figures.
 
 Bandwidth and the cost of launches are measured on a GPU by our W4A16 kernel with one token and a copy, in CUDA graphs as servers
 launch them. Weights rotate, so that they come from memory. On a processor llama.cpp is measured, and its costs replace the formula
@@ -19,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from annie_quant.checkpoint import dialects, llama_cpp_speed
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import read_struct
@@ -30,11 +34,12 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.documents import Device, LlamaCppRates, PredictedSpeed, decode, write
 
 # Bandwidth: a saturating read on a GB10 (antirez/ds4#773); 1 GiB of reads on an H200 (tests/perf/gemm.md).
-# Cost of a layer: fitted to the figures in tests/perf/decode_speed.md, one number per device.
+# The rest is fitted to the figures in tests/perf/decode_speed.md: a cost of a layer per device, attention and host to vLLM's on an H200.
 DEVICES = {
     "gb10": Device(name="NVIDIA GB10", read_bytes_s=232e9, layer_s=125e-6, source="published figures"),
-    "h200": Device(name="NVIDIA H200", read_bytes_s=4.53e12, layer_s=34e-6, source="tests/perf/vllm_gpu.md"),
-}
+    "h200": Device(name="NVIDIA H200", read_bytes_s=4.53e12, layer_s=34e-6, attention_s=(2.8e-9, 1.63e-11),
+                   step_s=1.48e-3, source="tests/perf/decode_speed.md"),
+}  # fmt: skip
 MEASURE = "annie-quant doctor --measure"
 
 
@@ -69,11 +74,17 @@ def tok_s(read: TokenBytes, device: Device, depth: int = 0) -> float:
     if device.llama_cpp and read.work:
         states = 2 * read.caches.state / device.read_bytes_s
         return 1 / (llama_cpp_speed.seconds(read.work, device.llama_cpp, depth) + states)
-    return 1 / (read.at(depth) / device.read_bytes_s + read.layers * device.layer_s)
+    seconds = read.at(depth) / device.read_bytes_s + read.layers * device.layer_s
+    if device.attention_s:
+        (fixed, element), (layers, size) = device.attention_s, read.caches.attention
+        seconds += depth * (layers * (fixed + element * size) - read.caches.position / device.read_bytes_s)
+    return 1 / max(seconds, device.step_s)
 
 
 def largest_bytes(read: TokenBytes, device: Device, tok_s: float) -> float:
-    """Return how many bytes of weights a token may read to decode at `tok_s`; negative where launches alone take longer."""
+    """Return how many bytes of weights a token may read to decode at `tok_s`; negative where launches or the host take longer."""
+    if 1 / tok_s < device.step_s:
+        return -1.0
     return (1 / tok_s - read.layers * device.layer_s) * device.read_bytes_s - 2 * read.caches.state
 
 
@@ -192,7 +203,9 @@ def gpu_device() -> Device:
         f"doctor --measure, {time.strftime('%Y-%m-%d')}: product {read / 1e9:.4g} GB/s, copy {copied / 1e9:.4g} GB/s, "
         f"launch {launch * 1e6:.3g} us x {LAUNCHES}"
     )
-    return Device(name=machine_name(), read_bytes_s=max(read, copied), layer_s=LAUNCHES * launch, source=source)
+    unknown = Device(name=machine_name(), read_bytes_s=0)
+    known = next((d for d in DEVICES.values() if d.name == unknown.name), unknown)  # its attention and host
+    return msgspec.structs.replace(known, read_bytes_s=max(read, copied), layer_s=LAUNCHES * launch, source=source)
 
 
 def processor_device(rates: LlamaCppRates) -> Device:

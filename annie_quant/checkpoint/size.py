@@ -134,6 +134,7 @@ class Caches:
     window_position, window: the same in the layers with a sliding window, and its tokens.
     state: DeltaNet's states, float32 [value heads, key dim, value dim] per layer.
     convolution: the columns that DeltaNet's convolutions keep, in 16 bits.
+    attention: number of layers that see all tokens, and the size of a head.
     """
 
     position: int = 0
@@ -141,6 +142,7 @@ class Caches:
     window: int = 0
     state: int = 0
     convolution: int = 0
+    attention: tuple[int, int] = (0, 0)
 
     def at(self, tokens: int) -> int:
         """Return the bytes of keys and values after this number of tokens."""
@@ -154,7 +156,8 @@ class Caches:
 def caches_of(shape: AttentionShape, element: int = 2) -> Caches:
     """Return the caches of a model. element: bytes of an element of keys and values."""
     heads = shape.num_key_value_heads or shape.num_attention_heads
-    keys_values = 2 * heads * (shape.head_dim or shape.hidden_size // max(1, shape.num_attention_heads)) * element
+    size = shape.head_dim or shape.hidden_size // max(1, shape.num_attention_heads)
+    keys_values = 2 * heads * size * element
     full, sliding, linear = (shape.types.count(f"{kind}_attention") for kind in ("full", "sliding", "linear"))
     values = shape.linear_num_value_heads * shape.linear_value_head_dim
     columns = 2 * shape.linear_num_key_heads * shape.linear_key_head_dim + values
@@ -164,4 +167,5 @@ def caches_of(shape: AttentionShape, element: int = 2) -> Caches:
         window=shape.sliding_window or 0,
         state=linear * 4 * shape.linear_key_head_dim * values,
         convolution=linear * 2 * columns * shape.linear_conv_kernel_dim,
+        attention=(full, size),
     )

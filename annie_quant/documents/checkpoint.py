@@ -255,13 +255,18 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: of its GPU, or of its CPU and the number of threads.
     read_bytes_s: bytes per second that one token's reads reach, not the data sheet's.
     layer_s: seconds of a decoder layer in which no memory is read: launches, and waiting between them.
-    source: where both come from.
+    attention_s: seconds that an earlier token takes in a layer that sees all of them: fixed, and per element of a head; None: those
+        of its bytes.
+    step_s: least seconds of a token, which the server's host needs.
+    source: where they come from.
     llama_cpp: of a processor.
     """
 
     name: str
     read_bytes_s: float
     layer_s: float = 0.0
+    attention_s: tuple[float, float] | None = None
+    step_s: float = 0.0
     source: str = ""
     llama_cpp: LlamaCppRates | None = None
     schema_version: int = 2

@@ -52,6 +52,36 @@ def test_published_speeds_are_predicted_within_15_percent_or_explained(row: Publ
     assert abs(error) < 0.15 or (row.explained and error > 0), f"{predicted:.1f} instead of {row.tok_s:.1f}"
 
 
+# vLLM 0.26 on an H200, 2026-11-29: GB per token, layers, those of attention, size of a head, ms after 128 and 16,384 tokens.
+H200_VLLM = [
+    ("9B, bf16 head", 6.04, 32, 8, 256, 2.660, 3.423),
+    ("9B, NVFP4 head", 4.576, 32, 8, 256, 2.291, 3.030),
+    ("Coder-0.5B bf16", 0.988, 24, 24, 64, 1.463, 2.597),
+    ("Coder-0.5B naive", 0.474, 24, 24, 64, 1.436, 2.433),
+    ("Coder-1.5B bf16", 3.087, 28, 28, 128, 1.689, 3.901),
+    ("Coder-1.5B naive", 1.205, 28, 28, 128, 1.536, 3.357),
+]
+
+
+@pytest.mark.parametrize("row", H200_VLLM, ids=lambda row: row[0])
+def test_vllm_on_an_h200_is_predicted_within_10_percent_also_at_depth(
+    row: tuple[str, float, int, int, int, float, float],
+) -> None:
+    _, gigabytes, layers, full, head, *measured = row
+    read = TokenBytes(gigabytes * 1e9, layers, Caches(position=1, attention=(full, head)))
+    for depth, milliseconds in zip((192, 16_416), measured, strict=True):
+        assert 1e3 / decode_speed.tok_s(read, DEVICES["h200"], depth) == pytest.approx(milliseconds, rel=0.1), depth
+
+
+def test_attention_has_its_own_time_and_the_host_is_the_least() -> None:
+    read = TokenBytes(1e9, 4, Caches(position=1000, window_position=100, window=50, attention=(2, 64)))
+    device = Device(name="d", read_bytes_s=1e9, attention_s=(1e-6, 1e-8), step_s=1.2)
+    assert 1 / decode_speed.tok_s(read, device) == pytest.approx(1.2)
+    expected = 1 + 50 * 100 / 1e9 + 10**6 * 2 * (1e-6 + 64 * 1e-8)
+    assert 1 / decode_speed.tok_s(read, device, 10**6) == pytest.approx(expected)
+    assert decode_speed.largest_bytes(read, device, 1.0) < 0 < decode_speed.largest_bytes(read, device, 0.8)
+
+
 def test_a_token_reads_the_weights_the_cache_and_the_states() -> None:
     folder = ModelFolder(TINY_ANNIE)
     config = folder.text_config

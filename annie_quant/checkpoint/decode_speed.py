@@ -14,6 +14,7 @@ where what a token computes is known (llama_cpp_speed.py).
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -34,7 +35,8 @@ from annie_quant.core.progress import SILENT, Progress
 from annie_quant.documents import Device, LlamaCppRates, PredictedSpeed, decode, write
 
 # Bandwidth: a saturating read on a GB10 (antirez/ds4#773); 1 GiB of reads on an H200 (tests/perf/gemm.md).
-# The rest is fitted to the figures in tests/perf/decode_speed.md: a cost of a layer per device, attention and host to vLLM's on an H200.
+# The rest is fitted to the figures in tests/perf/decode_speed.md: a cost of a layer per device; attention and host to vLLM's on an
+# H200.
 DEVICES = {
     "gb10": Device(name="NVIDIA GB10", read_bytes_s=232e9, layer_s=125e-6, source="published figures"),
     "h200": Device(name="NVIDIA H200", read_bytes_s=4.53e12, layer_s=34e-6, attention_s=(2.8e-9, 1.63e-11),
@@ -83,9 +85,8 @@ def tok_s(read: TokenBytes, device: Device, depth: int = 0) -> float:
 
 def largest_bytes(read: TokenBytes, device: Device, tok_s: float) -> float:
     """Return how many bytes of weights a token may read to decode at `tok_s`; negative where launches or the host take longer."""
-    if 1 / tok_s < device.step_s:
-        return -1.0
-    return (1 / tok_s - read.layers * device.layer_s) * device.read_bytes_s - 2 * read.caches.state
+    launches = read.layers * device.layer_s if tok_s * device.step_s <= 1 else math.inf
+    return (1 / tok_s - launches) * device.read_bytes_s - 2 * read.caches.state
 
 
 def speed_of(read: TokenBytes, device: Device | None = None) -> PredictedSpeed:
@@ -203,9 +204,8 @@ def gpu_device() -> Device:
         f"doctor --measure, {time.strftime('%Y-%m-%d')}: product {read / 1e9:.4g} GB/s, copy {copied / 1e9:.4g} GB/s, "
         f"launch {launch * 1e6:.3g} us x {LAUNCHES}"
     )
-    unknown = Device(name=machine_name(), read_bytes_s=0)
-    known = next((d for d in DEVICES.values() if d.name == unknown.name), unknown)  # its attention and host
-    return msgspec.structs.replace(known, read_bytes_s=max(read, copied), layer_s=LAUNCHES * launch, source=source)
+    device = {d.name: d for d in DEVICES.values()}.get(machine_name(), Device(name=machine_name(), read_bytes_s=0))
+    return msgspec.structs.replace(device, read_bytes_s=max(read, copied), layer_s=LAUNCHES * launch, source=source)
 
 
 def processor_device(rates: LlamaCppRates) -> Device:

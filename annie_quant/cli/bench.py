@@ -34,7 +34,7 @@ MOST_CONVERSATIONS = 10_000
 LADDER_PROMPTS = 25  # per level, with --n 0
 
 
-class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+class BenchOptions(opt.Sides, frozen=True, kw_only=True):
     """Options of `annie-quant bench`.
 
     backend_a: A name for the figures, and the server.
@@ -69,9 +69,6 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     backend_a: Annotated[tuple[str, str], opt.Option(metavar="NAME URL")]
     backend_b: Annotated[tuple[str, str] | None, opt.Option(metavar="NAME URL")] = None
-    candidate: opt.Candidate = None
-    reference: opt.Reference = None
-    incumbent: opt.Incumbent = None
     aa: bool = False
     warmup: int = 2
     runs: int = 5

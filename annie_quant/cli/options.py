@@ -81,7 +81,8 @@ def command(options: type[Options], name: str = "") -> Callable[[Callable[[Optio
             function(options(**values))
 
         texts = documented_fields(options)
-        parameters = [_parameter(field, texts.get(field.name, "")) for field in msgspec.structs.fields(options)]
+        own_first = sorted(msgspec.structs.fields(options), key=lambda f: f.name not in options.__annotations__)
+        parameters = [_parameter(field, texts.get(field.name, "")) for field in own_first]
         return click.Command(name or function.__name__, callback=callback, params=parameters, help=function.__doc__)
 
     return decorate
@@ -93,8 +94,9 @@ def picked(options: msgspec.Struct, *names: str) -> dict[str, Any]:
 
 
 def documented_fields(options: type[Options]) -> dict[str, str]:
-    """Return field → its text in the docstring of its struct: "NAME: TEXT", with indented further lines."""
-    paragraphs = re.sub(r"\n +", " ", inspect.getdoc(options) or "").splitlines()
+    """Return field → its text in the docstrings of its struct and its bases: "NAME: TEXT", with indented further lines."""
+    documented = "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in options.__mro__)
+    paragraphs = re.sub(r"\n +", " ", documented).splitlines()
     return dict(line.split(": ", 1) for line in paragraphs if re.match(r"\w+: ", line))
 
 
@@ -160,6 +162,16 @@ WorkloadNames = Annotated[str | None, Option("Names (also bfcl), files, folders,
 AllowMismatch = Annotated[bool, Option("Accept data that was made for another system prompt.")]
 PerGate = Annotated[int, Option("Prompts per gate.", least=1)]
 KeyVariable = Annotated[str | None, Option("Environment variable with the API key of the servers.", metavar="NAME")]
-Candidate = Annotated[str | None, Option("Side that is judged. Default: A; of two of one format, B.", metavar="NAME")]
-Reference = Annotated[str | None, Option("The bf16 side. Default: the one whose weights are bf16.", metavar="NAME")]
-Incumbent = Annotated[str | None, Option("Side that would be replaced. Default: the other one.", metavar="NAME")]
+
+
+class Sides(msgspec.Struct, frozen=True, kw_only=True):
+    """Options that name the sides of a comparison.
+
+    candidate: Side that is judged. Default: A; of two of one format, B.
+    reference: The bf16 side. Default: the one whose weights are bf16.
+    incumbent: Side that would be replaced. Default: the other one.
+    """
+
+    candidate: Annotated[str | None, Option(metavar="NAME")] = None
+    reference: Annotated[str | None, Option(metavar="NAME")] = None
+    incumbent: Annotated[str | None, Option(metavar="NAME")] = None

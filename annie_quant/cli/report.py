@@ -17,14 +17,14 @@ import msgspec
 from msgspec.structs import asdict
 
 import annie_quant
-from annie_quant.cli.options import Argument, AsJson, Candidate, Incumbent, Option, Reference, command, picked
+from annie_quant.cli.options import Argument, AsJson, Option, Sides, command, picked
 from annie_quant.cli.terminal import console, echo, emit
 from annie_quant.core.errors import EXIT_CODES, UsageError
 from annie_quant.core.files import write_text
 from annie_quant.documents import Roles
 
 
-class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ReportOptions(Sides, frozen=True, kw_only=True):
     """Options of `annie-quant report`.
 
     output: Folder of the trends of several runs. Default: trends.
@@ -36,9 +36,6 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
     output: Path | None = None
     verify: bool = False
     judge: bool = False
-    candidate: Candidate = None
-    reference: Reference = None
-    incumbent: Incumbent = None
 
 
 @command(ReportOptions)
@@ -91,7 +88,7 @@ def export(options: ExportOptions) -> None:
         echo(str(path))
 
 
-class PublishOptions(msgspec.Struct, frozen=True, kw_only=True):
+class PublishOptions(Sides, frozen=True, kw_only=True):
     """Options of `annie-quant publish`.
 
     repo: Repository on the Hub; created if it does not exist.
@@ -119,9 +116,6 @@ class PublishOptions(msgspec.Struct, frozen=True, kw_only=True):
     with_records: bool = False
     force: Annotated[str, Option(metavar="REASON")] = ""
     dry_run: bool = False
-    candidate: Candidate = None
-    reference: Reference = None
-    incumbent: Incumbent = None
     as_json: AsJson = False
 
 

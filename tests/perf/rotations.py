@@ -13,6 +13,9 @@ that writes the stream get Q, all that reads it gets Q's transpose. Kinds of Q:
   full       a random orthogonal matrix
   heads      blocks of 16 for the values of each head instead of the stream: what o_proj reads
   full+heads both
+  sorted     no rotation: channels of the stream, of each MLP and of the values of a head in the order of their mean magnitude, so
+             that a block holds alike ones
+  spread     the same, but the largest in different blocks
 
 The rotated folder is float32 and computes what the source does to 1e-4 nats (row "bf16"). KL is over held-out answers as in
 quantize_peers.py; conversations and answers are its files.
@@ -33,8 +36,12 @@ from safetensors.torch import load_file, save_file
 
 from annie_quant import quantize
 from annie_quant.data import generate
+from annie_quant.data.rows import read_conversations
+from annie_quant.offline.loading import load
+from annie_quant.quantize.calibration_samples import samples_of_rows
 
 KINDS = ("none", "folded", "blocks", "full", "heads", "full+heads")
+ORDERS = ("sorted", "spread")
 
 
 def hadamard(n: int) -> torch.Tensor:
@@ -49,6 +56,65 @@ def blocks_of(size: int, generator: torch.Generator) -> torch.Tensor:
     """Return block-diagonal Hadamard matrices of 16 with random signs, [size, size]."""
     signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
     return torch.block_diag(*[hadamard(16)] * (size // 16)) * signs
+
+
+def magnitudes(model: Path, conversations: Path, n: int) -> dict[str, torch.Tensor]:
+    """Return the mean |input| of each channel of a model's linears [K], over the text of n conversations."""
+    sums: dict[str, torch.Tensor] = {}
+
+    def observe(name: str, args: tuple[torch.Tensor, ...]) -> None:
+        total = args[0].abs().flatten(0, -2).sum(0)
+        sums[name] = sums.get(name, torch.zeros_like(total)) + total
+
+    network = load(model, dtype=torch.float32)
+    for name, module in network.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, args, name=name: observe(name, args))
+    with torch.inference_mode():
+        for sample in samples_of_rows(model, read_conversations(conversations, n)):
+            network(input_ids=torch.tensor([sample.ids]), use_cache=False)
+    return {name: total / total.mean() for name, total in sums.items()}
+
+
+def reorder(source: Path, target: Path, kind: str, inputs: dict[str, torch.Tensor]) -> None:
+    """Write the folder of a Llama or Qwen2 whose channels are in another order. inputs: of magnitudes()."""
+    config = json.loads((source / "config.json").read_text())
+    w = load_file(source / "model.safetensors")
+    heads, hidden = config["num_key_value_heads"], config["hidden_size"]
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+
+    def order(values: torch.Tensor) -> torch.Tensor:
+        descending = values.argsort(descending=True)
+        return descending.view(16, -1).T.flatten() if kind == "spread" else descending
+
+    readers = [inputs[n] for n in inputs if n.endswith(("q_proj", "gate_proj"))]
+    stream = order(torch.stack(readers).mean(0))
+    for name, x in w.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")) or (x.ndim == 1 and "norm" in name):
+            w[name] = x[stream]
+        elif x.ndim == 2:
+            w[name] = x[:, stream]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        own = order(inputs[f"{layer}mlp.down_proj"])
+        for name in ("gate", "up"):
+            w[f"{layer}mlp.{name}_proj.weight"] = w[f"{layer}mlp.{name}_proj.weight"][own]
+        w[f"{layer}mlp.down_proj.weight"] = w[f"{layer}mlp.down_proj.weight"][:, own]
+        values = [order(x) for x in inputs[f"{layer}self_attn.o_proj"].view(heads, -1, size).amax(1)]
+        for part in ("weight", "bias"):
+            if (v := w.get(f"{layer}self_attn.v_proj.{part}")) is not None:
+                w[f"{layer}self_attn.v_proj.{part}"] = torch.cat(
+                    [x[o] for x, o in zip(v.chunk(heads), values, strict=True)]
+                )
+        out = w[f"{layer}self_attn.o_proj.weight"].view(hidden, heads, -1, size)
+        w[f"{layer}self_attn.o_proj.weight"] = torch.stack(
+            [out[:, h][..., o] for h, o in enumerate(values)], 1
+        ).reshape(hidden, -1)
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, target / file.name)
+    save_file({k: x.contiguous() for k, x in w.items()}, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def rotate(source: Path, target: Path, kind: str, seed: int) -> None:
@@ -128,7 +194,10 @@ def main() -> None:
         if kind != "none":
             rotated = a.output / f"{a.model.name}-{kind}-{a.seed}"
             shutil.rmtree(rotated, ignore_errors=True)
-            rotate(a.model, rotated, kind, a.seed)
+            if kind in ORDERS:
+                reorder(a.model, rotated, kind, magnitudes(a.model, conversations, a.samples))
+            else:
+                rotate(a.model, rotated, kind, a.seed)
         for strategy in a.strategies.split(","):
             start, target = time.monotonic(), a.output / "checkpoint"
             shutil.rmtree(target, ignore_errors=True)

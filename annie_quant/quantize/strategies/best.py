@@ -36,26 +36,18 @@ from annie_quant.quantize.strategy import (
 
 @dataclass(frozen=True)
 class BestOptions(StrategyOptions):
-    recipe: str = option(
-        "measured",
-        "measured: what held-out conversations choose; fixed: that of the options below",
-        ("measured", "fixed"),
-    )
+    recipe: str = option("measured", "measured: by held-out answers; fixed: by these options", ("measured", "fixed"))
     effort: str = option("normal", "how many recipes are compared", ("fast", "normal", "max"))
     damping: float = option(0.05, "added to the Hessian's diagonal, relative to its mean")
     prompt: float = option(0.1, "weight of a prompt's token relative to a response's")
     norms: int = option(0, "1: the norms are tuned after rounding (norm_tuning.py)", (0, 1))
     activations: str = option(
-        "mixed",
-        "bits of the inputs: 4 or 16 of all linears, or 4 for the most weights that `share` allows",
-        ("mixed", "4", "16"),
+        "mixed", "bits of all inputs; mixed: 4 for what `share` allows, else 16", ("mixed", "4", "16")
     )
     share: float = option(0.05, "of the divergence that rounding all inputs adds, what activations=mixed may leave")
     max_gb: float = option(math.inf, "GB of tensors at most (frontier_plan.py)")
     min_tps: float = option(0.0, "predicted tokens per second of one stream at least")
-    max_loss: float = option(
-        math.inf, "divergence of held-out answers at most: mean KL plus that of the tokens that decide"
-    )
+    max_loss: float = option(math.inf, "held-out divergence at most: mean KL plus that of the tokens that decide")
     device: str = option("", "whose speed: gb10, h200, GB/s, or a device file; by default this machine's, else gb10")
 
     MEASURED_WITHOUT: ClassVar[tuple[str, ...]] = ("max_gb", "min_tps", "max_loss", "device")

@@ -158,12 +158,12 @@ def find_device(name: str) -> Device:
 def read_device(path: Path) -> Device:
     """Return a device file of this machine."""
     if not path.is_file():
-        known = ", ".join(DEVICES)
-        hint = f"{MEASURE} writes one; or --device {known}, or a rate in GB/s"
+        hint = f"{MEASURE} writes one; or --device {', '.join(DEVICES)}, or a rate in GB/s"
         raise UsageError(f"{path}: no such device file", hint)
     device = decode(Device, path, error=UsageError, hint=MEASURE)
-    if not (0 < device.read_bytes_s < 1e15 and 0 <= device.layer_s < 1):
-        message = f"{path}: read_bytes_s {device.read_bytes_s:g} and layer_s {device.layer_s:g} are no rates"
+    times = (device.layer_s, device.step_s, *(device.attention_s or ()))
+    if not (0 < device.read_bytes_s < 1e15 and all(0 <= t < 1 for t in times)):
+        message = f"{path}: read_bytes_s {device.read_bytes_s:g} and seconds {times} are no rates"
         raise UsageError(message, MEASURE)
     if device.name != machine_name():
         rates = f"{device.read_bytes_s / 1e9:.4g}:{device.layer_s * 1e6:.4g}"

@@ -132,7 +132,10 @@ def test_a_device_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
         decode_speed.find_device(str(other))
     assert "--device 7000:20" in refused.value.hint, "the same rates can be given as numbers"
     other.write_text(json.dumps({"name": "x", "read_bytes_s": -1}))
-    for name, problem in (("0", "expected GB/s"), ("-5", "expected GB/s"), ("nan", "expected GB/s"), ("5:x", "no such"),
+    slow = tmp_path / "slow.json"
+    slow.write_text(json.dumps({"name": "x", "read_bytes_s": 1e9, "attention_s": [1e-9, -1e-9]}))
+    for name, problem in ((str(slow), "are no rates"),
+                          ("0", "expected GB/s"), ("-5", "expected GB/s"), ("nan", "expected GB/s"), ("5:x", "no such"),
                           ("gb11", "no such device file"), (str(other), "are no rates")):  # fmt: skip
         with pytest.raises(UsageError, match=problem):
             decode_speed.find_device(name)

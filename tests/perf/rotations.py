@@ -58,6 +58,13 @@ def blocks_of(size: int, generator: torch.Generator) -> torch.Tensor:
     return torch.block_diag(*[hadamard(16)] * (size // 16)) * signs
 
 
+def copy_all_but_weights(source: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, target / file.name)
+
+
 def magnitudes(model: Path, conversations: Path, n: int) -> dict[str, torch.Tensor]:
     """Return the mean |input| of each channel of a model's linears [K], over the text of n conversations."""
     sums: dict[str, torch.Tensor] = {}
@@ -110,10 +117,7 @@ def reorder(source: Path, target: Path, kind: str, inputs: dict[str, torch.Tenso
         w[f"{layer}self_attn.o_proj.weight"] = torch.stack(
             [out[:, h][..., o] for h, o in enumerate(values)], 1
         ).reshape(hidden, -1)
-    target.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, target / file.name)
+    copy_all_but_weights(source, target)
     save_file({k: x.contiguous() for k, x in w.items()}, target / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -153,10 +157,7 @@ def rotate(source: Path, target: Path, kind: str, seed: int) -> None:
                 w[f"{layer}self_attn.v_proj.{part}"] = torch.cat([v.T @ x for x in value.chunk(heads)])
         out = w[f"{layer}self_attn.o_proj.weight"]
         w[f"{layer}self_attn.o_proj.weight"] = torch.cat([x @ v for x in out.chunk(out.shape[1] // size, 1)], 1)
-    target.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, target / file.name)
+    copy_all_but_weights(source, target)
     changed = config | {"tie_word_embeddings": False, "dtype": "float32"}
     (target / "config.json").write_text(json.dumps(changed))
     save_file(

@@ -76,13 +76,12 @@ class Training(norm_tuning.NormTuning):
     """NormTuning with trained weights [N, K] or, with `scales`, latent codes, by linear."""
 
     def __init__(self, trial: Trial, plan: QuantizationPlan, samples: Any, seed: int, what: str) -> None:
-        self.trained: dict[str, torch.Tensor] = {}  # read by hidden(), which the base's constructor calls
         super().__init__(trial, plan, samples, {**text.RESPONSE, text.PROMPT: PROMPT}, seed)
         prefix = f"{self.model.base_model_prefix}."
-        self.inside = {
-            n: trial.family.in_form(f"{n}.weight", multimodal=False).removeprefix(prefix) for n in plan.formats
-        }
+        for name in plan.formats:  # where hidden() finds a trained linear
+            self.names[name] = trial.family.in_form(f"{name}.weight", multimodal=False).removeprefix(prefix)
         self.scales = {n: self.block_scales(t) for n, t in plan.packed.items()} if what == "codes" else {}
+        self.trained: dict[str, torch.Tensor] = {}
         for name in plan.formats if what in ("codes", "weights") else ():
             weight = trial.parameter(f"{name}.weight").float().clone()
             self.trained[name] = (self.latent(name, weight) if self.scales else weight).requires_grad_()
@@ -105,14 +104,8 @@ class Training(norm_tuning.NormTuning):
         return {n: Straight.apply(t, self.scales[n]) if self.scales else t for n, t in self.trained.items()}
 
     def hidden(self, ids: torch.Tensor, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        changed = {self.names[n]: weight.to(self.model.dtype) for n, weight in norms.items()}
-        if norms:  # not the source's own states
-            changed |= {self.inside[n]: weight.to(self.model.dtype) for n, weight in self.weights().items()}
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            arguments = {"input_ids": ids, "use_cache": False}
-            output = torch.func.functional_call(self.model.base_model, changed, kwargs=arguments)
-        states: torch.Tensor = output.last_hidden_state
-        return states
+        """As the base's, with the trained weights where there are norms: without, the source's own states are asked for."""
+        return super().hidden(ids, {**norms, **self.weights()} if norms else {})
 
     def train(self, steps: int, rate: float, norm_rate: float) -> Iterator[float]:
         """Yield the loss of each step."""

@@ -207,7 +207,7 @@ def main() -> None:
         for _ in own.train(a.steps, a.weights, 0):
             pass
         scorer.show("weights, unrounded", plan, {n: t.detach() for n, t in own.trained.items()})
-        source = work / "trained-source"
+        source = work / "source" / "trained"  # rounded() works in a folder of its name
         own.trial.model.load_state_dict(
             {own.trial.family.in_form(f"{n}.weight", multimodal=False): t.detach() for n, t in own.trained.items()},
             strict=False,
